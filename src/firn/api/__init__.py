@@ -1,0 +1,1 @@
+"""HTTP: sockets, sessions and dialects, all on the asyncio thread. No mlx."""

@@ -1,0 +1,106 @@
+"""Request bodies: read with a limit, parsed with suspicion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from starlette.types import Receive
+
+from firn.core.errors import BadRequest, BodyTooLarge
+
+MAX_DEPTH = 100
+"""Nesting that a template or a schema compiler can still walk recursively."""
+
+
+class ClientGone(Exception):
+    """The other end hung up; there is nobody to answer."""
+
+
+async def read_body(
+    headers: Iterable[tuple[bytes, bytes]], receive: Receive, *, limit_nbytes: int
+) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as that is known, and ClientGone."""
+    for name, value in headers:
+        # A length that is no number cannot get past the HTTP parser.
+        if name == b"content-length" and int(value) > limit_nbytes:
+            raise BodyTooLarge(limit_nbytes)
+    pieces: list[bytes] = []
+    nbytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone()
+        piece: bytes = message.get("body", b"")
+        nbytes += len(piece)
+        if nbytes > limit_nbytes:
+            raise BodyTooLarge(limit_nbytes)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Only JSON is taken, and only when it says so.
+
+    A web page may post any other type to a server on the user's own machine without asking; JSON
+    makes the browser ask first, and we say no (see --allow-origin).
+    """
+    given = next((value for name, value in headers if name == b"content-type"), b"")
+    media_type = given.partition(b";")[0].strip().lower()
+    if media_type != b"application/json" and not media_type.endswith(b"+json"):
+        raise BadRequest("The header 'content-type: application/json' is required.")
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"The body is not UTF-8: {error.reason} at byte {error.start}.") from None
+    try:
+        value = parse(text)
+    except json.JSONDecodeError as error:
+        raise BadRequest(
+            f"The body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except ValueError as error:
+        raise BadRequest(f"The body is not usable JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise BadRequest("The body must be a JSON object.")
+    return value
+
+
+def parse(text: str) -> Any:
+    """JSON whose every part can be walked, encoded and shown; raises ValueError for the rest."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if "\\ud" in text or "\\uD" in text:  # escapes can spell half a character
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("an unpaired surrogate escape in a string") from None
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        inner: list[Any] = []
+        for node in level:
+            if type(node) is dict:
+                inner.extend(node.values())
+            elif type(node) is list:
+                inner.extend(node)
+        level = [node for node in inner if type(node) in (dict, list)]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,93 @@
+"""API dialects: one file each, found by being here.
+
+A module of this package whose name has no leading underscore defines one class with the methods of
+`Dialect`, named in `DIALECT`. The contract tests pick it up by themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from firn.core.errors import FirnError
+from firn.core.events import Event
+from firn.core.values import GenerateRequest, Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the server knows about a reply before it begins."""
+
+    id: str
+    """Unique; a dialect puts its own prefix before it."""
+    model: str
+    created: int
+
+
+class Encoder(Protocol):
+    """Renders one stream, incrementally. Owned by the task that writes it."""
+
+    def feed(self, events: Sequence[Event]) -> bytes:
+        """The frames for these events, to be written at once.
+
+        No events at all means silence: something harmless keeps the connection alive. Ended and
+        Failed are the last events of a stream, and close it in the dialect's own way.
+        """
+        ...
+
+
+class Call(Protocol):
+    """A decoded body: what to generate, and how to show it."""
+
+    @property
+    def requests(self) -> tuple[GenerateRequest, ...]:
+        """Run side by side; the choices of the second are numbered after those of the first."""
+        ...
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields of the body that mean nothing here."""
+        ...
+
+    def encoder(self, head: Head) -> Encoder: ...
+
+    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+        """The whole reply as one body, from the events of a stream that Ended."""
+        ...
+
+
+class Dialect(Protocol):
+    """One API's way of asking and answering. One instance per app."""
+
+    path: str
+    """POST here."""
+    summary: str
+    tool_id_prefix: str
+
+    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> Call:
+        """Raises InvalidValue and other BadRequests. `namespace` is for dialects that store."""
+        ...
+
+    def render_error(self, error: FirnError) -> dict[str, Any]:
+        """The body of an error response."""
+        ...
+
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the body, for /openapi.json."""
+        ...
+
+
+def discover() -> list[Dialect]:
+    """A fresh instance of every dialect in this folder."""
+    found: list[Dialect] = []
+    for module in pkgutil.iter_modules(__path__):
+        if not module.name.startswith("_"):
+            dialect: type[Dialect] = importlib.import_module(f"{__name__}.{module.name}").DIALECT
+            found.append(dialect())
+    return found

@@ -1,0 +1,232 @@
+"""What the OpenAI dialects share: fields that mean the same everywhere, errors, usage, numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from json.encoder import encode_basestring_ascii
+from typing import Any
+
+from firn.api import sse
+from firn.api.dialects import Head
+from firn.api.dialects import _fields as fields
+from firn.api.dialects._fields import Fields
+from firn.core.errors import FirnError, InvalidValue
+from firn.core.events import Ended, Event
+from firn.core.values import CacheControl, Sampling, Usage
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 20
+GREEDY_BELOW = 1e-5
+"""Dividing logits by less than this only overflows; it picks the likeliest token anyway."""
+
+quote = encode_basestring_ascii
+"""A JSON string, quotes included, in ASCII."""
+
+# --- decoding ------------------------------------------------------------------------------
+
+
+def sampling(body: Fields) -> Sampling:
+    default = Sampling()
+    temperature = body.number("temperature", default.temperature, low=0, high=100)
+    top_k = body.integer("top_k", low=-1)  # -1: off, as vLLM's clients say it
+    seed = body.integer("seed", low=-(2**63), high=2**64 - 1)
+    return Sampling(
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=body.number("top_p", default.top_p, low=0, high=1, above_low=True),
+        top_k=max(0, top_k or 0),
+        min_p=body.number("min_p", default.min_p, low=0, high=1),
+        seed=None if seed is None else seed % 2**64,
+        repetition_penalty=body.number(
+            "repetition_penalty", default.repetition_penalty, low=0, high=100, above_low=True
+        ),
+        presence_penalty=body.number("presence_penalty", 0.0, low=-2, high=2),
+        frequency_penalty=body.number("frequency_penalty", 0.0, low=-2, high=2),
+        logit_bias=_logit_bias(body),
+    )
+
+
+def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
+    given = body.get("logit_bias")
+    if given is None:
+        return ()
+    biases: list[tuple[int, float]] = []
+    for key, value in fields.mapping(given, "logit_bias").items():
+        # Not int(): that takes " 5", "+5", "1_000" and digits of other scripts.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
+            raise InvalidValue("logit_bias", f"{key[:32]!r} is no token id")
+        bias = fields.number(value, f"logit_bias.{key}", low=-100, high=100)
+        biases.append((int(key), bias))
+    return tuple(biases)
+
+
+def max_tokens(body: Fields) -> int | None:
+    """max_completion_tokens is the newer name, and wins."""
+    older = body.integer("max_tokens", low=1)
+    newer = body.integer("max_completion_tokens", low=1)
+    return older if newer is None else newer
+
+
+def n_choices(body: Fields) -> int:
+    return body.integer("n", low=1, high=MAX_CHOICES) or 1
+
+
+def stop_strings(body: Fields) -> tuple[str, ...]:
+    given = body.get("stop")
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (fields.string(given, "stop", max_chars=MAX_STOP_CHARS, empty=False),)
+    if not isinstance(given, list):
+        raise InvalidValue("stop", f"must be a string or an array, not {fields.kind(given)}")
+    strings = (
+        fields.string(text, f"stop[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
+        for i, text in enumerate(fields.array(given, "stop", high=MAX_STOPS))
+    )
+    return tuple(dict.fromkeys(strings))
+
+
+def cache_control(body: Fields) -> CacheControl:
+    cache = body.object("cache")
+    ttl = cache.get("ttl")
+    return CacheControl(
+        read=cache.boolean("read", True),
+        write=cache.boolean("write", True),
+        ttl_s=None
+        if ttl is None
+        else fields.number(ttl, cache.name("ttl"), low=0, high=10 * 365 * 86400, above_low=True),
+    )
+
+
+def include_usage(body: Fields) -> bool:
+    return body.object("stream_options").boolean("include_usage", False)
+
+
+def skip_inert(body: Fields) -> None:
+    """Fields of OpenAI's own service that change nothing here."""
+    body.skip("user", "metadata", "store", "service_tier", "prediction", "safety_identifier")
+    body.skip("prompt_cache_key", "prompt_cache_retention", "verbosity")
+
+
+# --- rendering -----------------------------------------------------------------------------
+
+
+def error_object(error: FirnError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.n_prompt,
+        "completion_tokens": usage.n_completion,
+        "total_tokens": usage.n_prompt + usage.n_completion,
+        "prompt_tokens_details": {"cached_tokens": usage.n_cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.n_reasoning},
+    }
+
+
+def logarithm(value: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
+    return value if value > -9999.0 else -9999.0
+
+
+def dumps(value: Mapping[str, Any] | list[Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+class StreamEncoder:
+    """What both dialects' streams have in common. Owned by the task that writes the stream.
+
+    A chunk is a string around what changes: this runs once a token on the thread that serves
+    everyone, and building and dumping a dict costs several times as much. `render` has a method for
+    every type of event.
+    """
+
+    render: Mapping[type[Event], Callable[[Any], str]]
+
+    def __init__(self, head: Head, *, id_prefix: str, kind: str, include_usage: bool) -> None:
+        self._start = (
+            f'data: {{"id":"{id_prefix}{head.id}","object":"{kind}",'
+            f'"created":{head.created},"model":{quote(head.model)},"choices":['
+        )
+        self._end = '],"usage":null}\n\n' if include_usage else "]}\n\n"
+        self._include_usage = include_usage
+
+    def feed(self, events: Sequence[Event]) -> bytes:
+        if not events:
+            return sse.KEEP_ALIVE.encode()
+        render = self.render
+        return "".join([render[type(event)](event) for event in events]).encode("ascii")
+
+    def chunk(self, choice: str) -> str:
+        """A frame with this one choice, given as JSON."""
+        return f"{self._start}{choice}{self._end}"
+
+    def ended(self, event: Ended) -> str:
+        if not self._include_usage:
+            return sse.DONE
+        usage = dumps(usage_object(event.usage))
+        return f'{self._start}],"usage":{usage}}}\n\n{sse.DONE}'
+
+
+# --- schema --------------------------------------------------------------------------------
+
+
+def common_schema() -> dict[str, Any]:
+    """JSON schema of the fields both dialects read, by name."""
+
+    def number(low: float, high: float, *, above_low: bool = False) -> dict[str, Any]:
+        least = "exclusiveMinimum" if above_low else "minimum"
+        return {"type": ["number", "null"], least: low, "maximum": high}
+
+    def integer(low: int, high: int = fields.INT_MAX) -> dict[str, Any]:
+        return {"type": ["integer", "null"], "minimum": low, "maximum": high}
+
+    boolean = {"type": ["boolean", "null"]}
+    stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+    return {
+        "model": {"type": ["string", "null"], "description": "The served model's name."},
+        "max_tokens": integer(1),
+        "max_completion_tokens": integer(1),
+        "temperature": number(0, 100) | {"description": "0 is greedy."},
+        "top_p": number(0, 1, above_low=True),
+        "top_k": integer(-1) | {"description": "0 and -1: off."},
+        "min_p": number(0, 1),
+        "seed": integer(-(2**63), 2**64 - 1),
+        "repetition_penalty": number(0, 100, above_low=True),
+        "presence_penalty": number(-2, 2),
+        "frequency_penalty": number(-2, 2),
+        "logit_bias": {
+            "type": ["object", "null"],
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "stop": {
+            "oneOf": [{"type": "null"}, stop, {"type": "array", "items": stop, "maxItems": 16}]
+        },
+        "n": integer(1, MAX_CHOICES),
+        "ignore_eos": boolean,
+        "stream": boolean,
+        "stream_options": {
+            "type": ["object", "null"],
+            "properties": {"include_usage": boolean},
+        },
+        "cache": {
+            "type": ["object", "null"],
+            "description": "A request's own say about the prefix cache; ttl in seconds.",
+            "properties": {
+                "read": boolean,
+                "write": boolean,
+                "ttl": number(0, 10 * 365 * 86400, above_low=True),
+            },
+        },
+    }

@@ -1,0 +1,288 @@
+"""POST /v1/completions: raw prompts, without a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from firn.api import sse
+from firn.api.dialects import Head, _fields, _openai
+from firn.api.dialects._openai import quote
+from firn.core.errors import FirnError, InvalidValue
+from firn.core.events import (
+    ChoiceFinished,
+    Ended,
+    Event,
+    Failed,
+    FinishReason,
+    Progress,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TextLogprob,
+    ToolCallDelta,
+    ToolCallStarted,
+)
+from firn.core.values import (
+    GenerateRequest,
+    Namespace,
+    RawText,
+    RawTokens,
+    Source,
+    Usage,
+)
+
+ID_PREFIX = "cmpl-"
+MAX_PROMPTS = 1024
+MAX_REPLIES = 1024
+"""Prompts times choices in one call."""
+
+
+class OpenAICompletions:
+    path = "/v1/completions"
+    summary = "Raw completion, in OpenAI's dialect"
+    tool_id_prefix = "call_"
+
+    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> CompletionCall:
+        given = _fields.Fields(body)
+        sources = _sources(given.require("prompt"))
+        model = given.string("model") or ""
+        sampling = _openai.sampling(given)
+        max_tokens = _openai.max_tokens(given)
+        stop = _openai.stop_strings(given)
+        n = _n_choices(given, n_prompts=len(sources))
+        top_logprobs = given.integer("logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
+        ignore_eos = given.boolean("ignore_eos", False)
+        echo = given.boolean("echo", False)
+        cache = _openai.cache_control(given)
+        if echo and top_logprobs is not None:
+            raise InvalidValue("echo", "cannot be combined with logprobs")
+        if given.string("suffix"):
+            raise InvalidValue("suffix", "is not supported; put both sides into the prompt")
+        requests = tuple(
+            GenerateRequest(
+                model=model,
+                source=source,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop=stop,
+                n=n,
+                top_logprobs=top_logprobs,
+                ignore_eos=ignore_eos,
+                echo=echo,
+                cache=cache,
+            )
+            for source in sources
+        )
+        stream = given.boolean("stream", False)
+        include_usage = _openai.include_usage(given)
+        _openai.skip_inert(given)
+        return CompletionCall(requests, stream, given.unread(), include_usage)
+
+    def render_error(self, error: FirnError) -> dict[str, Any]:
+        return _error_object(error)
+
+    def schema(self) -> dict[str, Any]:
+        return _schema()
+
+
+DIALECT = OpenAICompletions
+
+
+def _error_object(error: FirnError) -> dict[str, Any]:
+    shown = _openai.error_object(error)
+    if error.param == "messages":  # what a fault deep inside calls the prompt
+        shown["error"]["param"] = "prompt"
+    return shown
+
+
+def _sources(prompt: Any) -> tuple[Source, ...]:
+    """A string, strings, token ids, or lists of token ids."""
+    if isinstance(prompt, str):
+        return (RawText(prompt),)
+    if not isinstance(prompt, list):
+        raise InvalidValue("prompt", f"must be a string or an array, not {_fields.kind(prompt)}")
+    if not prompt:
+        raise InvalidValue("prompt", "must not be empty")
+    match prompt[0]:
+        case str():
+            _fields.array(prompt, "prompt", high=MAX_PROMPTS)
+            return tuple(
+                RawText(_fields.string(text, f"prompt[{i}]")) for i, text in enumerate(prompt)
+            )
+        case list():
+            _fields.array(prompt, "prompt", high=MAX_PROMPTS)
+            return tuple(
+                _tokens(_fields.array(ids, f"prompt[{i}]", low=1), f"prompt[{i}]")
+                for i, ids in enumerate(prompt)
+            )
+        case _:
+            return (_tokens(prompt, "prompt"),)
+
+
+def _tokens(ids: list[Any], param: str) -> RawTokens:
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token <= _fields.INT_MAX:
+            raise InvalidValue(f"{param}[{i}]", "must be a token id, a non-negative integer")
+    return RawTokens(tuple(ids))
+
+
+def _n_choices(body: _fields.Fields, *, n_prompts: int) -> int:
+    n = _openai.n_choices(body)
+    best_of = body.integer("best_of", low=1)
+    if best_of is not None and best_of != n:
+        raise InvalidValue("best_of", "is not supported unless it equals n")
+    if n * n_prompts > MAX_REPLIES:
+        raise InvalidValue("n", f"times the number of prompts must be at most {MAX_REPLIES}")
+    return n
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    requests: tuple[GenerateRequest, ...]
+    stream: bool
+    ignored: tuple[str, ...]
+    include_usage: bool
+
+    def encoder(self, head: Head) -> CompletionEncoder:
+        return CompletionEncoder(head, include_usage=self.include_usage)
+
+    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+        return _fold(head, events, with_logprobs=self.requests[0].top_logprobs is not None)
+
+
+# --- streaming -----------------------------------------------------------------------------
+
+
+class CompletionEncoder(_openai.StreamEncoder):
+    def __init__(self, head: Head, *, include_usage: bool) -> None:
+        super().__init__(
+            head, id_prefix=ID_PREFIX, kind="text_completion", include_usage=include_usage
+        )
+        self._n_chars: dict[int, int] = {}
+        self.render = {
+            Started: lambda _: "",
+            Progress: sse.progress,
+            TextDelta: self._text,
+            # A raw completion is never split; should it be, nothing of it is lost.
+            ReasoningDelta: lambda event: self._piece(event.choice, event.text),
+            ToolCallStarted: lambda _: "",
+            ToolCallDelta: lambda event: self._piece(event.choice, event.arguments),
+            ChoiceFinished: self._finished,
+            Ended: self.ended,
+            Failed: lambda event: sse.data(_openai.dumps(_error_object(event.error))),
+        }
+
+    def _text(self, event: TextDelta) -> str:
+        if not event.logprobs:
+            return self._piece(event.choice, event.text)
+        offset = self._n_chars.get(event.choice, 0)
+        self._n_chars[event.choice] = offset + sum(len(token.text) for token in event.logprobs)
+        logprobs = _openai.dumps(_logprobs(event.logprobs, offset=offset))
+        return self._piece(event.choice, event.text, logprobs=logprobs)
+
+    def _finished(self, event: ChoiceFinished) -> str:
+        return self._piece(event.choice, "", finish=f'"{_reason(event.reason)}"')
+
+    def _piece(
+        self, choice: int, text: str, *, logprobs: str = "null", finish: str = "null"
+    ) -> str:
+        return self.chunk(
+            f'{{"index":{choice},"text":{quote(text)},'
+            f'"logprobs":{logprobs},"finish_reason":{finish}}}'
+        )
+
+
+def _reason(reason: FinishReason) -> str:
+    return "stop" if reason == "tool_calls" else reason
+
+
+# --- not streaming -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Reply:
+    """One choice while its events are gathered."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    reason: str | None = None
+
+
+def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[str, Any]:
+    replies: dict[int, _Reply] = {}
+    usage = Usage(0, 0)
+    for event in events:
+        match event:
+            case TextDelta():
+                reply = replies.setdefault(event.choice, _Reply())
+                reply.text.append(event.text)
+                reply.logprobs.extend(event.logprobs)
+            case ReasoningDelta():
+                replies.setdefault(event.choice, _Reply()).text.append(event.text)
+            case ToolCallDelta():
+                replies.setdefault(event.choice, _Reply()).text.append(event.arguments)
+            case ChoiceFinished():
+                replies.setdefault(event.choice, _Reply()).reason = _reason(event.reason)
+            case Ended():
+                usage = event.usage
+            case _:
+                pass
+    return {
+        "id": f"{ID_PREFIX}{head.id}",
+        "object": "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": [
+            {
+                "index": choice,
+                "text": "".join(reply.text),
+                "logprobs": _logprobs(reply.logprobs) if with_logprobs else None,
+                "finish_reason": reply.reason,
+            }
+            for choice, reply in sorted(replies.items())
+        ],
+        "usage": _openai.usage_object(usage),
+    }
+
+
+def _logprobs(tokens: Sequence[TextLogprob], *, offset: int = 0) -> dict[str, Any]:
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [_openai.logarithm(token.logprob) for token in tokens],
+        "top_logprobs": [
+            {text: _openai.logarithm(logprob) for text, _, logprob in token.top} for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+# --- schema --------------------------------------------------------------------------------
+
+
+def _schema() -> dict[str, Any]:
+    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+    prompt = {
+        "oneOf": [
+            {"type": "string"},
+            {"type": "array", "minItems": 1, "items": {"type": "string"}},
+            ids,
+            {"type": "array", "minItems": 1, "items": ids},
+        ]
+    }
+    properties = _openai.common_schema() | {
+        "prompt": prompt,
+        "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
+        "echo": {"type": ["boolean", "null"]},
+    }
+    return {
+        "type": "object",
+        "required": ["prompt"],
+        "properties": properties,
+        "example": {"prompt": "Once upon a time", "max_tokens": 16},
+    }

@@ -1,0 +1,96 @@
+"""The layers around every route, as plain ASGI: nothing here touches a token on its way out."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from firn.api.auth import Keys
+from firn.api.body import ClientGone
+from firn.api.exchange import SCOPE_KEY, Exchange, ServerFault, Shapes, exchange_of, send_error
+from firn.api.metrics import Metrics
+from firn.core.errors import Unauthorized
+
+logger = logging.getLogger("firn.api")
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""For supervisors: no key needed, and no log line above DEBUG."""
+
+
+class Front:
+    """Outermost: gives an exchange its id, catches what nobody else did, logs a line at the end.
+
+    `routes` are the paths that get a metric of their own: a stranger may ask for any number.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, shapes: Shapes, metrics: Metrics, routes: frozenset[str]
+    ) -> None:
+        self._app = app
+        self._shapes = shapes
+        self._metrics = metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange()
+        scope[SCOPE_KEY] = exchange
+        tag = (b"x-request-id", exchange.id.encode())
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), tag]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        except ClientGone:
+            exchange.gone = True
+        except Exception:
+            logger.exception("%s %s %s failed", exchange.id, scope["method"], scope["path"])
+            if exchange.status:
+                raise  # too late for a status: the server breaks the connection
+            await send_error(tagged, ServerFault(exchange.id), self._shapes.of(scope["path"]))
+        finally:
+            self._note(exchange, scope)
+
+    def _note(self, exchange: Exchange, scope: Scope) -> None:
+        path = scope["path"]
+        self._metrics.count_request(path if path in self._routes else "other", exchange.status)
+        if exchange.gone:
+            self._metrics.count_gone()
+        quiet = path in OPEN_PATHS or path == "/metrics"
+        logger.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "%s %s %s %s %.3fs%s%s",
+            exchange.id,
+            scope["method"],
+            path,
+            exchange.status or "-",
+            time.perf_counter() - exchange.began_at,
+            exchange.summary,
+            " client gone" if exchange.gone else "",
+        )
+
+
+class Gate:
+    """Lets in who has a key. Inside CORS, so that a browser may read the refusal."""
+
+    def __init__(self, app: ASGIApp, *, keys: Keys, shapes: Shapes) -> None:
+        self._app = app
+        self._keys = keys
+        self._shapes = shapes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                exchange_of(scope).namespace = self._keys.admit(scope["headers"])
+            except Unauthorized as error:
+                await send_error(send, error, self._shapes.of(scope["path"]))
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,156 @@
+"""A dialect's POST, from the body to the last byte, as one plain ASGI app."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Receive, Scope, Send
+
+from firn.api import sse
+from firn.api.body import ClientGone, check_content_type, parse_object, read_body
+from firn.api.dialects import Call, Dialect, Head
+from firn.api.exchange import Exchange, ServerFault, exchange_of, send_error, send_json
+from firn.api.metrics import Metrics
+from firn.api.services import Services
+from firn.api.session import Session
+from firn.core.errors import FirnError, ShuttingDown
+from firn.core.events import ChoiceFinished, Event, Failed
+
+logger = logging.getLogger("firn.api")
+
+
+class Generate:
+    """One per dialect and app. Holds nothing of any call: that is the session's."""
+
+    def __init__(self, dialect: Dialect, services: Services, metrics: Metrics) -> None:
+        self._dialect = dialect
+        self._services = services
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        try:
+            call = await self._decode(scope, receive, exchange)
+            await _while_connected(receive, lambda: self._answer(call, exchange, send))
+        except FirnError as error:
+            await send_error(send, error, self._dialect.render_error)
+
+    async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> Call:
+        services = self._services
+        if services.mailroom.draining:
+            raise ShuttingDown()
+        check_content_type(scope["headers"])
+        raw = await read_body(scope["headers"], receive, limit_nbytes=services.limits.body_nbytes)
+        call = self._dialect.decode(parse_object(raw), namespace=exchange.namespace)
+        if call.ignored:
+            logger.debug("%s ignored: %s", exchange.id, ", ".join(call.ignored)[:500])
+        return call
+
+    async def _answer(self, call: Call, exchange: Exchange, send: Send) -> None:
+        head = Head(
+            id=exchange.id.removeprefix("req_"),
+            model=self._services.engine.model.name,
+            created=int(time.time()),
+        )
+        session = Session(
+            self._services,
+            call.requests,
+            id=exchange.id,
+            namespace=exchange.namespace,
+            new_tool_id=lambda: f"{self._dialect.tool_id_prefix}{uuid.uuid4().hex[:24]}",
+        )
+        tally = _Tally(exchange, session, self._metrics)
+        with contextlib.closing(session), contextlib.closing(tally):
+            await session.start()
+            if call.stream:
+                await _stream(call, head, session, send, tally)
+            else:
+                await _reply(call, head, session, send, tally)
+
+
+async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
+    events: list[Event] = []
+    async for batch in session:
+        events.extend(batch)
+    tally.see(events)
+    if isinstance(events[-1], Failed):
+        raise events[-1].error
+    await send_json(send, call.fold(head, events))
+
+
+async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
+    """One write per batch. From here on a fault is the stream's last event."""
+    encoder = call.encoder(head)
+    await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+    try:
+        async for batch in session:
+            frames = encoder.feed(batch)
+            tally.see(batch)
+            if frames:
+                await send({"type": "http.response.body", "body": frames, "more_body": True})
+    except OSError:  # how newer ASGI servers say that nobody listens
+        raise ClientGone() from None
+    except Exception:
+        logger.exception("%s failed in its stream", tally.exchange.id)
+        failed = Failed(ServerFault(tally.exchange.id))
+        tally.see([failed])
+        frames = encoder.feed([failed])
+        await send({"type": "http.response.body", "body": frames, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do the work, and drop it at once when the client hangs up: raises ClientGone."""
+
+    async def hung_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work())
+    watching = asyncio.ensure_future(hung_up())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone()
+        working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.wait({working, watching})
+
+
+class _Tally:
+    """What the log line and the counters say about one call. Owned by the task that answers it."""
+
+    def __init__(self, exchange: Exchange, session: Session, metrics: Metrics) -> None:
+        self.exchange = exchange
+        self._session = session
+        self._metrics = metrics
+        self._reasons: list[str] = []
+
+    def see(self, events: list[Event]) -> None:
+        for event in events:
+            if type(event) is ChoiceFinished:
+                self._reasons.append(event.reason)
+            elif type(event) is Failed:
+                self._reasons.append(event.error.code)
+
+    def close(self) -> None:
+        now = time.perf_counter()
+        first_at = self._session.first_token_at
+        first_s = None if first_at is None else first_at - self.exchange.began_at
+        usage = self._session.usage
+        text = f" prompt={usage.n_prompt} cached={usage.n_cached} reply={usage.n_completion}"
+        if first_at is not None and first_s is not None:
+            # The first token ends the prefill: it takes no part in the rate of the others.
+            rate = (usage.n_completion - 1) / max(now - first_at, 1e-9)
+            text += f" first={first_s:.3f}s rate={rate:.1f}/s"
+        if self._reasons:
+            text += f" finish={','.join(dict.fromkeys(self._reasons))}"
+        self.exchange.summary = text
+        self._metrics.count_call(usage, first_token_s=first_s)

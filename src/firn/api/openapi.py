@@ -1,0 +1,92 @@
+"""/openapi.json: FastAPI's own routes, and the dialects' bodies by hand.
+
+The dialects decode by hand, for speed and for errors that name the parameter, so their schemas are
+written beside their decoders and put in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+
+from firn.api.dialects import Dialect
+
+ERRORS = {
+    400: "A parameter is wrong, or the prompt too long.",
+    401: "No API key, or one that is not known.",
+    404: "No such model or route.",
+    405: "Another method is needed.",
+    413: "The body is too large.",
+    429: "Too many requests are waiting; see Retry-After.",
+    500: "A mistake of the server.",
+    503: "The server is stopping.",
+}
+
+
+def describe(app: FastAPI, dialects: Sequence[Dialect], *, with_keys: bool) -> None:
+    """Have the app describe the dialects along with its other routes."""
+    own = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            spec = own()
+            for dialect in dialects:
+                spec["paths"][dialect.path] = {"post": _operation(dialect)}
+            schemas = spec.setdefault("components", {}).setdefault("schemas", {})
+            schemas["Error"] = _error_schema()
+            if with_keys:
+                spec["components"]["securitySchemes"] = {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                }
+                spec["security"] = [{"bearer": []}, {"x-api-key": []}]
+            app.openapi_schema = spec
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way FastAPI documents
+
+
+def _operation(dialect: Dialect) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    responses: dict[str, Any] = {
+        "200": {
+            "description": "The reply, whole or as server-sent events.",
+            "content": {
+                "application/json": {"schema": {"type": "object"}},
+                "text/event-stream": {"schema": {"type": "string"}},
+            },
+        }
+    }
+    for status, text in ERRORS.items():
+        responses[str(status)] = {"description": text, "content": error}
+    return {
+        "summary": dialect.summary,
+        "operationId": dialect.path.strip("/").replace("/", "_"),
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": dialect.schema()}},
+        },
+        "responses": responses,
+    }
+
+
+def _error_schema() -> dict[str, Any]:
+    nullable = {"type": ["string", "null"]}
+    return {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": nullable,
+                    "code": nullable,
+                },
+            }
+        },
+    }

@@ -1,0 +1,56 @@
+"""What the HTTP side is handed by the composition root. Built complete, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prometheus_client.registry import Collector
+
+from firn.api.auth import Keys
+from firn.api.mailroom import Mailroom
+from firn.core.ports import Engine, Tokenizer
+from firn.core.values import Grammar, Prompt, Reasoning, Source
+from firn.text.formats import ReplyFormat
+
+
+class Prompts(Protocol):
+    """Makes prompts, in the tokenize pool. `firn.text.prompt.PromptMaker` is one."""
+
+    def make(self, source: Source, *, reasoning: Reasoning = ...) -> Prompt: ...
+
+    def tail(self, prompt: Prompt) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_tokens: the length of a reply whose request names none. max_calls: accepted at once, in
+    whatever stage. keep_alive_s: silence after which a stream gets a comment line. stale_after_s: an
+    engine that took no step for so long is not ready."""
+
+    max_tokens: int = 4096
+    max_calls: int = 1024
+    body_nbytes: int = 64 * 2**20
+    keep_alive_s: float = 5.0
+    stale_after_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """`compile_grammar` None: constrained output is refused. `pool` is the tokenize pool."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    prompts: Prompts
+    reply_format: ReplyFormat
+    mailroom: Mailroom
+    pool: Executor
+    limits: Limits = Limits()
+    keys: Keys = field(default_factory=Keys)
+    allow_origins: tuple[str, ...] = ()
+    model_aliases: frozenset[str] = frozenset()
+    compile_grammar: Callable[[Grammar], Any] | None = None
+    health_details: Callable[[], Mapping[str, Any]] = dict
+    extra_collectors: tuple[Collector, ...] = ()

@@ -1,0 +1,320 @@
+"""One call's way through the engine: prompts in the pool, jobs out, tokens in, events out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from firn.api.mailroom import Mailbox
+from firn.api.services import Services
+from firn.core.errors import (
+    BadRequest,
+    ContextTooLong,
+    InvalidValue,
+    ModelNotFound,
+    QueueFull,
+    ShuttingDown,
+)
+from firn.core.events import (
+    Admitted,
+    ChoiceDone,
+    Ended,
+    EngineEvent,
+    Event,
+    Failed,
+    JobDone,
+    JobFailed,
+    Prefilled,
+    Progress,
+    Started,
+    TextDelta,
+    Token,
+)
+from firn.core.values import (
+    Chat,
+    GenerateRequest,
+    Job,
+    ModelInfo,
+    Namespace,
+    Prompt,
+    RawText,
+    RawTokens,
+    RequestId,
+    Sampling,
+    ToolChoice,
+    ToolMode,
+    Usage,
+)
+from firn.text.formats import ReplyFormat
+from firn.text.reply import ReplyReader
+
+
+@dataclass(slots=True)
+class Run:
+    """One request of a call while it is in the engine. Owned by its session."""
+
+    id: RequestId
+    request: GenerateRequest
+    first_choice: int
+    readers: list[ReplyReader] = field(default_factory=list)
+    finished: set[int] = field(default_factory=set)
+    n_prompt: int = 0
+    n_cached: int = 0
+    submitted: bool = False
+    done: bool = False
+
+
+class Session:
+    """Owned by the task that answers the call; lives on the asyncio thread.
+
+    `start` checks, tokenizes and queues: until it returns, faults are raised. Then iterate: each
+    batch holds what has happened since the last one, and an empty batch says that nothing has for a
+    while. The last batch ends in Ended or Failed. `close` may come at any moment, and frees at once
+    what is still in the engine.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        requests: Sequence[GenerateRequest],
+        *,
+        id: str,
+        namespace: Namespace,
+        new_tool_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}",
+    ) -> None:
+        self._services = services
+        self._namespace = namespace
+        self._new_tool_id = new_tool_id
+        self._box: Mailbox | None = None
+        self._pending: list[Event] = []
+        self._ended = False
+        self._runs: dict[RequestId, Run] = {}
+        n_choices = 0
+        for i, request in enumerate(requests):
+            run = Run(RequestId(f"{id}-{i}" if i else id), request, first_choice=n_choices)
+            self._runs[run.id] = run
+            n_choices += request.n
+        self.first_token_at: float | None = None
+        self._on: dict[type[EngineEvent], Callable[[Run, Any, list[Event]], None]] = {
+            Token: self._on_token,
+            Admitted: self._on_admitted,
+            Prefilled: self._on_prefilled,
+            ChoiceDone: self._on_choice_done,
+            JobDone: self._on_job_done,
+            JobFailed: self._on_job_failed,
+        }
+
+    @property
+    def usage(self) -> Usage:
+        """What was used so far."""
+        total = Usage(0, 0)
+        for run in self._runs.values():
+            if not run.submitted:
+                continue
+            total += Usage(
+                n_prompt=run.n_prompt,
+                n_completion=sum(reader.n_completion for reader in run.readers),
+                n_cached=run.n_cached,
+                n_reasoning=sum(reader.n_reasoning for reader in run.readers),
+            )
+        return total
+
+    # --- in ------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        services, runs = self._services, self._runs.values()
+        for run in runs:
+            self._check(run.request)
+        mailroom = services.mailroom
+        if mailroom.n_calls >= services.limits.max_calls:
+            raise QueueFull(mailroom.n_calls)
+        self._box = mailroom.open(self._runs, silence_s=services.limits.keep_alive_s)
+        jobs = [await self._prepare(run) for run in runs]
+        if mailroom.draining:
+            raise ShuttingDown()
+        for run, job in zip(runs, jobs, strict=True):
+            services.engine.submit(job)
+            run.submitted = True
+        self._pending.append(Started(n_prompt=sum(run.n_prompt for run in runs)))
+        for run in runs:
+            self._pending.extend(self._echo(run))
+
+    def _check(self, request: GenerateRequest) -> None:
+        """What can be told without a prompt."""
+        model = self._services.engine.model
+        names = {model.name, "", *self._services.model_aliases}  # "": whatever is served
+        if request.model not in names:
+            raise ModelNotFound(request.model, model.name)
+        for token, _ in request.sampling.logit_bias:
+            if token >= model.vocab_size:
+                raise InvalidValue("logit_bias", f"the model has no token {token}")
+        if isinstance(request.source, RawTokens):
+            largest = max(request.source.ids, default=0)
+            if largest >= model.vocab_size:
+                raise InvalidValue("prompt", f"the model has no token {largest}")
+        if self._services.compile_grammar is None:
+            _refuse_constraints(request)
+
+    async def _prepare(self, run: Run) -> Job:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._services.pool, self._job, run)
+
+    def _job(self, run: Run) -> Job:
+        """Tokenize pool. Touches nothing but this run, which nobody else looks at meanwhile."""
+        services, request = self._services, run.request
+        model = services.engine.model
+        prompt = self._prompt(request)
+        grammar = None
+        if request.grammar is not None and services.compile_grammar is not None:
+            grammar = services.compile_grammar(request.grammar)
+        run.n_prompt = len(prompt)
+        tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
+        run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
+        return Job(
+            id=run.id,
+            prompt=prompt,
+            max_tokens=_reply_length(request, prompt, model, self._services.limits.max_tokens),
+            sampling=_sampling_for(model, request.sampling),
+            n=request.n,
+            eos=frozenset() if request.ignore_eos else services.tokenizer.eos,
+            top_logprobs=request.top_logprobs,
+            namespace=self._namespace,
+            cache=request.cache,
+            grammar=grammar,
+        )
+
+    def _prompt(self, request: GenerateRequest) -> Prompt:
+        try:
+            return self._services.prompts.make(request.source, reasoning=request.reasoning)
+        except UnicodeEncodeError:
+            raise BadRequest(
+                "The prompt has an unpaired surrogate, which is no text.", param="messages"
+            ) from None
+        except RecursionError:
+            raise BadRequest("The prompt is nested too deeply.", param="messages") from None
+
+    def _reader(self, run: Run, prompt_tail: str, choice: int) -> ReplyReader:
+        services, request = self._services, run.request
+        # A raw completion is shown as it is: nothing in it is a tag of ours.
+        chat = request.source if isinstance(request.source, Chat) else None
+        return ReplyReader(
+            services.tokenizer,
+            choice=run.first_choice + choice,
+            stop=request.stop,
+            format=ReplyFormat() if chat is None else services.reply_format,
+            tools=() if chat is None else chat.tools,
+            tool_choice=ToolChoice() if chat is None else chat.tool_choice,
+            prompt_tail=prompt_tail,
+            new_id=self._new_tool_id,
+            logprobs=request.top_logprobs is not None,
+        )
+
+    def _echo(self, run: Run) -> list[Event]:
+        if not run.request.echo:
+            return []
+        match run.request.source:
+            case RawText(text):
+                pass
+            case RawTokens(ids):
+                text = self._services.tokenizer.decode(ids)
+            case Chat():
+                return []
+        return [TextDelta(run.first_choice + i, text) for i in range(run.request.n)]
+
+    # --- out -----------------------------------------------------------------------------
+
+    def __aiter__(self) -> Session:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        events, self._pending = self._pending, []
+        if self._ended or self._box is None:
+            raise StopAsyncIteration
+        while not events:
+            deliveries = await self._box.take()
+            for request, event in deliveries:
+                self._on[type(event)](self._runs[request], event, events)
+                if self._ended:
+                    break
+            if not deliveries:
+                return []
+        return events
+
+    def close(self) -> None:
+        """Idempotent. Whatever has not run to its end is cancelled and forgotten."""
+        if self._box is None:
+            return
+        for run in self._runs.values():
+            if run.submitted and not run.done:
+                self._services.engine.cancel(run.id)
+        self._services.mailroom.close(self._runs, self._box)
+        self._box = None
+
+    def _on_token(self, run: Run, token: Token, out: list[Event]) -> None:
+        choice = token.choice
+        if choice in run.finished:
+            return  # made before the engine heard of the stop
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        reader = run.readers[choice]
+        out.extend(reader.feed(token))
+        if reader.stopped:
+            self._services.engine.stop_choice(run.id, choice)
+            run.finished.add(choice)
+            out.extend(reader.finish("stop"))
+
+    def _on_choice_done(self, run: Run, event: ChoiceDone, out: list[Event]) -> None:
+        if event.choice not in run.finished:
+            run.finished.add(event.choice)
+            out.extend(run.readers[event.choice].finish(event.reason))
+
+    def _on_admitted(self, run: Run, event: Admitted, out: list[Event]) -> None:
+        run.n_cached = event.n_cached
+
+    def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
+        if event.n_done < event.n_total:  # the first token says the rest
+            out.append(Progress(event.n_done, event.n_total))
+
+    def _on_job_done(self, run: Run, event: JobDone, out: list[Event]) -> None:
+        run.done = True
+        if all(other.done for other in self._runs.values()):
+            self._ended = True
+            out.append(Ended(self.usage))
+
+    def _on_job_failed(self, run: Run, event: JobFailed, out: list[Event]) -> None:
+        self._ended = True
+        out.append(Failed(event.error))
+
+
+def _refuse_constraints(request: GenerateRequest) -> None:
+    """Without a grammar engine nothing can hold the model to a form: say so, rather than hope."""
+    if request.grammar is not None:
+        raise BadRequest(
+            f"{request.grammar.param}: constrained output is not available on this server.",
+            param=request.grammar.param,
+        )
+    source = request.source
+    if isinstance(source, Chat) and source.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
+        raise BadRequest(
+            "tool_choice: a tool call cannot be enforced on this server; use 'auto'.",
+            param="tool_choice",
+        )
+
+
+def _reply_length(request: GenerateRequest, prompt: Prompt, model: ModelInfo, default: int) -> int:
+    # [0, n_prompt) prompt   [n_prompt, context_length) room for the reply
+    room = model.context_length - len(prompt)
+    if room < 1:
+        raise ContextTooLong(len(prompt), model.context_length)
+    return min(request.max_tokens or default, room)
+
+
+def _sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:
+    """A top_k that leaves every token in is no top_k."""
+    if sampling.top_k < model.vocab_size:
+        return sampling
+    return replace(sampling, top_k=0)

@@ -1,0 +1,103 @@
+"""Plain attention: keys and values that grow by one entry a token, quantised or not.
+
+MLA and other latent caches are plain attention to mlx-lm (a latent in the place of the keys), and so
+to us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from firn.cache.codecs import ALL_TOKENS, Arrays, At, Part, concat_tokens
+
+STEP = 256
+"""mlx-lm grows its buffers by this many tokens; a restored buffer leaves room to the next step."""
+
+
+class KVCodec:
+    part = Part.PAGES
+    single = "mlx_lm.models.cache.KVCache"
+    batched: str | None = "mlx_lm.models.cache.BatchKVCache"
+
+    def describe(self, layer: Any) -> str | None:
+        return "kv"
+
+    def reach(self, layer: Any) -> int:
+        return ALL_TOKENS
+
+    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+        pad = _padding(layer, at)
+        row = slice(at.index, at.index + 1)
+        return tuple(
+            mx.contiguous(a[row, :, pad + start : pad + end]) for a in (layer.keys, layer.values)
+        )
+
+    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+        layer.keys, layer.values = concat_tokens(pieces, pad=_room(n_tokens))
+        layer.offset = n_tokens
+
+    def fixed_nbytes(self, layer: Any) -> int:
+        return 0
+
+    def token_nbytes(self, layer: Any) -> int:
+        if layer.keys is None:
+            return 0
+        return int((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2])
+
+
+class ConcatenateKVCodec(KVCodec):
+    single = "mlx_lm.models.cache.ConcatenateKVCache"
+    batched = None
+
+    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+        layer.keys, layer.values = concat_tokens(pieces)
+        layer.offset = n_tokens
+
+
+class QuantizedKVCodec:
+    """(packed, scales, biases) of the keys, then of the values: stored as they are."""
+
+    part = Part.PAGES
+    single = "mlx_lm.models.cache.QuantizedKVCache"
+    batched: str | None = None
+
+    def describe(self, layer: Any) -> str | None:
+        return f"qkv{layer.bits}x{layer.group_size}"
+
+    def reach(self, layer: Any) -> int:
+        return ALL_TOKENS
+
+    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+        both = (*layer.keys, *layer.values)
+        return tuple(mx.contiguous(a[:, :, start:end]) for a in both)
+
+    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+        joined = concat_tokens(pieces, pad=_room(n_tokens))
+        layer.keys, layer.values = joined[:3], joined[3:]
+        layer.offset = n_tokens
+
+    def fixed_nbytes(self, layer: Any) -> int:
+        return 0
+
+    def token_nbytes(self, layer: Any) -> int:
+        if layer.keys is None:
+            return 0
+        total = sum(a.nbytes for a in (*layer.keys, *layer.values))
+        return int(total // layer.keys[0].shape[2])
+
+
+def _padding(layer: Any, at: At) -> int:
+    """Left padding of a batched row: the batch's write position less the row's own length."""
+    write_at = getattr(layer, "_idx", None)
+    return 0 if write_at is None else int(write_at) - at.n_tokens
+
+
+def _room(n_tokens: int) -> int:
+    """Space behind the restored tokens, or the first token after them would copy the buffer."""
+    return -n_tokens % STEP or STEP
+
+
+CODECS = (KVCodec(), ConcatenateKVCodec(), QuantizedKVCodec())

@@ -1,0 +1,74 @@
+"""Recurrent state: the whole of it at one position, whatever the model keeps in it.
+
+Conv and SSM states, gated-delta matrices, token shifts, n-gram contexts; and caches of single models
+that are no window and no pages but can be set from their fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from firn.cache.codecs import Arrays, At, Part
+
+
+class ArraysCodec:
+    part = Part.STATE
+    single = "mlx_lm.models.cache.ArraysCache"
+    batched: str | None = "mlx_lm.models.cache.ArraysCache"
+
+    def describe(self, layer: Any) -> str | None:
+        return f"arrays{len(layer.cache)}"
+
+    def reach(self, layer: Any) -> int:
+        return 0
+
+    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+        row = slice(at.index, at.index + 1)
+        return tuple(None if a is None else mx.contiguous(a[row]) for a in layer.cache)
+
+    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+        (arrays,) = pieces
+        layer.cache = [None if a is None else a[...] for a in arrays]
+
+    def fixed_nbytes(self, layer: Any) -> int:
+        return int(layer.nbytes)
+
+    def token_nbytes(self, layer: Any) -> int:
+        return 0
+
+
+class DeepseekV41Codec:
+    """Window, compressed groups and the open group of one layer; too entangled to cut by token."""
+
+    part = Part.STATE
+    single = "mlx_lm.models.deepseek_v41.LayerCache"
+    batched: str | None = None
+    FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
+
+    def describe(self, layer: Any) -> str | None:
+        return f"dsv41w{layer.window_size}"
+
+    def reach(self, layer: Any) -> int:
+        return 0
+
+    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+        found = (getattr(layer, f) for f in self.FIELDS)
+        return tuple(None if a is None else mx.contiguous(a) for a in found)
+
+    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+        (arrays,) = pieces
+        for field, array in zip(self.FIELDS, arrays, strict=True):
+            setattr(layer, field, None if array is None else array[...])
+        layer.offset = n_tokens
+
+    def fixed_nbytes(self, layer: Any) -> int:
+        return int(layer.nbytes)
+
+    def token_nbytes(self, layer: Any) -> int:
+        return 0
+
+
+CODECS = (ArraysCodec(), DeepseekV41Codec())

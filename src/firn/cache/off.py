@@ -1,0 +1,53 @@
+"""No prefix cache: what --disable-prefix-cache and models with unknown layers get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from firn.core.ports import LiveRow, Restored
+from firn.core.values import CacheControl, Namespace, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class BlankTrail:
+    """A trail that neither reads nor writes."""
+
+    ready: bool = True
+
+    def wants(self, n_tokens: int) -> bool:
+        return False
+
+
+class CacheOff:
+    """Every lookup is a miss, every commit is nothing."""
+
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> BlankTrail:
+        return BlankTrail()
+
+    def restore(self, trail: BlankTrail) -> Restored | None:
+        return None
+
+    def stops(self, trail: BlankTrail) -> Sequence[int]:
+        return ()
+
+    def commit(self, trail: BlankTrail, row: LiveRow) -> None:
+        pass
+
+    def fork(self, trail: BlankTrail, reply: Sequence[int]) -> BlankTrail:
+        return trail
+
+    def close_trail(self, trail: BlankTrail, row: LiveRow | None) -> None:
+        pass
+
+    def blank(self) -> BlankTrail:
+        return BlankTrail()
+
+    def make_room(self, nbytes: int) -> None:
+        pass
+
+    def idle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,153 @@
+"""The `firn` command: names, flags and help texts. Each command imports its own work when it runs.
+
+Nothing heavy is imported here: `firn --help` must not wait for MLX.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from firn import __version__
+from firn.cli.flags import with_config
+from firn.config import Config, UsageError
+from firn.core.errors import FirnError
+
+Start = Callable[[Config], int]
+"""Runs the server until it is stopped and returns the exit code."""
+
+
+def main() -> None:
+    make_cli()()
+
+
+def make_cli(start: Start | None = None) -> typer.Typer:
+    """The tree of commands. `start` stands for the real server where it is given."""
+
+    def serve(config: Config) -> int:
+        """Serve a model over the OpenAI and Anthropic APIs.
+
+        MODEL is a folder with an MLX model or the id of one on the Hugging Face hub, which is
+        downloaded on first use. Without MODEL a small built-in one is served, to try things out.
+        """
+        from firn.cli.serve import serve
+
+        return serve(config, start=start)
+
+    cli = typer.Typer(
+        name="firn",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    cli.callback(invoke_without_command=True)(_firn)
+    cli.command("serve")(_guarded(with_config(serve)))
+    cli.command("chat")(_guarded(_chat))
+    cli.command("doctor")(_guarded(_doctor))
+    config = typer.Typer(
+        help="Look at the settings.", no_args_is_help=True, rich_markup_mode="markdown"
+    )
+    config.command("show")(_guarded(with_config(_show)))
+    cli.add_typer(config, name="config")
+    return cli
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """A fault that firn names is one line on stderr: exit code 2 for a wrong flag, 1 otherwise."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except FirnError as error:
+            typer.echo(f"firn: {' '.join(error.message.split())}", err=True)
+            raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+
+    return guarded
+
+
+def _firn(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """An MLX model server that never computes the same prompt prefix twice.
+
+    Start with `firn serve`, then talk to it with `firn chat`.
+    """
+    if version:
+        typer.echo(f"firn {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _chat(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="Ask this one thing and leave. Piped text is appended to it."),
+    ] = None,
+    url: Annotated[
+        str, typer.Option(help="Address of the server.", envvar="FIRN_URL", metavar="URL")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Key, if the server wants one.", envvar="FIRN_API_KEY", metavar="KEY"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask for (otherwise the one served).")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Longest reply in tokens.", min=1, metavar="N")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token.", min=0, metavar="X")
+    ] = None,
+) -> None:
+    """Talk to a running server in the terminal.
+
+    Ctrl-C stops a reply; Ctrl-C again, or Ctrl-D, leaves. Type /help for the commands.
+    """
+    from firn.cli.chat import chat
+    from firn.cli.client import ChatClient, ChatOptions
+
+    options = ChatOptions(
+        model=model, system=system, max_tokens=max_tokens, temperature=temperature
+    )
+    with ChatClient(url, api_key=api_key) as client:
+        raise typer.Exit(chat(client, options, prompt=prompt))
+
+
+def _doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model folder or hub id to look at.", metavar="MODEL"),
+    ] = None,
+) -> None:
+    """Print versions, device, memory and disk, what a model needs, and say what is wrong.
+
+    Reads no weights and downloads nothing. The exit code is 1 when something is wrong.
+    """
+    from firn.cli.doctor import doctor
+
+    raise typer.Exit(doctor(model))
+
+
+def _show(
+    config: Config,
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Other")
+    ] = False,
+) -> int:
+    """Print every setting with the place it came from.
+
+    Takes the flags of `firn serve`, so it shows what that command would run with. Flags win over
+    the environment, the environment over the file, the file over the defaults.
+    """
+    from firn.cli.show import show
+
+    return show(config, as_json=as_json)

@@ -1,0 +1,235 @@
+"""`firn chat`: a conversation in the terminal, or one question and its answer.
+
+The reply goes to stdout and everything about it to stderr, so that a pipe carries the reply alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.status import Status
+
+from firn.cli.client import (
+    ChatClient,
+    ChatOptions,
+    Counted,
+    Finished,
+    Piece,
+    Reading,
+    Said,
+    ServerFault,
+    Thought,
+    Turn,
+)
+from firn.config import UsageError
+from firn.core.values import Usage
+
+INTERRUPTED = 130
+HELP = """\
+/system TEXT  set the system prompt (without TEXT: show it)
+/reset        forget the conversation
+/exit         leave (Ctrl-D does the same)
+Ctrl-C        stop the reply"""
+# A model may write escape sequences; a terminal must not obey them.
+_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+def chat(client: ChatClient, options: ChatOptions, *, prompt: str | None) -> int:
+    """Returns the exit code; raises ServerFault where there is no conversation to go on with."""
+    model = options.model or client.served_model()
+    conversation = Conversation(client, replace(options, model=model), Screen())
+    if sys.stdin.isatty() and prompt is None:
+        return _talk(conversation)
+    parts = [prompt or "", "" if sys.stdin.isatty() else sys.stdin.read()]
+    question = "\n\n".join(part for part in parts if part.strip())
+    if not question:
+        raise UsageError("there is nothing to ask: give a prompt or pipe one in")
+    return INTERRUPTED if conversation.ask(question).stopped else 0
+
+
+def _talk(conversation: Conversation) -> int:
+    """Until Ctrl-D, /exit, or Ctrl-C when the last thing was a Ctrl-C too."""
+    screen = conversation.screen
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() a history and an editor
+    screen.note(f"{conversation.options.model}. /help for help, Ctrl-D to leave.")
+    interrupted = False
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            screen.note("")
+            return 0
+        except KeyboardInterrupt:
+            if interrupted:
+                screen.note("")
+                return 0
+            screen.note("\nCtrl-C again, or Ctrl-D, leaves.")
+            interrupted = True
+            continue
+        interrupted = False
+        if line in ("/exit", "/quit"):
+            return 0
+        if line.startswith("/"):
+            conversation.command(line)
+        elif line:
+            try:
+                interrupted = conversation.ask(line).stopped
+            except ServerFault as fault:
+                screen.fault(fault)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`usage` is None where the server did not count: a stopped reply, say."""
+
+    text: str
+    usage: Usage | None
+    first_token_s: float | None
+    total_s: float
+    stopped: bool
+    reason: str | None
+
+
+class Conversation:
+    """The turns so far. Owner: the chat loop."""
+
+    def __init__(self, client: ChatClient, options: ChatOptions, screen: Screen) -> None:
+        self.options = options
+        self.screen = screen
+        self._client = client
+        self._turns: list[Turn] = []
+
+    def ask(self, text: str) -> Reply:
+        """Shows the reply as it comes. A turn that brought no text at all is forgotten."""
+        question = Turn("user", text)
+        pieces = self._client.ask([*self._turns, question], options=self.options)
+        reply = listen(pieces, self.screen)
+        if reply.text:
+            self._turns += [question, Turn("assistant", reply.text)]
+        self.screen.summary(reply)
+        return reply
+
+    def command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/reset":
+            self._turns.clear()
+            self.screen.note("The conversation is forgotten.")
+        elif name == "/system":
+            if rest.strip():
+                self.options = replace(self.options, system=rest.strip())
+            self.screen.note(f"System prompt: {self.options.system or 'none'}")
+        elif name == "/help":
+            self.screen.note(HELP)
+        else:
+            self.screen.note(f"There is no command {name}; /help lists them.")
+
+
+def listen(pieces: Iterator[Piece], screen: Screen) -> Reply:
+    """Shows the pieces and folds them. Ctrl-C closes the stream, which tells the server to stop."""
+    start = time.monotonic()
+    texts: list[str] = []
+    usage, reason, first_s, stopped = None, None, None, False
+    try:
+        with contextlib.closing(pieces), screen.waiting():
+            for piece in pieces:
+                match piece:
+                    case Reading(n_done, n_total):
+                        screen.reading(n_done, n_total)
+                    case Said(text) | Thought(text):
+                        first_s = first_s or time.monotonic() - start
+                        if isinstance(piece, Said):
+                            texts.append(text)
+                            screen.say(text)
+                        else:
+                            screen.think(text)
+                    case Finished(finish_reason):
+                        reason = finish_reason
+                    case Counted(counted):
+                        usage = counted
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        screen.end()
+    return Reply("".join(texts), usage, first_s, time.monotonic() - start, stopped, reason)
+
+
+class Screen:
+    """The terminal. Owner: one conversation. `_mode` says what stands on the current line."""
+
+    def __init__(self, out: Console | None = None, err: Console | None = None) -> None:
+        self._out = out or Console(highlight=False)
+        self._err = err or Console(stderr=True, highlight=False)
+        self._status: Status | None = None
+        self._mode: str = ""
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Shows that something is under way until the first piece of the reply."""
+        if not self._out.is_terminal:
+            yield
+            return
+        with self._out.status("waiting", spinner="dots") as self._status:
+            yield
+
+    def reading(self, n_done: int, n_total: int) -> None:
+        if self._status is not None:
+            self._status.update(f"reading the prompt: {n_done} of {n_total} tokens")
+
+    def say(self, text: str) -> None:
+        self._write("text", text, self._out)
+
+    def think(self, text: str) -> None:
+        """Reasoning is no part of the reply: in a pipe it stays on stderr."""
+        self._write("thought", text, self._out if self._out.is_terminal else self._err)
+
+    def _write(self, mode: str, text: str, console: Console) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        if self._mode and self._mode != mode:
+            self.end()
+        self._mode = mode
+        if console.is_terminal:
+            text = text.translate(_CONTROL)
+        console.out(text, end="", style="dim" if mode == "thought" else None, highlight=False)
+
+    def end(self) -> None:
+        """Ends the line on which the reply, or its reasoning, stands."""
+        if self._mode:
+            on_err = self._mode == "thought" and not self._out.is_terminal
+            (self._err if on_err else self._out).out("")
+        self._mode = ""
+
+    def summary(self, reply: Reply) -> None:
+        self.note(summary(reply))
+
+    def note(self, text: str) -> None:
+        self._err.print(text, style="dim", markup=False)
+
+    def fault(self, fault: ServerFault) -> None:
+        self._err.print(f"firn: {fault.message}", style="red", markup=False)
+
+
+def summary(reply: Reply) -> str:
+    """`12 tokens, 48 of prompt (40 cached), first token after 0.21 s, 33 tokens/s`"""
+    parts = []
+    if reply.stopped:
+        parts.append("stopped")
+    if reply.usage is not None:
+        usage = reply.usage
+        parts.append(f"{usage.n_completion} tokens")
+        parts.append(f"{usage.n_prompt} of prompt ({usage.n_cached} cached)")
+    if reply.first_token_s is not None:
+        parts.append(f"first token after {reply.first_token_s:.2f} s")
+        decode_s = reply.total_s - reply.first_token_s
+        if reply.usage is not None and reply.usage.n_completion > 1 and decode_s > 0:
+            parts.append(f"{(reply.usage.n_completion - 1) / decode_s:.0f} tokens/s")
+    if reply.reason == "length":
+        parts.append("cut at the token limit")
+    return ", ".join(parts)

@@ -1,0 +1,277 @@
+"""The terminal's side of the wire: one chat request out, a stream of pieces back.
+
+Speaks the OpenAI API over httpx. Faults of the server or the connection are ServerFault, one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+import httpx
+
+from firn.cli.machine import is_loopback
+from firn.core.errors import FirnError
+from firn.core.values import Usage
+
+CONNECT_TIMEOUT_S = 10.0
+_PROGRESS = re.compile(r"(\d+)\s*/\s*(\d+)")
+
+
+class ServerFault(FirnError):
+    """The server cannot be reached, refuses the request, or broke off."""
+
+    code = "server_fault"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat asks for; None leaves it to the server."""
+
+    model: str | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of the conversation."""
+
+    role: str
+    content: str
+
+
+# --- what comes back -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The server is at `n_done` of the prompt's tokens."""
+
+    n_done: int
+    n_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    usage: Usage
+
+
+Piece = Reading | Said | Thought | Finished | Counted
+
+# --- server-sent events --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comment:
+    text: str
+
+
+class SseDecoder:
+    """Bytes in any cut, whole events out. Owner: one response."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> list[Data | Comment]:
+        lines = (self._rest + chunk).split(b"\n")
+        self._rest = lines.pop()
+        return [event for line in lines for event in self._line(line)]
+
+    def flush(self) -> list[Data | Comment]:
+        """An event whose closing empty line never came is no event: the stream was cut."""
+        self._rest, self._data = b"", []
+        return []
+
+    def _line(self, raw: bytes) -> Iterator[Data | Comment]:
+        line = raw.rstrip(b"\r").decode("utf-8", errors="replace")
+        name, _, value = line.partition(":")
+        if not line:
+            if self._data:
+                yield Data("\n".join(self._data))
+            self._data = []
+        elif not name:
+            yield Comment(value.strip())
+        elif name == "data":
+            self._data.append(value.removeprefix(" "))
+
+
+# --- the client ----------------------------------------------------------------------------
+
+
+class ChatClient:
+    """Talks to one server. Owner: the chat command, on the main thread."""
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.url = url.strip().rstrip("/").removesuffix("/v1")
+        if "://" not in self.url:
+            self.url = f"http://{self.url}"
+        self._has_key = api_key is not None
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        try:
+            self._http = httpx.Client(
+                base_url=self.url,
+                headers=headers,
+                # A long prompt may take minutes before the first byte.
+                timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+                # A proxy is for the world outside, not for a server on this machine.
+                trust_env=not is_loopback(httpx.URL(self.url).host),
+            )
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise ServerFault(f"{url} or the API key cannot be used: {error}") from error
+
+    def __enter__(self) -> ChatClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    def served_model(self) -> str:
+        """The first model that the server lists."""
+        try:
+            response = self._http.get("/v1/models")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            self._lost(error)
+        self._check(response)
+        try:
+            return str(response.json()["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ServerFault(f"{self.url} does not look like an OpenAI-style server.") from error
+
+    def ask(self, turns: Sequence[Turn], *, options: ChatOptions) -> Iterator[Piece]:
+        """The reply, piece by piece. Closing the iterator drops the request."""
+        body = _body(turns, options)
+        decoder = SseDecoder()
+        finished = False
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code >= 400:
+                    response.read()
+                self._check(response)
+                for chunk in response.iter_bytes():
+                    for event in decoder.feed(chunk):
+                        for piece in _pieces(event):
+                            finished = finished or isinstance(piece, Finished)
+                            yield piece
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            self._lost(error)
+        if not finished:
+            raise ServerFault(f"{self.url} ended the reply before it was finished.")
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.status_code == 401:
+            if self._has_key:
+                raise ServerFault(f"{self.url} does not accept this API key.")
+            raise ServerFault(f"{self.url} wants an API key: give --api-key or set FIRN_API_KEY.")
+        if response.status_code >= 400:
+            raise ServerFault(f"{self.url} says {response.status_code}: {_message(response)}")
+
+    def _lost(self, error: httpx.HTTPError | httpx.InvalidURL) -> NoReturn:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            raise ServerFault(
+                f"No server answers at {self.url}; start one with `firn serve` or give --url."
+            ) from error
+        if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
+            raise ServerFault(f"{self.url} is no address; try http://127.0.0.1:8000.") from error
+        raise ServerFault(f"The connection to {self.url} broke: {error}") from error
+
+
+def _body(turns: Sequence[Turn], options: ChatOptions) -> dict[str, Any]:
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    if options.system:
+        messages.insert(0, {"role": "system", "content": options.system})
+    body: dict[str, Any] = {
+        "model": options.model or "",
+        "messages": messages,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if options.max_tokens is not None:
+        body["max_tokens"] = options.max_tokens
+    if options.temperature is not None:
+        body["temperature"] = options.temperature
+    return body
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text.strip()[:200] or response.reason_phrase
+
+
+def _pieces(event: Data | Comment) -> Iterator[Piece]:
+    if isinstance(event, Comment):
+        progress = _PROGRESS.search(event.text)
+        if progress:
+            yield Reading(int(progress[1]), int(progress[2]))
+        return
+    if event.text == "[DONE]":
+        return
+    try:
+        chunk = json.loads(event.text)
+    except ValueError as error:
+        raise ServerFault("The server sent an event that is no JSON.") from error
+    if not isinstance(chunk, Mapping):
+        return
+    if chunk.get("error"):
+        fault = chunk["error"]
+        raise ServerFault(str(fault.get("message", fault) if isinstance(fault, Mapping) else fault))
+    for choice in chunk.get("choices") or ():
+        yield from _choice(choice)
+    if chunk.get("usage"):
+        yield Counted(_usage(chunk["usage"]))
+
+
+def _choice(choice: Mapping[str, Any]) -> Iterator[Piece]:
+    delta = choice.get("delta") or {}
+    # Servers disagree about the name; ours and most local ones say reasoning_content.
+    thought = delta.get("reasoning_content") or delta.get("reasoning")
+    if thought:
+        yield Thought(thought)
+    if delta.get("content"):
+        yield Said(delta["content"])
+    if choice.get("finish_reason"):
+        yield Finished(choice["finish_reason"])
+
+
+def _usage(usage: Mapping[str, Any]) -> Usage:
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        n_prompt=usage.get("prompt_tokens") or 0,
+        n_completion=usage.get("completion_tokens") or 0,
+        n_cached=details.get("cached_tokens") or 0,
+    )

@@ -1,0 +1,218 @@
+"""`firn doctor`: looks at the machine and a model, prints what it found and says what is wrong.
+
+Looking makes a list of findings, a value; printing it is dull.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from firn import __version__
+from firn.cli.machine import Memory, blas_hint, disk_free, memory
+from firn.config import BUILTIN_MODEL, default_cache_dir
+from firn.core.errors import SetupError
+
+if TYPE_CHECKING:
+    from firn.models.inspect import DeviceReport, ModelReport
+
+GIB = 2**30
+# Below this a cache on disk and a download make no sense.
+LOW_DISK_NBYTES = 2 * GIB
+# A conversation that a model should at least be able to hold.
+SHORT_CONTEXT = 4096
+INSTALL_HINT = "on Linux install firn[cpu] or firn[cuda13]"
+
+Mark = Literal["ok", "note", "problem"]
+STYLES: dict[Mark, tuple[str, str]] = {
+    "ok": ("", ""),
+    "note": ("•", "yellow"),
+    "problem": ("✗", "bold red"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    topic: str
+    text: str
+    mark: Mark = "ok"
+
+
+def doctor(model: str | None, *, console: Console | None = None) -> int:
+    """Prints the findings; 1 when one of them is a problem."""
+    findings = [*look_at_machine(), *look_at_model(model)]
+    _print(findings, console or Console(highlight=False))
+    return int(any(finding.mark == "problem" for finding in findings))
+
+
+def _print(findings: list[Finding], console: Console) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(width=1)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        sign, style = STYLES[finding.mark]
+        table.add_row(finding.topic, Text(sign, style=style), Text(finding.text, style=style))
+    console.print(table)
+    n_problems = sum(finding.mark == "problem" for finding in findings)
+    if n_problems:
+        things = "thing is" if n_problems == 1 else "things are"
+        console.print(f"\n{n_problems} {things} wrong: see ✗ above.", style="bold red")
+    else:
+        console.print("\nNothing is wrong.", style="green")
+
+
+# --- the machine ---------------------------------------------------------------------------
+
+
+def look_at_machine() -> Iterator[Finding]:
+    yield Finding("firn", f"{__version__}, Python {platform.python_version()}")
+    yield _version("mlx", f"not installed; {INSTALL_HINT}", missing="problem")
+    yield _version("mlx-lm", "not installed; install firn again", missing="problem")
+    yield _version("mlx-vlm", "not installed; pictures need firn[vision]", missing="ok")
+    yield Finding("platform", f"{platform.platform()}, {platform.machine()}")
+    device = _device()
+    if device is None:
+        yield Finding("device", f"MLX cannot be loaded; {INSTALL_HINT}", "problem")
+    else:
+        yield from _device_findings(device)
+    yield _memory_finding(memory())
+    yield _disk_finding(default_cache_dir())
+
+
+def _version(package: str, otherwise: str, *, missing: Mark) -> Finding:
+    try:
+        return Finding(package, metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return Finding(package, otherwise, missing)
+
+
+def _device() -> DeviceReport | None:
+    try:
+        from firn.models.inspect import inspect_device
+    except ImportError:
+        return None
+    return inspect_device()
+
+
+def _device_findings(device: DeviceReport) -> Iterator[Finding]:
+    text = f"{device.kind}: {device.name}"
+    if device.memory_nbytes and device.kind != "CPU":
+        text += f", {size(device.memory_nbytes)}"
+    if device.working_set_nbytes:
+        text += f", {size(device.working_set_nbytes)} recommended for one process"
+    yield Finding("device", text)
+    hint = blas_hint(os.environ)
+    if device.kind == "CPU" and sys.platform == "linux" and hint:
+        yield Finding("", hint, "note")
+
+
+def _memory_finding(now: Memory) -> Finding:
+    free = "unknown" if now.available is None else size(now.available)
+    return Finding("memory", f"{size(now.total)}, {free} available")
+
+
+def _disk_finding(folder: Path) -> Finding:
+    free = disk_free(folder)
+    mark: Mark = "note" if free < LOW_DISK_NBYTES else "ok"
+    little = ": little for a cache" if mark == "note" else ""
+    return Finding("disk", f"{size(free)} free at {folder}{little}", mark)
+
+
+# --- the model -----------------------------------------------------------------------------
+
+
+def look_at_model(name: str | None) -> Iterator[Finding]:
+    if name is None:
+        return
+    if name == BUILTIN_MODEL:
+        yield Finding("model", f"{name} is built in: nothing to download")
+        return
+    device = _device()
+    if device is None:
+        yield Finding("model", f"{name} was not looked at, for that needs MLX", "note")
+        return
+    from firn.models.inspect import inspect_folder, local_folder
+
+    try:
+        folder = local_folder(name)
+    except SetupError as error:
+        yield Finding("model", error.message, "problem")
+        return
+    if folder is None:
+        text = f"{name} is not (or not wholly) on this machine; `firn serve` would download it"
+        yield Finding("model", text, "note")
+        return
+    yield from describe_model(inspect_folder(folder), device, memory())
+
+
+def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> Iterator[Finding]:
+    yield Finding("model", str(report.folder))
+    if report.architecture:
+        known = f", known to {report.library}" if report.library else ""
+        yield Finding("architecture", report.architecture + known)
+    if report.weights_nbytes:
+        files = "1 file" if report.n_files == 1 else f"{report.n_files} files"
+        kind = f", {report.dtype}" if report.dtype else ""
+        yield Finding("weights", f"{size(report.weights_nbytes)} in {files}{kind}")
+    if report.context_length:
+        yield Finding("context", f"{report.context_length} tokens")
+    if report.cache:
+        yield Finding("cache", _cache_text(report))
+    for note in report.notes:
+        yield Finding("", note, "note")
+    for problem in report.problems:
+        yield Finding("", problem, "problem")
+    if report.weights_nbytes:
+        yield _fit(report, device, now)
+
+
+def _cache_text(report: ModelReport) -> str:
+    cost = report.cache
+    assert cost is not None
+    parts = [f"{size(cost.per_token_nbytes)} a token"]
+    if cost.fixed_nbytes:
+        parts.append(f"{size(cost.fixed_nbytes)} fixed")
+    if cost.n_window:
+        parts.append(f"{cost.n_window} of {cost.n_layers} layers keep a window")
+    if cost.n_state:
+        parts.append(f"{cost.n_state} of {cost.n_layers} layers keep a state")
+    if report.context_length:
+        parts.append(f"{size(cost.nbytes(report.context_length))} for a full context")
+    return ", ".join(parts)
+
+
+def _fit(report: ModelReport, device: DeviceReport, now: Memory) -> Finding:
+    """Whether weights and a short conversation fit, and how long a conversation may get."""
+    limit = device.working_set_nbytes or device.memory_nbytes or now.total
+    cost, full = report.cache, report.context_length or 0
+    need = report.weights_nbytes + (cost.nbytes(SHORT_CONTEXT) if cost else 0)
+    if need > limit:
+        text = f"It needs {size(need)} and the device has {size(limit)}: it does not fit."
+        return Finding("fits", text, "problem")
+    if now.available is not None and device.kind != "CUDA" and need > now.available:
+        text = f"It needs {size(need)}, and {size(now.available)} is available: close something."
+        return Finding("fits", text, "note")
+    if cost is None or cost.per_token_nbytes == 0:
+        return Finding("fits", "yes")
+    if full and report.weights_nbytes + cost.nbytes(full) <= limit:
+        return Finding("fits", "yes, with a full context")
+    n_tokens = (limit - report.weights_nbytes - cost.fixed_nbytes) // cost.per_token_nbytes
+    return Finding("fits", f"yes, with memory for about {n_tokens} tokens of context")
+
+
+def size(nbytes: int) -> str:
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,118 @@
+"""From the table of options to typer's parameters, and from what typer parsed to a Config.
+
+Flags reach `config.load` as the text that was typed: one place validates flags, variables and files
+alike, and one line reports each fault.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from firn.config import CONFIG_ENV, OPTIONS, load
+from firn.options import Option
+
+# Flags of vllm-mlx that people have in their scripts; here they name what cannot be switched off.
+ALWAYS_ON = {
+    "--continuous-batching": "continuous batching is always on",
+    "--enable-prefix-cache": "the prefix cache is always on",
+}
+
+
+def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.environ) -> Any:
+    """A typer command with a flag for every option, which calls `run(config, ...)`.
+
+    Further, keyword-only parameters of `run` are typer parameters of their own. What it returns is
+    the exit code.
+    """
+    own = list(inspect.signature(run).parameters.values())[1:]
+    hints = get_type_hints(run, include_extras=True)
+
+    def command(**given: Any) -> None:
+        extra = {parameter.name: given.pop(parameter.name) for parameter in own}
+        file = given.pop("config_file")
+        for flag, text in ALWAYS_ON.items():
+            if given.pop(_identifier(flag)):
+                typer.echo(f"firn: {flag} is not needed: {text}", err=True)
+        flags = {
+            item.key: given[_identifier(item.key)]
+            for item in OPTIONS
+            if given[_identifier(item.key)] not in (None, [], ())
+        }
+        config = load(flags, environ=environ, file=Path(file) if file else None)
+        raise typer.Exit(run(config, **extra))
+
+    own = [parameter.replace(annotation=hints[parameter.name]) for parameter in own]
+    parameters = [*_parameters(), *own]
+    command.__name__ = run.__name__
+    command.__doc__ = run.__doc__
+    command.__annotations__ = {item.name: item.annotation for item in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _identifier(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").replace(".", "_")
+
+
+def _parameters() -> Iterator[inspect.Parameter]:
+    for item in OPTIONS:
+        yield _parameter(_identifier(item.key), _flag_type(item), _flag(item), None)
+    config_file = typer.Option(
+        "--config",
+        help=f"Read settings from this TOML file. (env {CONFIG_ENV})",
+        metavar="FILE",
+        rich_help_panel="Other",
+    )
+    yield _parameter("config_file", str | None, config_file, None)
+    for flag, text in ALWAYS_ON.items():
+        info = typer.Option(
+            flag,
+            help=f"Accepted for vllm-mlx scripts: {text}.",
+            rich_help_panel="Compatibility",
+            show_default=False,
+        )
+        yield _parameter(_identifier(flag), bool, info, False)
+
+
+def _parameter(name: str, kind: Any, info: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, info],
+    )
+
+
+def _flag_type(item: Option) -> Any:
+    if item.many:
+        return list[str] | None
+    return bool | None if item.scalar is bool else str | None
+
+
+def _flag(item: Option) -> Any:
+    if item.flag is None:
+        return typer.Argument(help=_help(item), metavar=item.metavar, show_default=False)
+    names = item.flag
+    if item.scalar is bool:
+        names = f"{item.flag}/--no-{item.flag.removeprefix('--')}"
+    return typer.Option(
+        names,
+        help=_help(item),
+        metavar=item.metavar or None,
+        show_default=False,
+        rich_help_panel=item.section.capitalize(),
+    )
+
+
+def _help(item: Option) -> str:
+    default = item.default
+    if default is None or default == () or default is False:
+        return f"{item.spec.help} (env {item.env})"
+    word = next((word for word, value in item.spec.words.items() if value == default), default)
+    return f"{item.spec.help} (default {word}, env {item.env})"

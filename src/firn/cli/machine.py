@@ -1,0 +1,106 @@
+"""Facts about this machine that need no MLX: memory, disk, linear algebra, its own addresses."""
+
+from __future__ import annotations
+
+import ctypes.util
+import ipaddress
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FAST_BLAS = ("openblas", "blis", "mkl")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In bytes. `available` is what a new process could have without swapping; None: unknown."""
+
+    total: int
+    available: int | None
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """`root` is where /proc and /sys are."""
+    if sys.platform == "darwin":
+        return Memory(_physical_nbytes(), _mac_available())
+    info = _meminfo(root / "proc/meminfo")
+    total = info.get("MemTotal", _physical_nbytes())
+    available = info.get("MemAvailable")
+    limit = _number_in(root / "sys/fs/cgroup/memory.max")
+    if limit is not None and limit < total:  # a container with less than the machine
+        used = _number_in(root / "sys/fs/cgroup/memory.current") or 0
+        total, available = limit, min(available or limit, max(limit - used, 0))
+    return Memory(total, available)
+
+
+def _physical_nbytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines)
+    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[2] == "kB"}
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _mac_available() -> int | None:
+    try:
+        run = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return vm_stat_available(run.stdout, page_nbytes=os.sysconf("SC_PAGE_SIZE"))
+
+
+def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
+    """What macOS's vm_stat says could be had: free pages and those it would give up at once."""
+    wanted = ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
+    rows = (line.partition(":") for line in text.splitlines())
+    pages = [int(value.strip(" .")) for name, _, value in rows if name in wanted]
+    return sum(pages) * page_nbytes if pages else None
+
+
+def disk_free(folder: Path) -> int:
+    """Free bytes where `folder` is, or would be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def blas_hint(environ: Mapping[str, str]) -> str | None:
+    """What to preload on a Linux CPU, where MLX's wheel brings a slow reference BLAS; or None."""
+    preloaded = environ.get("LD_PRELOAD", "")
+    if any(name in preloaded for name in FAST_BLAS):
+        return None
+    library = ctypes.util.find_library("openblas")
+    if library is None:
+        return (
+            "MLX's wheel uses a slow reference BLAS; install OpenBLAS (libopenblas0) and "
+            "start firn with LD_PRELOAD=libopenblas.so.0 to run float32 models several times faster."
+        )
+    return (
+        "MLX's wheel uses a slow reference BLAS; OpenBLAS is installed: start firn with "
+        f"LD_PRELOAD={library} to run float32 models several times faster."
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,38 @@
+"""`firn serve`: what is said before the server starts, and the call that starts it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import typer
+
+from firn.cli.machine import is_loopback
+from firn.config import Config, unknown_variables
+from firn.core.errors import SetupError
+
+
+def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> int:
+    for line in unknown_variables(os.environ):
+        typer.echo(f"firn: {line}", err=True)
+    if not config.server.api_keys and not is_loopback(config.server.host):
+        typer.echo(
+            f"firn: anyone who reaches {config.server.host} can use this server; "
+            "--api-key or --api-key-file would restrict it",
+            err=True,
+        )
+    return (start or _app())(config)
+
+
+def _app() -> Callable[[Config], int]:
+    """The composition root. Importing it imports MLX, which may not be there."""
+    try:
+        from firn.app import serve as start
+    except ImportError as error:
+        if (error.name or "").split(".")[0] == "mlx":
+            raise SetupError(
+                "MLX is not installed for this machine; on Linux install firn[cpu] or "
+                f"firn[cuda13] ({error})"
+            ) from error
+        raise
+    return start

@@ -1,0 +1,62 @@
+"""`firn config show`: every value with its origin; secrets are counted, never shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from firn.config import OPTIONS, Config
+from firn.options import Option
+
+MASK = "***"
+
+
+def show(config: Config, *, as_json: bool) -> int:
+    if as_json:
+        values = {
+            item.key: {
+                "value": _plain(item, config.get(item.key)),
+                "origin": str(config.origin(item.key)),
+                "flag": item.flag,
+                "env": item.env,
+            }
+            for item in OPTIONS
+        }
+        print(json.dumps(values, indent=2))
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("setting", "value", "origin", "variable"):
+        table.add_column(column, overflow="fold")
+    for item in OPTIONS:
+        origin = config.origin(item.key)
+        style = "dim" if origin.kind == "default" else ""
+        value = _text(item, config.get(item.key))
+        cells = (item.key, value, str(origin), item.env)
+        table.add_row(*(Text(cell, style=style) for cell in cells))
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _plain(item: Option, value: Any) -> Any:
+    if item.spec.secret:
+        return [MASK for _ in value] if isinstance(value, tuple) else value and MASK
+    if isinstance(value, Path):
+        return str(value)
+    return [str(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _text(item: Option, value: Any) -> str:
+    plain = _plain(item, value)
+    if plain is None or plain == []:
+        return "-"
+    for word, meaning in item.spec.words.items():
+        if meaning == plain and meaning == item.default:
+            return word
+    if isinstance(plain, bool):
+        return "on" if plain else "off"
+    return ", ".join(plain) if isinstance(plain, list) else str(plain)

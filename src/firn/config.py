@@ -1,0 +1,304 @@
+"""One frozen tree of settings, built once: defaults < TOML file < environment < flags.
+
+A field of the tree IS an option: its one entry gives type, default, help text and bounds, and the
+flag, the environment variable, the TOML key, the validation and `firn config show` follow from it.
+Owner: the command that starts. Everything below it is handed values and reads no environment.
+"""
+# ruff: noqa: RUF009 - option() makes a dataclass field, as field() does
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_type_hints
+
+from firn.core.errors import SetupError
+from firn.options import BadValue, Option, option, options_of
+
+BUILTIN_MODEL = "firn-demo"
+CONFIG_ENV = "FIRN_CONFIG"
+# Variables of ours that are no setting of the server: the Makefile's and the chat's.
+OTHER_ENV = frozenset({CONFIG_ENV, "FIRN_MLX", "FIRN_URL", "FIRN_API_KEY"})
+
+
+class UsageError(SetupError):
+    """A flag is at fault, not the machine or a file: exit code 2."""
+
+    code = "usage_error"
+
+
+def header_safe(key: str) -> str:
+    """A key travels in a header: visible ASCII only."""
+    if not all("!" <= char <= "~" for char in key):
+        raise BadValue("a key may hold visible ASCII characters only, and no spaces")
+    return key
+
+
+# --- the tree ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 means every network.")
+    port: int = option(8000, "Port to listen on; 0 takes any free one.", low=0, high=65535)
+    served_model_name: str | None = option(
+        None, "Name of the model in the API (otherwise the folder's or the hub id)."
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "Key that clients must send; repeat it for several. Prefer the environment or a file: "
+        "other users of the machine can see flags.",
+        flag="--api-key",
+        env="FIRN_API_KEYS",
+        metavar="KEY",
+        secret=True,
+        check=header_safe,
+    )
+    """Every accepted key, those of `api_key_file` included. Empty: no authentication."""
+    api_key_file: Path | None = option(
+        None, "File with more keys, one a line; # starts a comment.", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    path: str = option(
+        BUILTIN_MODEL,
+        "A model folder, or the id of a model on the Hugging Face hub.",
+        flag=None,
+        env="FIRN_MODEL",
+        metavar="MODEL",
+        check=os.path.expanduser,
+    )
+    adapter: Path | None = option(
+        None, "Folder with a LoRA adapter to load on top of the model.", metavar="FOLDER"
+    )
+    trust_remote_code: bool = option(
+        False, "Let the model's folder run Python code of its own. Only for models you trust."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    max_tokens: int = option(
+        32768, "Longest reply in tokens when a request does not say.", low=1, high=2**31 - 1
+    )
+    max_concurrency: int = option(
+        32, "Requests that generate at the same time; more wait in the queue.", low=1, high=4096
+    )
+    max_queue: int = option(
+        256, "Requests that may wait; more are told to try again (429).", low=0, high=1_000_000
+    )
+    prefill_chunk: int = option(
+        0,
+        "Prompt tokens read between two decoding steps; auto goes by the device.",
+        low=0,
+        high=65536,
+        words={"auto": 0},
+    )
+    """0: by device."""
+
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    level: LogLevel = option(
+        "info", "How much to log.", flag="--log-level", words={"warn": "warning"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from: `where` is the file, the variable or the flag."""
+
+    kind: Literal["default", "file", "env", "flag"]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.where}".rstrip()
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings. The names of its sections are the tables of the TOML file."""
+
+    server: ServerConfig = ServerConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    log: LogConfig = LogConfig()
+    origins: Mapping[str, Origin] = field(
+        default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
+    )
+    """By key ("server.port"); a key that is not here has its default."""
+
+    def get(self, key: str) -> Any:
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
+    def origin(self, key: str) -> Origin:
+        return self.origins.get(key, DEFAULT)
+
+
+SECTIONS: Mapping[str, type] = {
+    item.name: get_type_hints(Config)[item.name]
+    for item in fields(Config)
+    if item.name != "origins"
+}
+OPTIONS: tuple[Option, ...] = tuple(
+    item for section, cls in SECTIONS.items() for item in options_of(section, cls)
+)
+
+# --- building the tree ---------------------------------------------------------------------
+
+Given = dict[str, tuple[Any, Origin]]
+
+
+def load(
+    flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None = None
+) -> Config:
+    """The tree from its sources. Raises SetupError, or UsageError where a flag is at fault.
+
+    `flags` holds what the command line gave, by key: a text, a list of texts, or a bool. `file` is
+    the TOML file; without it the one that FIRN_CONFIG names.
+    """
+    if file is None and environ.get(CONFIG_ENV, "").strip():
+        file = Path(os.path.expanduser(environ[CONFIG_ENV].strip()))
+    given: Given = {}
+    if file is not None:
+        given |= _from_file(file)
+    given |= _from_environ(environ)
+    given |= _from_flags(flags)
+    _add_key_file(given)
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for item in OPTIONS:
+        if item.key in given:
+            values[item.section][item.name] = given[item.key][0]
+    origins = types.MappingProxyType({key: origin for key, (_, origin) in given.items()})
+    return Config(
+        **{section: cls(**values[section]) for section, cls in SECTIONS.items()}, origins=origins
+    )
+
+
+def _from_file(path: Path) -> Given:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SetupError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SetupError(f"{path}: is not valid TOML: {error}") from error
+    known = {item.key: item for item in OPTIONS}
+    given: Given = {}
+    for section, table in tables.items():
+        if section not in SECTIONS:
+            _unknown(path, section, SECTIONS)
+        if not isinstance(table, dict):
+            raise SetupError(f"{path}: {section} is not a table: write [{section}]")
+        for name, value in table.items():
+            key = f"{section}.{name}"
+            if key not in known:
+                _unknown(path, key, known)
+            try:
+                value = known[key].accept(value, base=path.parent)
+            except BadValue as problem:
+                raise SetupError(f"{path}: {key}: {problem}") from None
+            given[key] = (value, Origin("file", str(path)))
+    return given
+
+
+def _unknown(path: Path, key: str, known: Iterable[str]) -> NoReturn:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise SetupError(f"{path}: unknown key {key}{hint}")
+
+
+def _from_environ(environ: Mapping[str, str]) -> Given:
+    given: Given = {}
+    for item in OPTIONS:
+        text = environ.get(item.env)
+        # Empty means unset, as compose files write it; but a secret that came out empty must not
+        # open the server.
+        if text is None or (not text.strip() and not item.spec.secret):
+            continue
+        try:
+            given[item.key] = (item.parse(text), Origin("env", item.env))
+        except BadValue as problem:
+            raise SetupError(f"{item.env}: {problem}") from None
+    return given
+
+
+def _from_flags(flags: Mapping[str, Any]) -> Given:
+    known = {item.key: item for item in OPTIONS}
+    given: Given = {}
+    for key, raw in flags.items():
+        item = known[key]
+        name = item.flag or item.metavar
+        try:
+            given[key] = (item.parse_flag(raw), Origin("flag", name))
+        except BadValue as problem:
+            raise UsageError(f"{name}: {problem}") from None
+    return given
+
+
+def _add_key_file(given: Given) -> None:
+    """The keys of server.api_key_file join those that were listed."""
+    if "server.api_key_file" not in given:
+        return
+    path, origin = given["server.api_key_file"]
+    keys = _read_keys(path)
+    listed, listed_origin = given.get("server.api_keys", ((), None))
+    if listed_origin is not None:
+        origin = Origin(listed_origin.kind, f"{listed_origin.where} and {path}")
+    given["server.api_keys"] = (tuple(dict.fromkeys(listed + keys)), origin)
+
+
+def _read_keys(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SetupError(f"{path}: the API keys cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SetupError(f"{path}: the API keys are not UTF-8 text") from error
+    keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    if not keys:
+        # An empty file must not open the server.
+        raise SetupError(f"{path}: holds no API key")
+    for key in keys:
+        try:
+            header_safe(key)
+        except BadValue as problem:
+            raise SetupError(f"{path}: {problem}") from None
+    return keys
+
+
+# --- beside the tree -----------------------------------------------------------------------
+
+
+def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """One line for each FIRN_ variable that sets nothing, for a typo should not pass unseen."""
+    known = {item.env for item in OPTIONS} | OTHER_ENV
+    lines = []
+    for name in sorted(environ):
+        if name.startswith("FIRN_") and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            lines.append(f"{name} is set, but firn knows no such variable{hint}")
+    return tuple(lines)
+
+
+def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this platform keeps a user's caches."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "firn"
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "firn"

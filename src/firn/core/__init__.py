@@ -1,0 +1,1 @@
+"""What every other package speaks: values, events, errors, ports, keys. No mlx, nothing of ours."""

@@ -1,0 +1,153 @@
+"""The error tree. Raised deep, rendered at the edge.
+
+A class carries what the edge needs to render it in any dialect: an HTTP status, a stable machine
+code, and the name of the request parameter at fault. Nothing is ever classified by message text.
+"""
+
+from __future__ import annotations
+
+
+class FirnError(Exception):
+    """Any fault that firn names. The message is one line that a user can act on."""
+
+    status = 500
+    code = "internal_error"
+    kind = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+# --- the caller's side ---------------------------------------------------------------------
+
+
+class BadRequest(FirnError):
+    status = 400
+    code = "invalid_request"
+    kind = "invalid_request_error"
+
+
+class InvalidValue(BadRequest):
+    """A parameter of the wrong type or out of range."""
+
+    code = "invalid_value"
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}", param=param)
+
+
+class ContextTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+    def __init__(self, n_prompt: int, limit: int, *, n_reply: int = 0) -> None:
+        reply = f" plus max_tokens {n_reply}" if n_reply else ""
+        super().__init__(
+            f"This prompt has {n_prompt} tokens{reply}; the model's context holds {limit}.",
+            param="messages",
+        )
+        self.n_prompt = n_prompt
+        self.limit = limit
+
+
+class NeverFits(BadRequest):
+    """The request would need more memory than this machine can ever free for it."""
+
+    code = "insufficient_memory"
+
+    def __init__(self, need_nbytes: int, have_nbytes: int) -> None:
+        super().__init__(
+            f"This request needs about {need_nbytes / 2**30:.2f} GiB of device memory; "
+            f"at most {have_nbytes / 2**30:.2f} GiB can be made free.",
+            param="messages",
+        )
+
+
+class TemplateFailed(BadRequest):
+    """The model's chat template refuses these messages."""
+
+    code = "chat_template_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"The model's chat template failed: {message}", param="messages")
+
+
+class Unauthorized(FirnError):
+    status = 401
+    code = "invalid_api_key"
+    kind = "authentication_error"
+
+
+class NotFound(FirnError):
+    status = 404
+    code = "not_found"
+    kind = "invalid_request_error"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(
+            f"The model {name!r} is not served here; this server has {served!r}.", param="model"
+        )
+
+
+class BodyTooLarge(FirnError):
+    status = 413
+    code = "request_too_large"
+    kind = "invalid_request_error"
+
+    def __init__(self, limit_nbytes: int) -> None:
+        super().__init__(f"The request body is over the limit of {limit_nbytes} bytes.")
+
+
+# --- the server's side ---------------------------------------------------------------------
+
+
+class QueueFull(FirnError):
+    status = 429
+    code = "queue_full"
+    kind = "rate_limit_error"
+
+    def __init__(self, n_waiting: int, *, retry_after_s: int = 1) -> None:
+        super().__init__(f"{n_waiting} requests are waiting already; try again shortly.")
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(FirnError):
+    status = 503
+    code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down.")
+
+
+class EngineDead(FirnError):
+    status = 503
+    code = "engine_dead"
+
+    def __init__(self) -> None:
+        super().__init__("The engine has stopped; the server is about to restart.")
+
+
+class StepFailed(FirnError):
+    """An exception inside the model ended this request; others go on."""
+
+    code = "generation_failed"
+
+
+# --- start-up ------------------------------------------------------------------------------
+
+
+class SetupError(FirnError):
+    """Cannot start: a bad model folder, flag, file or key. One line, exit code 1."""
+
+    code = "setup_error"
+
+
+class UnknownCacheLayer(FirnError):
+    """No codec knows this layer class: reuse is switched off for the model."""
+
+    code = "unknown_cache_layer"

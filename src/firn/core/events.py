@@ -1,0 +1,165 @@
+"""Two streams of events, one for each side of the detokenizer.
+
+Engine events carry tokens and travel from the engine thread to a request's session. Events carry
+text and travel from the session to the dialect, which renders them; a non-streaming answer is a fold
+of the same stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from firn.core.errors import FirnError
+from firn.core.values import Usage
+
+# --- engine -> session ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms; `top` is sorted, likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request left the queue; `n_cached` tokens of its prompt need no computing."""
+
+    n_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    n_done: int
+    n_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    choice: int
+    id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDone:
+    """No more tokens for this choice. `stop`: the model ended it; `length`: max_tokens did."""
+
+    choice: int
+    reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """The last event of a job that ran to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The last event of a job that did not."""
+
+    error: FirnError
+
+
+EngineEvent = Admitted | Prefilled | Token | ChoiceDone | JobDone | JobFailed
+
+# --- session -> dialect --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A token's text beside its logarithm, as the OpenAI API shows it."""
+
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[tuple[str, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt was rendered and handed to the engine."""
+
+    n_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Prefill goes on; streams show it as a comment line so that the connection stays alive."""
+
+    n_done: int
+    n_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    choice: int
+    text: str
+    logprobs: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    choice: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStarted:
+    """`index` counts the calls of a choice from 0."""
+
+    choice: int
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of the call's arguments, as JSON text."""
+
+    choice: int
+    index: int
+    arguments: str
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    choice: int
+    reason: FinishReason
+    stop_string: str | None = None
+    """The stop string that ended it, where one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last event of a stream that ran to its end."""
+
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a stream that did not."""
+
+    error: FirnError
+
+
+Event = (
+    Started
+    | Progress
+    | TextDelta
+    | ReasoningDelta
+    | ToolCallStarted
+    | ToolCallDelta
+    | ChoiceFinished
+    | Ended
+    | Failed
+)

@@ -1,0 +1,62 @@
+"""Content addresses: one chained hash for every tier.
+
+    root  = H(format, model fingerprint, layout, namespace)
+    key_i = H(key_{i-1}, the block's key tokens)
+
+Key tokens are 64-bit: a text position is its token id, an image position a hash of the picture's
+content digest and of the position inside it, with the top bit set. Fields are framed with their
+lengths, so no two different lists of fields hash alike. Keys are the same in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from firn.core.values import MediaSpan, Namespace, TokenArray
+
+FORMAT_VERSION = 1
+Key = NewType("Key", bytes)
+KeyTokens = npt.NDArray[np.uint64]
+
+_IMAGE_BIT = np.uint64(1 << 63)
+
+
+def key_tokens(ids: TokenArray, media: Sequence[MediaSpan] = ()) -> KeyTokens:
+    values = ids.astype(np.uint64)
+    for span in media:
+        for i in range(span.start, span.end):
+            digest = _hash(b"image", [span.digest, (i - span.start).to_bytes(8, "little")])
+            values[i] = np.frombuffer(digest[:8], dtype="<u8")[0] | _IMAGE_BIT
+    return values
+
+
+def root_key(*, fingerprint: bytes, layout: str, namespace: Namespace) -> Key:
+    fields = [fingerprint, layout.encode(), namespace.encode()]
+    return Key(_hash(b"root", [FORMAT_VERSION.to_bytes(4, "little"), *fields]))
+
+
+def child_key(parent: Key, values: KeyTokens) -> Key:
+    return Key(_hash(b"node", [parent, values.astype("<u8", copy=False).tobytes()]))
+
+
+def block_keys(root: Key, values: KeyTokens, block: int) -> list[Key]:
+    """The keys of all whole blocks of a prompt."""
+    keys: list[Key] = []
+    parent = root
+    for start in range(0, len(values) - block + 1, block):
+        parent = child_key(parent, values[start : start + block])
+        keys.append(parent)
+    return keys
+
+
+def _hash(kind: bytes, fields: Sequence[bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=32, person=b"firn-" + kind)
+    for field in fields:
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.digest()

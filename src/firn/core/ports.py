@@ -1,0 +1,238 @@
+"""The seams. Each is a few methods, and each has a second, trivial implementation in the tests.
+
+Values cross these boundaries; stateful objects do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from firn.core.events import EngineEvent, TokenLogprob
+from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId
+
+Delivery = tuple[RequestId, EngineEvent]
+Publish = Callable[[Sequence[Delivery]], None]
+"""Called by the engine thread once a step with all that happened in it, in order."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, and the model's chat template. Thread-safe."""
+
+    @property
+    def eos(self) -> frozenset[int]: ...
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Ids of control tokens: never part of what a user reads."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, or None where the model has none."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Exact: leading spaces and special tokens are kept, broken UTF-8 becomes U+FFFD."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for, also where they are no whole character."""
+        ...
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that is exactly this text, if there is one."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """The chat template's text with the generation prompt; raises TemplateFailed.
+
+        `kwargs` may override add_generation_prompt.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """A snapshot for /ready, /health and /metrics; safe to read from any thread."""
+
+    alive: bool
+    last_step_age_s: float
+    n_waiting: int
+    n_prefilling: int
+    n_decoding: int
+
+
+class Engine(Protocol):
+    """Runs jobs. Every method may be called from any thread and returns at once."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its events come through Publish. Raises QueueFull, ShuttingDown, EngineDead."""
+        ...
+
+    def cancel(self, request: RequestId) -> None:
+        """Forget the job: no further events. Unknown ids are ignored."""
+        ...
+
+    def stop_choice(self, request: RequestId, choice: int) -> None:
+        """Generate no more for this choice (a stop string matched); the others go on.
+
+        No ChoiceDone follows for it; JobDone comes when all choices are done or stopped.
+        """
+        ...
+
+    def health(self) -> EngineHealth: ...
+
+
+# --- what the engine thread drives ---------------------------------------------------------
+
+
+class LiveRow(Protocol):
+    """One sequence's state on the device, opaque to the engine but for its length."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens consumed, decode steps in flight included."""
+        ...
+
+    @property
+    def live_layers(self) -> list[Any]:
+        """The layer caches that hold this row: its own, or those of its decode group."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Which row of the live layers it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """State for a new row: `fill` writes the first `n_tokens` tokens into empty layer caches."""
+
+    n_tokens: int
+    fill: Callable[[list[Any]], None]
+
+
+class Picked(Protocol):
+    """A row's newest token."""
+
+    @property
+    def row(self) -> Any: ...
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def logprob(self) -> TokenLogprob | None: ...
+
+
+class Runner(Protocol):
+    """Runs the model. Engine thread only."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def start(self, restored: Restored | None) -> Any:
+        """A new row, empty or with a restored past."""
+        ...
+
+    def prefill(self, row: Any, prompt: Prompt, end: int) -> None:
+        """Dispatch prompt tokens [row.n_tokens, end); `settle` awaits them."""
+        ...
+
+    def settle(self, row: Any) -> None: ...
+
+    def choices(self, row: Any, job: Job, indices: Sequence[int]) -> list[Any]:
+        """One row for each choice, all with this row's past, each with its own sampler."""
+        ...
+
+    def join(self, row: Any, token: int) -> None:
+        """Take part in decode steps, starting by consuming `token`."""
+        ...
+
+    def leave(self, rows: Sequence[Any]) -> None:
+        """Drop rows, wherever they are; the others are not disturbed."""
+        ...
+
+    def groups(self) -> list[list[Any]]:
+        """The decoding rows, by the groups that step and fail together."""
+        ...
+
+    def launch(self, rows: Sequence[Any]) -> None:
+        """Dispatch one decode step of a group."""
+        ...
+
+    def collect(self, rows: Sequence[Any], *, keep_in_flight: int) -> Sequence[Picked]:
+        """Read the tokens of a group's dispatched steps, but for the newest `keep_in_flight`."""
+        ...
+
+
+class Trail(Protocol):
+    """One sequence's way through the prefix cache."""
+
+    @property
+    def ready(self) -> bool:
+        """False while something it will restore is still being read."""
+        ...
+
+    def wants(self, n_tokens: int) -> bool:
+        """Whether a commit is due once the row holds this many tokens."""
+        ...
+
+
+class PrefixCache(Protocol):
+    """The prefix cache as the engine sees it. Engine thread only.
+
+    It never raises and never changes an answer: any fault inside is a counted miss.
+    """
+
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Trail:
+        """Find the longest stored prefix and start to fetch it. No I/O on this thread."""
+        ...
+
+    def restore(self, trail: Any) -> Restored | None:
+        """What was found, ready to be copied into a new row; None for nothing."""
+        ...
+
+    def stops(self, trail: Any) -> Sequence[int]:
+        """Ascending positions where a prefill chunk should end so that state can be kept there."""
+        ...
+
+    def commit(self, trail: Any, row: LiveRow) -> None:
+        """Store what the row has finished since the last commit."""
+        ...
+
+    def fork(self, trail: Any, reply: Sequence[int]) -> Trail:
+        """A choice's own trail from here on; `reply` is its token list, which will grow."""
+        ...
+
+    def close_trail(self, trail: Any, row: LiveRow | None) -> None:
+        """The sequence ends: store its tail if the row is given, release what was held."""
+        ...
+
+    def blank(self) -> Trail:
+        """A trail that neither reads nor writes."""
+        ...
+
+    def make_room(self, nbytes: int) -> None:
+        """Live requests leave this many bytes of device memory for records: shrink to that."""
+        ...
+
+    def idle(self) -> None:
+        """Nothing else to do: a moment for housekeeping."""
+        ...
+
+    def close(self) -> None: ...

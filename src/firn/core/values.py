@@ -1,0 +1,263 @@
+"""The normal form: what every API dialect decodes to, and what the engine is handed.
+
+All of it is frozen. A dialect builds a `GenerateRequest`; `text.prompt` turns its messages into a
+`Prompt`; the session hands a `Job` to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+RequestId = NewType("RequestId", str)
+Namespace = NewType("Namespace", str)
+"""Whose cache this is: derived by the server from the API key, never taken from a request."""
+
+TokenArray = npt.NDArray[np.int64]
+
+# --- messages ------------------------------------------------------------------------------
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """A picture by reference; `media` resolves it to pixels before the prompt is made."""
+
+    url: str
+    param: str = "messages"
+
+
+Part = TextPart | ImagePart
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments` is the parsed object; text that is no JSON object stays a string."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    parts: tuple[Part, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(p.text for p in self.parts if isinstance(p, TextPart))
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+
+class ToolMode(Enum):
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: ToolMode = ToolMode.AUTO
+    name: str | None = None
+    parallel: bool = True
+
+
+# --- what is asked for ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, to be rendered by the model's chat template."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RawText:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawTokens:
+    ids: tuple[int, ...]
+
+
+Source = Chat | RawText | RawTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one row picks its tokens. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControl:
+    """A request's own say about the prefix cache. ttl_s None: kept as long as there is room."""
+
+    read: bool = True
+    write: bool = True
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the reply. `kind` names the language of `text`."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
+    text: str = ""
+    param: str = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """enabled None: as the model's template does it. budget_tokens None: unbounded."""
+
+    enabled: bool | None = None
+    effort: str | None = None
+    budget_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt, `n` replies. The one shape behind every API."""
+
+    model: str
+    source: Source
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    top_logprobs: int | None = None
+    """None: no logprobs; 0: of the chosen token alone; k: of the k likeliest too."""
+    ignore_eos: bool = False
+    echo: bool = False
+    grammar: Grammar | None = None
+    reasoning: Reasoning = Reasoning()
+    cache: CacheControl = CacheControl()
+
+
+# --- what the engine is handed -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Positions [start, end) of the prompt stand for one picture with this content digest."""
+
+    start: int
+    end: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt. `ids` is int64, one entry a token; it is never written to.
+
+    `boundaries` are ascending positions where a message (or the tool list) ends: the points a
+    later prompt is likely to share. A recurrent model's state is kept there.
+    """
+
+    ids: TokenArray
+    media: tuple[MediaSpan, ...] = ()
+    boundaries: tuple[int, ...] = ()
+    images: tuple[Any, ...] = ()
+    """Preprocessed pictures for the model, one per media span; opaque outside `models`."""
+
+    def __len__(self) -> int:
+        return int(self.ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request as the engine sees it: tokens in, tokens out."""
+
+    id: RequestId
+    prompt: Prompt
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    n: int = 1
+    eos: frozenset[int] = frozenset()
+    top_logprobs: int | None = None
+    namespace: Namespace = Namespace("")
+    cache: CacheControl = CacheControl()
+    grammar: Any = None
+    """A compiled constraint (see `models.grammar`); opaque to the engine."""
+
+
+# --- what the model is ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the rest of firn knows about the loaded model. Built complete, never changed."""
+
+    name: str
+    path: str
+    architecture: str
+    fingerprint: bytes
+    context_length: int
+    vocab_size: int
+    dtype: str
+    weights_nbytes: int
+    layer_kinds: tuple[str, ...]
+    batchable: bool
+    unbatchable_why: str | None
+    vision: bool = False
+    created: int = 0
+
+
+# --- what was used -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `n_cached` is a part of `n_prompt`."""
+
+    n_prompt: int
+    n_completion: int
+    n_cached: int = 0
+    n_reasoning: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.n_prompt + other.n_prompt,
+            self.n_completion + other.n_completion,
+            self.n_cached + other.n_cached,
+            self.n_reasoning + other.n_reasoning,
+        )

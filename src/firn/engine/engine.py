@@ -1,0 +1,452 @@
+"""The engine thread: it owns the runner, the cache and every sequence.
+
+    drain the inbox -> plan -> launch a decode step -> dispatch one prefill chunk
+    -> read the tokens -> publish -> settle the chunk, commit what it finished
+
+A request that fails ends alone. A step that fails takes its rows back to their tokens: each is read
+again by itself, and only one that fails alone is given up. If the thread dies, every waiting client is
+told at once and `on_death` is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from firn.core.errors import (
+    EngineDead,
+    FirnError,
+    InvalidValue,
+    QueueFull,
+    ShuttingDown,
+    StepFailed,
+)
+from firn.core.events import (
+    Admitted,
+    ChoiceDone,
+    EngineEvent,
+    JobDone,
+    JobFailed,
+    Prefilled,
+    Token,
+)
+from firn.core.ports import Delivery, EngineHealth, PrefixCache, Publish, Runner
+from firn.core.values import Job, ModelInfo, Prompt, RequestId
+from firn.engine.budget import Budget
+from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
+from firn.engine.sequence import Choice, Sequence, Task
+
+log = logging.getLogger("firn.engine")
+T = TypeVar("T")
+
+IDLE_TICK_S = 0.5
+MAX_RESCUES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the engine thread builds for itself at its start."""
+
+    runner: Runner
+    cache: PrefixCache
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_rows: int
+    max_queue: int
+    prefill_chunk: int
+
+
+class Engine:
+    """Implements core.ports.Engine. Its thread is the only one that touches the parts."""
+
+    def __init__(
+        self,
+        build: Callable[[], Parts],
+        limits: Callable[[Parts], Limits],
+        publish: Publish,
+        *,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._build = build
+        self._limits_of = limits
+        self._publish = publish
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ready: Future[ModelInfo] = Future()
+        self._thread = threading.Thread(target=self._main, name="firn-engine", daemon=True)
+        self._lock = threading.Lock()
+        self._n_queued = 0
+        self._stopping = False
+        self._alive = False
+        self._last_step = time.monotonic()
+        # From here on: the engine thread's alone.
+        self._parts: Parts
+        self._limits: Limits
+        self._sequences: dict[RequestId, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._tasks: dict[int, Task] = {}
+        self._rows: dict[Any, Choice] = {}
+        self._n_tasks = 0
+        self._turn = 0
+        self._out: list[Delivery] = []
+
+    # --- any thread ------------------------------------------------------------------------
+
+    def start(self) -> ModelInfo:
+        """Start the thread and wait for the model; raises what building the parts raised."""
+        self._thread.start()
+        return self._ready.result()
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._ready.result()
+
+    def submit(self, job: Job) -> None:
+        with self._lock:
+            if self._stopping:
+                raise ShuttingDown
+            if not self._alive:
+                raise EngineDead
+            if self._n_queued >= self._limits.max_queue:
+                raise QueueFull(self._n_queued)
+            self._n_queued += 1
+        self._inbox.put(lambda: self._accept(job))
+
+    def cancel(self, request: RequestId) -> None:
+        self._inbox.put(lambda: self._cancel(request))
+
+    def stop_choice(self, request: RequestId, choice: int) -> None:
+        self._inbox.put(lambda: self._stop_choice(request, choice))
+
+    def call(self, function: Callable[[Parts], T]) -> Future[T]:
+        """Run a function on the engine thread between two steps: how others ask about the cache."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._parts))
+            except Exception as e:  # the caller's function: its faults are the caller's
+                future.set_exception(e)
+
+        if not self._alive:
+            future.set_exception(EngineDead())
+        else:
+            self._inbox.put(run)
+        return future
+
+    def health(self) -> EngineHealth:
+        decoding = len(self._rows)
+        return EngineHealth(
+            alive=self._alive,
+            last_step_age_s=time.monotonic() - self._last_step,
+            n_waiting=self._n_queued,
+            n_prefilling=len(self._tasks),
+            n_decoding=decoding,
+        )
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """End the thread. Requests still open are told that the server is shutting down."""
+        with self._lock:
+            self._stopping = True
+        self._inbox.put(lambda: None)
+        self._thread.join(timeout_s)
+
+    # --- the engine thread -----------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._parts = self._build()
+            self._limits = self._limits_of(self._parts)
+        except BaseException as e:
+            self._ready.set_exception(e)
+            return
+        self._alive = True
+        self._ready.set_result(self._parts.runner.info)
+        try:
+            while not self._stopping:
+                self._step()
+            self._end_all(ShuttingDown())
+        except Exception:
+            log.critical("the engine died", exc_info=True)
+            self._end_all(EngineDead())
+            self._on_death()
+        finally:
+            self._parts.cache.close()
+
+    def _step(self) -> None:
+        self._drain()
+        todo = self._plan()
+        for request in todo.admit:
+            self._admit(self._sequences[request])
+        if todo.decode:
+            self._launch()
+        task = self._tasks.get(todo.prefill) if todo.prefill is not None else None
+        if task is not None:
+            task = self._dispatch_chunk(task)
+        if todo.decode:
+            self._collect(keep_in_flight=0 if task else 1)
+        self._flush()
+        if task is not None:
+            self._settle_chunk(task)
+        self._last_step = time.monotonic()
+
+    def _drain(self) -> None:
+        """Take what is in the inbox; with nothing else to do, wait for it."""
+        busy = bool(self._tasks or self._rows) or any(s.trail.ready for s in self._waiting)
+        try:
+            if not busy:
+                self._flush()
+                self._parts.cache.idle()
+                self._inbox.get(timeout=IDLE_TICK_S)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _plan(self) -> Plan:
+        waiting = tuple(
+            Waiting(s.job.id, s.job.n, s.need_nbytes, s.trail.ready) for s in self._waiting
+        )
+        prefilling = tuple(Prefilling(t.number, t.n_left) for t in self._tasks.values())
+        n_rows = sum(len(s.open_choices) for s in self._sequences.values() if s.admitted)
+        return plan(
+            View(
+                waiting=waiting,
+                prefilling=prefilling,
+                n_rows=n_rows,
+                max_rows=self._limits.max_rows,
+                n_decoding=len(self._rows),
+                free_nbytes=self._parts.budget.free_nbytes(),
+                turn=self._turn,
+            )
+        )
+
+    # --- arrivals and departures -----------------------------------------------------------
+
+    def _accept(self, job: Job) -> None:
+        try:
+            if job.n > self._limits.max_rows:
+                raise InvalidValue(
+                    "n", f"{job.n} replies are over the limit of {self._limits.max_rows}"
+                )
+            need = self._parts.budget.need_nbytes(job)
+            trail = self._parts.cache.open(job.prompt, job.namespace, job.cache)
+        except FirnError as e:
+            self._leave_queue()
+            self._say(job.id, JobFailed(e))
+            return
+        sequence = Sequence(job, trail, need_nbytes=need)
+        self._sequences[job.id] = sequence
+        self._waiting.append(sequence)
+
+    def _admit(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._leave_queue()
+        sequence.admitted = True
+        self._parts.budget.admit(sequence.job)
+        self._parts.cache.make_room(self._parts.budget.free_nbytes())
+        prompt, choices = sequence.job.prompt, sequence.choices
+        task = self._guard(sequence, lambda: self._open_task(sequence, prompt, choices))
+        if task is None:
+            return
+        self._say(sequence.job.id, Admitted(task.row.n_tokens))
+        if task.n_left == 0:
+            self._begin_decode(task)
+
+    def _open_task(self, sequence: Sequence, prompt: Prompt, choices: list[Choice]) -> Task:
+        """Restore what the cache has of the prompt into a new row."""
+        trail = sequence.trail
+        row = self._parts.runner.start(self._parts.cache.restore(trail))
+        self._n_tasks += 1
+        task = Task(self._n_tasks, sequence, prompt, choices, trail, row)
+        self._tasks[task.number] = task
+        return task
+
+    def _cancel(self, request: RequestId) -> None:
+        sequence = self._sequences.get(request)
+        if sequence is not None:
+            self._retire(sequence)
+
+    def _stop_choice(self, request: RequestId, index: int) -> None:
+        sequence = self._sequences.get(request)
+        if sequence is not None and not sequence.choices[index].done:
+            self._finish_choice(sequence.choices[index])
+
+    def _leave_queue(self) -> None:
+        with self._lock:
+            self._n_queued -= 1
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Drop all of a sequence's rows; the blocks done so far stay in the cache."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+            self._leave_queue()
+        for number, task in list(self._tasks.items()):
+            if task.sequence is sequence:
+                del self._tasks[number]
+                self._parts.cache.close_trail(task.trail, task.row)
+                self._parts.runner.leave([task.row])
+        for choice in sequence.open_choices:
+            self._drop_row(choice)
+            choice.done = True
+        self._parts.cache.close_trail(sequence.trail, None)
+        if sequence.admitted:
+            self._parts.budget.release(sequence.job)
+        self._sequences.pop(sequence.job.id, None)
+
+    def _drop_row(self, choice: Choice) -> None:
+        if choice.row is None:
+            return
+        if choice.trail is not None:
+            self._parts.cache.close_trail(choice.trail, choice.row)
+        self._rows.pop(choice.row, None)
+        self._parts.runner.leave([choice.row])
+        choice.row = choice.trail = None
+
+    # --- prefill ---------------------------------------------------------------------------
+
+    def _dispatch_chunk(self, task: Task) -> Task | None:
+        self._turn += 1
+        end = chunk_end(
+            task.row.n_tokens,
+            task.n_total,
+            chunk=self._limits.prefill_chunk,
+            stops=self._parts.cache.stops(task.trail),
+        )
+        run = self._parts.runner.prefill
+        return self._guard(task.sequence, lambda: (run(task.row, task.prompt, end), task)[1])
+
+    def _settle_chunk(self, task: Task) -> None:
+        if task.number not in self._tasks:  # cancelled while it ran
+            return
+        settled = self._guard(task.sequence, lambda: self._commit_chunk(task))
+        if settled is None:
+            return
+        self._say(task.sequence.job.id, Prefilled(task.row.n_tokens, len(task.prompt)))
+        if task.n_left == 0:
+            self._begin_decode(task)
+
+    def _commit_chunk(self, task: Task) -> Task:
+        self._parts.runner.settle(task.row)
+        self._parts.cache.commit(task.trail, task.row)
+        return task
+
+    def _begin_decode(self, task: Task) -> None:
+        """The prompt is read but for its last token: its choices join the decode batch."""
+        del self._tasks[task.number]
+        self._guard(task.sequence, lambda: self._join(task))
+
+    def _join(self, task: Task) -> None:
+        last = int(task.prompt.ids[-1])
+        fresh = [c for c in task.choices if not c.done]
+        rows = self._parts.runner.choices(task.row, task.sequence.job, [c.index for c in fresh])
+        for choice, row in zip(fresh, rows, strict=True):
+            if choice.row is not None:  # read again after a failed step: the sampler goes on
+                row.picker = choice.row.picker
+            choice.row, choice.trail = row, self._parts.cache.fork(task.trail, choice.tokens)
+            self._parts.runner.join(row, last)
+            self._rows[row] = choice
+        self._parts.cache.close_trail(task.trail, None)
+
+    # --- decode ----------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        for rows in self._parts.runner.groups():
+            try:
+                self._parts.runner.launch(rows)
+            except Exception as e:
+                self._rescue(rows, e)
+
+    def _collect(self, *, keep_in_flight: int) -> None:
+        for rows in self._parts.runner.groups():
+            try:
+                picked = self._parts.runner.collect(rows, keep_in_flight=keep_in_flight)
+            except Exception as e:
+                self._rescue(rows, e)
+                continue
+            for p in picked:
+                choice = self._rows.get(p.row)
+                if choice is not None and not choice.done:
+                    self._take_token(choice, Token(choice.index, p.token, p.logprob))
+
+    def _take_token(self, choice: Choice, token: Token) -> None:
+        job = choice.sequence.job
+        ended = token.id in job.eos
+        choice.tokens.append(token.id)
+        self._say(job.id, token)
+        if ended or len(choice.tokens) >= job.max_tokens:
+            self._say(job.id, ChoiceDone(choice.index, "stop" if ended else "length"))
+            self._finish_choice(choice)
+        elif choice.trail is not None and choice.trail.wants(choice.row.n_tokens):
+            self._parts.cache.commit(choice.trail, choice.row)
+
+    def _finish_choice(self, choice: Choice) -> None:
+        self._drop_row(choice)
+        choice.done = True
+        if not choice.sequence.open_choices:
+            self._retire(choice.sequence)
+            self._say(choice.sequence.job.id, JobDone())
+
+    def _rescue(self, rows: list[Any], error: Exception) -> None:
+        """A step failed: its caches cannot be trusted. Go back to the tokens, one row at a time."""
+        log.warning("a decode step of %d rows failed: %r", len(rows), error, exc_info=error)
+        choices = [self._rows.pop(row) for row in rows]
+        self._parts.runner.leave(rows)
+        for choice in choices:
+            sequence = choice.sequence
+            choice.n_rescues += 1
+            if choice.n_rescues > MAX_RESCUES:
+                self._fail(sequence, error)
+                continue
+            ids = choice.ids()
+            row = self._parts.runner.start(None)
+            self._n_tasks += 1
+            trail = self._parts.cache.blank()
+            task = Task(self._n_tasks, sequence, Prompt(ids), [choice], trail, row)
+            self._tasks[task.number] = task
+
+    # --- faults and news -------------------------------------------------------------------
+
+    def _guard(self, sequence: Sequence, action: Callable[[], T]) -> T | None:
+        """Run what concerns one request alone; its fault ends that request alone."""
+        try:
+            return action()
+        except Exception as e:
+            self._fail(sequence, e)
+            return None
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if not isinstance(error, FirnError):
+            log.warning("request %s failed: %r", sequence.job.id, error, exc_info=error)
+            error = StepFailed(f"The model failed on this request: {error}")
+        if sequence.job.id in self._sequences:
+            self._retire(sequence)
+            self._say(sequence.job.id, JobFailed(error))
+
+    def _end_all(self, error: FirnError) -> None:
+        """Tell everyone, those in the inbox too: nobody waits for a thread that is gone."""
+        with self._lock:
+            self._alive = False
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+        for sequence in list(self._sequences.values()):
+            self._say(sequence.job.id, JobFailed(error))
+        self._sequences.clear()
+        self._flush()
+
+    def _say(self, request: RequestId, event: EngineEvent) -> None:
+        self._out.append((request, event))
+
+    def _flush(self) -> None:
+        if self._out:
+            batch, self._out = self._out, []
+            self._publish(batch)

@@ -1,0 +1,106 @@
+"""What the next step does, as a pure function of what there is to do.
+
+Fairness, in three rules:
+- Decoders take a step between any two prefill chunks, so a long prompt never silences the others.
+- Requests are admitted in the order they came.
+- Of two consecutive chunks one goes to the oldest prompt and one to the prompt with the least left.
+  Short prompts pass a 100K one within a few chunks, and the long one still gets half of all prefill:
+  it takes at most twice as long, whatever arrives behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from firn.core.values import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request in the queue, in order of arrival. ready: nothing it needs is still being read."""
+
+    id: RequestId
+    n_rows: int
+    need_nbytes: int = 0
+    ready: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """A prompt being read, in order of arrival."""
+
+    task: int
+    n_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    waiting: tuple[Waiting, ...]
+    prefilling: tuple[Prefilling, ...]
+    n_rows: int
+    """Rows taken by admitted requests, prefilling and decoding alike."""
+    max_rows: int
+    n_decoding: int
+    free_nbytes: int
+    turn: int
+    """Counts prefill chunks; its parity says whose turn it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    admit: tuple[RequestId, ...]
+    prefill: int | None
+    """The task that gets one chunk."""
+    decode: bool
+
+
+def plan(view: View) -> Plan:
+    return Plan(
+        admit=_admit(view),
+        prefill=_next_prefill(view.prefilling, view.turn),
+        decode=view.n_decoding > 0,
+    )
+
+
+def _admit(view: View) -> tuple[RequestId, ...]:
+    """First come, first served: one that does not fit yet holds back those behind it."""
+    admitted: list[RequestId] = []
+    n_rows, free = view.n_rows, view.free_nbytes
+    for w in view.waiting:
+        if not w.ready:
+            continue  # its bytes are still on their way; those behind need not wait for a disk
+        alone = n_rows == 0  # an empty engine takes anything: refusing would wait for ever
+        if n_rows + w.n_rows > view.max_rows and not alone:
+            break
+        if w.need_nbytes > free and not alone:
+            break
+        admitted.append(w.id)
+        n_rows += w.n_rows
+        free -= w.need_nbytes
+    return tuple(admitted)
+
+
+def _next_prefill(prefilling: Sequence[Prefilling], turn: int) -> int | None:
+    if not prefilling:
+        return None
+    if turn % 2 == 0:
+        return min(prefilling, key=lambda p: p.n_left).task
+    return prefilling[0].task
+
+
+def chunk_end(n_done: int, n_total: int, *, chunk: int, stops: Sequence[int] = ()) -> int:
+    """Where the next prefill chunk ends.
+
+    Chunks are aligned to absolute positions, so that the same prompt is always cut in the same
+    places whatever part of it was restored; a stop (ascending) ends one early.
+
+        0        chunk      2*chunk     n_total
+        |----------|----------|---x
+             ^ n_done: the next chunk ends at `chunk`, or at the first stop after n_done
+    """
+    end = min((n_done // chunk + 1) * chunk, n_total)
+    for stop in stops:
+        if n_done < stop < end:
+            return stop
+    return end

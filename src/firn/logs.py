@@ -1,0 +1,40 @@
+"""How firn logs: one line a record on stderr, with time, level and the logger's short name.
+
+Set up once by the composition root, before anything is logged. Other libraries are heard from
+WARNING on; uvicorn's access log is off, because firn writes one line a request itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+from firn.config import LogLevel
+
+_NO_NEW_LINES = str.maketrans({"\n": "\\n", "\r": "\\r"})
+
+
+class LineFormatter(logging.Formatter):
+    """`2025-03-01 12:00:00 INFO    engine.loop: text`; a text never spans two lines.
+
+    Texts may hold what a client sent, and a client must not be able to forge a line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        shown = logging.makeLogRecord(record.__dict__)
+        shown.name = record.name.removeprefix("firn.")
+        shown.message = record.message.translate(_NO_NEW_LINES)
+        return super().formatMessage(shown)
+
+
+def configure(level: LogLevel, *, stream: TextIO | None = None) -> None:
+    """Send the process's logs to `stream` (stderr). Hand uvicorn `log_config=None`."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("firn").setLevel(level.upper())
+    logging.getLogger("uvicorn.access").disabled = True

@@ -1,0 +1,360 @@
+"""What a model folder holds and needs, found out without reading its weights; and the device.
+
+`firn doctor` prints what this finds. A folder's faults are collected, not raised: a person who mends
+one wants to hear of the others too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm import utils as mlx_utils
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
+
+from firn.core.errors import SetupError
+from firn.models.loader import CONTEXT_KEYS, read_config
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8",
+    "F8_E5M2": "float8",
+}
+PART_NAME = re.compile(r"^(model.*)-(\d{5})-of-(\d{5})\.safetensors$")
+LFS_POINTER = b"version https://git-lfs"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+
+# --- the device ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """`working_set_nbytes` is what the driver lets a process use; None where it does not say."""
+
+    kind: Literal["Metal", "CUDA", "CPU"]
+    name: str
+    memory_nbytes: int | None
+    working_set_nbytes: int | None
+
+
+def inspect_device() -> DeviceReport:
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    info: Mapping[str, Any] = mx.device_info()
+    kind: Literal["Metal", "CUDA", "CPU"] = "CPU"
+    if on_gpu:
+        kind = "Metal" if mx.metal.is_available() else "CUDA"
+    return DeviceReport(
+        kind=kind,
+        name=str(info.get("device_name", "unknown")),
+        memory_nbytes=info.get("memory_size") or info.get("total_memory"),
+        working_set_nbytes=info.get("max_recommended_working_set_size"),
+    )
+
+
+# --- a model -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCost:
+    """What the context costs in memory: `fixed_nbytes` is full windows and recurrent states."""
+
+    per_token_nbytes: int
+    fixed_nbytes: int
+    n_layers: int
+    n_window: int
+    n_state: int
+
+    def nbytes(self, n_tokens: int) -> int:
+        return self.fixed_nbytes + self.per_token_nbytes * n_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What was found. None stands for what the folder does not tell."""
+
+    folder: Path
+    architecture: str | None = None
+    library: Literal["mlx-lm", "mlx-vlm"] | None = None
+    weights_nbytes: int = 0
+    n_files: int = 0
+    dtype: str | None = None
+    context_length: int | None = None
+    cache: CacheCost | None = None
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Findings:
+    """Grows while one folder is looked at."""
+
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of a path or of a hub id that was downloaded before; None: not on this machine."""
+    folder = Path(name).expanduser()
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return folder
+    try:
+        return Path(mlx_utils.hf_repo_to_path(name))
+    except FileNotFoundError:  # huggingface_hub: no snapshot, or not all of it
+        return None
+    except ValueError as error:  # huggingface_hub: not the form of an id
+        raise SetupError(f"{name} is neither a folder nor a hub id (owner/name).") from error
+
+
+def inspect_folder(folder: Path) -> ModelReport:
+    try:
+        config = _config(folder)
+    except SetupError as error:
+        return ModelReport(folder, problems=(error.message,))
+    found = _Findings()
+    _check_tokenizer(folder, found)
+    headers = dict(_headers(folder, found))
+    _check_index(folder, headers, found)
+    library = _library(config, found)
+    cache = None
+    if library == "mlx-lm" and not found.problems:
+        cache = _cache_cost(folder, found)
+    return ModelReport(
+        folder=folder,
+        architecture=str(config["model_type"]),
+        library=library,
+        weights_nbytes=sum(t.nbytes for header in headers.values() for t in header.values()),
+        n_files=len(headers),
+        dtype=_dtype(config, headers),
+        context_length=_context_length(config),
+        cache=cache,
+        notes=tuple(found.notes),
+        problems=tuple(found.problems),
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    if not folder.exists():
+        raise SetupError(f"There is no folder {folder}.")
+    if not folder.is_dir():
+        raise SetupError(f"{folder} is a file; a model is a folder with a config.json.")
+    return read_config(folder)
+
+
+def _context_length(config: Mapping[str, Any]) -> int | None:
+    for tree in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            if isinstance(tree.get(key), int):
+                return int(tree[key])
+    return None
+
+
+def _check_tokenizer(folder: Path, found: _Findings) -> None:
+    names = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if not names and not list(folder.glob("*.tiktoken")):
+        found.problems.append(f"The tokenizer is missing: none of {', '.join(TOKENIZER_FILES)}.")
+    settings = folder / "tokenizer_config.json"
+    template = any((folder / f"chat_template.{end}").exists() for end in ("jinja", "json"))
+    if settings.exists():
+        try:
+            template = template or bool(json.loads(settings.read_bytes()).get("chat_template"))
+        except (OSError, ValueError, AttributeError) as error:
+            found.problems.append(f"{settings.name} cannot be read: {_line(error)}")
+            return
+    if not template:
+        found.notes.append("It has no chat template: a base model, for /v1/completions.")
+
+
+# --- weights -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    dtype: str
+    nbytes: int
+
+
+_Header = dict[str, _Tensor]
+
+
+def _headers(folder: Path, found: _Findings) -> Iterator[tuple[str, _Header]]:
+    """The tensors of every weight file, by the file's name; damaged files become problems."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        found.problems.append("The weights are missing: no model*.safetensors file.")
+    for path in files:
+        try:
+            yield path.name, _header(path)
+        except (OSError, ValueError) as error:
+            found.problems.append(f"{path.name}: {_line(error)}")
+
+
+def _header(path: Path) -> _Header:
+    """Raises ValueError with what is wrong. Reads the header only."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if LFS_POINTER.startswith(start) and start:
+            raise ValueError("is a git-lfs pointer, not the weights; run `git lfs pull`.")
+        n_header = int.from_bytes(start, "little")
+        if len(start) < 8 or 8 + n_header > size:
+            raise ValueError("is cut off or no safetensors file; download it again.")
+        try:
+            entries = json.loads(file.read(n_header))
+            spans = {k: v["data_offsets"] for k, v in entries.items() if k != "__metadata__"}
+            tensors = {k: _Tensor(entries[k]["dtype"], end - at) for k, (at, end) in spans.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError("has a damaged header; download it again.") from error
+    end = 8 + n_header + max((end for _, end in spans.values()), default=0)
+    if end != size:
+        raise ValueError(f"has {size} bytes where its header promises {end}; download it again.")
+    return tensors
+
+
+def _check_index(folder: Path, headers: Mapping[str, _Header], found: _Findings) -> None:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        _check_part_names(folder, found)
+        return
+    try:
+        where: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found.problems.append(f"{index.name} cannot be read: {_line(error)}")
+        return
+    names = sorted(set(where.values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        found.problems.append(
+            f"{len(missing)} of {len(names)} weight files are missing: {_some(missing)}."
+        )
+    lost = [t for t, name in where.items() if name in headers and t not in headers[name]]
+    if lost:
+        found.problems.append(
+            f"{len(lost)} tensors are not in the files that the index names: {_some(lost)}."
+        )
+
+
+def _check_part_names(folder: Path, found: _Findings) -> None:
+    """Files called 00001-of-00004 tell how many there should be, also without an index."""
+    parts = [m for f in folder.glob("model*.safetensors") if (m := PART_NAME.match(f.name))]
+    for stem, total in sorted({(m[1], m[3]) for m in parts}):
+        there = {int(m[2]) for m in parts if (m[1], m[3]) == (stem, total)}
+        missing = [i for i in range(1, int(total) + 1) if i not in there]
+        if missing:
+            names = [f"{stem}-{i:05d}-of-{total}.safetensors" for i in missing]
+            found.problems.append(
+                f"{len(missing)} of {int(total)} weight files are missing: {_some(names)}."
+            )
+
+
+def _dtype(config: Mapping[str, Any], headers: Mapping[str, _Header]) -> str | None:
+    nbytes: Counter[str] = Counter()
+    for header in headers.values():
+        for tensor in header.values():
+            if tensor.dtype in DTYPES:
+                nbytes[DTYPES[tensor.dtype]] += tensor.nbytes
+    if not nbytes:
+        return None
+    plain = nbytes.most_common(1)[0][0]
+    packed = config.get("quantization")
+    if isinstance(packed, Mapping) and "bits" in packed:
+        return f"{packed['bits']}-bit weights in groups of {packed.get('group_size')}, {plain}"
+    return plain
+
+
+# --- architecture --------------------------------------------------------------------------
+
+
+def _library(config: Mapping[str, Any], found: _Findings) -> Literal["mlx-lm", "mlx-vlm"] | None:
+    kind = str(config["model_type"])
+    module = mlx_utils.MODEL_REMAPPING.get(kind, kind)
+    if "model_file" in config:
+        found.notes.append("It brings Python code of its own: serve it with --trust-remote-code.")
+        return "mlx-lm"
+    if _is_there(f"mlx_lm.models.{module}"):
+        return "mlx-lm"
+    if _is_there(f"mlx_vlm.models.{module}"):
+        return "mlx-vlm"
+    hint = "" if _is_there("mlx_vlm") else "; if it is a vision model, install firn[vision]"
+    found.problems.append(f"The architecture {kind!r} is not known to the installed mlx-lm{hint}.")
+    return None
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent is missing, or the name is no name
+        return False
+
+
+def _cache_cost(folder: Path, found: _Findings) -> CacheCost | None:
+    """Builds the model on lazy weights and traces two prompts: no weight is read.
+
+    So this also finds tensors that are missing or have the wrong shape.
+    """
+    try:
+        model, _ = mlx_utils.load_model(folder, lazy=True)
+    except Exception as error:  # any module of mlx-lm may run here, and doctor must go on
+        found.problems.append(f"mlx-lm cannot build it: {_line(error)}")
+        return None
+    try:
+        # Buffers grow in steps of 256 tokens, so this difference is exact for all of them.
+        pairs = list(zip(_traced(model, 1), _traced(model, 257), strict=True))
+    except Exception as error:
+        found.notes.append(f"The size of its cache could not be estimated: {_line(error)}")
+        return None
+    windows = [long for _, long in pairs if isinstance(long, RotatingKVCache | ChunkedKVCache)]
+    others = [(s, b) for s, b in pairs if not isinstance(b, RotatingKVCache | ChunkedKVCache)]
+    states = [long.nbytes for short, long in others if short.nbytes == long.nbytes > 0]
+    return CacheCost(
+        per_token_nbytes=sum(long.nbytes - short.nbytes for short, long in others) // 256,
+        fixed_nbytes=sum(states) + sum(map(_window_nbytes, windows)),
+        n_layers=len(pairs),
+        n_window=len(windows),
+        n_state=len(states),
+    )
+
+
+def _traced(model: Any, n_tokens: int) -> list[Any]:
+    """The layers' caches after a prompt of which nothing was computed: shapes are known at once."""
+    layers = make_prompt_cache(model)
+    model(mx.zeros((1, n_tokens), mx.int32), cache=layers)
+    return list(_leaves(layers))
+
+
+def _leaves(layers: Iterable[Any]) -> Iterator[Any]:
+    for layer in layers:
+        if isinstance(layer, CacheList):
+            yield from _leaves(layer.caches)
+        elif layer is not None:
+            yield layer
+
+
+def _window_nbytes(layer: Any) -> int:
+    if layer.keys is None:
+        return 0
+    n_tokens = layer.max_size if isinstance(layer, RotatingKVCache) else layer.chunk_size
+    return int(layer.nbytes // layer.keys.shape[2] * n_tokens)
+
+
+# --- texts ---------------------------------------------------------------------------------
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _line(error: Exception) -> str:
+    """The first line of what an exception says; its class where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

@@ -1,0 +1,172 @@
+"""From a model's name to a model that answers: resolve, check, load, describe.
+
+Whatever is wrong with a folder ends in one SetupError line. Runs on the engine thread, which owns the
+arrays it creates.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_utils
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.core.errors import SetupError
+from firn.core.values import ModelInfo
+from firn.models.batch import can_batch
+from firn.models.fingerprint import fingerprint
+from firn.models.tokenizer import HfTokenizer
+
+DEFAULT_CONTEXT = 32768
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Any
+    tokenizer: HfTokenizer
+    info: ModelInfo
+    make_layers: Callable[[], list[Any]]
+
+
+def resolve(name: str) -> Path:
+    """The folder of a local path or hub id; downloads the latter (progress bars on stderr)."""
+    local = Path(name).expanduser()
+    if local.exists():
+        if not local.is_dir():
+            raise SetupError(f"{name} is a file; a model is a folder with a config.json.")
+        return local
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(mlx_utils._download(name))
+    except LocalEntryNotFoundError as e:
+        raise SetupError(f"{name} is not on this machine and the hub cannot be reached.") from e
+    except (HfHubHTTPError, OSError, ValueError) as e:
+        raise SetupError(f"{name} could not be fetched from the hub: {_first_line(e)}") from e
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        raise SetupError(f"{folder} has no config.json: it is not a model folder.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise SetupError(f"{path} cannot be read: {_first_line(e)}") from e
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise SetupError(f"{path} names no model_type.")
+    return config
+
+
+def load(
+    folder: Path, *, served_name: str, adapter: Path | None = None, trust_remote_code: bool = False
+) -> LoadedModel:
+    """Read the weights and describe the model."""
+    config = read_config(folder)
+    _check_files(folder, adapter)
+    digest = fingerprint(folder, adapter=adapter)
+    model, config = _load_weights(folder, config, adapter, trust_remote_code)
+    tokenizer = _load_tokenizer(folder, config, trust_remote_code)
+    layers = make_prompt_cache(model)
+    why_not = can_batch(layers)
+    weights = [w for _, w in tree_flatten(model.parameters())]
+    info = ModelInfo(
+        name=served_name,
+        path=str(folder),
+        architecture=str(config["model_type"]),
+        fingerprint=digest,
+        context_length=_context_length(config),
+        vocab_size=_vocab_size(model),
+        dtype=_dtype(weights),
+        weights_nbytes=sum(w.nbytes for w in weights),
+        layer_kinds=tuple(type(layer).__name__ for layer in layers),
+        batchable=why_not is None,
+        unbatchable_why=why_not,
+        created=int(time.time()),
+    )
+    return LoadedModel(model, tokenizer, info, lambda: make_prompt_cache(model))
+
+
+def _check_files(folder: Path, adapter: Path | None) -> None:
+    if not list(folder.glob("model*.safetensors")):
+        raise SetupError(f"{folder} has no model*.safetensors: the weights are missing.")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as e:
+            raise SetupError(f"{index} cannot be read: {_first_line(e)}") from e
+        missing = sorted(f for f in named if not (folder / f).exists())
+        if missing:
+            raise SetupError(
+                f"{folder} lacks {len(missing)} weight files, among them {missing[0]}."
+            )
+    if adapter is not None and not (adapter / "adapter_config.json").exists():
+        raise SetupError(f"{adapter} has no adapter_config.json: it is not an adapter folder.")
+
+
+def _load_weights(
+    folder: Path, config: Mapping[str, Any], adapter: Path | None, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any]]:
+    try:
+        model, full_config = mlx_utils.load_model(folder, trust_remote_code=trust_remote_code)
+        if adapter is not None:
+            model = mlx_utils.load_adapters(model, str(adapter))
+            model.eval()
+            mx.eval(model.parameters())
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as e:
+        kind = config.get("model_type")
+        raise SetupError(f"{folder} ({kind}) cannot be loaded: {_first_line(e)}") from e
+    return model, dict(full_config)
+
+
+def _load_tokenizer(
+    folder: Path, config: Mapping[str, Any], trust_remote_code: bool
+) -> HfTokenizer:
+    extra = {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        wrapper = mlx_utils.load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))
+    except (ValueError, TypeError, KeyError, OSError, ImportError) as e:
+        raise SetupError(f"The tokenizer of {folder} cannot be loaded: {_first_line(e)}") from e
+    return HfTokenizer(wrapper)
+
+
+def _context_length(config: Mapping[str, Any]) -> int:
+    for tree in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            value = tree.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return DEFAULT_CONTEXT
+
+
+def _vocab_size(model: Any) -> int:
+    """The width of the logits, seen by running one token: also the proof that the model runs."""
+    logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
+    mx.eval(logits)
+    return int(logits.shape[-1])
+
+
+def _dtype(weights: list[mx.array]) -> str:
+    """The type most floating-point weights have."""
+    sizes: dict[str, int] = {}
+    for w in weights:
+        if mx.issubdtype(w.dtype, mx.floating):
+            name = str(w.dtype).removeprefix("mlx.core.")
+            sizes[name] = sizes.get(name, 0) + w.size
+    return max(sizes, key=lambda k: sizes[k], default="unknown")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,150 @@
+"""Runs the model: prefill of one row at a time, decode of all rows together.
+
+Owner: the engine thread. Every mx.array of a live sequence is born and dies here.
+
+Decode is pipelined. `launch` dispatches a step and returns; `collect` reads the tokens of steps that
+were dispatched before. With nothing else to do, one step stays in flight, so that Python prepares the
+next step while the device computes this one. A row that ends has therefore consumed its last token
+already, which is what the next turn of the conversation wants of its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from firn.core.events import TokenLogprob
+from firn.core.ports import Restored
+from firn.core.values import Job, ModelInfo, Prompt
+from firn.models.batch import Group, Launched, Row, fork
+from firn.models.sampling import Picker, pick, read_logprobs, to_host
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """A row's newest token."""
+
+    row: Row
+    token: int
+    logprob: TokenLogprob | None
+
+
+class Runner:
+    def __init__(
+        self,
+        model: Any,
+        info: ModelInfo,
+        *,
+        make_layers: Callable[[], list[Any]],
+        max_rows: int,
+    ) -> None:
+        self.info = info
+        self._model = model
+        self._make_layers = make_layers
+        self._max_rows = max_rows if info.batchable else 1
+        self._groups: list[Group] = []
+
+    # --- prefill ---------------------------------------------------------------------------
+
+    def start(self, restored: Restored | None) -> Row:
+        """A new row, empty or with a restored past."""
+        layers = self._make_layers()
+        if restored is None:
+            return Row(layers)
+        restored.fill(layers)
+        return Row(layers, restored.n_tokens)
+
+    def prefill(self, row: Row, prompt: Prompt, end: int) -> None:
+        """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `settle`."""
+        ids = mx.array(prompt.ids[row.n_tokens : end].astype(np.int32))
+        self._model(ids[None], cache=row.layers)
+        row.n_tokens = end
+        mx.async_eval([layer.state for layer in row.layers])
+
+    def settle(self, row: Row) -> None:
+        """Wait until the row's caches are computed."""
+        mx.eval([layer.state for layer in row.live_layers])
+
+    def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
+        """One row for each choice, all with this row's past, each with its own sampler."""
+        rows = [row, *(fork(row) for _ in indices[1:])]
+        for choice, r in zip(indices, rows, strict=True):
+            r.picker = Picker(
+                job.sampling,
+                choice=choice,
+                vocab_size=self.info.vocab_size,
+                prompt=job.prompt.ids,
+                top_logprobs=job.top_logprobs,
+            )
+        return rows
+
+    # --- decode ----------------------------------------------------------------------------
+
+    def join(self, row: Row, token: int) -> None:
+        """Let the row take part in decode steps, starting by consuming `token`."""
+        for group in self._groups:
+            if group.has_room_for(row, self._max_rows):
+                group.join(row, token)
+                return
+        self._groups.append(Group.of_one(row, token))
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Drop rows; the others are not disturbed. Rows that never joined are fine."""
+        for group in {r.group for r in rows if r.group}:
+            group.leave(rows)
+        self._groups = [g for g in self._groups if g.rows]
+        for row in rows:
+            row.layers, row.group = [], None
+
+    @property
+    def n_rows(self) -> int:
+        return sum(len(g.rows) for g in self._groups)
+
+    def groups(self) -> list[list[Row]]:
+        """The rows by group: what fails together when a step fails."""
+        return [list(g.rows) for g in self._groups]
+
+    def launch(self, rows: Sequence[Row]) -> None:
+        """Dispatch one decode step of the group that holds these rows."""
+        group = rows[0].group
+        assert group is not None
+        logits = self._model(group.inputs[:, None], cache=group.layers)[:, -1, :]
+        picks = pick(logits, [_picker(r) for r in group.rows])
+        mx.async_eval(picks.arrays)
+        group.inputs = picks.tokens
+        group.unread.append(Launched(tuple(group.rows), picks))
+        for row in group.rows:
+            row.n_tokens += 1
+
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
+        """Read the tokens of this group's steps, but for the newest `keep_in_flight`.
+
+        Rows that left meanwhile are skipped.
+        """
+        group = rows[0].group
+        if group is None:
+            return []
+        out: list[Picked] = []
+        while len(group.unread) > keep_in_flight:
+            step = group.unread.pop(0)
+            tokens = to_host(step.picks.tokens)
+            logprobs = read_logprobs(step.picks, [_picker(r) for r in step.rows])
+            for row, token, logprob in zip(step.rows, tokens, logprobs, strict=True):
+                if row.group is group:
+                    out.append(Picked(row, token, logprob))
+        return out
+
+    # --- accounting ------------------------------------------------------------------------
+
+    def live_nbytes(self) -> int:
+        """Bytes of the decode batch's caches."""
+        return sum(layer.nbytes for g in self._groups for layer in g.layers)
+
+
+def _picker(row: Row) -> Picker:
+    assert row.picker is not None
+    return row.picker

@@ -1,0 +1,222 @@
+"""Picking tokens: one batched pass in which every row keeps its own settings.
+
+mlx-lm's samplers take one set of parameters for the whole batch and draw from a global random state;
+here each row has its own temperature, top-k, top-p, min-p, penalties, bias and seed, and a row's noise
+depends on nothing but its seed and the number of tokens it has drawn.
+
+    raw logits -> bias, penalties -> [logprobs are of the raw ones]
+               -> drop what top-k, top-p, min-p exclude -> / temperature -> + Gumbel noise -> argmax
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from firn.core.errors import InvalidValue
+from firn.core.events import TokenLogprob
+from firn.core.values import Sampling, TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """One step's tokens, still on the device; `arrays` is what must be evaluated."""
+
+    tokens: mx.array
+    chosen: mx.array | None
+    top_ids: mx.array | None
+    top_logprobs: mx.array | None
+    kept: tuple[mx.array, ...] = ()
+    """Token counts of penalised rows: evaluated each step, or their graph would grow."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        found = (self.tokens, self.chosen, self.top_ids, self.top_logprobs, *self.kept)
+        return [a for a in found if a is not None]
+
+
+class Picker:
+    """One row's settings and what it remembers: its draws so far and, if penalised, its counts."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        choice: int,
+        vocab_size: int,
+        prompt: TokenArray,
+        top_logprobs: int | None,
+    ) -> None:
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < vocab_size:
+                raise InvalidValue(
+                    "logit_bias", f"token {token} is not in the vocabulary of {vocab_size}"
+                )
+        self.sampling = sampling
+        self.top_logprobs = top_logprobs
+        self.n_drawn = 0
+        self._stream = _stream_of(sampling.seed, choice)
+        self._bias: tuple[mx.array, mx.array] | None = None
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias, strict=True)
+            self._bias = mx.array(ids), mx.array(values, dtype=mx.float32)
+        self._seen: mx.array | None = None
+        self._counts: mx.array | None = None
+        if sampling.repetition_penalty != 1.0:
+            seen = np.zeros((1, vocab_size), dtype=np.bool_)
+            seen[0, prompt[prompt < vocab_size]] = True
+            self._seen = mx.array(seen)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self._counts = mx.zeros((1, vocab_size), dtype=mx.float32)
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.temperature == 0.0
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether this row's logits are changed before sampling."""
+        return self._bias is not None or self._seen is not None or self._counts is not None
+
+    def reshape(self, logits: mx.array) -> mx.array:
+        """Bias and penalties on one row's logits, shape (1, vocabulary), float32."""
+        s = self.sampling
+        if self._seen is not None:
+            penalised = mx.where(
+                logits < 0, logits * s.repetition_penalty, logits / s.repetition_penalty
+            )
+            logits = mx.where(self._seen, penalised, logits)
+        if self._counts is not None:
+            logits = logits - s.presence_penalty * (self._counts > 0)
+            logits = logits - s.frequency_penalty * self._counts
+        if self._bias is not None:
+            ids, values = self._bias
+            logits = logits.at[:, ids].add(values)
+        return logits
+
+    def remember(self, token: mx.array) -> list[mx.array]:
+        """Count a token (shape (1,), maybe not computed yet); returns the arrays to evaluate."""
+        if self._seen is not None:
+            self._seen = mx.put_along_axis(self._seen, token[None], mx.array(True), axis=1)
+        if self._counts is not None:
+            self._counts = self._counts.at[:, token].add(1.0)
+        return [a for a in (self._seen, self._counts) if a is not None]
+
+    def key(self) -> tuple[int, int]:
+        """The random key of the next draw."""
+        self.n_drawn += 1
+        return self._stream, self.n_drawn
+
+
+def pick(logits: mx.array, pickers: Sequence[Picker]) -> Picks:
+    """Choose a token for every row of `logits` (rows, vocabulary)."""
+    logits = logits.astype(mx.float32)
+    shaped = logits
+    if any(p.reshapes for p in pickers):
+        rows = [logits[i : i + 1] for i in range(len(pickers))]
+        shaped = mx.concatenate(
+            [p.reshape(r) if p.reshapes else r for p, r in zip(pickers, rows, strict=True)]
+        )
+    if all(p.greedy for p in pickers):
+        tokens = mx.argmax(shaped, axis=-1)
+    else:
+        tokens = _draw(shaped, pickers)
+    kept: list[mx.array] = []
+    for i, p in enumerate(pickers):
+        if p.reshapes:
+            kept += p.remember(tokens[i : i + 1])
+    chosen, top_ids, top_logprobs = _logprobs(logits, tokens, pickers)
+    return Picks(tokens, chosen, top_ids, top_logprobs, tuple(kept))
+
+
+def read_logprobs(picks: Picks, pickers: Sequence[Picker]) -> list[TokenLogprob | None]:
+    """The evaluated logprobs of one step, one entry a row, None where a row asked for none."""
+    if picks.chosen is None:
+        return [None] * len(pickers)
+    tokens, chosen = to_host(picks.tokens), to_host(picks.chosen)
+    ids = to_host(picks.top_ids) if picks.top_ids is not None else None
+    tops = to_host(picks.top_logprobs) if picks.top_logprobs is not None else None
+    out: list[TokenLogprob | None] = []
+    for i, p in enumerate(pickers):
+        if p.top_logprobs is None:
+            out.append(None)
+            continue
+        best: list[tuple[int, float]] = []
+        if p.top_logprobs and ids is not None and tops is not None:
+            best = sorted(zip(ids[i], tops[i], strict=True), key=lambda x: -x[1])
+        out.append(TokenLogprob(tokens[i], chosen[i], tuple(best[: p.top_logprobs])))
+    return out
+
+
+def to_host(array: mx.array) -> Any:
+    """Plain (nested) lists of an evaluated array."""
+    return array.tolist()
+
+
+def _draw(logits: mx.array, pickers: Sequence[Picker]) -> mx.array:
+    """Gumbel-max sampling; greedy rows get no noise."""
+    kept = _exclude(logits, [p.sampling for p in pickers])
+    temperature = mx.array([[p.sampling.temperature or 1.0] for p in pickers])
+    keys = mx.array(np.array([p.key() for p in pickers], dtype=np.uint32))
+    shape = (logits.shape[-1],)
+    uniform = mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key))(keys)
+    noise = -mx.log(-mx.log(uniform))
+    if any(p.greedy for p in pickers):
+        noisy = mx.array([[0.0 if p.greedy else 1.0] for p in pickers])
+        noise = mx.where(noisy > 0, noise, 0.0)
+    return mx.argmax(kept / temperature + noise, axis=-1)
+
+
+def _exclude(logits: mx.array, settings: Sequence[Sampling]) -> mx.array:
+    """-inf where top-k, top-p or min-p exclude a token. The likeliest token always stays."""
+    needs_sort = any(s.top_k or s.top_p < 1.0 for s in settings)
+    needs_min = any(s.min_p for s in settings)
+    if not needs_sort and not needs_min:
+        return logits
+    floor = mx.full((len(settings), 1), -math.inf)
+    top = mx.max(logits, axis=-1, keepdims=True)
+    if needs_min:
+        logs = [[math.log(s.min_p) if s.min_p else -math.inf] for s in settings]
+        floor = mx.maximum(floor, top + mx.array(logs))
+    if needs_sort:
+        vocab = logits.shape[-1]
+        down = -mx.sort(-logits, axis=-1)
+        last = mx.array([[min(s.top_k or vocab, vocab) - 1] for s in settings])
+        floor = mx.maximum(floor, mx.take_along_axis(down, last, axis=-1))
+        probs = mx.softmax(down, axis=-1)
+        before = mx.cumsum(probs, axis=-1) - probs
+        # A token stays while the mass before it is under top_p; the first one always does.
+        limit = mx.array([[s.top_p if s.top_p < 1.0 else 2.0] for s in settings])
+        n_kept = mx.maximum((before < limit).sum(axis=-1, keepdims=True), 1)
+        floor = mx.maximum(floor, mx.take_along_axis(down, n_kept - 1, axis=-1))
+    return mx.where(logits < floor, -math.inf, logits)
+
+
+def _logprobs(
+    logits: mx.array, tokens: mx.array, pickers: Sequence[Picker]
+) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
+    wanted = [p.top_logprobs for p in pickers if p.top_logprobs is not None]
+    if not wanted:
+        return None, None, None
+    normal = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(normal, tokens[:, None], axis=-1)[:, 0]
+    k = min(max(wanted), logits.shape[-1] - 1)
+    if k == 0:
+        return chosen, None, None
+    ids = mx.argpartition(-normal, kth=k - 1, axis=-1)[:, :k]
+    return chosen, ids, mx.take_along_axis(normal, ids, axis=-1)
+
+
+def _stream_of(seed: int | None, choice: int) -> int:
+    """32 bits that tell this row's random numbers from every other row's."""
+    if seed is None:
+        return secrets.randbits(32)
+    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")

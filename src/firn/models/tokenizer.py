@@ -1,0 +1,128 @@
+"""The tokenizer port over mlx-lm's wrapper of a Hugging Face tokenizer. Thread-safe: it holds no state.
+
+Encoding and decoding go to the Rust tokenizer where there is one: the Python layer above it sets
+truncation and padding on each call, which two threads must not do at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jinja2
+
+from firn.core.errors import TemplateFailed
+
+TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    NotImplementedError,
+)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class HfTokenizer:
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._hf = wrapper._tokenizer
+        self._fast = getattr(self._hf, "backend_tokenizer", None)
+
+    @property
+    def wrapper(self) -> Any:
+        """mlx-lm's own object, for the parts of `models` that need it."""
+        return self._wrapper
+
+    @cached_property
+    def eos(self) -> frozenset[int]:
+        return frozenset(int(t) for t in self._wrapper.eos_token_ids)
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        found = set(self._hf.all_special_ids)
+        for token, added in self._hf.added_tokens_decoder.items():
+            if added.special:
+                found.add(int(token))
+        return frozenset(found)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        if not self._wrapper.has_chat_template:
+            return None
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("default") or next(iter(template.values()), None)
+        return template if isinstance(template, str) else ""
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        if self._fast is not None:
+            return list(self._fast.encode(text, add_special_tokens=add_special).ids)
+        return list(self._hf.encode(text, add_special_tokens=add_special))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if self._fast is not None:
+            return str(self._fast.decode(list(ids), skip_special_tokens=False))
+        return str(
+            self._hf.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def token_bytes(self, token: int) -> bytes:
+        text = self._hf.convert_ids_to_tokens(token)
+        if text is None:
+            return b""
+        if token in self._added:
+            return str(text).encode()
+        if self._byte_level:
+            return bytes(_BYTES_OF_CHAR[c] for c in text if c in _BYTES_OF_CHAR)
+        byte = _BYTE_TOKEN.fullmatch(text)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return str(text).replace("\u2581", " ").encode()
+
+    def token_id(self, text: str) -> int | None:
+        found = self._vocab.get(text)
+        return None if found is None else int(found)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        options: dict[str, Any] = {"add_generation_prompt": True, **kwargs}
+        if tools:
+            options["tools"] = list(tools)
+        try:
+            return str(self._wrapper.apply_chat_template(list(messages), tokenize=False, **options))
+        except TEMPLATE_FAULTS as e:
+            raise TemplateFailed(str(e) or type(e).__name__) from e
+
+    @cached_property
+    def _vocab(self) -> dict[str, int]:
+        return dict(self._hf.get_vocab())
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(int(t) for t in self._hf.added_tokens_decoder)
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 as is, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES_OF_CHAR = _byte_alphabet()

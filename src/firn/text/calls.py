@@ -1,0 +1,224 @@
+"""How a tool-call parser is written: as a script that reads its text and waits where there is none.
+
+A parser is a generator over a `Tape`. It reads as if the whole call were there; each `yield` inside
+the tape's methods is a wait for more text, so the parser works at any split of the stream. It says
+what it found with `start` and `arguments`, and raises NotACall where the text is something else.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from typing import Any, TypeVar
+
+from firn.text.pieces import CallArguments, CallPiece, CallStart
+from firn.text.schema import Toolbox
+
+T = TypeVar("T")
+Script = Generator[None, None, T]
+
+SPACE = " \t\r\n"
+
+
+class NotACall(Exception):
+    """What follows the marker is no call of this format."""
+
+
+class TextEnded(NotACall):
+    """The reply ended inside the call."""
+
+
+class Tape:
+    """The text of a call as it arrives. `pos` is the reading position.
+
+    # text:  [0, kept) already part of a call   [kept, pos) read   [pos, ...) to come
+    """
+
+    def __init__(self, marker: str) -> None:
+        self.text = marker
+        self.pos = len(marker)
+        self.ended = False
+        self._kept = 0
+
+    def add(self, text: str) -> None:
+        self.text = self.text[self._kept :] + text
+        self.pos -= self._kept
+        self._kept = 0
+
+    def keep(self) -> None:
+        """What was read so far belongs to a call and is never given back."""
+        self._kept = self.pos
+
+    def rewind(self) -> None:
+        """Back to the end of what was kept: what follows is to be read in another way."""
+        self.pos = self._kept
+
+    def rest(self) -> str:
+        """Everything that became no part of a call."""
+        return self.text[self._kept :]
+
+    def more(self) -> Script[None]:
+        """Waits for text; raises TextEnded where none will come."""
+        if self.ended:
+            raise TextEnded
+        yield
+
+    def peek(self, n: int = 1) -> Script[str]:
+        """The next n characters; fewer at the end of the reply."""
+        while len(self.text) - self.pos < n and not self.ended:
+            yield
+        return self.text[self.pos : self.pos + n]
+
+    def take(self, literal: str) -> Script[bool]:
+        """Steps over `literal` if it is next."""
+        found = yield from self.starts_with(literal)
+        if found:
+            self.pos += len(literal)
+        return found
+
+    def starts_with(self, literal: str) -> Script[bool]:
+        """Decided as early as the text allows."""
+        while True:
+            have = self.text[self.pos : self.pos + len(literal)]
+            if have == literal:
+                return True
+            if self.ended or not literal.startswith(have):
+                return False
+            yield
+
+    def expect(self, literal: str) -> Script[None]:
+        found = yield from self.take(literal)
+        if not found:
+            raise TextEnded if self.ended and self.pos >= len(self.text) else NotACall
+
+    def skip(self, chars: str = SPACE) -> Script[None]:
+        """Steps over any of these characters; stops at the end of the reply."""
+        while True:
+            while self.pos < len(self.text) and self.text[self.pos] in chars:
+                self.pos += 1
+            if self.pos < len(self.text) or self.ended:
+                return
+            yield
+
+    def until(self, *markers: str, limit: int | None = None) -> Script[tuple[str, str]]:
+        """(the text before the first of these markers, the marker); both are stepped over."""
+        start = self.pos
+        n_seen = 0
+        longest = max(map(len, markers))
+        while True:
+            hits = [(self.text.find(m, start + n_seen), m) for m in markers]
+            found = min((h for h in hits if h[0] >= 0), default=None)
+            if found is not None:
+                at, marker = found
+                self.pos = at + len(marker)
+                return self.text[start:at], marker
+            n_seen = max(0, len(self.text) - start - longest + 1)
+            if limit is not None and n_seen > limit:
+                raise NotACall
+            n_before = self.pos
+            yield from self.more()
+            start += self.pos - n_before  # the tape was shortened in front
+
+    def flow(self, *markers: str) -> Script[tuple[str, str]]:
+        """A next piece of the text before the first marker, as soon as there is one.
+
+        (piece, ""), or (piece, marker) when the marker came and was stepped over. At the end of the
+        reply TextEnded, after all the text was handed out.
+        """
+        while True:
+            text = self.text[self.pos :]
+            hits = [(text.find(m), m) for m in markers]
+            found = min((h for h in hits if h[0] >= 0), default=None)
+            if found is not None:
+                at, marker = found
+                self.pos += at + len(marker)
+                return text[:at], marker
+            n_free = len(text) if self.ended else len(text) - _overlap(text, markers)
+            if n_free:
+                self.pos += n_free
+                return text[:n_free], ""
+            yield from self.more()
+
+
+def _overlap(text: str, markers: tuple[str, ...]) -> int:
+    """The length of the longest end of `text` that begins a marker."""
+    longest = min(len(text), max(map(len, markers)) - 1)
+    for n in range(longest, 0, -1):
+        if any(m.startswith(text[-n:]) for m in markers):
+            return n
+    return 0
+
+
+class CallParser(ABC):
+    """The contract of a tool-call format: text in, calls out; `rest` is what was no call.
+
+    Made at an opening marker, fed what follows it. When `done`, `rest` is the text after the last
+    call; where there was none, all the text from the marker on. Owner: a router.
+    """
+
+    def __init__(self, marker: str, toolbox: Toolbox, *, known_only: bool = False) -> None:
+        self.done = False
+        self.marker = marker
+        self.toolbox = toolbox
+        self.tape = Tape(marker)
+        self.name = ""
+        self._known_only = known_only
+        self._out: list[CallPiece] = []
+        self._script = self.script()
+
+    def feed(self, text: str) -> list[CallPiece]:
+        self.tape.add(text)
+        return self._run()
+
+    def finish(self) -> list[CallPiece]:
+        """The reply is over. What is a whole call but for its closing marker still counts."""
+        self.tape.ended = True
+        return self._run()
+
+    @property
+    def rest(self) -> str:
+        return self.tape.rest()
+
+    @abstractmethod
+    def script(self) -> Script[None]:
+        """Reads from behind the marker to the end of the call, or of the run of calls."""
+
+    # --- what a script says ----------------------------------------------------------------
+
+    def start(self, name: str, call_id: str | None = None) -> None:
+        """A call begins. Refused, and so no call at all, where the name cannot be a tool's."""
+        name = name.strip()
+        if not name or any(c in SPACE for c in name):
+            raise NotACall
+        if self._known_only and name not in self.toolbox:
+            raise NotACall
+        self.name = name
+        self._out.append(CallStart(name, call_id or None))
+        self.tape.keep()
+
+    def arguments(self, text: str) -> None:
+        """A part of the JSON text of its arguments."""
+        if text:
+            self._out.append(CallArguments(text))
+        self.tape.keep()
+
+    def whole(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> None:
+        """A call and all its arguments, by the types of its schema."""
+        values = self.toolbox.coerce(name.strip(), arguments)
+        self.start(name, call_id)
+        self.arguments(json.dumps(values, ensure_ascii=False))
+
+    def _run(self) -> list[CallPiece]:
+        if not self.done:
+            try:
+                next(self._script)
+            except StopIteration:
+                self.tape.keep()
+                self.done = True
+            except NotACall:
+                self.done = True
+            else:
+                self.done = self.tape.ended
+        found, self._out = self._out, []
+        return found

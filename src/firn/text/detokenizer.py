@@ -1,0 +1,91 @@
+"""Token ids to text, one at a time, over a short sliding window.
+
+Invariant: the pieces put together are the tokenizer's own decoding of all the ids. A piece never
+ends inside a character: what is incomplete waits, and comes out at flush at the latest.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from firn.core.ports import Tokenizer
+
+BROKEN = "\ufffd"
+MAX_WINDOW = 24
+
+
+class Detokenizer:
+    """Owner: one choice of one reply.
+
+    # _ids:   [0, _start) context, whole characters   [_start, ...) since the last clean point
+    # _given: how the decoded window began when text was last given out
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, visible: frozenset[int] = frozenset()) -> None:
+        self._decode = tokenizer.decode
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden = tokenizer.special - visible
+        self._ids: list[int] = []
+        self._start = 0
+        self._given = ""
+
+    def feed(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if text.endswith(BROKEN) and _ends_inside_character(self._tail_bytes()):
+            return self._give_partly(text)
+        return self._give(text)
+
+    def flush(self) -> str:
+        """The rest; an unfinished character becomes U+FFFD."""
+        text = self._decode(self._ids)
+        piece = self._piece(text)
+        self._ids, self._start, self._given = [], 0, ""
+        return piece
+
+    def _give(self, text: str) -> str:
+        piece = self._piece(text)
+        if len(self._ids) <= MAX_WINDOW and text.startswith(self._given):
+            self._given = text
+        else:
+            self._ids = self._ids[self._start :]
+            self._given = self._decode(self._ids)
+        self._start = len(self._ids)
+        return piece
+
+    def _give_partly(self, text: str) -> str:
+        """The whole characters in front of the unfinished one.
+
+        A byte-fallback decoder shows a whole run of bytes as broken while its last character is:
+        with more than one U+FFFD in the new text nothing can be told yet, so all of it waits.
+        """
+        stable = text[:-1]
+        is_full = len(self._ids) > MAX_WINDOW
+        piece = stable[len(self._given) :] if stable.startswith(self._given) else ""
+        if BROKEN in piece and not is_full:
+            return ""
+        if piece:
+            self._given = stable
+        if is_full:  # an unfinished character spans at most three tokens: keep those and one more
+            self._ids = self._ids[-4:]
+            self._start = 0
+            self._given = self._decode(self._ids)[:-1]
+        return piece
+
+    def _piece(self, text: str) -> str:
+        if text.startswith(self._given):
+            return text[len(self._given) :]
+        return self._decode(self._ids[self._start :])
+
+    def _tail_bytes(self) -> bytes:
+        return b"".join(map(self._token_bytes, self._ids[-4:]))
+
+
+def _ends_inside_character(data: bytes) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    pending: Sequence[int] = decoder.getstate()[0]
+    return bool(pending)

@@ -1,0 +1,297 @@
+"""Reading calls that are written as JSON, while they are being written.
+
+The arguments' text passes on as it arrives, with what models get wrong in JSON put right on the way:
+raw line breaks and stray backslashes in strings, Python's True and None, and top-level scalars whose
+type is not the schema's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from firn.text.calls import SPACE, CallParser, NotACall, Script, Tape
+from firn.text.schema import ANY, coerce
+
+NAME_KEYS = ("name", "tool_name", "function", "tool")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+ID_KEYS = ("id", "tool_call_id")
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_OUTSIDE = re.compile(r'[^"\[\]{}]+')
+_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPES = '"\\/bfnrt'
+_CLOSER = {"{": "}", "[": "]"}
+
+Sink = Callable[[str], None]
+TypesOf = Callable[[str], frozenset[str]]
+
+
+class JsonTape:
+    """JSON values from a tape. `copy_*` hand a value's text to a sink as it arrives."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def next_char(self) -> Script[str]:
+        """The next character that is no space; "" at the end of the reply."""
+        yield from self._tape.skip()
+        char = yield from self._tape.peek()
+        return char
+
+    def string(self) -> Script[str]:
+        parts: list[str] = []
+        yield from self.copy_string(parts.append)
+        try:
+            return str(json.loads("".join(parts)))
+        except ValueError as e:
+            raise NotACall from e
+
+    def value_text(self) -> Script[str]:
+        """The text of one whole value."""
+        parts: list[str] = []
+        yield from self.copy_value(parts.append, ANY)
+        return "".join(parts)
+
+    def copy_object(self, sink: Sink, types_of: TypesOf) -> Script[None]:
+        """An object whose top-level scalars get the types that `types_of` their keys says."""
+        yield from self._mark("{", sink)
+        if (yield from self._closes("}", sink)):
+            return
+        while True:
+            yield from self.next_char()
+            key = yield from self.string()
+            sink(json.dumps(key, ensure_ascii=False))
+            yield from self._mark(":", sink)
+            yield from self._copy_space(sink)
+            yield from self.copy_value(sink, types_of(key))
+            if (yield from self._closes("}", sink)):
+                return
+            yield from self._mark(",", sink)
+            yield from self._copy_space(sink)
+
+    def copy_value(self, sink: Sink, types: frozenset[str]) -> Script[None]:
+        char = yield from self.next_char()
+        if char in ("{", "["):
+            yield from self._copy_balanced(sink)
+        elif char != '"':
+            text = yield from self._scalar()
+            sink(json.dumps(text) if types == {"string"} and text[0] in "-0123456789" else text)
+        elif types and "string" not in types:
+            text = yield from self.string()
+            sink(json.dumps(coerce(text, types), ensure_ascii=False))
+        else:
+            yield from self.copy_string(sink)
+
+    def copy_string(self, sink: Sink) -> Script[None]:
+        tape = self._tape
+        yield from tape.expect('"')
+        sink('"')
+        while True:
+            yield from self._need()
+            plain = _PLAIN.match(tape.text, tape.pos)
+            if plain:
+                tape.pos = plain.end()
+                sink(plain[0])
+                continue
+            char = tape.text[tape.pos]
+            if char == "\\":
+                sink((yield from self._escape()))
+                continue
+            tape.pos += 1
+            if char == '"':
+                sink('"')
+                return
+            sink(json.dumps(char)[1:-1])  # a raw control character
+
+    def _escape(self) -> Script[str]:
+        tape = self._tape
+        pair = yield from tape.peek(2)
+        if pair == "\\u":
+            six = yield from tape.peek(6)
+            if re.fullmatch(r"\\u[0-9a-fA-F]{4}", six):
+                tape.pos += 6
+                return six
+        if len(pair) < 2:
+            yield from tape.more()
+        if pair == "\\'":
+            tape.pos += 2
+            return "'"
+        if pair[1] in _ESCAPES:
+            tape.pos += 2
+            return pair
+        tape.pos += 1  # a lone backslash, as in an unescaped pattern or path
+        return "\\\\"
+
+    def _copy_balanced(self, sink: Sink) -> Script[None]:
+        tape = self._tape
+        closers: list[str] = []
+        while True:
+            yield from self._need()
+            outside = _OUTSIDE.match(tape.text, tape.pos)
+            if outside:
+                tape.pos = outside.end()
+                sink(outside[0])
+                continue
+            char = tape.text[tape.pos]
+            if char == '"':
+                yield from self.copy_string(sink)
+                continue
+            if char in _CLOSER:
+                closers.append(_CLOSER[char])
+            elif char != closers.pop():
+                raise NotACall
+            tape.pos += 1
+            sink(char)
+            if not closers:
+                return
+
+    def _scalar(self) -> Script[str]:
+        tape = self._tape
+        text = ""
+        while True:
+            char = yield from tape.peek()
+            if not char or char in SPACE or char in ",:]}":
+                break
+            text += char
+            tape.pos += 1
+        text = _PYTHON_WORDS.get(text, text)
+        if not _SCALAR.fullmatch(text):
+            raise NotACall
+        return text
+
+    def _mark(self, char: str, sink: Sink) -> Script[None]:
+        yield from self._tape.skip()
+        yield from self._tape.expect(char)
+        sink(char)
+
+    def _closes(self, char: str, sink: Sink) -> Script[bool]:
+        yield from self._tape.skip()
+        found = yield from self._tape.take(char)
+        if found:
+            sink(char)
+        return found
+
+    def _copy_space(self, sink: Sink) -> Script[None]:
+        """One space for any run of them, so that the text reads as usual."""
+        char = yield from self._tape.peek()
+        if char and char in SPACE:
+            sink(" ")
+            yield from self._tape.skip()
+
+    def _need(self) -> Script[None]:
+        while self._tape.pos >= len(self._tape.text):
+            yield from self._tape.more()
+
+
+class JsonCallParser(CallParser):
+    """A parser whose calls are JSON: one object, or a list of them."""
+
+    def calls(self) -> Script[None]:
+        """Reads {...} or [{...}, ...]; calls come out as they are read."""
+        json_tape = JsonTape(self.tape)
+        char = yield from json_tape.next_char()
+        if char != "[":
+            yield from self.call(json_tape)
+            return
+        self.tape.pos += 1
+        while True:
+            yield from json_tape.next_char()
+            yield from self.call(json_tape)
+            char = yield from json_tape.next_char()
+            self.tape.pos += len(char)
+            if char == "]":
+                return
+            if char != ",":
+                raise NotACall
+
+    def call(self, json_tape: JsonTape) -> Script[None]:
+        yield from _CallObject(self, json_tape).read()
+
+    def stream_arguments(self) -> Script[None]:
+        """An object of arguments for the call that has started."""
+        name = self.name
+        yield from JsonTape(self.tape).copy_object(
+            self.arguments, lambda key: self.toolbox.types(name, key)
+        )
+
+    def raw_arguments(self, *closers: str) -> Script[None]:
+        """The rest of a call whose arguments are no JSON after all: as it is, up to a closer."""
+        self.tape.rewind()
+        marker = ""
+        while not marker:
+            text, marker = yield from self.tape.flow(*closers)
+            self.arguments(text)
+
+
+class _CallObject:
+    """One call object: {"name": ..., "arguments": {...}} and what models make of that."""
+
+    def __init__(self, parser: JsonCallParser, json_tape: JsonTape) -> None:
+        self._parser = parser
+        self._json = json_tape
+        self._tape = parser.tape
+        self._name = ""
+        self._id: str | None = None
+        self._arguments: str | None = None
+        self._started = False
+
+    def read(self) -> Script[None]:
+        yield from self._fields(nested=False)
+        if not self._started:
+            self._parser.whole(self._name, _object_of(self._arguments), self._id)
+
+    def _fields(self, *, nested: bool) -> Script[None]:
+        yield from self._tape.expect("{")
+        if (yield from self._json.next_char()) == "}":
+            self._tape.pos += 1
+            return
+        while True:
+            yield from self._json.next_char()
+            key = yield from self._json.string()
+            yield from self._json.next_char()
+            yield from self._tape.expect(":")
+            char = yield from self._json.next_char()
+            yield from self._field(key, char, nested=nested)
+            char = yield from self._json.next_char()
+            self._tape.pos += len(char)
+            if char == "}":
+                return
+            if char != ",":
+                raise NotACall
+
+    def _field(self, key: str, char: str, *, nested: bool) -> Script[None]:
+        if key in NAME_KEYS and char == '"' and not self._name:
+            self._name = yield from self._json.string()
+        elif key in ID_KEYS and char == '"':
+            self._id = yield from self._json.string()
+        elif key == "function" and char == "{" and not nested:
+            yield from self._fields(nested=True)
+        elif key in ARGUMENT_KEYS and char == "{" and self._name and self._arguments is None:
+            self._arguments = ""
+            self._parser.start(self._name, self._id)
+            self._started = True
+            yield from self._parser.stream_arguments()
+        elif key in ARGUMENT_KEYS and self._arguments is None:
+            self._arguments = yield from self._json.value_text()
+        else:
+            yield from self._json.value_text()
+
+
+def _object_of(text: str | None) -> Mapping[str, Any]:
+    """Arguments that came before the name, as a JSON string, as null, or not at all."""
+    value: Any = None
+    try:
+        value = json.loads(text or "null")
+        if isinstance(value, str):
+            value = json.loads(value or "{}")
+    except (ValueError, RecursionError) as e:
+        raise NotACall from e
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise NotACall
+    return value

@@ -1,0 +1,181 @@
+"""Messages as chat templates want them: merged, ordered, without lines that change on each request.
+
+Pure functions from values to values. A dialect has decoded the roles already (developer is system).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from firn.core.values import ImagePart, Message, Part, TextPart, Tool, ToolCall
+
+SEPARATOR = "\n\n"
+
+_CHANGING_LINE = re.compile(
+    r"^[ \t]*x-[a-z0-9-]*(?:billing|attribution)[a-z0-9-]*[ \t]*:.*(?:\r?\n|\Z)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def normalise(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """One system message, in front; no two user messages in a row; arguments as objects."""
+    system = _merged_system(messages)
+    others = (m for m in messages if m.role != "system")
+    return system + tuple(_with_objects(m) for m in _merge_users(others))
+
+
+def strip_changing_lines(text: str) -> str:
+    """Without the billing or attribution lines that a client changes on each request."""
+    return _CHANGING_LINE.sub("", text)
+
+
+def parse_arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
+    """JSON text of an object to that object; no text at all to an empty one; the rest stays."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _merged_system(messages: Sequence[Message]) -> tuple[Message, ...]:
+    kept = []
+    for message in messages:
+        if message.role != "system":
+            continue
+        stripped = _map_texts(message, strip_changing_lines)
+        # An empty system message is a wish (no default prompt); an emptied one says nothing.
+        if stripped.parts or not message.parts:
+            kept.append(stripped)
+    if not kept:
+        return ()
+    return (replace(kept[0], parts=_join_parts(kept)),)
+
+
+def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
+    parts: list[Part] = []
+    for part in message.parts:
+        if not isinstance(part, TextPart):
+            parts.append(part)
+            continue
+        text = change(part.text)
+        if text == part.text:
+            parts.append(part)
+        elif text.strip():
+            parts.append(TextPart(text))
+    return replace(message, parts=tuple(parts))
+
+
+def _merge_users(messages: Any) -> list[Message]:
+    merged: list[Message] = []
+    for role, run in groupby(messages, key=lambda m: m.role):
+        group = list(run)
+        if role == "user" and len(group) > 1:
+            group = [replace(group[0], parts=_join_parts(group))]
+        merged.extend(group)
+    return merged
+
+
+def _join_parts(messages: Sequence[Message]) -> tuple[Part, ...]:
+    """All parts in order; where two texts of different messages meet, a blank line is between them."""
+    parts: list[Part] = []
+    for message in messages:
+        if not message.parts:
+            continue
+        first = message.parts[0]
+        if parts and isinstance(parts[-1], TextPart) and isinstance(first, TextPart):
+            joint = SEPARATOR if parts[-1].text and first.text else ""
+            parts[-1] = TextPart(parts[-1].text + joint + first.text)
+            parts.extend(message.parts[1:])
+        else:
+            parts.extend(message.parts)
+    return tuple(parts)
+
+
+def _with_objects(message: Message) -> Message:
+    if not any(isinstance(c.arguments, str) for c in message.tool_calls):
+        return message
+    calls = tuple(replace(c, arguments=parse_arguments(c.arguments)) for c in message.tool_calls)
+    return replace(message, tool_calls=calls)
+
+
+# --- what a Jinja template is given --------------------------------------------------------
+
+
+def to_template(
+    messages: Sequence[Message], *, empty: str | None = "", short_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Plain dicts; content is a string, or a list of parts where there are images.
+
+    `empty` is the content of an assistant message that only calls tools: some templates test for
+    none. `short_ids`: call ids of nine letters and digits, which is all that some templates take.
+    """
+    rename = short_id if short_ids else str
+    name_of_call = {c.id: c.name for m in messages for c in m.tool_calls}
+    return [_message_dict(m, empty, rename, name_of_call) for m in messages]
+
+
+def _message_dict(
+    message: Message,
+    empty: str | None,
+    rename: Callable[[str], str],
+    name_of_call: Mapping[str, str],
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.reasoning is not None:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["content"] = found["content"] or empty
+        found["tool_calls"] = [_call_dict(c, rename) for c in message.tool_calls]
+    name = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = rename(message.tool_call_id)
+        name = name or name_of_call.get(message.tool_call_id)
+    if name is not None:
+        found["name"] = name
+    return found
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    if not any(isinstance(p, ImagePart) for p in message.parts):
+        return message.text
+    return [
+        {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"}
+        for p in message.parts
+    ]
+
+
+def _call_dict(call: ToolCall, rename: Callable[[str], str]) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"type": "function", "id": rename(call.id), "function": function}
+
+
+def short_id(call_id: str) -> str:
+    """Nine letters and digits that stand for the id; itself where it is that already."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def tools_to_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": dict(tool.parameters),
+            },
+        }
+        for tool in tools
+    ]

@@ -1,0 +1,89 @@
+"""Finding fixed strings in a stream, whatever way the stream is cut.
+
+The text that may be the beginning of a needle is held back; everything else passes at once. Linear
+in the text: one Knuth-Morris-Pratt automaton per needle, and a shortcut for text that has nothing
+to do with any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Found(NamedTuple):
+    """`before` is free to pass on; `needle` is what ended it ("" where nothing did); `after` follows."""
+
+    before: str
+    needle: str
+    after: str
+
+
+class Finder:
+    """Finds the needle that ends first; of those that end together, the longest.
+
+    Owner: whoever feeds it. `held` is the text that came in and has not gone out.
+    """
+
+    def __init__(self, needles: Iterable[str]) -> None:
+        self.needles = tuple(dict.fromkeys(n for n in needles if n))
+        self.held = ""
+        self._first = "".join({n[0] for n in self.needles})
+        self._fail = [_failure(n) for n in self.needles]
+        self._depth = [0] * len(self.needles)
+
+    def feed(self, text: str) -> Found:
+        """Reads up to the first needle, or to the end of the text. Starts afresh after a needle."""
+        if not self.held:
+            for char in self._first:
+                if char in text:
+                    break
+            else:
+                return Found(text, "", "")
+        start = len(self.held)
+        text = self.held + text
+        depth = self._depth
+        for i in range(start, len(text)):
+            longest = self._step(text[i])
+            if longest:
+                self._depth = [0] * len(depth)
+                self.held = ""
+                end = i + 1
+                return Found(text[: end - longest], text[end - longest : end], text[end:])
+        n_free = len(text) - max(depth, default=0)
+        self.held = text[n_free:]
+        return Found(text[:n_free], "", "")
+
+    def flush(self) -> str:
+        """The text held back, which no needle will claim any more."""
+        held, self.held = self.held, ""
+        self._depth = [0] * len(self._depth)
+        return held
+
+    def _step(self, char: str) -> int:
+        """Advances every automaton by one character; the length of the longest needle it completes."""
+        longest = 0
+        depth = self._depth
+        for j, needle in enumerate(self.needles):
+            k = depth[j]
+            while k and needle[k] != char:
+                k = self._fail[j][k - 1]
+            if needle[k] == char:
+                k += 1
+            depth[j] = k
+            if k == len(needle):
+                longest = max(longest, k)
+        return longest
+
+
+def _failure(needle: str) -> list[int]:
+    """For each prefix, the length of its longest border: the match to fall back to."""
+    table = [0] * len(needle)
+    k = 0
+    for i in range(1, len(needle)):
+        while k and needle[k] != needle[i]:
+            k = table[k - 1]
+        if needle[k] == needle[i]:
+            k += 1
+        table[i] = k
+    return table

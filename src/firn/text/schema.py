@@ -1,0 +1,191 @@
+"""Arguments by the types of a tool's JSON schema. A string stays a string; nothing here raises."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from firn.core.values import Tool
+
+ANY: frozenset[str] = frozenset()
+"""The schema does not say."""
+
+_INTEGER = re.compile(r"[+-]?\d+")
+_LITERAL_FAULTS = (ValueError, SyntaxError, MemoryError, RecursionError, TypeError)
+_MAX_DEPTH = 16
+
+
+class Toolbox:
+    """The tools of one request, by name. Immutable."""
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        self.tools = tuple(tools)
+        self._parameters = {tool.name: tool.parameters for tool in tools}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters
+
+    def types(self, tool: str, key: str) -> frozenset[str]:
+        """The JSON types that an argument may have; ANY where the schema does not say."""
+        schema = self._parameters.get(tool)
+        if not isinstance(schema, Mapping):
+            return ANY
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or key not in properties:
+            return ANY
+        return types_of(properties[key], schema)
+
+    def coerce(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: coerce(v, self.types(tool, k)) for k, v in arguments.items()}
+
+    def read(self, tool: str, key: str, text: str) -> Any:
+        """An argument from its bare text."""
+        return from_text(text, self.types(tool, key))
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Every type that `type`, `enum`, `const`, a reference or a union allows."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return ANY
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared})
+    if isinstance(declared, list):
+        return frozenset(t for t in declared if isinstance(t, str))
+    if "const" in schema:
+        return frozenset({_type_of_value(schema["const"])})
+    if isinstance(schema.get("enum"), list):
+        return frozenset(map(_type_of_value, schema["enum"]))
+    if isinstance(schema.get("$ref"), str):
+        return types_of(_resolve(schema["$ref"], root), root, depth + 1)
+    for union in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(union), list):
+            found = [types_of(s, root, depth + 1) for s in schema[union]]
+            known = [f for f in found if f]
+            if known and (union == "allOf" or len(known) == len(found)):
+                return frozenset().union(*known)
+    if "properties" in schema:
+        return frozenset({"object"})
+    return ANY
+
+
+def coerce(value: Any, types: frozenset[str]) -> Any:
+    """A parsed value, moved to the schema's type where that loses nothing."""
+    if not types:
+        return value
+    if isinstance(value, str):
+        return value if "string" in types else from_text(value, types)
+    if types == {"string"} and isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return value
+
+
+def from_text(text: str, types: frozenset[str]) -> Any:
+    """A value from bare text, as formats without JSON quotes write it."""
+    if types == {"string"}:
+        return text
+    if not types or "string" in types:  # it may be a string: "007" is one, 7 is not
+        value = _strict_json(text)
+        if value is _NO:
+            value = _container(text)
+        return value if value is not _NO and _fits(value, types) else text
+    bare = text.strip()
+    for kind in ("null", "boolean", "integer", "number"):
+        if kind in types:
+            value = _READERS[kind](bare)
+            if value is not _NO:
+                return value
+    value = _strict_json(bare)
+    if value is _NO:
+        value = _container(bare)
+    return text if value is _NO else value
+
+
+# --- readers: a value, or _NO ---------------------------------------------------------------
+
+_NO = object()
+
+
+def _null(text: str) -> Any:
+    return None if text in ("null", "None") else _NO
+
+
+def _boolean(text: str) -> Any:
+    return {"true": True, "false": False}.get(text.lower(), _NO)
+
+
+def _integer(text: str) -> Any:
+    if _INTEGER.fullmatch(text) and len(text) < 4000:
+        return int(text)
+    value = _strict_json(text)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return _NO
+
+
+def _number(text: str) -> Any:
+    value = _strict_json(text)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else _NO
+
+
+_READERS = {
+    "null": _null,
+    "boolean": _boolean,
+    "integer": _integer,
+    "number": _number,
+}
+
+
+def _container(text: str) -> Any:
+    """An object or array that is almost JSON: raw line breaks, or Python's quotes and words."""
+    if text[:1] not in ("{", "["):
+        return _NO
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse)
+    except _LITERAL_FAULTS:
+        pass
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except _LITERAL_FAULTS:
+        return _NO
+    return value
+
+
+def _strict_json(text: str) -> Any:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except _LITERAL_FAULTS:
+        return _NO
+    return _NO if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def _fits(value: Any, types: frozenset[str]) -> bool:
+    kind = _type_of_value(value)
+    return not types or kind in types or (kind == "integer" and "number" in types)
+
+
+def _type_of_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
+        if isinstance(value, kind):
+            return name
+    return "object" if isinstance(value, Mapping) else "array"
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    node: Any = root
+    for step in reference.removeprefix("#").strip("/").split("/"):
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(step.replace("~1", "/").replace("~0", "~"))
+    return node

@@ -1,0 +1,91 @@
+"""What a chat template's source tells about it, read once per model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from firn.core.errors import TemplateFailed
+from firn.core.ports import Tokenizer
+
+MESSAGE_OPENERS = (
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<|header_start|>",
+    "<start_of_turn>",
+    "<|turn>",
+    "[INST]",
+    "[TOOL_RESULTS]",
+    "<|start|>",
+    "<|start_of_role|>",
+    "<|START_OF_TURN_TOKEN|>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜tool▁outputs▁begin｜>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|tool|>",
+    "<|im_system|>",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<role>",
+    "[|system|]",
+    "[|user|]",
+    "[|assistant|]",
+    "]~b]",
+)
+"""Tokens known to begin a message. Others are learnt from how the template renders a small chat."""
+
+_ALPHA, _BETA, _GAMMA = "alpha", "beta", "gamma"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """takes_tools: it names them. none_content: it tests content for none, so a message of calls
+    alone must have none. short_ids: it refuses call ids that are not nine letters and digits."""
+
+    takes_tools: bool
+    none_content: bool
+    short_ids: bool
+
+    @classmethod
+    def read(cls, source: str) -> TemplateTraits:
+        # "" stands for a template that is code: nothing can be read from it, so nothing is refused.
+        return cls(
+            takes_tools=not source or re.search(r"\b(?:custom_)?tools\b", source) is not None,
+            none_content=re.search(r"content['\"\]]* is (?:not )?none", source) is not None,
+            short_ids=re.search(r"length\s*!=\s*9\b", source) is not None,
+        )
+
+
+def openers(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids of the tokens that begin a message in this model's prompts."""
+    known = (tokenizer.token_id(text) for text in MESSAGE_OPENERS)
+    return tuple(sorted({t for t in known if t is not None} | _learn_openers(tokenizer)))
+
+
+def _learn_openers(tokenizer: Tokenizer) -> set[int]:
+    """The control tokens between the messages of a small chat.
+
+    # alpha <end> \n <start> assistant \n beta: the second control token opens the next message
+    # alpha <start> beta:                       the only one does
+    """
+    chat = [
+        {"role": "user", "content": _ALPHA},
+        {"role": "assistant", "content": _BETA},
+        {"role": "user", "content": _GAMMA},
+    ]
+    try:
+        text = tokenizer.render(chat, tools=None, kwargs={})
+    except TemplateFailed:
+        return set()
+    found = set()
+    for before, after in ((_ALPHA, _BETA), (_BETA, _GAMMA)):
+        between = text.partition(before)[2].partition(after)[0]
+        ids = tokenizer.encode(between, add_special=False)
+        control = [t for t in ids if t in tokenizer.special]
+        if control:
+            found.add(control[1] if len(control) > 1 else control[0])
+    return found

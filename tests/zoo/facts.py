@@ -1,0 +1,3 @@
+"""Facts."""
+UNBUILDABLE: dict[str, str] = {}
+KNOWN_UPSTREAM: dict[str, str] = {}
