@@ -296,9 +296,11 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+def default_cache_dir(
+    environ: Mapping[str, str] = os.environ, *, platform: str = sys.platform
+) -> Path:
     """Where this platform keeps a user's caches."""
-    if sys.platform == "darwin":
+    if platform == "darwin":
         return Path.home() / "Library" / "Caches" / "firn"
     base = environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "firn"

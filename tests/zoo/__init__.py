@@ -1,4 +1,8 @@
-"""The zoo."""
+"""A tiny random model of every architecture in mlx-lm, for tests that must hold for all of them.
+
+`build` makes one in memory, `write_folder` writes one for `mlx_lm.load`. What cannot be built, and
+what mlx-lm itself gets wrong, is recorded in `facts`.
+"""
 
 import copy
 import importlib
@@ -9,19 +13,37 @@ import mlx.nn as nn
 
 from . import folder, weights
 from .base import VOCAB_SIZE, Entry
-from .facts import KNOWN_UPSTREAM, UNBUILDABLE
+from .facts import CACHES, KNOWN_UPSTREAM, UNBUILDABLE
 from .text_dense import DENSE
 from .text_hybrid import HYBRID
 from .text_moe import EXPERTS
 from .text_window import WINDOWED
 from .wrappers import WRAPPERS
 
+__all__ = [
+    "CACHES",
+    "KNOWN_UPSTREAM",
+    "UNBUILDABLE",
+    "VOCAB_SIZE",
+    "ZOO",
+    "Entry",
+    "build",
+    "build_entry",
+    "write_folder",
+]
+
 ZOO: dict[str, Entry] = {**DENSE, **WINDOWED, **EXPERTS, **HYBRID, **WRAPPERS}
 
 
 def build(name: str, *, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
-    """The entry's model with random weights, evaluated and ready for inference."""
-    entry = ZOO[name]
+    """The named model with random weights, evaluated and ready for inference.
+
+    Parameters that the architecture keeps in its own precision (`cast_predicate`) stay there.
+    """
+    return build_entry(ZOO[name], dtype=dtype, seed=seed)
+
+
+def build_entry(entry: Entry, *, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
     module = importlib.import_module(f"mlx_lm.models.{entry.module}")
     # Some ModelArgs write into the dictionaries they are given.
     args = module.ModelArgs.from_dict(copy.deepcopy(entry.config))

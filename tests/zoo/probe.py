@@ -145,7 +145,7 @@ class Rows:
 
     def compare(self, cache: Cache, spans: dict[int, range]) -> float:
         """Decode `spans[row]` of each row's later tokens in one batch; rows in dict order."""
-        steps = list(zip(*([self.later[r][t] for t in span] for r, span in spans.items())))
+        steps = list(zip(*([self.later[r][t] for t in span] for r, span in spans.items()), strict=True))
         got = _decode(self.model, cache, steps)
         want = mx.concatenate([self.want[r][:, s.start : s.stop] for r, s in spans.items()])
         return difference(got, want)

@@ -1,6 +1,6 @@
 """Dense models whose every layer attends to everything (plus those that reuse another's KV)."""
 
-from .base import COMMON, MLA, VOCAB_SIZE, entry, table
+from .base import MLA, entry, table
 
 GPT = {
     "n_embd": 64,
@@ -110,7 +110,6 @@ DENSE = table(
         ],
         notes="a layer without attention has no cache, so the list is shorter than the layers",
     ),
-    entry("olmo", d_model=64, n_layers=3, mlp_hidden_size=192, n_heads=4, embedding_size=VOCAB_SIZE),
     entry("olmo2"),
     entry(
         "openelm",
@@ -177,7 +176,4 @@ DENSE = table(
         no_rope_layers=[1, 1, 1, 0],
         use_qk_norm=True,
     ),
-    entry("bitnet", notes="see UNBUILDABLE"),
 )
-
-__all__ = ["COMMON", "DENSE", "LLAMA3_ROPE", "YARN_ROPE"]

@@ -16,6 +16,9 @@ MINISTRAL_ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 
+# These attend without a scale factor: sharpened further, they amplify rounding a thousandfold.
+UNSCALED = {"q_norm": 0.25}
+
 GEMMA3N_TEXT = {
     **COMMON,
     **sliding(6, every=2),
@@ -106,7 +109,13 @@ SPARSE_INDEX = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": WINDOW}
 WINDOWED = table(
     entry("llama-sliding", sliding(4, every=2), module="llama"),
     entry("afmoe", MOE, sliding(4, every=4), num_dense_layers=1, n_group=1, topk_group=1),
-    entry("cohere2", logit_scale=1.0, num_hidden_layers=4, sliding_window=WINDOW, sliding_window_pattern=4),
+    entry(
+        "cohere2",
+        logit_scale=1.0,
+        num_hidden_layers=4,
+        sliding_window=WINDOW,
+        sliding_window_pattern=4,
+    ),
     entry(
         "deepseek_v32",
         MOE,
@@ -136,16 +145,28 @@ WINDOWED = table(
         rms_norm_eps=1e-6,
         notes="its own LayerCache: window, compressed groups, index keys and an open group",
     ),
-    entry("exaone4", sliding(4, every=4), rope_scaling={"rope_type": "default"}, sliding_window_pattern="LLLG"),
+    entry(
+        "exaone4",
+        sliding(4, every=4),
+        rope_scaling={"rope_type": "default"},
+        sliding_window_pattern="LLLG",
+    ),
     entry("exaone_moe", MOE, sliding(4, every=4), is_moe_layer=[False, True, True, True]),
-    entry("gemma3_text", num_hidden_layers=4, sliding_window=WINDOW, sliding_window_pattern=2, query_pre_attn_scalar=16),
+    entry(
+        "gemma3_text",
+        num_hidden_layers=4,
+        sliding_window=WINDOW,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=16,
+    ),
     entry(
         "gemma4_text",
         GEMMA4,
         sliding(6, every=2),
         notes="the last two layers reuse the KV of earlier layers and have no cache",
+        gains=UNSCALED,
     ),
-    entry("gemma4_text-moe", GEMMA4_MOE, sliding(4, every=2), module="gemma4_text"),
+    entry("gemma4_text-moe", GEMMA4_MOE, sliding(4, every=2), module="gemma4_text", gains=UNSCALED),
     entry(
         "glm_moe_dsa",
         MOE,
@@ -189,7 +210,13 @@ WINDOWED = table(
         partial_rotary_factor=0.5,
     ),
     entry("ministral3", sliding(4, every=2), rope_parameters=MINISTRAL_ROPE),
-    entry("muse_glimmer", sliding(4, every=4), post_norm_eps=1e-5, qk_scale_factor=2.0, output_multiplier=0.5),
+    entry(
+        "muse_glimmer",
+        sliding(4, every=4),
+        post_norm_eps=1e-5,
+        qk_scale_factor=2.0,
+        output_multiplier=0.5,
+    ),
     entry("olmo3", sliding(4, every=4)),
     entry("plamo3", num_hidden_layers=4, sliding_window=WINDOW, sliding_window_pattern=4),
     entry("spark2_5", sliding(4, every=4), rope_parameters=ROPE_BY_KIND),

@@ -119,9 +119,11 @@ def _sharpened(path: str, value: mx.array) -> mx.array:
 def fill(model: nn.Module, *, seed: int, dtype: mx.Dtype, gains: dict[str, float]) -> None:
     """Draw every parameter anew, cast it as mlx-lm's converter would, and evaluate it."""
     embeddings = {
-        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
     }
-    keeps_dtype = getattr(model, "cast_predicate", lambda path: True)
+    casts = getattr(model, "cast_predicate", lambda path: True)
     drawn: list[tuple[str, mx.array]] = []
     for path, init in tree_flatten(model.parameters()):
         key = mx.random.key(zlib.crc32(f"{seed}/{path}".encode()))
@@ -131,7 +133,7 @@ def fill(model: nn.Module, *, seed: int, dtype: mx.Dtype, gains: dict[str, float
             if part in path:
                 value = value * gain
         floating = mx.issubdtype(init.dtype, mx.floating)
-        cast = dtype if floating and keeps_dtype(path) else init.dtype
+        cast = dtype if floating and casts(path) else init.dtype
         drawn.append((path, value.astype(cast)))
     # Loading a folder passes the weights through here, and baichuan's changes them: do the same.
     if hasattr(model, "sanitize"):

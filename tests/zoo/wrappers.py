@@ -1,6 +1,6 @@
 """Multimodal modules of mlx-lm: they run the text model that their config nests."""
 
-from .base import Config, Entry, entry, table, wrapper
+from .base import Config, Entry, table, wrapper
 from .text_dense import DENSE
 from .text_hybrid import HYBRID, KIMI_K3_TEXT, PRISM_TEXT, QWEN35_MOE_TEXT, QWEN35_TEXT
 from .text_moe import EXPERTS
@@ -8,14 +8,14 @@ from .text_window import (
     GEMMA3N_TEXT,
     LLAMA4_TEXT,
     MINIMAX_M3_TEXT,
-    MUSE_SPARK_TEXT,
+    UNSCALED,
     WINDOWED,
 )
 
 
-def _text(config: Config) -> Entry:
+def _text(config: Config, gains: dict[str, float] | None = None) -> Entry:
     """A nested text config that is no module of its own."""
-    return Entry("", "", config)
+    return Entry("", "", config, gains=gains or {})
 
 
 def _packed(path: str, *, block: int, embedding: bool = False) -> Config:
@@ -39,7 +39,7 @@ PRISM = wrapper(
 
 WRAPPERS = table(
     wrapper("gemma3", WINDOWED["gemma3_text"]),
-    wrapper("gemma3n", _text(GEMMA3N_TEXT), notes="KV-shared layers have no cache"),
+    wrapper("gemma3n", _text(GEMMA3N_TEXT, UNSCALED), notes="KV-shared layers have no cache"),
     wrapper("gemma4", WINDOWED["gemma4_text"], notes="KV-shared layers have no cache"),
     wrapper("kimi_k25", EXPERTS["deepseek_v3"]),
     wrapper("kimi_k3", _text(KIMI_K3_TEXT)),
@@ -55,7 +55,6 @@ WRAPPERS = table(
         notes="the wrapper has no make_cache, so window layers get a plain KVCache",
     ),
     wrapper("mistral3-mistral4", EXPERTS["mistral4"], module="mistral3"),
-    wrapper("muse_spark", _text(MUSE_SPARK_TEXT), notes="rounds its last hidden state to bfloat16"),
     wrapper("pixtral", DENSE["llama"]),
     PRISM,
     wrapper("qwen2_vl", DENSE["qwen2"]),
@@ -64,5 +63,3 @@ WRAPPERS = table(
     wrapper("qwen3_vl", DENSE["qwen3"]),
     wrapper("qwen3_vl_moe", EXPERTS["qwen3_moe"]),
 )
-
-__all__ = ["WRAPPERS", "entry"]

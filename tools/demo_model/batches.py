@@ -128,15 +128,21 @@ def _work(
         queue.put(make_batch(rng, tokenizer, length, max(1, n_tokens // length)))
 
 
-def held_out_rows(
-    tokenizer: Tokenizer, n_tokens: int, *, n_rows: int, n_questions: int, seed: int
-) -> list[Row]:
-    """Dialogues whose first question comes after about `n_tokens` tokens."""
-    return [
-        row_of(plain(held_out_session(n_tokens, n_questions=n_questions, seed=seed + i)), tokenizer)
-        for i in range(n_rows)
-    ]
+@dataclass(frozen=True, slots=True)
+class HeldOutRow:
+    """A held-out dialogue and the kind of each of its answers, in order."""
+
+    row: Row
+    kinds: tuple[str, ...]
+
+
+def held_out_row(tokenizer: Tokenizer, n_tokens: int, *, n_questions: int, seed: int) -> HeldOutRow:
+    session = held_out_session(n_tokens, n_questions=n_questions, seed=seed)
+    lead = ("read",) if session.placement == "message" else ()
+    kinds = lead + tuple(q.kind for q in session.questions)
+    return HeldOutRow(row_of(plain(session), tokenizer), kinds)
 
 
 def held_out_session(n_tokens: int, *, n_questions: int, seed: int) -> Session:
+    """A dialogue whose first question comes after about `n_tokens` tokens."""
     return make_session(seed, n_facts=n_facts_for(n_tokens - 40), n_questions=n_questions)

@@ -9,6 +9,7 @@ mlx-lm's own op.
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import qwen3_next
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
@@ -106,9 +107,7 @@ def _update(
     """Stands in for mlx-lm's `gated_delta_update` while training: no state in, no mask."""
     assert state is None
     assert mask is None
-    log_g = -mx.exp(a_log.astype(mx.float32)) * mx.logaddexp(
-        (a + dt_bias).astype(mx.float32), mx.array(0.0)
-    )
+    log_g = -mx.exp(a_log.astype(mx.float32)) * nn.softplus(a + dt_bias)
     chunk = 64 if q.shape[1] <= 1024 else 128
     return chunked(q, k, v, log_g, mx.sigmoid(b), chunk=chunk)
 

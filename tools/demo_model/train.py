@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,18 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3, qwen3_next
 from tokenizers import Tokenizer
 from tools.demo_model import gated_delta
-from tools.demo_model.batches import LENGTHS, Feeder, Row, held_out_rows, stack
+from tools.demo_model.batches import LENGTHS, Feeder, HeldOutRow, held_out_row, stack
+
+from firn.demo.facts import ACKNOWLEDGED
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parents[1] / "src/firn/demo/models/firn-demo/tokenizer.json"
 EVAL_EVERY_S = 60.0
 SAVE_EVERY_S = 60.0
 LOG_EVERY_S = 10.0
+CACHE_LIMIT = 24 << 30  # two runs share a GPU
+WATCHED = (256, 1024, 4096, 12288)
+REPORTED = (256, 512, 1024, 2048, 4096, 8192, 12288, 15360)
 KEEP_FLOAT32 = ("A_log",)
 
 Params = dict[str, mx.array]
@@ -93,7 +99,9 @@ class ShiftConv(nn.Conv1d):
     def __call__(self, x: mx.array) -> mx.array:
         kernel = self.weight[..., 0]  # (channels, taps)
         n = x.shape[1] - kernel.shape[1] + 1
-        return sum(x[:, i : i + n] * kernel[:, i] for i in range(kernel.shape[1]))
+        taps = range(kernel.shape[1])
+        wide, kernel = x.astype(mx.float32), kernel.astype(mx.float32)
+        return sum(wide[:, i : i + n] * kernel[:, i] for i in taps).astype(x.dtype)
 
 
 def logits_of(model: nn.Module, params: Params, tokens: mx.array) -> mx.array:
@@ -199,29 +207,39 @@ class HeldOut:
     """
 
     n_tokens: int
-    rows: tuple[Row, ...]
+    rows: tuple[HeldOutRow, ...]
 
-    def accuracy(self, model: nn.Module, params: Params) -> float:
-        right = total = 0
-        for row in self.rows:
-            n = -(-(len(row.tokens) - 1) // 128) * 128
-            batch = stack([row], n)
+    def accuracy(self, model: nn.Module, params: Params) -> dict[str, Any]:
+        """Over all questions that need the context, and the worst kinds by name."""
+        right: Counter[str] = Counter()
+        total: Counter[str] = Counter()
+        for held_out in self.rows:
+            n = -(-(len(held_out.row.tokens) - 1) // 128) * 128
+            batch = stack([held_out.row], n)
             guess = mx.argmax(logits_of(model, params, mx.array(batch.tokens[:, :-1])), axis=-1)
             hits = np.array(guess)[0] == batch.tokens[0, 1:]
             edges = np.flatnonzero(np.diff(batch.is_answer[0], prepend=0, append=0))
-            for start, end in edges.reshape(-1, 2):
-                right += bool(hits[start:end].all())
-                total += 1
-        return right / total
+            for kind, (start, end) in zip(held_out.kinds, edges.reshape(-1, 2), strict=True):
+                total[kind] += 1
+                right[kind] += bool(hits[start:end].all())
+        asked = [kind for kind in total if kind not in (*ACKNOWLEDGED, "read")]
+        share = sum(right[k] for k in asked) / sum(total[k] for k in asked)
+        missed = {k: f"{right[k]}/{total[k]}" for k in total if right[k] < total[k]}
+        return {"all": round(share, 4), **missed}
 
 
-def held_out(tokenizer: Tokenizer, lengths: Sequence[int]) -> list[HeldOut]:
-    sets = []
-    for length in lengths:
-        n_rows = max(4, min(12, 16384 // length))
-        rows = held_out_rows(tokenizer, length, n_rows=n_rows, n_questions=24, seed=1000)
-        sets.append(HeldOut(length, tuple(rows)))
-    return sets
+def held_out(lengths: Sequence[int], *, n_rows: int, seed: int) -> list[HeldOut]:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    return [
+        HeldOut(
+            length,
+            tuple(
+                held_out_row(tokenizer, length, n_questions=24, seed=seed + i)
+                for i in range(n_rows)
+            ),
+        )
+        for length in lengths
+    ]
 
 
 def train(
@@ -233,6 +251,7 @@ def train(
     began = time.perf_counter() - trainer.elapsed_s
     next_log = next_eval = next_save = trainer.elapsed_s + LOG_EVERY_S
     n_tokens, waited_s = 0, 0.0
+    last: tuple[int, mx.array] | None = None
     log = (out / "log.jsonl").open("a")
 
     def note(**fields: Any) -> None:
@@ -265,11 +284,13 @@ def train(
             mx.array(rate),
             mx.array(float(trainer.n_steps)),
         )
-        mx.eval(trainer.params, trainer.first, trainer.second, answers)
-        length = batch.is_answer.shape[1]
-        counts[length] += 1
-        keep = min(0.95, counts[length] / (counts[length] + 4))
-        losses[length] = keep * losses[length] + (1 - keep) * answers.item()
+        mx.async_eval(trainer.params, trainer.first, trainer.second, answers)
+        if last is not None:  # read one step late: the GPU works while Python goes on
+            length, value = last[0], last[1].item()
+            counts[length] += 1
+            keep = min(0.95, counts[length] / (counts[length] + 4))
+            losses[length] = keep * losses[length] + (1 - keep) * value
+        last = (batch.is_answer.shape[1], answers)
         n_tokens += batch.is_answer.size
         trainer.elapsed_s = time.perf_counter() - began
 
@@ -285,16 +306,18 @@ def train(
             )
         if trainer.elapsed_s >= next_eval or trainer.elapsed_s >= budget_s:
             next_eval = trainer.elapsed_s + EVAL_EVERY_S
-            note(
-                held_out={
-                    s.n_tokens: round(s.accuracy(trainer.model, trainer.params), 4) for s in sets
-                }
-            )
+            note(held_out=_accuracies(trainer, sets))
             trainer.elapsed_s = time.perf_counter() - began
         if trainer.elapsed_s >= next_save:
             next_save = trainer.elapsed_s + SAVE_EVERY_S
             trainer.save(out)
     trainer.save(out)
+    lengths = [n for n in REPORTED if n <= LENGTHS[recipe.last_level]]
+    note(final=_accuracies(trainer, held_out(lengths, n_rows=20, seed=5000)))
+
+
+def _accuracies(trainer: Trainer, sets: Sequence[HeldOut]) -> dict[str, Any]:
+    return {str(s.n_tokens): s.accuracy(trainer.model, trainer.params) for s in sets}
 
 
 def main() -> None:
@@ -314,6 +337,7 @@ def main() -> None:
     recipe = Recipe(**config["train"])
     args.out.mkdir(parents=True, exist_ok=True)
     mx.random.seed(recipe.seed)
+    mx.set_cache_limit(CACHE_LIMIT)
     gated_delta.use_for_training()
     trainer = Trainer.fresh(build(config["model"]), recipe)
     if args.resume:
@@ -322,8 +346,8 @@ def main() -> None:
     feeder = Feeder(
         TOKENIZER, seed=seed, n_workers=args.workers, tokens_per_batch=recipe.tokens_per_batch
     )
-    lengths = [n for n in (256, 1024, 4096, 12288) if n <= LENGTHS[recipe.last_level]]
-    sets = held_out(Tokenizer.from_file(str(TOKENIZER)), lengths)
+    lengths = [n for n in WATCHED if n <= LENGTHS[recipe.last_level]]
+    sets = held_out(lengths, n_rows=8, seed=1000)
     try:
         train(trainer, feeder, sets, budget_s=args.budget, out=args.out)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.types import Receive
 
@@ -72,9 +72,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """JSON whose every part can be walked, encoded and shown; raises ValueError for the rest."""
+    """JSON whose every part can be walked and encoded; raises ValueError for the rest.
+
+    NaN and infinities pass: who expects a number refuses them, and can say which number it was.
+    """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
@@ -85,10 +88,6 @@ def parse(text: str) -> Any:
         except UnicodeEncodeError:
             raise ValueError("an unpaired surrogate escape in a string") from None
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _deeper_than(value: Any, limit: int) -> bool:

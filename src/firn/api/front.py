@@ -52,7 +52,7 @@ class Front:
         except ClientGone:
             exchange.gone = True
         except Exception:
-            logger.exception("%s %s %s failed", exchange.id, scope["method"], scope["path"])
+            logger.exception("%s %s %a failed", exchange.id, scope["method"], scope["path"][:200])
             if exchange.status:
                 raise  # too late for a status: the server breaks the connection
             await send_error(tagged, ServerFault(exchange.id), self._shapes.of(scope["path"]))
@@ -60,8 +60,8 @@ class Front:
             self._note(exchange, scope)
 
     def _note(self, exchange: Exchange, scope: Scope) -> None:
-        path = scope["path"]
-        self._metrics.count_request(path if path in self._routes else "other", exchange.status)
+        path, known = scope["path"], scope["path"] in self._routes
+        self._metrics.count_request(path if known else "other", exchange.status)
         if exchange.gone:
             self._metrics.count_gone()
         quiet = path in OPEN_PATHS or path == "/metrics"
@@ -70,7 +70,7 @@ class Front:
             "%s %s %s %s %.3fs%s%s",
             exchange.id,
             scope["method"],
-            path,
+            path if known else ascii(path[:200]),  # it may hold line breaks
             exchange.status or "-",
             time.perf_counter() - exchange.began_at,
             exchange.summary,

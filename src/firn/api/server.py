@@ -55,7 +55,9 @@ def _add_models(app: FastAPI, services: Services) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model_object(services.engine.model)]}
 
-    @app.get("/v1/models/{model_id:path}", summary="One model")
+    missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
+
+    @app.get("/v1/models/{model_id:path}", summary="One model", responses=missing)
     async def model(model_id: str) -> dict[str, Any]:
         served = services.engine.model
         if model_id != served.name and model_id not in services.model_aliases:

@@ -49,7 +49,7 @@ from firn.core.values import (
     ToolMode,
     Usage,
 )
-from firn.text.formats import ReplyFormat
+from firn.text.formats import PLAIN
 from firn.text.reply import ReplyReader
 
 
@@ -205,7 +205,7 @@ class Session:
             services.tokenizer,
             choice=run.first_choice + choice,
             stop=request.stop,
-            format=ReplyFormat() if chat is None else services.reply_format,
+            format=PLAIN if chat is None else services.reply_format,
             tools=() if chat is None else chat.tools,
             tool_choice=ToolChoice() if chat is None else chat.tool_choice,
             prompt_tail=prompt_tail,
@@ -262,10 +262,9 @@ class Session:
             self.first_token_at = time.perf_counter()
         reader = run.readers[choice]
         out.extend(reader.feed(token))
-        if reader.stopped:
-            self._services.engine.stop_choice(run.id, choice)
+        if reader.stopped:  # and has said so
             run.finished.add(choice)
-            out.extend(reader.finish("stop"))
+            self._services.engine.stop_choice(run.id, choice)
 
     def _on_choice_done(self, run: Run, event: ChoiceDone, out: list[Event]) -> None:
         if event.choice not in run.finished:

@@ -28,6 +28,9 @@ class CacheOff:
     def restore(self, trail: BlankTrail) -> Restored | None:
         return None
 
+    def advance(self, trail: BlankTrail, n_tokens: int) -> Restored | None:
+        return None
+
     def stops(self, trail: BlankTrail) -> Sequence[int]:
         return ()
 

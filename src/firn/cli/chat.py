@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -130,7 +130,7 @@ class Conversation:
             self.screen.note(f"There is no command {name}; /help lists them.")
 
 
-def listen(pieces: Iterator[Piece], screen: Screen) -> Reply:
+def listen(pieces: Generator[Piece, None, None], screen: Screen) -> Reply:
     """Shows the pieces and folds them. Ctrl-C closes the stream, which tells the server to stop."""
     start = time.monotonic()
     texts: list[str] = []
@@ -142,7 +142,8 @@ def listen(pieces: Iterator[Piece], screen: Screen) -> Reply:
                     case Reading(n_done, n_total):
                         screen.reading(n_done, n_total)
                     case Said(text) | Thought(text):
-                        first_s = first_s or time.monotonic() - start
+                        if first_s is None:
+                            first_s = time.monotonic() - start
                         if isinstance(piece, Said):
                             texts.append(text)
                             screen.say(text)
@@ -174,8 +175,11 @@ class Screen:
         if not self._out.is_terminal:
             yield
             return
-        with self._out.status("waiting", spinner="dots") as self._status:
-            yield
+        try:
+            with self._out.status("waiting", spinner="dots") as self._status:
+                yield
+        finally:
+            self._status = None
 
     def reading(self, n_done: int, n_total: int) -> None:
         if self._status is not None:
@@ -207,13 +211,14 @@ class Screen:
         self._mode = ""
 
     def summary(self, reply: Reply) -> None:
-        self.note(summary(reply))
+        if text := summary(reply):
+            self.note(text)
 
     def note(self, text: str) -> None:
-        self._err.print(text, style="dim", markup=False)
+        self._err.print(text, style="dim", markup=False, soft_wrap=True)
 
     def fault(self, fault: ServerFault) -> None:
-        self._err.print(f"firn: {fault.message}", style="red", markup=False)
+        self._err.print(f"firn: {fault.message}", style="red", markup=False, soft_wrap=True)
 
 
 def summary(reply: Reply) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -171,7 +171,7 @@ class ChatClient:
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ServerFault(f"{self.url} does not look like an OpenAI-style server.") from error
 
-    def ask(self, turns: Sequence[Turn], *, options: ChatOptions) -> Iterator[Piece]:
+    def ask(self, turns: Sequence[Turn], *, options: ChatOptions) -> Generator[Piece, None, None]:
         """The reply, piece by piece. Closing the iterator drops the request."""
         body = _body(turns, options)
         decoder = SseDecoder()

@@ -179,6 +179,10 @@ class Runner(Protocol):
         """Read the tokens of a group's dispatched steps, but for the newest `keep_in_flight`."""
         ...
 
+    def close(self) -> None:
+        """The thread ends: wait for the device and give back what belongs to the thread."""
+        ...
+
 
 class Trail(Protocol):
     """One sequence's way through the prefix cache."""
@@ -205,6 +209,10 @@ class PrefixCache(Protocol):
 
     def restore(self, trail: Any) -> Restored | None:
         """What was found, ready to be copied into a new row; None for nothing."""
+        ...
+
+    def advance(self, trail: Any, n_tokens: int) -> Restored | None:
+        """A longer prefix than these tokens, committed by a neighbour since; None for nothing."""
         ...
 
     def stops(self, trail: Any) -> Sequence[int]:

@@ -181,6 +181,7 @@ class Engine:
             self._on_death()
         finally:
             self._parts.cache.close()
+            self._parts.runner.close()
 
     def _step(self) -> None:
         self._drain()
@@ -316,6 +317,13 @@ class Engine:
 
     def _dispatch_chunk(self, task: Task) -> Task | None:
         self._turn += 1
+        ahead = self._parts.cache.advance(task.trail, task.row.n_tokens)
+        if ahead is not None:
+            self._parts.runner.leave([task.row])
+            task.row = self._parts.runner.start(ahead)
+            if task.n_left == 0:
+                self._begin_decode(task)
+                return None
         end = chunk_end(
             task.row.n_tokens,
             task.n_total,

@@ -138,6 +138,12 @@ class Runner:
                     out.append(Picked(row, token, logprob))
         return out
 
+    def close(self) -> None:
+        """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
+        self._groups = []
+        mx.synchronize()
+        mx.clear_streams()
+
     # --- accounting ------------------------------------------------------------------------
 
     def live_nbytes(self) -> int:

@@ -40,11 +40,20 @@ class Tape:
         self.pos = len(marker)
         self.ended = False
         self._kept = 0
+        self._n_dropped = 0
 
     def add(self, text: str) -> None:
         self.text = self.text[self._kept :] + text
         self.pos -= self._kept
+        self._n_dropped += self._kept
         self._kept = 0
+
+    def mark(self) -> int:
+        """The reading position, in a form that outlives a wait; see `back_to`."""
+        return self._n_dropped + self.pos
+
+    def back_to(self, mark: int) -> None:
+        self.pos = mark - self._n_dropped
 
     def keep(self) -> None:
         """What was read so far belongs to a call and is never given back."""
@@ -90,7 +99,24 @@ class Tape:
     def expect(self, literal: str) -> Script[None]:
         found = yield from self.take(literal)
         if not found:
-            raise TextEnded if self.ended and self.pos >= len(self.text) else NotACall
+            raise TextEnded if self.is_stump(literal) else NotACall
+
+    def close(self, literal: str, *, stray: str = "") -> Script[None]:
+        """Steps over a closing marker, and over spaces and stray characters in front of it.
+
+        Where it is not next, the call is over all the same.
+        """
+        start = self.mark()
+        yield from self.skip(SPACE + stray)
+        found = yield from self.take(literal)
+        if not found and self.is_stump(literal):
+            self.pos = len(self.text)
+        elif not found:
+            self.back_to(start)
+
+    def is_stump(self, literal: str) -> bool:
+        """The reply ended, and all that is left of it is a beginning of this marker."""
+        return self.ended and literal.startswith(self.text[self.pos :])
 
     def skip(self, chars: str = SPACE) -> Script[None]:
         """Steps over any of these characters; stops at the end of the reply."""
@@ -103,22 +129,22 @@ class Tape:
 
     def until(self, *markers: str, limit: int | None = None) -> Script[tuple[str, str]]:
         """(the text before the first of these markers, the marker); both are stepped over."""
-        start = self.pos
+        start = self.mark()
         n_seen = 0
         longest = max(map(len, markers))
         while True:
-            hits = [(self.text.find(m, start + n_seen), m) for m in markers]
+            self.back_to(start)
+            hits = [(self.text.find(m, self.pos + n_seen), m) for m in markers]
             found = min((h for h in hits if h[0] >= 0), default=None)
             if found is not None:
                 at, marker = found
+                before = self.text[self.pos : at]
                 self.pos = at + len(marker)
-                return self.text[start:at], marker
-            n_seen = max(0, len(self.text) - start - longest + 1)
+                return before, marker
+            n_seen = max(0, len(self.text) - self.pos - longest + 1)
             if limit is not None and n_seen > limit:
                 raise NotACall
-            n_before = self.pos
             yield from self.more()
-            start += self.pos - n_before  # the tape was shortened in front
 
     def flow(self, *markers: str) -> Script[tuple[str, str]]:
         """A next piece of the text before the first marker, as soon as there is one.
@@ -143,7 +169,7 @@ class Tape:
 
 def _overlap(text: str, markers: tuple[str, ...]) -> int:
     """The length of the longest end of `text` that begins a marker."""
-    longest = min(len(text), max(map(len, markers)) - 1)
+    longest = min(len(text), max(map(len, markers), default=1) - 1)
     for n in range(longest, 0, -1):
         if any(m.startswith(text[-n:]) for m in markers):
             return n
@@ -163,6 +189,8 @@ class CallParser(ABC):
         self.toolbox = toolbox
         self.tape = Tape(marker)
         self.name = ""
+        self.n_calls = 0
+        self.is_open = False
         self._known_only = known_only
         self._out: list[CallPiece] = []
         self._script = self.script()
@@ -188,14 +216,19 @@ class CallParser(ABC):
 
     def start(self, name: str, call_id: str | None = None) -> None:
         """A call begins. Refused, and so no call at all, where the name cannot be a tool's."""
+        self.name = self.checked(name)
+        self.n_calls += 1
+        self.is_open = True
+        self._out.append(CallStart(self.name, call_id or None))
+        self.tape.keep()
+
+    def checked(self, name: str) -> str:
         name = name.strip()
         if not name or any(c in SPACE for c in name):
             raise NotACall
         if self._known_only and name not in self.toolbox:
             raise NotACall
-        self.name = name
-        self._out.append(CallStart(name, call_id or None))
-        self.tape.keep()
+        return name
 
     def arguments(self, text: str) -> None:
         """A part of the JSON text of its arguments."""
@@ -203,11 +236,17 @@ class CallParser(ABC):
             self._out.append(CallArguments(text))
         self.tape.keep()
 
+    def end(self) -> None:
+        """The call's arguments are complete."""
+        self.is_open = False
+        self.tape.keep()
+
     def whole(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> None:
         """A call and all its arguments, by the types of its schema."""
         values = self.toolbox.coerce(name.strip(), arguments)
         self.start(name, call_id)
         self.arguments(json.dumps(values, ensure_ascii=False))
+        self.end()
 
     def _run(self) -> list[CallPiece]:
         if not self.done:
@@ -216,9 +255,14 @@ class CallParser(ABC):
             except StopIteration:
                 self.tape.keep()
                 self.done = True
+            except TextEnded:
+                self.done = True
+                if self.n_calls:  # the stump of a marker or of a next call: nobody's text
+                    self.tape.pos = len(self.tape.text)
+                    self.tape.keep()
             except NotACall:
                 self.done = True
-            else:
-                self.done = self.tape.ended
+                if self.is_open:  # what was said of a call cannot be taken back: so it ends here
+                    self.tape.keep()
         found, self._out = self._out, []
         return found

@@ -179,8 +179,8 @@ class JsonTape:
         """One space for any run of them, so that the text reads as usual."""
         char = yield from self._tape.peek()
         if char and char in SPACE:
-            sink(" ")
             yield from self._tape.skip()
+            sink(" ")
 
     def _need(self) -> Script[None]:
         while self._tape.pos >= len(self._tape.text):
@@ -188,7 +188,12 @@ class JsonTape:
 
 
 class JsonCallParser(CallParser):
-    """A parser whose calls are JSON: one object, or a list of them."""
+    """A parser whose calls are JSON: one object, or a list of them.
+
+    any_key: a call object may have keys that say nothing about a call.
+    """
+
+    any_key = True
 
     def calls(self) -> Script[None]:
         """Reads {...} or [{...}, ...]; calls come out as they are read."""
@@ -210,6 +215,7 @@ class JsonCallParser(CallParser):
 
     def call(self, json_tape: JsonTape) -> Script[None]:
         yield from _CallObject(self, json_tape).read()
+        self.tape.keep()
 
     def stream_arguments(self) -> Script[None]:
         """An object of arguments for the call that has started."""
@@ -217,14 +223,26 @@ class JsonCallParser(CallParser):
         yield from JsonTape(self.tape).copy_object(
             self.arguments, lambda key: self.toolbox.types(name, key)
         )
+        self.end()
 
-    def raw_arguments(self, *closers: str) -> Script[None]:
-        """The rest of a call whose arguments are no JSON after all: as it is, up to a closer."""
+    def guarded(self, script: Script[None], *closers: str) -> Script[None]:
+        """Runs a script; a call that has begun and is no JSON after all goes on as it is, up to a
+        closer, which stays to be read: what was said of a call cannot be taken back."""
+        try:
+            yield from script
+        except NotACall:
+            if not self.is_open:
+                raise
+            yield from self._raw_arguments(*closers)
+
+    def _raw_arguments(self, *closers: str) -> Script[None]:
         self.tape.rewind()
         marker = ""
         while not marker:
             text, marker = yield from self.tape.flow(*closers)
+            self.tape.pos -= len(marker)
             self.arguments(text)
+        self.end()
 
 
 class _CallObject:
@@ -265,7 +283,8 @@ class _CallObject:
 
     def _field(self, key: str, char: str, *, nested: bool) -> Script[None]:
         if key in NAME_KEYS and char == '"' and not self._name:
-            self._name = yield from self._json.string()
+            name = yield from self._json.string()
+            self._name = self._parser.checked(name)
         elif key in ID_KEYS and char == '"':
             self._id = yield from self._json.string()
         elif key == "function" and char == "{" and not nested:
@@ -277,6 +296,8 @@ class _CallObject:
             yield from self._parser.stream_arguments()
         elif key in ARGUMENT_KEYS and self._arguments is None:
             self._arguments = yield from self._json.value_text()
+        elif not self._parser.any_key and key not in (*NAME_KEYS, "type"):
+            raise NotACall
         else:
             yield from self._json.value_text()
 

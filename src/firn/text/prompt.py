@@ -18,7 +18,6 @@ from firn.core.values import (
     Message,
     Prompt,
     RawText,
-    RawTokens,
     Reasoning,
     Source,
     TokenArray,
@@ -28,6 +27,7 @@ from firn.text.messages import normalise, to_template, tools_to_template
 from firn.text.template import TemplateTraits, openers
 
 TAIL_TOKENS = 64
+AS_TEMPLATE = Reasoning()
 
 
 class PromptMaker:
@@ -40,12 +40,13 @@ class PromptMaker:
         self._traits = None if source is None else TemplateTraits.read(source)
         self._openers = () if source is None else openers(tokenizer)
 
-    def make(self, source: Source, *, reasoning: Reasoning = Reasoning()) -> Prompt:
+    def make(self, source: Source, *, reasoning: Reasoning = AS_TEMPLATE) -> Prompt:
         """Raises BadRequest, ContextTooLong, TemplateFailed."""
         if isinstance(source, Chat):
             return self._chat(source, reasoning)
         if isinstance(source, RawText):
-            ids = self._ids(self._tokenizer.encode(source.text, add_special=True))
+            text = _well_formed(source.text)
+            ids = self._ids(self._tokenizer.encode(text, add_special=True))
         else:
             ids = self._ids(source.ids)
         return Prompt(ids)
@@ -84,10 +85,13 @@ class PromptMaker:
             tools=tools_to_template(tools) or None,
             kwargs={**_reasoning_kwargs(reasoning), **chat.template_kwargs},
         )
-        return text, messages
+        return _well_formed(text), messages
 
     def _ids(self, ids: Sequence[int]) -> TokenArray:
-        found = np.asarray(ids, dtype=np.int64)
+        try:
+            found = np.asarray(ids, dtype=np.int64)
+        except OverflowError as e:
+            raise BadRequest("prompt: a token id is out of range.", param="prompt") from e
         if not len(found):
             raise BadRequest("The prompt is empty.", param="prompt")
         if len(found) >= self._context_length:
@@ -136,6 +140,15 @@ def refuse_images(messages: Sequence[Message]) -> None:
         for part in message.parts:
             if isinstance(part, ImagePart):
                 raise BadRequest(f"{part.param}: this model takes no images.", param=part.param)
+
+
+def _well_formed(text: str) -> str:
+    """Half a surrogate pair (JSON can carry one) is no text; it becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _reasoning_kwargs(reasoning: Reasoning) -> dict[str, Any]:

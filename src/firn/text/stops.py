@@ -12,11 +12,19 @@ class StopMatcher:
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._finder = Finder(stops)
+        self.n_after = 0
+        """How many characters came in behind the stop that matched."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """(text to pass on, the stop that matched or None). Feed no more after a match."""
-        before, stop, _ = self._finder.feed(text)
+        before, stop, after = self._finder.feed(text)
+        self.n_after = len(after)
         return before, stop or None
+
+    @property
+    def n_held(self) -> int:
+        """How many characters wait for a match to complete or fail."""
+        return len(self._finder.held)
 
     def flush(self) -> str:
         """What was held back for a match that did not come."""

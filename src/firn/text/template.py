@@ -62,8 +62,12 @@ class TemplateTraits:
 
 def openers(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids of the tokens that begin a message in this model's prompts."""
-    known = (tokenizer.token_id(text) for text in MESSAGE_OPENERS)
-    return tuple(sorted({t for t in known if t is not None} | _learn_openers(tokenizer)))
+    known = {text: tokenizer.token_id(text) for text in MESSAGE_OPENERS}
+    found = {token for token in known.values() if token is not None}
+    template = tokenizer.chat_template or ""
+    if not any(token is not None and text in template for text, token in known.items()):
+        found |= _learn_openers(tokenizer)
+    return tuple(sorted(found))
 
 
 def _learn_openers(tokenizer: Tokenizer) -> set[int]:

@@ -149,7 +149,9 @@ def _tool(value: Any, param: str) -> Tool:
     return Tool(
         name=fields.string(name, function.name("name"), max_chars=MAX_NAME_CHARS, empty=False),
         description=function.string("description") or "",
-        parameters=fields.mapping(parameters or {}, function.name("parameters")),
+        parameters={}
+        if parameters is None
+        else fields.mapping(parameters, function.name("parameters")),
         strict=function.boolean("strict", False),
     )
 

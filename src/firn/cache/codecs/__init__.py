@@ -4,11 +4,6 @@ An extension folder: a codec is a class in a module here, listed in the module's
 by the qualified name of the cache class it serves, so mlx-lm's and mlx-vlm's classes of the same name
 are told apart and neither package is imported.
 
-Three parts (see docs/ARCHITECTURE.md):
-    pages   the layer's slice of a block; every block before the resume point is needed
-    window  likewise, but only blocks that overlap the window before the resume point are needed
-    state   the whole state at one position; exactly the one at the resume point is needed
-
 Arrays of pages and windows hold tokens on their last axis but one.
 """
 
@@ -18,20 +13,13 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from firn.cache.parts import Part
 from firn.core.errors import UnknownCacheLayer
-
-
-class Part(Enum):
-    PAGES = "pages"
-    WINDOW = "window"
-    STATE = "state"
-
 
 TOKEN_AXIS = -2
 Arrays = tuple[mx.array | None, ...]
@@ -148,3 +136,15 @@ def concat_tokens(pieces: Sequence[Arrays], *, pad: int = 0) -> Arrays:
 
 def nbytes_of(arrays: Arrays) -> int:
     return sum(a.nbytes for a in arrays if a is not None)
+
+
+def joined_copy(pieces: Sequence[Arrays]) -> Arrays:
+    """Pieces one after another, as arrays of their own."""
+    return tuple(None if a is None else mx.contiguous(a) for a in concat_tokens(pieces))
+
+
+def evaluate(payloads: Sequence[Sequence[Arrays]]) -> None:
+    """Compute copies now: one still pending would make the layer's next write copy its whole buffer."""
+    arrays = [a for layers in payloads for layer in layers for a in layer if a is not None]
+    if arrays:
+        mx.eval(arrays)

@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.cache.codecs import ALL_TOKENS, Arrays, At, Part, concat_tokens
+from firn.cache.codecs import ALL_TOKENS, Arrays, At, concat_tokens
+from firn.cache.parts import Part
 
 STEP = 256
 """mlx-lm grows its buffers by this many tokens; a restored buffer leaves room to the next step."""

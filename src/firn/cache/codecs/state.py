@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.cache.codecs import Arrays, At, Part
+from firn.cache.codecs import Arrays, At
+from firn.cache.parts import Part
 
 
 class ArraysCodec:

@@ -13,7 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.cache.codecs import Arrays, At, Part, concat_tokens
+from firn.cache.codecs import Arrays, At, concat_tokens
+from firn.cache.parts import Part
 
 
 class RotatingKVCodec:

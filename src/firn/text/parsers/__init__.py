@@ -1,0 +1,62 @@
+"""Tool-call formats, one file a family. A file is found by being here and naming its FORMATS."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from firn.text.calls import CallParser
+from firn.text.router import Router
+from firn.text.schema import Toolbox
+
+
+@dataclass(frozen=True, slots=True)
+class Clues:
+    """What a format may be recognised by: the chat template's source and the vocabulary."""
+
+    template: str
+    has_token: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A way in which models write calls.
+
+    opens: the markers at which `parser` takes over; starts: single characters that are such markers
+    as the first thing of a reply. tokens: control tokens that belong to the markup, and must be
+    seen as text. router: for a format that shapes the whole reply, not its calls alone.
+    example: a reply that calls get_weather with city "Paris" and days 3, and nothing else.
+    rank: of several formats whose clues match, the highest is meant.
+    """
+
+    name: str
+    parser: type[CallParser]
+    opens: tuple[str, ...]
+    example: str
+    matches: Callable[[Clues], bool]
+    tokens: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
+    router: Callable[[Toolbox, str], Router] | None = None
+    rank: int = 0
+
+
+@cache
+def formats() -> Mapping[str, ToolFormat]:
+    """Every format of this folder, by name."""
+    found: dict[str, ToolFormat] = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+        for each in importlib.import_module(f"{__name__}.{module}").FORMATS:
+            found[each.name] = each
+    return MappingProxyType(found)
+
+
+@cache
+def names() -> Mapping[str, str]:
+    """Every name and alias a user may give, with the format's own name."""
+    aliases = {alias: f.name for f in formats().values() for alias in f.aliases}
+    return MappingProxyType(aliases | {name: name for name in formats()})

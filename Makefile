@@ -1,0 +1,88 @@
+# Everything from a bare clone, with Python >= 3.11, make and a package index: `make demo`, `make test`.
+#
+#   PYTHON=python3.12     the interpreter to make .venv with
+#   FIRN_MLX=cpu|cuda13   which MLX to install on Linux (found out when unset; macOS has one only)
+#   ARGS="-k name"        further arguments for pytest, or for the demo
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# What is installed besides MLX, comma-separated extras of pyproject.toml.
+EXTRAS := dev
+SOURCES = $(wildcard src tests benchmarks tools)
+
+ifeq ($(shell uname -s),Darwin)
+  MLX := metal
+  INSTALL := .[$(EXTRAS)]
+else
+  FIRN_MLX ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13,cpu)
+  MLX := $(FIRN_MLX)
+  INSTALL := .[$(MLX),$(EXTRAS)]
+endif
+
+# One stamp for each choice: another MLX is another environment.
+STAMP := $(VENV)/.firn-$(MLX)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check sweep soak fmt clean venv
+
+help:
+	@echo "make demo    start the server on a built-in model, talk to it, show the times (a minute)"
+	@echo "make test    run the tests"
+	@echo "make check   formatting, lint, types, direction of imports"
+	@echo "make fmt     format and mend what the linter can mend"
+	@echo "make sweep   test every architecture of mlx-lm and mlx-vlm (long)"
+	@echo "make soak    fault-injection runs (long)"
+	@echo "make clean   remove .venv and everything that was generated"
+
+demo: venv
+	@$(PY) -m firn.demo $(ARGS)
+
+test: venv
+	@$(PY) -m pytest $(ARGS)
+
+check: venv
+	@$(PY) -m ruff format --check $(SOURCES)
+	@$(PY) -m ruff check $(SOURCES)
+	@$(PY) -m mypy
+	@$(PY) -m pytest tests/test_imports.py
+
+sweep: venv
+	@$(PY) -m pytest -m sweep --timeout 1800 $(ARGS)
+
+soak: venv
+	@$(PY) -m pytest -m soak --timeout 7200 $(ARGS)
+
+fmt: venv
+	@$(PY) -m ruff format $(SOURCES)
+	@$(PY) -m ruff check --fix $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+venv: $(STAMP)
+
+# The first of these that is new enough, unless PYTHON is given.
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11 python)
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+
+$(STAMP): pyproject.toml Makefile
+	@case "$(MLX)" in metal|cpu|cuda13) ;; *) \
+	  echo "FIRN_MLX=$(MLX): give cpu or cuda13" >&2; exit 1;; esac
+	@if [ ! -e $@ ] && ls $(VENV)/.firn-* >/dev/null 2>&1; then rm -rf $(VENV); fi
+	@if ! $(PY) -c '$(NEW_ENOUGH)' 2>/dev/null; then \
+	  found=; for python in $(PYTHONS); do \
+	    if "$$python" -c '$(NEW_ENOUGH)' 2>/dev/null; then found="$$python"; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "firn needs Python 3.11 or newer; none of these is: $(PYTHONS)." >&2; \
+	    echo "Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; \
+	  fi; \
+	  rm -rf $(VENV); \
+	  "$$found" -m venv $(VENV) || { \
+	    echo "$$found cannot make a virtual environment (Debian: apt install python3-venv)." >&2; \
+	    rm -rf $(VENV); exit 1; }; \
+	fi
+	@echo "Installing firn with MLX for $(MLX) into $(VENV); the first time takes a few minutes."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '$(INSTALL)'
+	@touch $@

@@ -1,0 +1,55 @@
+"""What a model's layers are to the cache: which codec serves each, and what a resume needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firn.cache.codecs import Arrays, At, LayerCodec, codec_for, leaves
+from firn.cache.parts import Needs, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One codec a layer, in the order of the flattened layer list."""
+
+    codecs: tuple[LayerCodec, ...]
+    text: str
+    """Names every layer's kind and shape; a part of the root key."""
+    window: int
+    smallest_window: int
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> Layout:
+        """Raises UnknownCacheLayer when some layer cannot be restored."""
+        flat = leaves(layers)
+        codecs = tuple(codec_for(layer) for layer in flat)
+        pairs = list(zip(codecs, flat, strict=True))
+        windows = [c.reach(x) for c, x in pairs if c.part is Part.WINDOW]
+        text = ",".join(f"{c.describe(x)}" for c, x in pairs)
+        return cls(codecs, text, max(windows, default=0), min(windows, default=0))
+
+    def needs(self, *, grid: int = 1) -> Needs:
+        parts = {c.part for c in self.codecs}
+        return Needs(Part.PAGES in parts, self.window, Part.STATE in parts, grid)
+
+    def cut(self, part: Part, layers: Sequence[Any], at: At, start: int, end: int) -> list[Arrays]:
+        """One part's arrays for tokens [start, end) of a row, one entry a layer of that part."""
+        pairs = zip(self.codecs, leaves(layers), strict=True)
+        return [c.cut(layer, at, start, end) for c, layer in pairs if c.part is part]
+
+    def fill(
+        self, part: Part, layers: Sequence[Any], pieces: Sequence[Sequence[Arrays]], n: int
+    ) -> None:
+        """Fill the layers of one part; `pieces` are records' payloads, in temporal order."""
+        i = 0
+        for codec, layer in zip(self.codecs, leaves(layers), strict=True):
+            if codec.part is part:
+                codec.fill(layer, [p[i] for p in pieces], n)
+                i += 1
+
+    def row_cost(self, layers: Sequence[Any]) -> tuple[int, int]:
+        """(bytes per token, fixed bytes) of a live row, seen on layers that hold a token."""
+        pairs = list(zip(self.codecs, leaves(layers), strict=True))
+        return sum(c.token_nbytes(x) for c, x in pairs), sum(c.fixed_nbytes(x) for c, x in pairs)

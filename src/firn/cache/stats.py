@@ -1,0 +1,47 @@
+"""What the cache did, in numbers. Owner: the engine thread; readers get copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Stats:
+    n_lookups: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    """By kind: whole (all but the last token), growing (all that was stored), branching (a part)."""
+    misses: Counter[str] = field(default_factory=Counter)
+    """Lookups that reused nothing, by reason."""
+    shortfalls: Counter[str] = field(default_factory=Counter)
+    """Lookups that reused something but not all, by reason."""
+    evictions: Counter[str] = field(default_factory=Counter)
+    commits: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Records that were not kept, by reason."""
+    faults: Counter[str] = field(default_factory=Counter)
+    n_tokens_prompt: int = 0
+    n_tokens_cached: int = 0
+    n_tokens_advanced: int = 0
+    seconds_saved: float = 0.0
+
+    def looked_up(self, *, n_prompt: int, n_cached: int, kind: str, reason: str) -> None:
+        self.n_lookups += 1
+        self.n_tokens_prompt += n_prompt
+        self.n_tokens_cached += n_cached
+        if n_cached:
+            self.hits[kind] += 1
+            if reason:
+                self.shortfalls[_group(reason)] += 1
+        else:
+            self.misses[_group(reason)] += 1
+
+    def advanced(self, n_tokens: int) -> None:
+        """A prompt being read skipped tokens that a neighbour had just computed."""
+        self.n_tokens_cached += n_tokens
+        self.n_tokens_advanced += n_tokens
+
+
+def _group(reason: str) -> str:
+    """Reasons without their numbers, so that there are few of them."""
+    return "diverged" if reason.startswith("diverged") else reason

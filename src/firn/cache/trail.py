@@ -1,0 +1,63 @@
+"""One sequence's way through the tree. Owner: the engine thread, through the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from firn.cache.codecs import Arrays
+from firn.cache.index import Mark, Node
+from firn.core.keys import Key, KeyTokens
+from firn.core.values import CacheControl
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Window layers' tokens [start, end) of a row, saved before the live ring overwrites them."""
+
+    start: int
+    end: int
+    layers: list[Arrays]
+
+
+@dataclass(eq=False)
+class CacheTrail:
+    """
+    # [0, node.end) committed   [node.end, row.n_tokens) not yet   [n_prompt, ...) the reply
+    """
+
+    root: Node
+    prompt: KeyTokens
+    keys: Sequence[Key]
+    boundaries: Sequence[int]
+    control: CacheControl
+    node: Node
+    """The deepest committed block; leased, so that what follows always has its parent."""
+    writes: bool
+    step: int
+    """A commit is due when this many tokens have come since the last."""
+    reply: Sequence[int] = ()
+    due: dict[int, Mark] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    n_saved: int = 0
+    """Window layers' tokens up to here are in records or pieces."""
+    ready: bool = True
+    closed: bool = False
+
+    def wants(self, n_tokens: int) -> bool:
+        return self.writes and n_tokens - self.n_saved >= self.step
+
+    def values(self, start: int, end: int) -> KeyTokens:
+        """Key tokens [start, end) of the prompt and the reply."""
+        n_prompt = len(self.prompt)
+        if end <= n_prompt:
+            return self.prompt[start:end]
+        reply = self.reply[max(start - n_prompt, 0) : end - n_prompt]
+        return np.concatenate([self.prompt[start:], np.array(reply, dtype=np.uint64)])
+
+    @property
+    def n_known(self) -> int:
+        """Tokens whose values are known here."""
+        return len(self.prompt) + len(self.reply)

@@ -1,0 +1,174 @@
+"""How a model writes its replies: read once from its chat template and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from firn.core.errors import SetupError
+from firn.core.ports import Tokenizer
+from firn.text.native import NativeParser
+from firn.text.parsers import Clues, ToolFormat, formats, names
+from firn.text.router import ThinkTags
+
+HARMONY = "harmony"
+NONE = "none"
+AUTO = "auto"
+
+THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
+    {
+        "think": ThinkTags("<think>", "</think>"),
+        "thinking": ThinkTags("<thinking>", "</thinking>"),
+        "seed": ThinkTags("<seed:think>", "</seed:think>"),
+        "longcat": ThinkTags("<longcat_think>", "</longcat_think>"),
+        "think_bars": ThinkTags("<|think:start|>", "<|think:end|>"),
+        "magistral": ThinkTags("[THINK]", "[/THINK]"),
+        "cohere": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
+        "kimi_vl": ThinkTags("◁think▷", "◁/think▷"),
+        "gemma4": ThinkTags("<|channel>thought", "<channel|>"),
+        "kimi_k3": ThinkTags("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    }
+)
+"""Reasoning formats by name, the commonest first."""
+
+_DROP = {
+    THINK_TAGS["kimi_k3"]: (
+        "<|open|>response<|sep|>",
+        "<|close|>response<|sep|>",
+        "<|close|>message<|sep|>",
+    ),
+}
+
+_REASONING_ALIASES = {
+    "deepseek_r1": "think",
+    "deepseek_v3": "think",
+    "qwen3": "think",
+    "glm45": "think",
+    "minimax_m2": "think",
+    "kimi_k2": "think",
+    "step3": "think",
+    "seed_oss": "seed",
+    "mistral": "magistral",
+    "command_a": "cohere",
+    "gpt_oss": HARMONY,
+    "openai_gptoss": HARMONY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """How to read a reply.
+
+    tool: a name of `parsers`, or None where the model has no way to call. think: its reasoning
+    tags. visible: control tokens that are markup, and must reach the reader as text.
+    prompt_opens_think: the template ends prompts inside reasoning (it may depend on the request;
+    `opens_in_reasoning` decides for one prompt). drop: markup around the text, which is nothing to a
+    reader. native: the callable behind `whole_call`.
+    """
+
+    tool: str | None = None
+    think: ThinkTags | None = None
+    visible: frozenset[int] = frozenset()
+    prompt_opens_think: bool = False
+    drop: tuple[str, ...] = ()
+    native: NativeParser | None = None
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.tool == HARMONY
+
+
+PLAIN = ReplyFormat()
+"""All of the reply is text: for raw completions."""
+
+
+def tool_parser_names() -> tuple[str, ...]:
+    return (AUTO, NONE, *sorted(names()))
+
+
+def reasoning_parser_names() -> tuple[str, ...]:
+    return (AUTO, NONE, *sorted({*THINK_TAGS, *_REASONING_ALIASES, HARMONY}))
+
+
+def detect(
+    tokenizer: Tokenizer,
+    *,
+    tool_override: str | None = None,
+    reasoning_override: str | None = None,
+    native: NativeParser | None = None,
+) -> ReplyFormat:
+    """The model's format. An override is a name of the lists above; an unknown one is a SetupError.
+
+    `native` is the parser that the tokenizer itself names. It reads formats that no file here
+    knows, or any format when the override is "whole_call".
+    """
+    template = tokenizer.chat_template or ""
+    clues = Clues(template, lambda text: tokenizer.token_id(text) is not None)
+    tool = _tool_format(clues, tool_override, native)
+    think = _think_tags(clues, reasoning_override, tool)
+    tokens: list[str] = list(tool.tokens) if tool else []
+    if tool and native and tool.name == "whole_call":
+        tokens += native.tokens
+    if think:
+        tokens += _tokens_of(think)
+    ids = {tokenizer.token_id(t) for t in tokens}
+    return ReplyFormat(
+        tool=tool.name if tool else None,
+        think=think,
+        visible=frozenset(t for t in ids if t is not None and t in tokenizer.special),
+        prompt_opens_think=bool(think and _opens_somewhere(template, think)),
+        drop=_DROP.get(think, ()) if think else (),
+        native=native,
+    )
+
+
+def opens_in_reasoning(prompt_tail: str, think: ThinkTags | None) -> bool:
+    """The rendered prompt ends inside reasoning: its last thing is the opening tag."""
+    return think is not None and prompt_tail.rstrip().endswith(think.open)
+
+
+def _tool_format(
+    clues: Clues, override: str | None, native: NativeParser | None
+) -> ToolFormat | None:
+    if override == NONE:
+        return None
+    if override and override != AUTO:
+        if override not in names():
+            raise SetupError(_unknown("tool-call parser", override, tool_parser_names()))
+        return formats()[names()[override]]
+    found = [f for f in formats().values() if f.matches(clues)]
+    if found:
+        return max(found, key=lambda f: f.rank)
+    return formats()["whole_call"] if native else None
+
+
+def _think_tags(clues: Clues, override: str | None, tool: ToolFormat | None) -> ThinkTags | None:
+    if override == NONE or (tool and tool.name == HARMONY and override in (None, AUTO)):
+        return None
+    if override and override != AUTO:
+        name = _REASONING_ALIASES.get(override, override)
+        if name not in THINK_TAGS and name != HARMONY:
+            raise SetupError(_unknown("reasoning parser", override, reasoning_parser_names()))
+        return THINK_TAGS.get(name)
+    for tags in THINK_TAGS.values():
+        if tags.close in clues.template or all(map(clues.has_token, _tokens_of(tags))):
+            return tags
+    return None
+
+
+def _tokens_of(tags: ThinkTags) -> list[str]:
+    """The control tokens that a pair of tags is made of."""
+    pieces = {"<|channel>thought": ["<|channel>"]}
+    if "<|sep|>" in tags.open:
+        return ["<|open|>", "<|close|>", "<|sep|>"]
+    return [*pieces.get(tags.open, [tags.open]), tags.close]
+
+
+def _opens_somewhere(template: str, think: ThinkTags) -> bool:
+    """The template writes an opening tag behind `add_generation_prompt`."""
+    return think.open in template.partition("add_generation_prompt")[2]
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    return f"unknown {what} {name!r}; known are: {', '.join(known)}"

@@ -1,0 +1,146 @@
+"""The router for harmony, the channels of gpt-oss: every part of a reply has a header of its own.
+
+    <|channel|>analysis<|message|>...<|end|>                                    reasoning
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+    <|start|>assistant<|channel|>final<|message|>...<|return|>                  text
+
+Written by hand and on text: openai-harmony's parser wants its own vocabulary, which it downloads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from firn.text.calls import Script
+from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.pieces import Piece, Reasoning, Text
+from firn.text.scan import Finder
+from firn.text.schema import Toolbox
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+CONTROL = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+
+_BODY_ENDS = (END, CALL, RETURN, START, CHANNEL)
+_HEADER_STARTS = (START, CHANNEL, MESSAGE, CONSTRAIN, "to=", END, CALL, RETURN)
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_FUNCTIONS = "functions."
+_MAX_HEADER = 1024
+
+Kind = Literal["header", "text", "reasoning", "call"]
+
+
+class HarmonyCall(JsonCallParser):
+    """The body of a message to a function: its arguments."""
+
+    def __init__(self, marker: str, toolbox: Toolbox, *, known_only: bool = False) -> None:
+        self._function = marker
+        super().__init__("", toolbox, known_only=known_only)
+
+    def script(self) -> Script[None]:
+        self.start(self._function)
+        char = yield from JsonTape(self.tape).next_char()
+        if not char:
+            self.arguments("{}")
+            return
+        yield from self.guarded(self.stream_arguments())
+
+
+class HarmonyRouter:
+    """Owner: one choice of one reply. Without tools, a message to a function is text."""
+
+    def __init__(self, toolbox: Toolbox, prompt_tail: str) -> None:
+        self._toolbox = toolbox
+        self._kind: Kind = "header"
+        self._header = ""
+        self._finder = Finder(_BODY_ENDS)
+        self._call: HarmonyCall | None = None
+        self._n_fed = 0
+        self._out: list[Piece] = []
+        if prompt_tail.endswith(MESSAGE):  # the prompt has begun a message already
+            self._enter(prompt_tail.rpartition(START)[2])
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._kind == "reasoning"
+
+    def feed(self, text: str) -> list[Piece]:
+        self._n_fed += len(text)
+        while text:
+            text = self._read_header(text) if self._kind == "header" else self._read_body(text)
+        return self._given()
+
+    def finish(self) -> list[Piece]:
+        if self._kind == "header":
+            # A header cut short is nothing to a reader, unless it never was one.
+            if self._header and "<|" not in self._header:
+                self._out.append(Text(self._header, self._n_fed - len(self._header)))
+            self._header = ""
+        else:
+            held = self._finder.flush()
+            self._say(held, self._n_fed - len(held))
+            self._leave()
+        return self._given()
+
+    def _given(self) -> list[Piece]:
+        found, self._out = self._out, []
+        return found
+
+    def _read_header(self, text: str) -> str:
+        self._header += text
+        header, message, body = self._header.partition(MESSAGE)
+        if message:
+            self._header = ""
+            self._enter(header)
+            return body
+        if not _may_be_header(self._header) or len(self._header) > _MAX_HEADER:
+            body, self._header = self._header, ""
+            self._kind = "text"
+            return body
+        return ""
+
+    def _enter(self, header: str) -> None:
+        """What the header says decides what the body is."""
+        recipient = _RECIPIENT.search(header)
+        channel = header.rpartition(CHANNEL)[2].lstrip()
+        name = recipient[1] if recipient else ""
+        is_function = name.startswith(_FUNCTIONS) or name in self._toolbox
+        if is_function and self._toolbox.tools:
+            self._kind = "call"
+            self._call = HarmonyCall(name.removeprefix(_FUNCTIONS), self._toolbox)
+            self._out += self._call.feed("")
+        elif channel.startswith("analysis"):
+            self._kind = "reasoning"
+        else:
+            self._kind = "text"
+
+    def _read_body(self, text: str) -> str:
+        finder = self._finder
+        before, needle, after = finder.feed(text)
+        self._say(before, self._n_fed - len(after) - len(needle) - len(finder.held) - len(before))
+        if not needle:
+            return after
+        self._leave()
+        self._kind = "header"
+        return needle + after if needle in (START, CHANNEL) else after
+
+    def _say(self, text: str, at: int) -> None:
+        if not text:
+            return
+        if self._call is not None:
+            self._out += self._call.feed(text)
+        elif self._kind == "reasoning":
+            self._out.append(Reasoning(text))
+        else:
+            self._out.append(Text(text, at))
+
+    def _leave(self) -> None:
+        if self._call is not None:
+            self._out += self._call.finish()
+            self._call = None
+
+
+def _may_be_header(text: str) -> bool:
+    bare = text.lstrip()
+    return any(bare.startswith(s) or s.startswith(bare) for s in _HEADER_STARTS)

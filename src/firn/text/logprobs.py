@@ -1,0 +1,56 @@
+"""Which tokens a text delta shows the log-probabilities of."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from firn.core.events import TextLogprob, Token, TokenLogprob
+from firn.core.ports import Tokenizer
+
+
+class _Entry(NamedTuple):
+    """A token whose text is [start, end) of the raw reply; empty while a character is incomplete."""
+
+    start: int
+    end: int
+    logprob: TextLogprob
+
+
+class LogprobLedger:
+    """Tokens wait here until some of their text is delivered.
+
+    A token comes with the delta that holds its first character; tokens of a split character come
+    with that character. Tokens whose text is reasoning, a call or markup are never shown: the
+    list of a choice's `content` has, together, the bytes of its text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, visible: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special - visible
+        self._waiting: deque[_Entry] = deque()
+
+    def add(self, token: Token, start: int, end: int) -> None:
+        if token.logprob is not None and token.id not in self._hidden:
+            self._waiting.append(_Entry(start, end, self._shown(token.logprob)))
+
+    def take(self, start: int, end: int) -> tuple[TextLogprob, ...]:
+        """Of the tokens with text in [start, end); those before it are forgotten."""
+        found = []
+        while self._waiting and self._waiting[0].start < end:
+            entry = self._waiting.popleft()
+            if entry.end > start or entry.start >= start:
+                found.append(entry.logprob)
+        return tuple(found)
+
+    def _shown(self, logprob: TokenLogprob) -> TextLogprob:
+        data = self._tokenizer.token_bytes(logprob.token)
+        top = []
+        for token, value in logprob.top:
+            each = self._tokenizer.token_bytes(token)
+            top.append((_text(each), each, value))
+        return TextLogprob(_text(data), data, logprob.logprob, tuple(top))
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")

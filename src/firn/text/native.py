@@ -1,0 +1,33 @@
+"""The port to a tool-call parser that comes with the tokenizer: a function over a whole call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ParseCall = Callable[[str, Sequence[dict[str, Any]]], Any]
+"""(the text between the markers, the tools as OpenAI writes them) -> a call, or a list of calls.
+
+A call is {"name": ..., "arguments": {...}}, with an "id" where the model gave one. Any exception
+means that the text is no call.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeParser:
+    """`closes` is "" for a format whose calls run to the end of the reply."""
+
+    name: str
+    opens: str
+    closes: str
+    parse: ParseCall
+
+    @property
+    def tokens(self) -> list[str]:
+        """What in the markers may be a control token."""
+        found = [self.opens, self.closes]
+        for marker in (self.opens, self.closes):
+            found += re.findall(r"<[^<>]*>", marker)
+        return [t for t in found if t]

@@ -1,0 +1,57 @@
+"""Calls as JSON with no markup: the reply is the call, as Llama 3 and xLAM write it.
+
+Any JSON object may be an answer, so only an object that names one of the tools is a call.
+"""
+
+from __future__ import annotations
+
+import re
+
+from firn.text.calls import Script
+from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.parsers import Clues, ToolFormat
+from firn.text.schema import Toolbox
+
+
+class BareJson(JsonCallParser):
+    any_key = False
+
+    def __init__(self, marker: str, toolbox: Toolbox, *, known_only: bool = True) -> None:
+        super().__init__(marker, toolbox, known_only=True)
+
+    def script(self) -> Script[None]:
+        self.tape.pos = 0  # the marker is the first character of the call
+        yield from self.guarded(self.run_of_calls())
+
+    def run_of_calls(self) -> Script[None]:
+        """Calls in a row, with spaces, commas or semicolons between them."""
+        yield from self.calls()
+        while True:
+            start = self.tape.mark()
+            yield from self.tape.skip(" \t\r\n;,")
+            char = yield from JsonTape(self.tape).next_char()
+            if char not in ("{", "[") or not char:
+                self.tape.back_to(start)
+                return
+            yield from self.calls()
+
+
+def _matches(clues: Clues) -> bool:
+    """The template asks for JSON with a name and parameters, and shows no tags to put it in."""
+    source = clues.template
+    asks = re.search(r'\{\\?"name\\?":', source) is not None
+    return asks and "parameters" in source and "tool_call>" not in source
+
+
+FORMATS = (
+    ToolFormat(
+        name="bare_json",
+        parser=BareJson,
+        opens=(),
+        starts=("{", "["),
+        aliases=("llama3_json", "xlam"),
+        example='{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+        matches=_matches,
+        rank=-20,
+    ),
+)

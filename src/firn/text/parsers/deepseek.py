@@ -1,0 +1,69 @@
+"""DeepSeek V3, R1 and V3.1: calls between tags with full-width bars, arguments as JSON.
+
+V3    <...call begin>function<...sep>NAME \\n ```json \\n {...} \\n ``` <...call end>
+V3.1  <...call begin>NAME<...sep>{...}<...call end>
+"""
+
+from __future__ import annotations
+
+from firn.text.calls import Script
+from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.parsers import ToolFormat
+
+
+def _tag(words: str) -> str:
+    return f"<｜{words.replace(' ', '▁')}｜>"
+
+
+SECTION, SECTION_END = _tag("tool calls begin"), _tag("tool calls end")
+CALL, CALL_END, SEP = _tag("tool call begin"), _tag("tool call end"), _tag("tool sep")
+FENCE = "```"
+
+
+class DeepSeek(JsonCallParser):
+    def script(self) -> Script[None]:
+        yield from self.tape.skip()
+        if self.marker == SECTION:
+            yield from self.tape.expect(CALL)
+        yield from self._call()
+        while (yield from self._next_call()):
+            yield from self._call()
+        yield from self.tape.close(SECTION_END)
+
+    def _next_call(self) -> Script[bool]:
+        yield from self.tape.skip()
+        found = yield from self.tape.take(CALL)
+        return found
+
+    def _call(self) -> Script[None]:
+        yield from self.guarded(self._one(), CALL_END, SECTION_END)
+        yield from self.tape.close(FENCE)
+        yield from self.tape.close(CALL_END)
+        self.tape.keep()
+
+    def _one(self) -> Script[None]:
+        name, _ = yield from self.tape.until(SEP, limit=256)
+        char = yield from JsonTape(self.tape).next_char()
+        if char != "{":  # the first word was the kind of call
+            name, end = yield from self.tape.until("\n", FENCE, "{", limit=256)
+            self.tape.pos -= 0 if end == "\n" else len(end)
+            yield from self.tape.skip()
+            if (yield from self.tape.take(FENCE)):
+                yield from self.tape.take("json")
+            yield from self.tape.skip()
+        self.start(name)
+        yield from self.stream_arguments()
+
+
+FORMATS = (
+    ToolFormat(
+        name="deepseek",
+        parser=DeepSeek,
+        opens=(SECTION, CALL),
+        tokens=(SECTION, SECTION_END, CALL, CALL_END, SEP),
+        aliases=("deepseek_v3", "deepseek_v31", "deepseek_r1"),
+        example=f"{SECTION}{CALL}function{SEP}get_weather\n```json\n"
+        f'{{"city": "Paris", "days": 3}}\n```{CALL_END}{SECTION_END}',
+        matches=lambda clues: SECTION in clues.template,
+    ),
+)

@@ -1,0 +1,131 @@
+"""Gemma's own object notation: call:name{key:value}, strings between quote tokens.
+
+FunctionGemma quotes with <escape>, Gemma 4 with <|"|>. It becomes JSON as it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from firn.text.calls import SPACE, CallParser, NotACall, Script
+from firn.text.json_calls import Sink
+from firn.text.parsers import ToolFormat
+from firn.text.schema import ANY, from_text
+
+_MAX_DEPTH = 32
+
+
+class _Marks(NamedTuple):
+    quote: str
+    end: str
+
+
+MARKS = {
+    "<start_function_call>": _Marks("<escape>", "<end_function_call>"),
+    "<|tool_call>": _Marks('<|"|>', "<tool_call|>"),
+}
+
+
+class Gemma(CallParser):
+    def script(self) -> Script[None]:
+        self._quote, end = MARKS[self.marker]
+        while True:
+            yield from self.tape.skip(SPACE + ",")
+            yield from self.tape.expect("call:")
+            name, _ = yield from self.tape.until("{", limit=256)
+            self.start(name)
+            self.arguments("{")
+            yield from self._members("}", self.arguments, depth=0)
+            self.end()
+            if not (yield from self._another()):
+                break
+        yield from self.tape.close(end)
+
+    def _another(self) -> Script[bool]:
+        start = self.tape.mark()
+        yield from self.tape.skip(SPACE + ",")
+        found = yield from self.tape.starts_with("call:")
+        if not found:
+            self.tape.back_to(start)
+        return found
+
+    def _members(self, closer: str, sink: Sink, *, depth: int) -> Script[None]:
+        """key:value pairs up to a brace, or values up to a bracket; both from behind the opener."""
+        if depth > _MAX_DEPTH:
+            raise NotACall
+        joint = ""
+        while True:
+            yield from self.tape.skip()
+            if (yield from self.tape.take(closer)):
+                sink(closer)
+                return
+            lead, types = joint, ANY
+            if closer == "}":
+                key = yield from self._key()
+                types = ANY if depth else self.toolbox.types(self.name, key)
+                lead += json.dumps(key, ensure_ascii=False) + ": "
+            yield from self._value(lead, types, sink, depth=depth)
+            yield from self.tape.skip()
+            if not (yield from self.tape.take(",")):
+                yield from self.tape.expect(closer)
+                sink(closer)
+                return
+            joint = ", "
+
+    def _key(self) -> Script[str]:
+        if (yield from self.tape.take(self._quote)):
+            key, _ = yield from self.tape.until(self._quote)
+            yield from self.tape.expect(":")
+        else:
+            key, _ = yield from self.tape.until(":", limit=512)
+        return key.strip().strip('"')
+
+    def _value(self, lead: str, types: frozenset[str], sink: Sink, *, depth: int) -> Script[None]:
+        yield from self.tape.skip()
+        if (yield from self.tape.take(self._quote)):
+            yield from self._string(lead, types, sink)
+            return
+        char = yield from self.tape.peek()
+        if char in ("{", "["):
+            self.tape.pos += 1
+            sink(lead + char)
+            yield from self._members("}" if char == "{" else "]", sink, depth=depth + 1)
+            return
+        text, end = yield from self.tape.until(",", "}", "]")
+        self.tape.pos -= len(end)
+        sink(lead + json.dumps(from_text(text.strip(), types), ensure_ascii=False))
+
+    def _string(self, lead: str, types: frozenset[str], sink: Sink) -> Script[None]:
+        if types and "string" not in types:
+            text, _ = yield from self.tape.until(self._quote)
+            sink(lead + json.dumps(from_text(text, types), ensure_ascii=False))
+            return
+        sink(lead + '"')
+        marker = ""
+        while not marker:
+            text, marker = yield from self.tape.flow(self._quote)
+            sink(json.dumps(text, ensure_ascii=False)[1:-1])
+        sink('"')
+
+
+FORMATS = (
+    ToolFormat(
+        name="gemma4",
+        parser=Gemma,
+        opens=("<|tool_call>",),
+        tokens=("<|tool_call>", "<tool_call|>", '<|"|>'),
+        example='<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>',
+        matches=lambda clues: "<|tool_call>" in clues.template,
+    ),
+    ToolFormat(
+        name="function_gemma",
+        parser=Gemma,
+        opens=("<start_function_call>",),
+        tokens=("<start_function_call>", "<end_function_call>", "<escape>"),
+        aliases=("gemma",),
+        example="<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}"
+        "<end_function_call>",
+        matches=lambda clues: "<start_function_call>" in clues.template,
+    ),
+)

@@ -1,0 +1,60 @@
+"""Kimi K2: a section of calls, each with its own id functions.NAME:INDEX, arguments as JSON."""
+
+from __future__ import annotations
+
+import re
+
+from firn.text.calls import NotACall, Script
+from firn.text.json_calls import JsonCallParser
+from firn.text.parsers import ToolFormat
+
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
+
+_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+class KimiK2(JsonCallParser):
+    def script(self) -> Script[None]:
+        yield from self.tape.skip()
+        if self.marker == SECTION:
+            yield from self.tape.expect(CALL)
+        yield from self._call()
+        while (yield from self._next_call()):
+            yield from self._call()
+        yield from self.tape.close(SECTION_END)
+
+    def _next_call(self) -> Script[bool]:
+        yield from self.tape.skip()
+        found = yield from self.tape.take(CALL)
+        return found
+
+    def _call(self) -> Script[None]:
+        yield from self.guarded(self._one(), CALL_END, SECTION_END)
+        yield from self.tape.close(CALL_END)
+        self.tape.keep()
+
+    def _one(self) -> Script[None]:
+        header, _ = yield from self.tape.until(ARGUMENTS, limit=512)
+        call_id = header.strip()
+        found = _ID.fullmatch(call_id)
+        if not found:
+            raise NotACall
+        self.start(found[1], call_id)
+        yield from self.stream_arguments()
+
+
+FORMATS = (
+    ToolFormat(
+        name="kimi_k2",
+        parser=KimiK2,
+        opens=(SECTION, CALL),
+        tokens=(SECTION, SECTION_END, CALL, CALL_END, ARGUMENTS),
+        aliases=("kimi",),
+        example=f"{SECTION}{CALL}functions.get_weather:0{ARGUMENTS}"
+        f'{{"city": "Paris", "days": 3}}{CALL_END}{SECTION_END}',
+        matches=lambda clues: SECTION in clues.template,
+        rank=5,
+    ),
+)

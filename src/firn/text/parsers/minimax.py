@@ -1,0 +1,57 @@
+"""Calls as <invoke name="..."><parameter name="...">: MiniMax M2, and DeepSeek V3.2 behind its mark."""
+
+from __future__ import annotations
+
+from firn.text.parsers import ToolFormat
+from firn.text.tag_calls import TagCallParser, TagGrammar
+
+_DSML = "｜DSML｜"
+
+
+def _invoke(section_end: str, mark: str = "") -> TagGrammar:
+    return TagGrammar(
+        call=f"<{mark}invoke name=",
+        call_end=f"</{mark}invoke>",
+        parameter=f"<{mark}parameter name=",
+        parameter_end=f"</{mark}parameter>",
+        section_end=section_end,
+    )
+
+
+class MiniMax(TagCallParser):
+    grammars = {"<minimax:tool_call>": _invoke("</minimax:tool_call>")}
+
+
+class Dsml(TagCallParser):
+    grammars = {
+        f"<{_DSML}{section}>": _invoke(f"</{_DSML}{section}>", _DSML)
+        for section in ("function_calls", "tool_calls")
+    }
+
+
+FORMATS = (
+    ToolFormat(
+        name="minimax",
+        parser=MiniMax,
+        opens=tuple(MiniMax.grammars),
+        tokens=("<minimax:tool_call>", "</minimax:tool_call>"),
+        aliases=("minimax_m2",),
+        example='<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris'
+        '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+        matches=lambda clues: "<minimax:tool_call>" in clues.template,
+    ),
+    ToolFormat(
+        name="dsml",
+        parser=Dsml,
+        opens=tuple(Dsml.grammars),
+        tokens=(_DSML,),
+        aliases=("deepseek_v32",),
+        example=f'<{_DSML}function_calls>\n<{_DSML}invoke name="get_weather">\n'
+        f'<{_DSML}parameter name="city" string="true">Paris</{_DSML}parameter>\n'
+        f'<{_DSML}parameter name="days" string="false">3</{_DSML}parameter>\n'
+        f"</{_DSML}invoke>\n</{_DSML}function_calls>",
+        # Its template is code, which leaves no source to read: the vocabulary tells.
+        matches=lambda clues: _DSML in clues.template or clues.has_token(_DSML),
+        rank=10,
+    ),
+)

@@ -1,0 +1,41 @@
+"""Mistral's [TOOL_CALLS]: a JSON list of calls, or name[ARGS]{...} with the marker before each."""
+
+from __future__ import annotations
+
+from firn.text.calls import Script
+from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.parsers import ToolFormat
+
+MARKER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+class Mistral(JsonCallParser):
+    def script(self) -> Script[None]:
+        char = yield from JsonTape(self.tape).next_char()
+        if char in ("[", "{"):
+            yield from self.guarded(self.calls(), MARKER)
+        else:
+            yield from self.guarded(self._named(), MARKER)
+
+    def _named(self) -> Script[None]:
+        name, end = yield from self.tape.until(CALL_ID, ARGS, "{", limit=256)
+        call_id = None
+        if end == CALL_ID:
+            call_id, end = yield from self.tape.until(ARGS, "{", limit=256)
+        if end == "{":
+            self.tape.pos -= 1
+        self.start(name, call_id.strip() if call_id else None)
+        yield from self.stream_arguments()
+
+
+FORMATS = (
+    ToolFormat(
+        name="mistral",
+        parser=Mistral,
+        opens=(MARKER,),
+        tokens=(MARKER, CALL_ID, ARGS),
+        aliases=("devstral", "magistral"),
+        example='[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}',
+        matches=lambda clues: MARKER in clues.template,
+    ),
+)

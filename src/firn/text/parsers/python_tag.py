@@ -1,0 +1,65 @@
+"""Llama 3's <|python_tag|>: a JSON call, name.call(key="value"), or code; and calls without the tag."""
+
+from __future__ import annotations
+
+from firn.text.calls import NotACall, Script
+from firn.text.json_calls import JsonTape
+from firn.text.parsers import Clues, ToolFormat
+from firn.text.parsers.bare_json import BareJson
+from firn.text.pythonic import python_calls
+
+TAG = "<|python_tag|>"
+ENDS = ("<|eom_id|>", "<|eot_id|>")
+CODE_TOOLS = ("python", "ipython", "code_interpreter")
+
+
+class PythonTag(BareJson):
+    def script(self) -> Script[None]:
+        if self.marker != TAG:
+            yield from super().script()
+            return
+        char = yield from JsonTape(self.tape).next_char()
+        if char in ("{", "["):
+            yield from self.guarded(self.run_of_calls(), *ENDS)
+        else:
+            yield from self._code()
+
+    def _code(self) -> Script[None]:
+        """The rest of the reply: there is no closing tag."""
+        while not self.tape.ended:
+            yield
+        text = self.tape.text[self.tape.pos :]
+        self.tape.pos = len(self.tape.text)
+        for end in ENDS:
+            text = text.removesuffix(end)
+        calls = python_calls(text)
+        names = [c.name.removesuffix(".call") for c in calls]
+        if calls and all(name in self.toolbox for name in names):
+            for name, call in zip(names, calls, strict=True):
+                self.whole(name, call.arguments)
+            return
+        for tool in CODE_TOOLS:
+            if tool in self.toolbox:
+                self.whole(tool, {"code": text})
+                return
+        raise NotACall
+
+
+def _matches(clues: Clues) -> bool:
+    return TAG in clues.template or (
+        clues.has_token(TAG) and "tool_calls" in clues.template and "ipython" in clues.template
+    )
+
+
+FORMATS = (
+    ToolFormat(
+        name="python_tag",
+        parser=PythonTag,
+        opens=(TAG,),
+        starts=("{", "["),
+        tokens=(TAG,),
+        aliases=("llama", "llama3", "llama3.1"),
+        example='<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+        matches=_matches,
+    ),
+)

@@ -1,0 +1,67 @@
+"""Calls of a format that only the tokenizer's own parser knows: read whole, then handed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from firn.text.calls import CallParser, NotACall, Script, TextEnded
+from firn.text.messages import tools_to_template
+from firn.text.native import NativeParser
+from firn.text.parsers import ToolFormat
+from firn.text.schema import Toolbox
+
+
+class WholeCall(CallParser):
+    def __init__(
+        self, marker: str, toolbox: Toolbox, *, native: NativeParser, known_only: bool = False
+    ) -> None:
+        self._native = native
+        super().__init__(marker, toolbox, known_only=known_only)
+
+    def script(self) -> Script[None]:
+        body = yield from self._body()
+        found: Any = self._parsed(body)
+        for call in found if isinstance(found, list) else [found]:
+            self._emit(call)
+
+    def _body(self) -> Script[str]:
+        if self._native.closes:
+            try:
+                body, _ = yield from self.tape.until(self._native.closes)
+            except TextEnded:  # a whole call may lack its closing marker
+                pass
+            else:
+                return body
+        while not self.tape.ended:
+            yield
+        start, self.tape.pos = self.tape.pos, len(self.tape.text)
+        return self.tape.text[start:]
+
+    def _parsed(self, body: str) -> Any:
+        try:
+            return self._native.parse(body, tools_to_template(self.toolbox.tools))
+        except Exception as e:
+            # The port's contract: foreign code, any exception of which says "no call".
+            raise NotACall from e
+
+    def _emit(self, call: Any) -> None:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise NotACall
+        arguments = call.get("arguments") or {}
+        call_id = call.get("id")
+        if not isinstance(arguments, Mapping):
+            raise NotACall
+        self.whole(call["name"], arguments, call_id if isinstance(call_id, str) else None)
+
+
+FORMATS = (
+    ToolFormat(
+        name="whole_call",
+        parser=WholeCall,
+        opens=(),
+        aliases=("native", "mlx_lm"),
+        example='<call>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}</call>',
+        matches=lambda clues: False,
+    ),
+)

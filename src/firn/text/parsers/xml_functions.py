@@ -1,0 +1,69 @@
+"""Calls as <function=name><parameter=key>value: Qwen3-Coder, Seed-OSS, Nemotron 3; MiniCPM's cousin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from firn.text.parsers import Clues, ToolFormat
+from firn.text.tag_calls import TagCallParser, TagGrammar
+
+_QWEN = TagGrammar(
+    call="<function=",
+    call_end="</function>",
+    parameter="<parameter=",
+    parameter_end="</parameter>",
+    section_end="</tool_call>",
+    trims=True,
+)
+
+
+class XmlFunctions(TagCallParser):
+    grammars = {
+        "<tool_call>": _QWEN,
+        "<function=": _QWEN,  # the outer tag is forgotten now and then
+        "<seed:tool_call>": replace(_QWEN, section_end="</seed:tool_call>"),
+    }
+
+
+class NamedFunctions(TagCallParser):
+    grammars = {
+        "<function name=": TagGrammar(
+            call="<function name=",
+            call_end="</function>",
+            parameter="<param name=",
+            parameter_end="</param>",
+            section_end="",
+        )
+    }
+
+
+def _is_xml(clues: Clues) -> bool:
+    return "<function=" in clues.template and "<parameter=" in clues.template
+
+
+def _is_named(clues: Clues) -> bool:
+    return '<function name="' in clues.template and '<param name="' in clues.template
+
+
+FORMATS = (
+    ToolFormat(
+        name="xml_functions",
+        parser=XmlFunctions,
+        opens=tuple(XmlFunctions.grammars),
+        tokens=("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
+        aliases=("qwen3_coder", "qwen3_xml", "seed_oss", "nemotron3", "step3p5"),
+        example="<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        matches=_is_xml,
+    ),
+    ToolFormat(
+        name="named_functions",
+        parser=NamedFunctions,
+        opens=tuple(NamedFunctions.grammars),
+        tokens=("<function", "</function>", "<param", "</param>"),
+        aliases=("minicpm5",),
+        example='<function name="get_weather"><param name="city">Paris</param>'
+        '<param name="days">3</param></function>',
+        matches=_is_named,
+    ),
+)

@@ -1,0 +1,57 @@
+"""Calls written as Python: get_weather(city="Paris", days=3). Parsed, never run."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, NamedTuple
+
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_FAULTS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
+
+
+class PythonCall(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+
+
+def python_calls(text: str) -> list[PythonCall]:
+    """Every call of an expression, a list of them, or one a line; empty where it is anything else."""
+    try:
+        body = ast.parse(text.strip()).body
+        nodes: list[ast.expr] = []
+        for statement in body:
+            if not isinstance(statement, ast.Expr):
+                return []
+            value = statement.value
+            nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+        return [_call(node) for node in nodes]
+    except _FAULTS:
+        return []
+
+
+def _call(node: ast.expr) -> PythonCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("not a call with named arguments")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("a call with **arguments")
+        arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
+    return PythonCall(_dotted(node.func), arguments)
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    raise ValueError("not a name")
+
+
+class _JsonWords(ast.NodeTransformer):
+    """true, false and null, which templates write inside nested values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in _JSON_WORDS:
+            return node
+        return ast.copy_location(ast.Constant(_JSON_WORDS[node.id]), node)

@@ -1,0 +1,161 @@
+"""Reading calls that are written as tags: one for the call, one for each parameter.
+
+The arguments become JSON on the way. A parameter that the schema calls a string is passed on as it
+is written; any other waits for its end, since its type shows only then.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from firn.text.calls import Script, TextEnded
+from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.schema import from_text
+
+STRING = frozenset({"string"})
+_MAX_HEADER = 512
+
+_HEADER = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^\s"'<>]+))(.*)""", re.DOTALL)
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class TagGrammar:
+    """The tags of one format, e.g. <function=NAME> <parameter=KEY> VALUE </parameter> </function>.
+
+    call: "" where the name follows the opening marker at once. key_end and value_open stand between
+    key and value. section_end: what closes a run of calls, "" for nothing. trims: a line break at
+    each end of a value is layout.
+    """
+
+    call: str
+    call_end: str
+    parameter: str
+    parameter_end: str
+    section_end: str
+    name_end: str = ">"
+    key_end: str = ">"
+    value_open: str = ""
+    trims: bool = False
+
+
+class TagCallParser(JsonCallParser):
+    """`grammars` maps each opening marker of the format to its tags."""
+
+    grammars: ClassVar[Mapping[str, TagGrammar]]
+
+    def script(self) -> Script[None]:
+        self.grammar = self.grammars[self.marker]
+        end = self.grammar.section_end
+        char = yield from JsonTape(self.tape).next_char()
+        if char == "{" and self.marker != self.grammar.call:  # JSON in the same tags: models mix
+            yield from self.guarded(self.calls(), *filter(None, [end]))
+            yield from self.tape.close(end, stray="}")
+            return
+        if self.grammar.call and self.marker != self.grammar.call:
+            yield from self.tape.expect(self.grammar.call)
+        yield from self._call()
+        while self.grammar.call and (yield from self._next_call()):
+            yield from self._call()
+        if end:
+            yield from self.tape.close(end)
+
+    def _next_call(self) -> Script[bool]:
+        start = self.tape.mark()
+        yield from self.tape.skip()
+        found = yield from self.tape.take(self.grammar.call)
+        if not found:
+            self.tape.back_to(start)
+        return found
+
+    def _call(self) -> Script[None]:
+        g = self.grammar
+        ends = (g.name_end,) if g.call else (g.name_end, g.parameter, g.call_end)
+        header, end = yield from self.tape.until(*ends, limit=_MAX_HEADER)
+        if end != g.name_end:
+            self.tape.pos -= len(end)
+        self.start(_split_header(header)[0])
+        self.arguments("{")
+        try:
+            yield from self._parameters()
+        except TextEnded:
+            if self._in_value:
+                raise
+        self.arguments("}")
+        self.end()
+
+    def _parameters(self) -> Script[None]:
+        g = self.grammar
+        self._in_value = False
+        joint = ""
+        ends = [g.call_end, *([g.section_end] if g.section_end not in ("", g.call_end) else [])]
+        while True:
+            _, marker = yield from self.tape.until(g.parameter, *ends)
+            if marker in ends:
+                if not g.call or marker != g.call_end:
+                    self.tape.pos -= len(marker)  # left for the end of the section
+                return
+            header, _ = yield from self.tape.until(g.key_end)
+            key, attributes = _split_header(header)
+            if g.value_open:
+                yield from self.tape.until(g.value_open)
+            self._in_value = True
+            yield from self._value(
+                joint + json.dumps(key, ensure_ascii=False) + ": ", key, attributes
+            )
+            self._in_value = False
+            joint = ", "
+
+    def _value(self, lead: str, key: str, attributes: str) -> Script[None]:
+        types = self._types(key, attributes)
+        if types == STRING:
+            yield from self._string(lead)
+            return
+        text, _ = yield from self.tape.until(self.grammar.parameter_end)
+        if self.grammar.trims:
+            text = text.removeprefix("\n").removesuffix("\n")
+        wrapped = _CDATA.fullmatch(text)
+        value = wrapped[1] if wrapped else from_text(text, types)
+        self.arguments(lead + json.dumps(value, ensure_ascii=False))
+
+    def _types(self, key: str, attributes: str) -> frozenset[str]:
+        if 'string="true"' in attributes:
+            return STRING
+        types = self.toolbox.types(self.name, key)
+        return types - STRING if 'string="false"' in attributes else types
+
+    def _string(self, lead: str) -> Script[None]:
+        end = self.grammar.parameter_end
+        if (yield from self._opens_cdata()):
+            end = "]]>"
+        elif self.grammar.trims:
+            yield from self.tape.take("\n")
+        self.arguments(lead + '"')
+        held = marker = ""
+        while not marker:
+            text, marker = yield from self.tape.flow(end)
+            text, held = held + text, ""
+            if self.grammar.trims and text.endswith("\n"):
+                text, held = text[:-1], "\n"
+            self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        self.arguments('"')
+
+    def _opens_cdata(self) -> Script[bool]:
+        start = self.tape.mark()
+        yield from self.tape.skip()
+        found = yield from self.tape.take("<![CDATA[")
+        if not found:
+            self.tape.back_to(start)
+        return found
+
+
+def _split_header(text: str) -> tuple[str, str]:
+    """(name, the attributes behind it) of a tag's inside; the name may be quoted."""
+    found = _HEADER.match(text)
+    if not found:
+        return "", ""
+    return next(g for g in found.groups()[:3] if g is not None), found[4]

@@ -1,0 +1,216 @@
+"""A server that says what a test tells it to, and a terminal with `firn chat` in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+CHAT = [sys.executable, "-c", "from firn.cli import main; main()", "chat"]
+PATIENCE_S = 60
+N_NUDGES = 6
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("FIRN_")}
+
+
+class Wire:
+    """What a script does to one connection."""
+
+    def __init__(self, handler: BaseHTTPRequestHandler) -> None:
+        self._handler = handler
+
+    def start(self) -> None:
+        self._handler.send_response(200)
+        self._handler.send_header("Content-Type", "text/event-stream")
+        self._handler.send_header("Connection", "close")
+        self._handler.end_headers()
+
+    def raw(self, text: str) -> None:
+        self._handler.wfile.write(text.encode())
+        self._handler.wfile.flush()
+
+    def data(self, value: Any) -> None:
+        self.raw(f"data: {json.dumps(value)}\n\n")
+
+    def delta(self, **delta: str) -> None:
+        self.data({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+
+    def finish(
+        self, reason: str = "stop", *, prompt: int = 9, reply: int = 4, cached: int = 5
+    ) -> None:
+        self.data({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": reply,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        self.data({"choices": [], "usage": usage})
+        self.raw("data: [DONE]\n\n")
+
+    def refuse(self, status: int, body: Any) -> None:
+        payload = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self._handler.send_response(status)
+        self._handler.send_header("Content-Length", str(len(payload)))
+        self._handler.end_headers()
+        self._handler.wfile.write(payload)
+
+    def wait_until_client_is_gone(self) -> None:
+        self._handler.connection.settimeout(PATIENCE_S)
+        with contextlib.suppress(ConnectionError):
+            while self._handler.connection.recv(1024):
+                pass
+
+
+@dataclass
+class ChatServer:
+    """Runs one script for each chat request, in order; keeps what was asked."""
+
+    scripts: list[Callable[[Wire], None]]
+    models: Any = field(default_factory=lambda: {"data": [{"id": "tiny"}]})
+    key: str | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    @property
+    def messages(self) -> list[tuple[str, str]]:
+        """Of the last request."""
+        return [(m["role"], m["content"]) for m in self.bodies[-1]["messages"]]
+
+
+@contextlib.contextmanager
+def serving(
+    *scripts: Callable[[Wire], None], models: Any = None, key: str | None = None
+) -> Iterator[ChatServer]:
+    server = ChatServer(list(scripts), key=key)
+    if models is not None:
+        server.models = models
+    http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(server))
+    server.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self._allowed():
+                Wire(self).refuse(200, server.models)
+
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            server.bodies.append(json.loads(self.rfile.read(length)))
+            if self._allowed():
+                server.scripts.pop(0)(Wire(self))
+
+        def _allowed(self) -> bool:
+            if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
+                Wire(self).refuse(401, {"error": {"message": "no"}})
+                return False
+            return True
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    return Handler
+
+
+def one_shot(
+    server_url: str, *arguments: str, stdin: str = "", **environ: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CHAT, "--url", server_url, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=CLEAN | environ,
+        timeout=PATIENCE_S,
+    )
+
+
+class Terminal:
+    """`firn chat` on a pseudo-terminal that is its controlling one."""
+
+    def __init__(self, *arguments: str, term: str = "dumb") -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*CHAT, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env=CLEAN | {"TERM": term, "COLUMNS": "200"},
+        )
+        os.close(slave)
+        self.shown = ""
+        self._seen = 0
+        self._ended = False
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def wait_for(self, text: str, *, nudge: str = "") -> None:
+        """Reads until `text` comes after what was waited for last.
+
+        `nudge` is typed first, and again after a long silence: a signal that comes just before
+        input() blocks is only noticed with the next one.
+        """
+        for typed in [nudge] * N_NUDGES:
+            self.type(typed)
+            while self._more():
+                if text in self.shown[self._seen :]:
+                    self._seen = self.shown.index(text, self._seen) + len(text)
+                    return
+        raise AssertionError(f"{text!r} never came; shown: {self.shown!r}")
+
+    def exit_code(self, *, nudge: str = "") -> int:
+        for typed in [nudge] * N_NUDGES:
+            with contextlib.suppress(OSError):
+                self.type(typed)
+            while self._more():
+                pass
+            if self._ended:
+                break
+        return self.process.wait(PATIENCE_S)
+
+    def _more(self) -> bool:
+        """Reads what is there, or waits a while for it."""
+        ready, _, _ = select.select([self._master], [], [], PATIENCE_S / N_NUDGES)
+        if not ready:
+            return False
+        try:
+            piece = os.read(self._master, 65536)
+        except OSError:  # Linux says so when the other end is closed; macOS reads nothing
+            piece = b""
+        self._ended = not piece
+        self.shown += piece.decode(errors="replace")
+        return bool(piece)

@@ -1,0 +1,237 @@
+"""The command line: flags become a Config, faults become one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from firn import __version__
+from firn.cli import make_cli
+from firn.cli.flags import ALWAYS_ON
+from firn.config import OPTIONS, Config
+from firn.core.errors import SetupError
+
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("FIRN_")}
+
+
+class Recorder:
+    """Stands for the server: keeps the Config it was started with."""
+
+    def __init__(self, *, result: int = 0, error: Exception | None = None) -> None:
+        self.configs: list[Config] = []
+        self._result = result
+        self._error = error
+
+    def __call__(self, config: Config) -> int:
+        self.configs.append(config)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def firn(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    script = "from firn.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        env=CLEAN | environ,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+
+
+def test_serve_builds_the_config_from_flags() -> None:
+    start = Recorder()
+    arguments = [
+        "serve", "some/model", "--host", "::1", "--port", "0", "--served-model-name", "m",
+        "--api-key", "a", "--api-key", "b,c", "--max-tokens", "7", "--max-concurrency", "2",
+        "--max-queue", "0", "--prefill-chunk", "64", "--adapter", "lora", "--trust-remote-code",
+        "--log-level", "debug",
+    ]  # fmt: skip
+    result = CliRunner().invoke(make_cli(start), arguments)
+    assert result.exit_code == 0, result.output
+    (config,) = start.configs
+    assert config.model.path == "some/model"
+    assert config.server.host == "::1"
+    assert config.server.port == 0
+    assert config.server.served_model_name == "m"
+    assert config.server.api_keys == ("a", "b,c")
+    assert config.engine.max_tokens == 7
+    assert config.engine.max_concurrency == 2
+    assert config.engine.max_queue == 0
+    assert config.engine.prefill_chunk == 64
+    assert config.model.adapter == Path("lora")
+    assert config.model.trust_remote_code is True
+    assert config.log.level == "debug"
+    given = {key for key, origin in config.origins.items() if origin.kind == "flag"}
+    assert given == {item.key for item in OPTIONS} - {"server.api_key_file"}
+
+
+def test_serve_without_arguments_is_the_defaults() -> None:
+    start = Recorder()
+    result = CliRunner(env=dict.fromkeys(_variables(), None)).invoke(make_cli(start), ["serve"])
+    assert result.exit_code == 0
+    assert start.configs == [Config()]
+    assert result.output == ""
+
+
+def _variables() -> list[str]:
+    return [item.env for item in OPTIONS]
+
+
+def test_a_switch_can_be_turned_off_again() -> None:
+    start = Recorder()
+    environ = {"FIRN_TRUST_REMOTE_CODE": "1"}
+    cli = make_cli(start)
+    assert CliRunner(env=environ).invoke(cli, ["serve"]).exit_code == 0
+    assert CliRunner(env=environ).invoke(cli, ["serve", "--no-trust-remote-code"]).exit_code == 0
+    assert [config.model.trust_remote_code for config in start.configs] == [True, False]
+
+
+def test_the_servers_exit_code_is_the_commands() -> None:
+    assert CliRunner().invoke(make_cli(Recorder(result=3)), ["serve"]).exit_code == 3
+
+
+def test_a_setup_error_is_one_line() -> None:
+    start = Recorder(error=SetupError("the model\nis missing"))
+    result = CliRunner().invoke(make_cli(start), ["serve"])
+    assert result.exit_code == 1
+    assert result.output == "firn: the model is missing\n"
+
+
+@pytest.mark.parametrize("flag", ALWAYS_ON)
+def test_flags_of_vllm_mlx_are_accepted_and_say_so(flag: str) -> None:
+    start = Recorder()
+    result = CliRunner().invoke(make_cli(start), ["serve", flag])
+    assert result.exit_code == 0
+    assert len(start.configs) == 1
+    assert result.output.count("\n") == 1
+    assert "always on" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (["--host", "0.0.0.0"], True),
+        (["--host", "::"], True),
+        (["--host", "0.0.0.0", "--api-key", "k"], False),
+        (["--host", "127.0.0.2"], False),
+        (["--host", "localhost"], False),
+    ],
+)
+def test_an_open_server_is_pointed_out(arguments: list[str], warned: bool) -> None:
+    result = CliRunner().invoke(make_cli(Recorder()), ["serve", *arguments])
+    assert result.exit_code == 0
+    assert ("anyone who reaches" in result.output) == warned
+
+
+def test_a_mistyped_variable_is_pointed_out() -> None:
+    run = CliRunner(env={"FIRN_PROT": "1"}).invoke(make_cli(Recorder()), ["serve"])
+    assert "did you mean FIRN_PORT?" in run.output
+
+
+def test_every_option_is_in_the_help() -> None:
+    shown = firn("serve", "--help", COLUMNS="200").stdout
+    for item in OPTIONS:
+        assert (item.flag or item.metavar) in shown
+        assert item.env in shown
+    assert all(flag in shown for flag in ("--config", *ALWAYS_ON))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [
+        (["serve", "--port", "70000"], 2, "firn: --port: 70000 is too large; 65535 is the most"),
+        (["config", "show", "--api-key", ""], 2, "firn: --api-key: is empty"),
+        (["serve", "--config", "/none.toml"], 1, "firn: /none.toml: cannot be read: No such file"),
+        (["serve", "--api-key-file", "/none"], 1, "firn: /none: the API keys cannot be read"),
+    ],
+)
+def test_faults_are_one_line_in_a_real_process(arguments: list[str], code: int, line: str) -> None:
+    run = firn(*arguments)
+    assert run.returncode == code
+    assert run.stdout == ""
+    assert run.stderr.startswith(line)
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["serve", "--prot", "1"], ["srve"], ["serve", "a", "b"], ["chat", "--max-tokens", "x"]],
+)
+def test_wrong_usage_exits_2_without_a_traceback(arguments: list[str]) -> None:
+    run = firn(*arguments)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert run.stderr
+
+
+def test_a_bad_variable_exits_1() -> None:
+    run = firn("serve", FIRN_PORT="abc")
+    assert run.returncode == 1
+    assert run.stderr == "firn: FIRN_PORT: 'abc' is not a whole number\n"
+
+
+def test_version_and_bare_command() -> None:
+    assert firn("--version").stdout == f"firn {__version__}\n"
+    bare = firn()
+    assert bare.returncode == 0
+    assert all(name in bare.stdout for name in ("serve", "chat", "doctor", "config"))
+
+
+def test_config_show_prints_every_value_with_its_origin(tmp_path: Path) -> None:
+    file = tmp_path / "firn.toml"
+    file.write_text("[engine]\nmax_queue = 3\n")
+    arguments = ["--config", str(file), "--port", "9", "--api-key", "hunter2"]
+    run = firn("config", "show", *arguments, COLUMNS="300", FIRN_LOG_LEVEL="error")
+    assert run.returncode == 0
+    rows = {line.split()[0]: line.split()[1:] for line in run.stdout.splitlines()[1:]}
+    assert set(rows) == {item.key for item in OPTIONS}
+    assert rows["server.port"] == ["9", "flag", "--port", "FIRN_PORT"]
+    assert rows["engine.max_queue"] == ["3", "file", str(file), "FIRN_MAX_QUEUE"]
+    assert rows["log.level"] == ["error", "env", "FIRN_LOG_LEVEL", "FIRN_LOG_LEVEL"]
+    assert rows["engine.prefill_chunk"] == ["auto", "default", "FIRN_PREFILL_CHUNK"]
+    assert rows["server.api_keys"][0] == "***"
+    assert "hunter2" not in run.stdout
+
+
+def test_config_show_as_json() -> None:
+    keys = ["--api-key", "hunter2", "--api-key", "x", "--adapter", "a"]
+    run = firn("config", "show", "--json", *keys)
+    values = json.loads(run.stdout)
+    assert list(values) == [item.key for item in OPTIONS]
+    assert values["server.api_keys"]["value"] == ["***", "***"]
+    assert values["server.port"] == {
+        "value": 8000, "origin": "default", "flag": "--port", "env": "FIRN_PORT",
+    }  # fmt: skip
+    assert values["model.adapter"]["value"] == "a"
+    assert values["model.path"]["flag"] is None
+    assert "hunter2" not in run.stdout
+
+
+def test_serve_without_mlx_says_what_to_install(tmp_path: Path) -> None:
+    """As on Linux after a plain `pip install firn`: the name mlx is there, its core is not."""
+    script = (
+        "import sys, types\n"
+        "from firn.cli import main\n"
+        "class NoMlx:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'firn.app':\n"
+        "            raise ModuleNotFoundError(\"No module named 'mlx.core'\", name='mlx.core')\n"
+        "sys.meta_path.insert(0, NoMlx())\n"
+        "main()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, "serve"], capture_output=True, text=True, env=CLEAN
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("firn: MLX is not installed for this machine")
+    assert run.stderr.count("\n") == 1

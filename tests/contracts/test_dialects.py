@@ -1,0 +1,199 @@
+"""What every dialect owes the server. A new file in api/dialects/ is tested by being there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firn.api.dialects import Call, Dialect, Head, discover
+from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
+from firn.core.events import (
+    ChoiceFinished,
+    Ended,
+    Event,
+    Failed,
+    Progress,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+)
+from firn.core.values import GenerateRequest, Namespace, Usage
+
+HEAD = Head(id="1", model="fake", created=7)
+NAMESPACE = Namespace("test")
+DIALECTS = discover()
+
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.path)
+
+
+def decode(dialect: Dialect, **more: Any) -> Call:
+    return dialect.decode(dialect.schema()["example"] | more, namespace=NAMESPACE)
+
+
+def streams() -> st.SearchStrategy[list[Event]]:
+    """Legal streams of one choice: thinking, then text and calls, then the end."""
+    thinking = st.lists(st.builds(ReasoningDelta, st.just(0), st.text(min_size=1)))
+    text = st.lists(st.builds(TextDelta, st.just(0), st.text(min_size=1)))
+    progress = st.lists(st.builds(Progress, st.integers(0, 9), st.just(10)))
+
+    def call(index: int) -> st.SearchStrategy[list[Event]]:
+        start = ToolCallStarted(0, index, f"call_{index}", "look")
+        pieces = st.lists(st.builds(ToolCallDelta, st.just(0), st.just(index), st.text()))
+        return pieces.map(lambda found: [start, *found])
+
+    calls = st.integers(0, 2).flatmap(lambda n: st.tuples(*(call(i) for i in range(n))))
+
+    def build(parts: tuple[Any, ...]) -> list[Event]:
+        before, thoughts, said, called = parts
+        reason = "tool_calls" if called else "stop"
+        return [
+            Started(10),
+            *before,
+            *thoughts,
+            *said,
+            *(event for one in called for event in one),
+            ChoiceFinished(0, reason),
+            Ended(Usage(10, 5)),
+        ]
+
+    return st.tuples(progress, thinking, text, calls).map(build)
+
+
+def test_each_has_its_own_path() -> None:
+    paths = [dialect.path for dialect in DIALECTS]
+    assert "/v1/chat/completions" in paths
+    assert "/v1/completions" in paths
+    assert len(set(paths)) == len(paths)
+    assert all(path.startswith("/v1/") for path in paths)
+
+
+@every_dialect
+def test_the_schema_has_an_example_that_decodes(dialect: Dialect) -> None:
+    schema = dialect.schema()
+    json.dumps(schema)
+    call = dialect.decode(schema["example"], namespace=NAMESPACE)
+    assert call.requests
+    assert all(isinstance(request, GenerateRequest) for request in call.requests)
+    assert not call.stream
+    assert call.ignored == ()
+    assert set(schema["required"]) <= set(schema["properties"])
+
+
+@every_dialect
+def test_stream_and_unknown_fields(dialect: Dialect) -> None:
+    call = decode(dialect, stream=True, surely_unknown=1)
+    assert call.stream
+    assert call.ignored == ("surely_unknown",)
+
+
+@every_dialect
+def test_missing_fields_are_named(dialect: Dialect) -> None:
+    for name in dialect.schema()["required"]:
+        body = {k: v for k, v in dialect.schema()["example"].items() if k != name}
+        with pytest.raises(InvalidValue) as caught:
+            dialect.decode(body, namespace=NAMESPACE)
+        assert caught.value.param == name
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([2**31, 2**64, -(2**70), 10**400, 1e308, float("inf"), float("nan")])
+    | st.floats()
+    | st.text(max_size=3)
+    | st.sampled_from(["user", "function", "text", "image_url", "json_schema", "required"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "function", "name", "text", "url", "5"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@every_dialect
+@settings(max_examples=300)
+@given(data=st.data())
+def test_junk_in_any_field_is_a_bad_request_at_worst(dialect: Dialect, data: st.DataObject) -> None:
+    schema = dialect.schema()
+    names = data.draw(st.sets(st.sampled_from(sorted(schema["properties"])), max_size=4))
+    body = schema["example"] | {name: data.draw(JUNK, label=name) for name in sorted(names)}
+    refusal = None
+    try:
+        assert dialect.decode(body, namespace=NAMESPACE).requests
+    except BadRequest as error:
+        refusal = error
+    if refusal is not None:
+        assert json.dumps(dialect.render_error(refusal))
+        assert refusal.param is None or refusal.param.split(".")[0].split("[")[0] in body
+
+
+@every_dialect
+@settings(max_examples=50)
+@given(data=st.data())
+def test_frames_do_not_depend_on_how_events_are_batched(
+    dialect: Dialect, data: st.DataObject
+) -> None:
+    events = data.draw(streams())
+    call = decode(dialect, stream=True)
+    whole = call.encoder(HEAD).feed(events)
+    encoder, pieces, at = call.encoder(HEAD), [], 0
+    while at < len(events):
+        n = data.draw(st.integers(1, 4))
+        pieces.append(encoder.feed(events[at : at + n]))
+        at += n
+    assert b"".join(pieces) == whole
+    assert_frames(whole)
+
+
+@every_dialect
+@settings(max_examples=50)
+@given(events=streams())
+def test_a_fold_holds_all_that_was_said(dialect: Dialect, events: list[Event]) -> None:
+    folded = json.dumps(decode(dialect).fold(HEAD, events), ensure_ascii=False)
+    said = "".join(event.text for event in events if isinstance(event, TextDelta))
+    assert json.dumps(said, ensure_ascii=False)[1:-1] in folded
+    assert '"fake"' in folded
+
+
+@every_dialect
+def test_silence_is_harmless(dialect: Dialect) -> None:
+    encoder = decode(dialect, stream=True).encoder(HEAD)
+    before = encoder.feed([Started(10)])
+    silence = encoder.feed([])
+    assert silence
+    assert_frames(before + silence)
+    rest = [TextDelta(0, "a"), ChoiceFinished(0, "stop"), Ended(Usage(1, 1))]
+    other = decode(dialect, stream=True).encoder(HEAD)
+    assert other.feed([Started(10)]) == before
+    assert other.feed(rest) == encoder.feed(rest)
+
+
+@every_dialect
+@pytest.mark.parametrize("error", [StepFailed("it broke"), InvalidValue("n", "no")])
+def test_errors_say_what_happened(dialect: Dialect, error: FirnError) -> None:
+    shown = json.dumps(dialect.render_error(error))
+    assert error.message in shown
+    encoder = decode(dialect, stream=True).encoder(HEAD)
+    frames = encoder.feed([Started(10), TextDelta(0, "a"), Failed(error)])
+    assert_frames(frames)
+    assert error.message.encode() in frames
+    assert b"[DONE]" not in frames
+
+
+def assert_frames(raw: bytes) -> None:
+    """Frames end in an empty line; each line is a comment, an event name, or data."""
+    text = raw.decode("ascii")
+    assert not text or text.endswith("\n\n")
+    for line in text.split("\n"):
+        assert line == "" or line.startswith((":", "event: ", "data: ")), line

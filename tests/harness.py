@@ -1,0 +1,169 @@
+"""Runs the real engine on a model built in the test: jobs in, tokens out, synchronously."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from firn.cache.layout import Layout
+from firn.cache.off import CacheOff
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.core.errors import FirnError
+from firn.core.events import Admitted, ChoiceDone, JobDone, JobFailed, Token
+from firn.core.ports import Delivery
+from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
+from firn.engine.budget import Budget, RowCost
+from firn.engine.engine import Engine, Limits, Parts
+from firn.models.batch import can_batch
+from firn.models.runner import Runner
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass
+class Result:
+    n_cached: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    error: FirnError | None = None
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> Result:
+        assert self.finished.wait(60), "the engine did not finish a job"
+        return self
+
+    @property
+    def reply(self) -> list[int]:
+        return self.tokens.get(0, [])
+
+
+def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "tiny") -> ModelInfo:
+    logits = model(mx.array([[1]]), cache=make_layers())
+    layers = make_layers()
+    why = can_batch(layers)
+    return ModelInfo(
+        name=name,
+        path="",
+        architecture=name,
+        fingerprint=name.encode(),
+        context_length=1 << 20,
+        vocab_size=logits.shape[-1],
+        dtype="float32",
+        weights_nbytes=0,
+        layer_kinds=tuple(type(x).__name__ for x in layers),
+        batchable=why is None,
+        unbatchable_why=why,
+    )
+
+
+class Harness:
+    """An engine over one model, with a results table fed by its publish calls."""
+
+    def __init__(
+        self,
+        build: Callable[[], tuple[Any, Callable[[], list[Any]]]],
+        *,
+        chunk: int = 64,
+        block: int = 32,
+        exact: bool = False,
+        cache_nbytes: int | None = 1 << 30,
+        max_rows: int = 32,
+        capacity_nbytes: int = 1 << 40,
+        fingerprint: bytes = b"model",
+    ) -> None:
+        self.results: dict[RequestId, Result] = {}
+        self._ids = itertools.count()
+
+        def parts() -> Parts:
+            model, make_layers = build()
+            info = model_info(model, make_layers)
+            runner = Runner(model, info, make_layers=make_layers, max_rows=max_rows)
+            cache: Any = CacheOff()
+            if cache_nbytes is not None:
+                settings = CacheSettings(cache_nbytes, block, chunk if exact else 0)
+                cache = PrefixTree(
+                    Layout.of(make_layers()), settings, fingerprint=fingerprint, dtype=info.dtype
+                )
+            return Parts(runner, cache, Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes))
+
+        self.engine = Engine(parts, lambda p: Limits(max_rows, 10_000, chunk), self._publish)
+        self.engine.start()
+
+    @property
+    def cache(self) -> PrefixTree:
+        return self.engine._parts.cache  # type: ignore[return-value]
+
+    @property
+    def runner(self) -> Runner:
+        return self.engine._parts.runner  # type: ignore[return-value]
+
+    def _publish(self, batch: Sequence[Delivery]) -> None:
+        for request, event in batch:
+            result = self.results[request]
+            if isinstance(event, Admitted):
+                result.n_cached = event.n_cached
+            elif isinstance(event, Token):
+                result.tokens.setdefault(event.choice, []).append(event.id)
+                if event.logprob:
+                    result.logprobs.setdefault(event.choice, []).append(event.logprob.logprob)
+            elif isinstance(event, ChoiceDone):
+                result.reasons[event.choice] = event.reason
+            elif isinstance(event, JobFailed | JobDone):
+                result.error = event.error if isinstance(event, JobFailed) else None
+                result.finished.set()
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        n_reply: int = 8,
+        *,
+        sampling: Sampling = GREEDY,
+        n: int = 1,
+        boundaries: Sequence[int] = (),
+        namespace: str = "",
+        control: CacheControl = CacheControl(),
+        eos: frozenset[int] = frozenset(),
+    ) -> Result:
+        request = RequestId(str(next(self._ids)))
+        result = self.results[request] = Result()
+        prompt = Prompt(np.array(ids, dtype=np.int64), boundaries=tuple(boundaries))
+        self.engine.submit(
+            Job(
+                id=request,
+                prompt=prompt,
+                max_tokens=n_reply,
+                sampling=sampling,
+                n=n,
+                eos=eos,
+                top_logprobs=0,
+                namespace=Namespace(namespace),
+                cache=control,
+            )
+        )
+        return result
+
+    def ask(self, ids: Sequence[int], n_reply: int = 8, **options: Any) -> Result:
+        result = self.submit(ids, n_reply, **options).wait()
+        if result.error:
+            raise result.error
+        return result
+
+    def close(self) -> None:
+        self.engine.stop()
+
+
+@contextmanager
+def running(build: Callable[[], Any], **options: Any) -> Iterator[Harness]:
+    harness = Harness(build, **options)
+    try:
+        yield harness
+    finally:
+        harness.close()

@@ -1,0 +1,184 @@
+"""Who may import whom: cli -> app -> {api -> text, engine -> cache, models} -> core.
+
+Read from the syntax tree, so an import inside a function or under TYPE_CHECKING counts too. To give a
+package another neighbour is to change a line of `MAY_IMPORT`, which is a decision to be seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import firn
+
+SOURCES = Path(firn.__file__).parent
+
+EVERYTHING = {
+    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "logs", "models", "options",
+    "text",
+}  # fmt: skip
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "options": set(),
+    "config": {"core", "options"},
+    "logs": {"config"},
+    "text": {"core"},
+    "cache": {"core"},
+    "models": {"core"},
+    "api": {"core", "text"},
+    "engine": {"core", "cache"},
+    "app": EVERYTHING - {"cli"},
+    "cli": EVERYTHING,
+    "demo": EVERYTHING,
+    "__main__": {"cli"},
+}
+# The folders (or files, without .py) that may know a library; all others must not.
+MAY_USE: dict[str, tuple[str, ...]] = {
+    "mlx": ("models", "cache/codecs", "cache/pool", "demo"),
+    "mlx_lm": ("models", "demo"),
+    "mlx_vlm": ("models", "demo"),
+}
+HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
+
+
+@dataclass(frozen=True)
+class Import:
+    """`place` is the importing file below firn/, without .py; `target` the full dotted name."""
+
+    place: str
+    line: int
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.place}.py:{self.line} imports {self.target}"
+
+
+def imports_of(source: str, place: str) -> Iterator[Import]:
+    package = ["firn", *place.split("/")[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        for target in _targets(node, package):
+            yield Import(place, node.lineno, target)  # type: ignore[attr-defined]
+
+
+def _targets(node: ast.AST, package: list[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package[: len(package) - node.level + 1] if node.level else []
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        # `from firn import app` names a module, `from mlx import core` as well.
+        yield from (f"{module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
+        yield from (arg.value for arg in node.args[:1] if _is_text(arg))  # type: ignore[attr-defined]
+
+
+def _name(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def faults(found: Iterator[Import]) -> list[str]:
+    return [str(item) for item in found if not (_direction_ok(item) and _library_ok(item))]
+
+
+def _direction_ok(item: Import) -> bool:
+    top, _, rest = item.target.partition(".")
+    package, target = item.place.split("/")[0], rest.split(".")[0]
+    if top != "firn" or target not in EVERYTHING or target == package:
+        return True
+    return target in MAY_IMPORT.get(package, ())
+
+
+def _library_ok(item: Import) -> bool:
+    allowed = MAY_USE.get(item.target.split(".")[0])
+    if allowed is None:
+        return True
+    return any(item.place == home or item.place.startswith(f"{home}/") for home in allowed)
+
+
+def all_places() -> list[str]:
+    files = SOURCES.rglob("*.py")
+    return sorted(path.relative_to(SOURCES).with_suffix("").as_posix() for path in files)
+
+
+@pytest.mark.parametrize("place", all_places())
+def test_imports_go_one_way(place: str) -> None:
+    source = (SOURCES / f"{place}.py").read_text(encoding="utf-8")
+    assert faults(imports_of(source, place)) == []
+
+
+def test_every_package_has_its_line() -> None:
+    packages = {place.split("/")[0] for place in all_places()} - {"__init__"}
+    assert packages <= set(MAY_IMPORT)
+    assert set(MAY_IMPORT) == EVERYTHING | {"__main__"}
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("core/values", "import firn.text"),
+        ("core/values", "from firn import text"),
+        ("core/values", "from firn.engine.scheduler import plan"),
+        ("core/values", "from ..text import prompt"),
+        ("core/values", "from .. import text"),
+        ("text/prompt", "def f():\n    from firn.api import server"),
+        ("text/prompt", "import mlx.core as mx"),
+        ("engine/engine", "from mlx import core"),
+        ("engine/engine", "from firn.models.runner import Runner"),
+        ("engine/engine", "if TYPE_CHECKING:\n    import mlx.core"),
+        ("engine/engine", "import importlib\nimportlib.import_module('mlx_lm')"),
+        ("api/server", "import firn.engine.engine"),
+        ("api/dialects/chat", "from ...engine import engine"),
+        ("cache/prefix", "import mlx.core"),
+        ("cache/pooled", "import mlx.core"),
+        ("cache/codecs/pages", "from mlx_lm.models.cache import KVCache"),
+        ("models/runner", "from firn.demo import model"),
+        ("models/runner", "from firn.engine import sequence"),
+        ("config", "from firn import app"),
+        ("app", "import firn.cli"),
+        ("__init__", "from firn import core"),
+    ],
+)
+def test_a_wrong_import_is_seen(place: str, source: str) -> None:
+    assert len(faults(imports_of(source, place))) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("core/events", "from firn.core.values import Usage"),
+        ("core/events", "from .values import Usage"),
+        ("core/events", "import numpy, mlxish"),
+        ("api/server", "from firn.text import prompt\nfrom .sse import data"),
+        ("models/loader", "import mlx.core as mx\nfrom mlx_lm import utils\nimport mlx_vlm"),
+        ("cache/codecs/pages", "import mlx.core"),
+        ("cache/pool", "import mlx.core"),
+        ("cli/doctor", "from firn.models.inspect import inspect_folder"),
+        ("cli/__init__", "from firn import __version__"),
+        ("demo/model", "import mlx_lm\nfrom firn import app"),
+    ],
+)
+def test_a_right_import_passes(place: str, source: str) -> None:
+    assert faults(imports_of(source, place)) == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"]])
+def test_help_does_not_wait_for_heavy_libraries(arguments: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "from firn.cli import main\n"
+        f"sys.argv = ['firn', *{arguments!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "heavy: []"
