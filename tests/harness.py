@@ -92,9 +92,10 @@ class Harness:
                 cache = PrefixTree(
                     Layout.of(make_layers()), settings, fingerprint=fingerprint, dtype=info.dtype
                 )
-            return Parts(runner, cache, Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes))
+            budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
+            return Parts(runner, cache, budget, Limits(max_rows, 10_000, chunk))
 
-        self.engine = Engine(parts, lambda p: Limits(max_rows, 10_000, chunk), self._publish)
+        self.engine = Engine(parts, self._publish)
         self.engine.start()
 
     @property

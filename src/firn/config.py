@@ -103,6 +103,39 @@ class EngineConfig:
         words={"auto": 0},
     )
     """0: by device."""
+    scheduler_headroom_gb: float = option(
+        2.0, "Device memory left free, in GiB; requests wait when less is left.", low=0, high=4096
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    disable_prefix_cache: bool = option(False, "Compute every prompt anew and keep nothing.")
+    cache_memory_mb: int = option(
+        0,
+        "Memory for computed prefixes, in MiB; auto is a fifth of what is free once the model is "
+        "loaded.",
+        low=0,
+        high=1 << 30,
+        words={"auto": 0},
+    )
+    """0: by what is free."""
+    cache_block_tokens: int = option(256, "Tokens in a block of the cache.", low=16, high=8192)
+    reuse: Literal["full", "exact"] = option(
+        "full",
+        "full: reuse to the token. exact: resume on prefill chunks only, so that cached output is "
+        "bit for bit the uncached output.",
+    )
+    kv_cache_quantization: bool = option(
+        False, "Keep stored prefixes of plain attention quantised: smaller, slightly inexact."
+    )
+    kv_cache_quantization_bits: Literal[8, 4] = option(8, "Bits of a quantised value.")
+    kv_cache_quantization_group_size: Literal[32, 64, 128] = option(
+        64, "Values that share a scale."
+    )
+    share_cache: bool = option(
+        False, "One cache for all API keys (otherwise each key has a private one)."
+    )
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -136,6 +169,7 @@ class Config:
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    cache: CacheConfig = CacheConfig()
     log: LogConfig = LogConfig()
     origins: Mapping[str, Origin] = field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False

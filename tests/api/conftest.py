@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import openai
@@ -21,7 +21,7 @@ from firn.api.mailroom import Mailroom
 from firn.api.server import create_app
 from firn.api.services import Limits, Services
 from firn.core.values import Job
-from firn.text.formats import ReplyFormat
+from firn.text.formats import PLAIN, ReplyFormat
 from firn.text.prompt import PromptMaker
 
 GREETING = "Hello, world! Grüße, 世界."
@@ -67,7 +67,6 @@ class Live:
     log: LogLines
     port: int
     server: _Server
-    headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -82,6 +81,11 @@ class Live:
         return openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60
         )
+
+    def n_calls(self) -> int:
+        seen: list[int] = []
+        self.on_loop(lambda: seen.append(self.mailroom.n_calls))
+        return seen[0]
 
     def on_loop(self, work: Any, *args: Any) -> None:
         """Run on the asyncio thread, and wait until it has."""
@@ -104,6 +108,7 @@ def serve(
     limits: Limits | None = None,
     context_length: int = 4096,
     wrap_prompts: Any = lambda prompts: prompts,
+    reply_format: ReplyFormat = PLAIN,
     **options: Any,
 ) -> Iterator[Live]:
     tokenizer = tokenizer or FakeTokenizer()
@@ -129,7 +134,7 @@ def serve(
                 engine=engine,
                 tokenizer=tokenizer,
                 prompts=wrap_prompts(prompts),
-                reply_format=ReplyFormat(),
+                reply_format=reply_format,
                 mailroom=mailroom,
                 pool=pool,
                 limits=limits or Limits(),

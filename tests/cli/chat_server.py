@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 CHAT = [sys.executable, "-c", "from firn.cli import main; main()", "chat"]
@@ -182,17 +183,21 @@ class Terminal:
         """Reads until `text` comes after what was waited for last.
 
         `nudge` is typed first, and again after a long silence: a signal that comes just before
-        input() blocks is only noticed with the next one.
+        input() blocks is only noticed with the next one. Where there is a /proc, the first is
+        typed when it does block.
         """
+        self._settle(nudge)
         for typed in [nudge] * N_NUDGES:
             self.type(typed)
-            while self._more():
-                if text in self.shown[self._seen :]:
-                    self._seen = self.shown.index(text, self._seen) + len(text)
-                    return
+            while text not in self.shown[self._seen :] and self._more():
+                pass
+            if text in self.shown[self._seen :]:
+                self._seen = self.shown.index(text, self._seen) + len(text)
+                return
         raise AssertionError(f"{text!r} never came; shown: {self.shown!r}")
 
     def exit_code(self, *, nudge: str = "") -> int:
+        self._settle(nudge)
         for typed in [nudge] * N_NUDGES:
             with contextlib.suppress(OSError):
                 self.type(typed)
@@ -201,6 +206,11 @@ class Terminal:
             if self._ended:
                 break
         return self.process.wait(PATIENCE_S)
+
+    def _settle(self, nudge: str) -> None:
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while nudge and stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "R":
+            pass
 
     def _more(self) -> bool:
         """Reads what is there, or waits a while for it."""

@@ -15,6 +15,7 @@ import mlx_lm.models
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model
 
 from . import (
@@ -30,7 +31,7 @@ from . import (
     write_folder,
 )
 
-# Rounding, amplified by sharp attention, stays below 1e-4; the smallest fault seen is 0.3.
+# Rounding, amplified by sharp attention, stays below 6e-5; the smallest fault seen is 0.37.
 TOLERANCE = 2e-3
 # One early token changed must move the last logits far beyond the tolerance.
 CONTEXT = 10 * TOLERANCE
@@ -212,7 +213,14 @@ def test_sweep_folder_loads(name: str, tmp_path: Path) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", list(ZOO))
 def test_sweep_bfloat16(name: str) -> None:
-    logits = probe.run(build(name, dtype=mx.bfloat16), probe.tokens(64), chunk=40)
+    model = build(name, dtype=mx.bfloat16)
+    # MLX multiplies by gathered experts on the CPU in float32 only.
+    experts = any(isinstance(module, SwitchLinear) for _, module in model.named_modules())
+    if experts and mx.default_device() == mx.Device(mx.cpu):
+        with pytest.raises(RuntimeError, match="only supports float32"):
+            probe.run(model, probe.tokens(64), chunk=40)
+        return
+    logits = probe.run(model, probe.tokens(64), chunk=40)
     assert bool(mx.all(mx.isfinite(logits[..., :VOCAB_SIZE])).item())
 
 

@@ -48,7 +48,7 @@ class Generate:
         raw = await read_body(scope["headers"], receive, limit_nbytes=services.limits.body_nbytes)
         call = self._dialect.decode(parse_object(raw), namespace=exchange.namespace)
         if call.ignored:
-            logger.debug("%s ignored: %s", exchange.id, ", ".join(call.ignored)[:500])
+            logger.debug("%s ignored: %a", exchange.id, ", ".join(call.ignored)[:500])
         return call
 
     async def _answer(self, call: Call, exchange: Exchange, send: Send) -> None:

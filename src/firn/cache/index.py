@@ -60,8 +60,9 @@ class Node:
     n_leases: int = 0
     n_occupied: int = 0
     """How many children are occupied: hold a record in memory, or lead to one that does."""
-    pinned: bool = False
-    expires_at: float | None = None
+    n_pins: int = 0
+    expires_at: float = 0.0
+    """On the cache's clock; infinity for nodes that live as long as there is room."""
 
     @property
     def end(self) -> int:

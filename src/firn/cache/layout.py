@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from firn.cache.codecs import Arrays, At, LayerCodec, codec_for, leaves
+from firn.cache.codecs.pages import KVCodec, quantising
 from firn.cache.parts import Needs, Part
 
 
@@ -21,10 +22,18 @@ class Layout:
     smallest_window: int
 
     @classmethod
-    def of(cls, layers: Sequence[Any]) -> Layout:
-        """Raises UnknownCacheLayer when some layer cannot be restored."""
+    def of(cls, layers: Sequence[Any], *, kv_bits: int = 0, kv_group_size: int = 64) -> Layout:
+        """Raises UnknownCacheLayer when some layer cannot be restored.
+
+        kv_bits: keep the records of plain attention quantised; 0 keeps them as they are.
+        """
         flat = leaves(layers)
         codecs = tuple(codec_for(layer) for layer in flat)
+        if kv_bits:
+            codecs = tuple(
+                quantising(x, bits=kv_bits, group_size=kv_group_size) if type(c) is KVCodec else c
+                for c, x in zip(codecs, flat, strict=True)
+            )
         pairs = list(zip(codecs, flat, strict=True))
         windows = [c.reach(x) for c, x in pairs if c.part is Part.WINDOW]
         text = ",".join(f"{c.describe(x)}" for c, x in pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from firn.core.events import Admitted
 from firn.core.ports import LiveRow, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
@@ -14,13 +15,17 @@ class BlankTrail:
     """A trail that neither reads nor writes."""
 
     ready: bool = True
+    found: Admitted = Admitted(0, reason="no cache")
 
     def wants(self, n_tokens: int) -> bool:
         return False
 
 
 class CacheOff:
-    """Every lookup is a miss, every commit is nothing."""
+    """Every lookup is a miss, every commit is nothing. `why`: the reason, for /health and stats."""
+
+    def __init__(self, why: str = "switched off") -> None:
+        self.why = why
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> BlankTrail:
         return BlankTrail()
@@ -46,7 +51,7 @@ class CacheOff:
     def blank(self) -> BlankTrail:
         return BlankTrail()
 
-    def make_room(self, nbytes: int) -> None:
+    def set_room(self, nbytes: int) -> None:
         pass
 
     def idle(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
-from firn.cache.index import Index, Mark, Record
+from firn.cache.index import Index, Mark, Node, Record
 from firn.cache.parts import Part
 
 STATE_SHARE = 0.5
@@ -101,12 +101,15 @@ class Pool:
         parent = record.node.parent
         self.drop(record)
         self._on_evict(record)
-        # What stood above may be at the end of its chain now.
         for node in (record.node, parent):
             if node is not None:
-                for r in node.records.values():
-                    if r.payload is not None:
-                        self._push(r)
+                self.rejoin(node)
+
+    def rejoin(self, node: Node) -> None:
+        """Something below went: the node may be at the end of its chain now, and so may go too."""
+        for record in node.records.values():
+            if record.payload is not None:
+                self._push(record)
 
     def drop(self, record: Record) -> None:
         """Uncount a record and take its payload away."""
@@ -135,7 +138,7 @@ class Pool:
             if self._may_go(record):
                 found = record
                 break
-            if record.n_leases or record.node.n_leases or record.node.pinned:
+            if record.n_leases or record.node.n_leases or record.node.n_pins:
                 blocked.append(entry)
         for entry in blocked:
             heapq.heappush(self._heap, entry)
@@ -144,7 +147,7 @@ class Pool:
     @staticmethod
     def _may_go(record: Record) -> bool:
         node = record.node
-        if record.n_leases or node.pinned:
+        if record.n_leases or node.n_pins:
             return False
         if record.part is Part.PAGES:
             return node.n_occupied == 0 and not node.n_leases
@@ -162,7 +165,7 @@ class Pool:
 def _keep_class(state: Record) -> int:
     """0: thinned first. 1: kept while anything else can go."""
     node = state.node
-    newest = not any(Part.STATE in n.records for c in node.children.values() for n in (c,))
+    newest = not any(c.has(Part.STATE) for c in node.children.values())
     if state.mark == Mark.PROMPT_END:
         return 0
     if state.mark >= Mark.LATTICE or len(node.children) > 1:

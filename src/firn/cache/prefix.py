@@ -7,6 +7,7 @@ counted, and becomes a miss.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from firn.cache.parts import Needs, Part
 from firn.cache.pool import Pool
 from firn.cache.stats import Stats
 from firn.cache.trail import CacheTrail, Piece
+from firn.core.events import Admitted
 from firn.core.keys import Key, block_keys, key_tokens, root_key
 from firn.core.ports import LiveRow, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
@@ -67,6 +69,7 @@ class PrefixTree:
         self._layout = layout
         self._layout_text = settings.layout(layout, dtype)
         self._fingerprint = fingerprint
+        self._mortal: set[Node] = set()
         self._clock = clock
         self._seconds_per_token = DEFAULT_SECONDS_PER_TOKEN
         # A ring smaller than a block loses tokens before the block is whole: save them in pieces.
@@ -161,11 +164,12 @@ class PrefixTree:
     def blank(self) -> BlankTrail:
         return BlankTrail()
 
-    def make_room(self, nbytes: int) -> None:
-        self.pool.shrink_to(min(nbytes, self.settings.limit_nbytes))
+    def set_room(self, nbytes: int) -> None:
+        self.pool.limit_nbytes = max(min(nbytes, self.settings.limit_nbytes), 0)
+        self.pool.shrink_to(self.pool.limit_nbytes)
 
     def idle(self) -> None:
-        pass
+        self._expire()
 
     def close(self) -> None:
         pass
@@ -183,6 +187,7 @@ class PrefixTree:
         )
 
     def _open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheTrail:
+        self._expire()
         values = key_tokens(prompt.ids, prompt.media)
         root = self.index.root(self.root_of(namespace))
         root.n_leases += 1
@@ -204,6 +209,8 @@ class PrefixTree:
         else:
             match = Match(0, (), None, 0, "reading switched off")
         self._count(match, n_prompt)
+        tiers = (("memory", match.n_tokens),) if match.n_tokens else ()
+        trail.found = Admitted(match.n_tokens, tiers, match.reason)
         if self.needs.state and trail.writes:
             trail.due = checkpoints.due(
                 trail.boundaries,
@@ -250,6 +257,8 @@ class PrefixTree:
         whole = [s.node for s in match.segments if s.n_tokens == self.settings.block]
         if whole:
             self._lease(trail, whole[-1])
+        if trail.writes:
+            self._extend_life(trail.node, trail.control.ttl_s)
         trail.n_saved = trail.node.end
         if self._piece_tokens and match.n_tokens > trail.node.end:
             last = match.segments[-1]
@@ -334,9 +343,9 @@ class PrefixTree:
                 payload = self._cut(part, trail, node, row, at)
                 if not self._add(node, part, payload, Mark.TURN, new):
                     trail.writes = False
-                    self._forget(node)
+                    self.forget(node)
                     return False
-            node.expires_at = _later(node.expires_at, trail.control.ttl_s, self._clock())
+            self._extend_life(node, trail.control.ttl_s)
             return True
         finally:
             node.n_leases -= 1
@@ -386,13 +395,38 @@ class PrefixTree:
             if len(other.values) >= len(node.values) or other.has(Part.STATE) or other.n_leases:
                 continue
             if common_prefix(other.values, node.values) == len(other.values):
-                self._forget(other)
+                self.forget(other)
 
-    def _forget(self, node: Node) -> None:
+    def forget(self, node: Node) -> None:
         """Remove a node's records, in whatever tier they are."""
+        parent = node.parent
         for record in list(node.records.values()):
             self.pool.drop(record)
             self.index.remove(record)
+        if parent is not None:
+            self.pool.rejoin(parent)
+
+    def _extend_life(self, node: Node, ttl_s: float | None) -> None:
+        """Let the node and all above it live at least this long: a child never outlives its parent."""
+        until = math.inf if ttl_s is None else self._clock() + ttl_s
+        for n in node.path():
+            if n.expires_at >= until:
+                return
+            n.expires_at = until
+            if until == math.inf:
+                self._mortal.discard(n)
+            else:
+                self._mortal.add(n)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for node in [n for n in self._mortal if n.expires_at <= now]:
+            below = list(self.index.below(node))
+            if any(n.n_leases for n in below):
+                continue  # in use: the next sweep takes it
+            for n in reversed(below):
+                self.forget(n)
+                self._mortal.discard(n)
 
     def _on_evict(self, record: Record) -> None:
         """A record left memory. Without its pages a node's other records cannot be used."""
@@ -400,7 +434,7 @@ class PrefixTree:
         node = record.node
         self.index.remove(record)
         if record.part is Part.PAGES:
-            self._forget(node)
+            self.forget(node)
 
     def _lease(self, trail: CacheTrail, node: Node) -> None:
         node.n_leases += 1
@@ -450,10 +484,3 @@ def _join_pieces(pieces: Sequence[Piece], start: int, end: int) -> list[Arrays]:
     if covered != end:
         raise ValueError(f"window pieces end at {covered}, not at {end}")
     return [joined_copy(p) for p in zip(*parts, strict=True)]
-
-
-def _later(now_set: float | None, ttl_s: float | None, now: float) -> float | None:
-    """The later of two expiries; None lives for ever."""
-    if ttl_s is None:
-        return None
-    return max(now_set or 0.0, now + ttl_s)

@@ -9,6 +9,7 @@ import numpy as np
 
 from firn.cache.codecs import Arrays
 from firn.cache.index import Mark, Node
+from firn.core.events import Admitted
 from firn.core.keys import Key, KeyTokens
 from firn.core.values import CacheControl
 
@@ -44,6 +45,7 @@ class CacheTrail:
     n_saved: int = 0
     """Window layers' tokens up to here are in records or pieces."""
     ready: bool = True
+    found: Admitted = Admitted(0)
     closed: bool = False
 
     def wants(self, n_tokens: int) -> bool:

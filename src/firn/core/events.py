@@ -27,9 +27,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request left the queue; `n_cached` tokens of its prompt need no computing."""
+    """The request left the queue; `n_cached` tokens of its prompt need no computing.
+
+    tiers: how many of them came from where. reason: why not more, '' when nothing was left to gain.
+    """
 
     n_cached: int
+    tiers: tuple[tuple[str, int], ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from firn.core.events import EngineEvent, TokenLogprob
+from firn.core.events import Admitted, EngineEvent, TokenLogprob
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId
 
 Delivery = tuple[RequestId, EngineEvent]
@@ -192,6 +192,11 @@ class Trail(Protocol):
         """False while something it will restore is still being read."""
         ...
 
+    @property
+    def found(self) -> Admitted:
+        """What `restore` found for it."""
+        ...
+
     def wants(self, n_tokens: int) -> bool:
         """Whether a commit is due once the row holds this many tokens."""
         ...
@@ -235,8 +240,8 @@ class PrefixCache(Protocol):
         """A trail that neither reads nor writes."""
         ...
 
-    def make_room(self, nbytes: int) -> None:
-        """Live requests leave this many bytes of device memory for records: shrink to that."""
+    def set_room(self, nbytes: int) -> None:
+        """Live requests leave this many bytes of device memory for records: stay under that."""
         ...
 
     def idle(self) -> None:

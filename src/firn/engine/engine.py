@@ -28,7 +28,6 @@ from firn.core.errors import (
     StepFailed,
 )
 from firn.core.events import (
-    Admitted,
     ChoiceDone,
     EngineEvent,
     JobDone,
@@ -50,19 +49,20 @@ MAX_RESCUES = 1
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    max_rows: int
+    max_queue: int
+    prefill_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """What the engine thread builds for itself at its start."""
 
     runner: Runner
     cache: PrefixCache
     budget: Budget
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_rows: int
-    max_queue: int
-    prefill_chunk: int
+    limits: Limits
 
 
 class Engine:
@@ -71,13 +71,11 @@ class Engine:
     def __init__(
         self,
         build: Callable[[], Parts],
-        limits: Callable[[Parts], Limits],
         publish: Publish,
         *,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
         self._build = build
-        self._limits_of = limits
         self._publish = publish
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -90,7 +88,6 @@ class Engine:
         self._last_step = time.monotonic()
         # From here on: the engine thread's alone.
         self._parts: Parts
-        self._limits: Limits
         self._sequences: dict[RequestId, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._tasks: dict[int, Task] = {}
@@ -116,7 +113,7 @@ class Engine:
                 raise ShuttingDown
             if not self._alive:
                 raise EngineDead
-            if self._n_queued >= self._limits.max_queue:
+            if self._n_queued >= self._parts.limits.max_queue:
                 raise QueueFull(self._n_queued)
             self._n_queued += 1
         self._inbox.put(lambda: self._accept(job))
@@ -165,7 +162,6 @@ class Engine:
     def _main(self) -> None:
         try:
             self._parts = self._build()
-            self._limits = self._limits_of(self._parts)
         except BaseException as e:
             self._ready.set_exception(e)
             return
@@ -224,7 +220,7 @@ class Engine:
                 waiting=waiting,
                 prefilling=prefilling,
                 n_rows=n_rows,
-                max_rows=self._limits.max_rows,
+                max_rows=self._parts.limits.max_rows,
                 n_decoding=len(self._rows),
                 free_nbytes=self._parts.budget.free_nbytes(),
                 turn=self._turn,
@@ -235,9 +231,9 @@ class Engine:
 
     def _accept(self, job: Job) -> None:
         try:
-            if job.n > self._limits.max_rows:
+            if job.n > self._parts.limits.max_rows:
                 raise InvalidValue(
-                    "n", f"{job.n} replies are over the limit of {self._limits.max_rows}"
+                    "n", f"{job.n} replies are over the limit of {self._parts.limits.max_rows}"
                 )
             need = self._parts.budget.need_nbytes(job)
             trail = self._parts.cache.open(job.prompt, job.namespace, job.cache)
@@ -254,12 +250,12 @@ class Engine:
         self._leave_queue()
         sequence.admitted = True
         self._parts.budget.admit(sequence.job)
-        self._parts.cache.make_room(self._parts.budget.free_nbytes())
+        self._parts.cache.set_room(self._parts.budget.free_nbytes())
         prompt, choices = sequence.job.prompt, sequence.choices
         task = self._guard(sequence, lambda: self._open_task(sequence, prompt, choices))
         if task is None:
             return
-        self._say(sequence.job.id, Admitted(task.row.n_tokens))
+        self._say(sequence.job.id, sequence.trail.found)
         if task.n_left == 0:
             self._begin_decode(task)
 
@@ -302,6 +298,7 @@ class Engine:
         self._parts.cache.close_trail(sequence.trail, None)
         if sequence.admitted:
             self._parts.budget.release(sequence.job)
+            self._parts.cache.set_room(self._parts.budget.free_nbytes())
         self._sequences.pop(sequence.job.id, None)
 
     def _drop_row(self, choice: Choice) -> None:
@@ -327,7 +324,7 @@ class Engine:
         end = chunk_end(
             task.row.n_tokens,
             task.n_total,
-            chunk=self._limits.prefill_chunk,
+            chunk=self._parts.limits.prefill_chunk,
             stops=self._parts.cache.stops(task.trail),
         )
         run = self._parts.runner.prefill

@@ -31,9 +31,10 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     model: Any
-    tokenizer: HfTokenizer
     info: ModelInfo
     make_layers: Callable[[], list[Any]]
+    probe: list[Any]
+    """Layer caches that hold one token: what a live row looks like."""
 
 
 def resolve(name: str) -> Path:
@@ -71,13 +72,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 def load(
     folder: Path, *, served_name: str, adapter: Path | None = None, trust_remote_code: bool = False
 ) -> LoadedModel:
-    """Read the weights and describe the model."""
+    """Read the weights and describe the model. The caller's thread owns the arrays from then on."""
     config = read_config(folder)
     _check_files(folder, adapter)
     digest = fingerprint(folder, adapter=adapter)
     model, config = _load_weights(folder, config, adapter, trust_remote_code)
-    tokenizer = _load_tokenizer(folder, config, trust_remote_code)
     layers = make_prompt_cache(model)
+    # One token through the model: the proof that it runs, and the width of its logits.
+    logits = model(mx.array([[0]]), cache=layers)
+    mx.eval(logits)
     why_not = can_batch(layers)
     weights = [w for _, w in tree_flatten(model.parameters())]
     info = ModelInfo(
@@ -85,8 +88,8 @@ def load(
         path=str(folder),
         architecture=str(config["model_type"]),
         fingerprint=digest,
-        context_length=_context_length(config),
-        vocab_size=_vocab_size(model),
+        context_length=context_length(config),
+        vocab_size=int(logits.shape[-1]),
         dtype=_dtype(weights),
         weights_nbytes=sum(w.nbytes for w in weights),
         layer_kinds=tuple(type(layer).__name__ for layer in layers),
@@ -94,7 +97,29 @@ def load(
         unbatchable_why=why_not,
         created=int(time.time()),
     )
-    return LoadedModel(model, tokenizer, info, lambda: make_prompt_cache(model))
+    return LoadedModel(model, info, lambda: make_prompt_cache(model), layers)
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokenizer:
+    """The tokenizer and chat template. Needs no weights and no particular thread."""
+    config = read_config(folder)
+    extra = {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        eos = mlx_utils.load_config(folder).get("eos_token_id", config.get("eos_token_id"))
+        wrapper = mlx_utils.load_tokenizer(folder, extra, eos_token_ids=eos)
+    except (ValueError, TypeError, KeyError, OSError, ImportError) as e:
+        raise SetupError(f"The tokenizer of {folder} cannot be loaded: {_first_line(e)}") from e
+    return HfTokenizer(wrapper)
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """How many tokens the model can attend to, as its configuration says."""
+    for tree in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            value = tree.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return DEFAULT_CONTEXT
 
 
 def _check_files(folder: Path, adapter: Path | None) -> None:
@@ -128,33 +153,6 @@ def _load_weights(
         kind = config.get("model_type")
         raise SetupError(f"{folder} ({kind}) cannot be loaded: {_first_line(e)}") from e
     return model, dict(full_config)
-
-
-def _load_tokenizer(
-    folder: Path, config: Mapping[str, Any], trust_remote_code: bool
-) -> HfTokenizer:
-    extra = {"trust_remote_code": True} if trust_remote_code else {}
-    try:
-        wrapper = mlx_utils.load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))
-    except (ValueError, TypeError, KeyError, OSError, ImportError) as e:
-        raise SetupError(f"The tokenizer of {folder} cannot be loaded: {_first_line(e)}") from e
-    return HfTokenizer(wrapper)
-
-
-def _context_length(config: Mapping[str, Any]) -> int:
-    for tree in (config, config.get("text_config") or {}):
-        for key in CONTEXT_KEYS:
-            value = tree.get(key)
-            if isinstance(value, int) and value > 0:
-                return value
-    return DEFAULT_CONTEXT
-
-
-def _vocab_size(model: Any) -> int:
-    """The width of the logits, seen by running one token: also the proof that the model runs."""
-    logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
-    mx.eval(logits)
-    return int(logits.shape[-1])
 
 
 def _dtype(weights: list[mx.array]) -> str:

@@ -7,7 +7,7 @@ truncation and padding on each call, which two threads must not do at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,9 +34,13 @@ class HfTokenizer:
         self._fast = getattr(self._hf, "backend_tokenizer", None)
 
     @property
-    def wrapper(self) -> Any:
-        """mlx-lm's own object, for the parts of `models` that need it."""
-        return self._wrapper
+    def tool_parser(self) -> tuple[str, str, str, Callable[..., Any]] | None:
+        """The tool-call parser that mlx-lm found for this template: name, markers, function."""
+        w = self._wrapper
+        if not w.has_tool_calling or w.tool_parser is None:
+            return None
+        name = str(self._hf.init_kwargs.get("tool_parser_type", "native"))
+        return name, w.tool_call_start or "", w.tool_call_end or "", w.tool_parser
 
     @cached_property
     def eos(self) -> frozenset[int]:

@@ -139,6 +139,8 @@ class Tape:
             if found is not None:
                 at, marker = found
                 before = self.text[self.pos : at]
+                if limit is not None and len(before) > limit:
+                    raise NotACall
                 self.pos = at + len(marker)
                 return before, marker
             n_seen = max(0, len(self.text) - self.pos - longest + 1)

@@ -63,7 +63,7 @@ class Detokenizer:
         with more than one U+FFFD in the new text nothing can be told yet, so all of it waits.
         """
         stable = text[:-1]
-        is_full = len(self._ids) > MAX_WINDOW
+        is_full = len(self._ids) - self._start > MAX_WINDOW
         piece = stable[len(self._given) :] if stable.startswith(self._given) else ""
         if BROKEN in piece and not is_full:
             return ""

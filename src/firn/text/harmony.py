@@ -74,7 +74,7 @@ class HarmonyRouter:
     def finish(self) -> list[Piece]:
         if self._kind == "header":
             # A header cut short is nothing to a reader, unless it never was one.
-            if self._header and "<|" not in self._header:
+            if self._header.strip() and "<|" not in self._header:
                 self._out.append(Text(self._header, self._n_fed - len(self._header)))
             self._header = ""
         else:
@@ -90,15 +90,16 @@ class HarmonyRouter:
     def _read_header(self, text: str) -> str:
         self._header += text
         header, message, body = self._header.partition(MESSAGE)
-        if message:
-            self._header = ""
-            self._enter(header)
-            return body
-        if not _may_be_header(self._header) or len(self._header) > _MAX_HEADER:
+        n_header = len(header) if message else len(header) - len(MESSAGE) + 1
+        if n_header > _MAX_HEADER or not _may_be_header(self._header):
             body, self._header = self._header, ""
             self._kind = "text"
             return body
-        return ""
+        if not message:
+            return ""
+        self._header = ""
+        self._enter(header)
+        return body
 
     def _enter(self, header: str) -> None:
         """What the header says decides what the body is."""

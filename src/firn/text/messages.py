@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -76,7 +76,7 @@ def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
     return replace(message, parts=tuple(parts))
 
 
-def _merge_users(messages: Any) -> list[Message]:
+def _merge_users(messages: Iterable[Message]) -> list[Message]:
     merged: list[Message] = []
     for role, run in groupby(messages, key=lambda m: m.role):
         group = list(run)
@@ -112,35 +112,51 @@ def _with_objects(message: Message) -> Message:
 # --- what a Jinja template is given --------------------------------------------------------
 
 
-def to_template(
-    messages: Sequence[Message], *, empty: str | None = "", short_ids: bool = False
-) -> list[dict[str, Any]]:
-    """Plain dicts; content is a string, or a list of parts where there are images.
+@dataclass(frozen=True, slots=True)
+class TemplateStyle:
+    """How templates differ in what they want of a message.
 
-    `empty` is the content of an assistant message that only calls tools: some templates test for
-    none. `short_ids`: call ids of nine letters and digits, which is all that some templates take.
+    none_content: a message that only calls tools has none. short_ids: call ids are nine letters and
+    digits. text_arguments: they are JSON text. names_results: a tool's result has the tool's name.
+    reasoning_key: what reasoning is called; either_reasoning: it excludes content beside calls.
     """
-    rename = short_id if short_ids else str
-    name_of_call = {c.id: c.name for m in messages for c in m.tool_calls}
-    return [_message_dict(m, empty, rename, name_of_call) for m in messages]
+
+    none_content: bool = False
+    short_ids: bool = False
+    text_arguments: bool = False
+    names_results: bool = False
+    reasoning_key: str = "reasoning_content"
+    either_reasoning: bool = False
+
+
+COMMON = TemplateStyle()
+
+
+def to_template(
+    messages: Sequence[Message], *, style: TemplateStyle = COMMON
+) -> list[dict[str, Any]]:
+    """Plain dicts; content is a string, or a list of parts where there are images."""
+    tool_of_call = {c.id: c.name for m in messages for c in m.tool_calls}
+    return [_message_dict(m, style, tool_of_call) for m in messages]
 
 
 def _message_dict(
-    message: Message,
-    empty: str | None,
-    rename: Callable[[str], str],
-    name_of_call: Mapping[str, str],
+    message: Message, style: TemplateStyle, tool_of_call: Mapping[str, str]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": _content(message)}
-    if message.reasoning is not None:
-        found["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        found["content"] = found["content"] or empty
-        found["tool_calls"] = [_call_dict(c, rename) for c in message.tool_calls]
     name = message.name
+    if message.tool_calls:
+        found["tool_calls"] = [_call_dict(c, style) for c in message.tool_calls]
+        if style.none_content and not found["content"]:
+            found["content"] = None
+    if message.reasoning is not None and not (
+        style.either_reasoning and message.tool_calls and found["content"]
+    ):
+        found[style.reasoning_key] = message.reasoning
     if message.tool_call_id is not None:
-        found["tool_call_id"] = rename(message.tool_call_id)
-        name = name or name_of_call.get(message.tool_call_id)
+        found["tool_call_id"] = _call_id(message.tool_call_id, style)
+        if style.names_results:
+            name = name or tool_of_call.get(message.tool_call_id)
     if name is not None:
         found["name"] = name
     return found
@@ -155,9 +171,16 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
     ]
 
 
-def _call_dict(call: ToolCall, rename: Callable[[str], str]) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"type": "function", "id": rename(call.id), "function": function}
+def _call_dict(call: ToolCall, style: TemplateStyle) -> dict[str, Any]:
+    arguments = call.arguments
+    if style.text_arguments and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": call.name, "arguments": arguments}
+    return {"type": "function", "id": _call_id(call.id, style), "function": function}
+
+
+def _call_id(call_id: str, style: TemplateStyle) -> str:
+    return short_id(call_id) if style.short_ids else call_id
 
 
 def short_id(call_id: str) -> str:

@@ -77,11 +77,7 @@ class PromptMaker:
             raise BadRequest("This model's chat template takes no tools.", param="tools")
         messages = normalise(chat.messages)
         text = self._tokenizer.render(
-            to_template(
-                messages,
-                empty=None if traits.none_content else "",
-                short_ids=traits.short_ids,
-            ),
+            to_template(messages, style=traits.style),
             tools=tools_to_template(tools) or None,
             kwargs={**_reasoning_kwargs(reasoning), **chat.template_kwargs},
         )

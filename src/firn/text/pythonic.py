@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import Any, NamedTuple
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
+_AFTER_STRING = re.compile(r"\s*(?:[,)\]}:]|$)")
 _FAULTS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 
@@ -17,7 +19,7 @@ class PythonCall(NamedTuple):
 def python_calls(text: str) -> list[PythonCall]:
     """Every call of an expression, a list of them, or one a line; empty where it is anything else."""
     try:
-        body = ast.parse(text.strip()).body
+        body = _statements(text.strip())
         nodes: list[ast.expr] = []
         for statement in body:
             if not isinstance(statement, ast.Expr):
@@ -27,6 +29,37 @@ def python_calls(text: str) -> list[PythonCall]:
         return [_call(node) for node in nodes]
     except _FAULTS:
         return []
+
+
+def _statements(text: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(text).body
+    except _FAULTS:
+        return ast.parse(_requoted(text)).body
+
+
+def _requoted(text: str) -> str:
+    """Strings as templates write them, without escapes, made into Python's.
+
+    A quote closes its string only before a comma or a closing bracket; line breaks are escaped.
+    """
+    found = []
+    quote = ""
+    escaped = False
+    for i, char in enumerate(text):
+        if not quote:
+            quote = char if char in "'\"" else ""
+            found.append(char)
+        elif escaped or char == "\\":
+            escaped = not escaped
+            found.append(char)
+        elif char == quote:
+            closes = _AFTER_STRING.match(text, i + 1) is not None
+            found.append(char if closes else "\\" + char)
+            quote = "" if closes else quote
+        else:
+            found.append("\\n" if char == "\n" else char)
+    return "".join(found)
 
 
 def _call(node: ast.expr) -> PythonCall:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
+from firn.text.messages import TemplateStyle
 
 MESSAGE_OPENERS = (
     "<|im_start|>",
@@ -22,6 +23,7 @@ MESSAGE_OPENERS = (
     "<｜User｜>",
     "<｜Assistant｜>",
     "<｜tool▁outputs▁begin｜>",
+    "<｜tool▁output▁begin｜>",
     "<|system|>",
     "<|user|>",
     "<|assistant|>",
@@ -41,23 +43,39 @@ MESSAGE_OPENERS = (
 _ALPHA, _BETA, _GAMMA = "alpha", "beta", "gamma"
 
 
+_NAMED = r"(?:\.{0}\b|\[['\"]{0}['\"]\])"
+"""A field of something: message.content, message['content']."""
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """takes_tools: it names them. none_content: it tests content for none, so a message of calls
-    alone must have none. short_ids: it refuses call ids that are not nine letters and digits."""
-
     takes_tools: bool
-    none_content: bool
-    short_ids: bool
+    style: TemplateStyle
 
     @classmethod
     def read(cls, source: str) -> TemplateTraits:
         # "" stands for a template that is code: nothing can be read from it, so nothing is refused.
         return cls(
             takes_tools=not source or re.search(r"\b(?:custom_)?tools\b", source) is not None,
-            none_content=re.search(r"content['\"\]]* is (?:not )?none", source) is not None,
-            short_ids=re.search(r"length\s*!=\s*9\b", source) is not None,
+            style=_style(source),
         )
+
+
+def _style(source: str) -> TemplateStyle:
+    def has(pattern: str) -> bool:
+        return re.search(pattern, source) is not None
+
+    says_thinking = has(r"\bmessage" + _NAMED.format("thinking"))
+    return TemplateStyle(
+        none_content=has(_NAMED.format("content") + r" is (?:not )?none"),
+        short_ids=has(r"length\s*!=\s*9\b"),
+        text_arguments=has(r"\+\s*[\w\[\]'\"]+" + _NAMED.format("arguments") + r"\s*(?:\+|\}\})"),
+        names_results=has(r"\bmessage" + _NAMED.format("name")),
+        reasoning_key="thinking"
+        if says_thinking and "reasoning_content" not in source
+        else "reasoning_content",
+        either_reasoning="both content and thinking" in source,
+    )
 
 
 def openers(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -90,6 +90,46 @@ class QuantizedKVCodec:
         return int(total // layer.keys[0].shape[2])
 
 
+class QuantizingKVCodec(KVCodec):
+    """Plain attention whose records are kept quantised: smaller, and no longer exact."""
+
+    def __init__(self, bits: int, group_size: int) -> None:
+        self.bits = bits
+        self.group_size = group_size
+
+    def describe(self, layer: Any) -> str | None:
+        return f"kv~{self.bits}x{self.group_size}"
+
+    def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
+        out: list[mx.array] = []
+        for a in _present(super().cut(layer, at, start, end)):
+            out += mx.quantize(a, group_size=self.group_size, bits=self.bits)
+        return tuple(out)
+
+    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+        joined = _present(concat_tokens(pieces, pad=_room(n_tokens)))
+        layer.keys, layer.values = (
+            mx.dequantize(w, scales, biases, self.group_size, self.bits)
+            for w, scales, biases in (joined[:3], joined[3:])
+        )
+        layer.offset = n_tokens
+
+
+def quantising(layer: Any, *, bits: int, group_size: int) -> KVCodec:
+    """The codec that keeps this layer's records quantised, or the exact one if its heads are too odd."""
+    if layer.keys is None:
+        return QuantizingKVCodec(bits, group_size)
+    widths = (layer.keys.shape[-1], layer.values.shape[-1])
+    for size in (group_size, 64, 32):
+        if size <= group_size and all(w % size == 0 for w in widths):
+            return QuantizingKVCodec(bits, size)
+    return KVCodec()
+
+
+def _present(arrays: Arrays) -> list[mx.array]:
+    return [a for a in arrays if a is not None]
+
+
 def _padding(layer: Any, at: At) -> int:
     """Left padding of a batched row: the batch's write position less the row's own length."""
     write_at = getattr(layer, "_idx", None)

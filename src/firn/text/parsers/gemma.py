@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from firn.text.calls import SPACE, CallParser, NotACall, Script
+from firn.text.calls import SPACE, CallParser, NotACall, Script, TextEnded
 from firn.text.json_calls import Sink
 from firn.text.parsers import ToolFormat
 from firn.text.schema import ANY, from_text
 
 _MAX_DEPTH = 32
+_WORDS = {"None": None, "True": True, "False": False}
 
 
 class _Marks(NamedTuple):
@@ -30,7 +31,20 @@ MARKS = {
 class Gemma(CallParser):
     def script(self) -> Script[None]:
         self._quote, end = MARKS[self.marker]
-        while True:
+        try:
+            yield from self._calls()
+        except TextEnded:
+            raise
+        except NotACall:
+            if not self.is_open:
+                raise
+            yield from self.tape.until(end)
+            return
+        yield from self.tape.close(end)
+
+    def _calls(self) -> Script[None]:
+        is_next = True
+        while is_next:
             yield from self.tape.skip(SPACE + ",")
             yield from self.tape.expect("call:")
             name, _ = yield from self.tape.until("{", limit=256)
@@ -38,9 +52,7 @@ class Gemma(CallParser):
             self.arguments("{")
             yield from self._members("}", self.arguments, depth=0)
             self.end()
-            if not (yield from self._another()):
-                break
-        yield from self.tape.close(end)
+            is_next = yield from self._another()
 
     def _another(self) -> Script[bool]:
         start = self.tape.mark()
@@ -94,7 +106,9 @@ class Gemma(CallParser):
             return
         text, end = yield from self.tape.until(",", "}", "]")
         self.tape.pos -= len(end)
-        sink(lead + json.dumps(from_text(text.strip(), types), ensure_ascii=False))
+        text = text.strip()
+        value = _WORDS[text] if not types and text in _WORDS else from_text(text, types)
+        sink(lead + json.dumps(value, ensure_ascii=False))
 
     def _string(self, lead: str, types: frozenset[str], sink: Sink) -> Script[None]:
         if types and "string" not in types:

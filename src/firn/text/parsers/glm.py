@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from firn.text.parsers import ToolFormat
 from firn.text.tag_calls import TagCallParser, TagGrammar
 
@@ -20,7 +23,10 @@ def _pairs(prefix: str = "") -> TagGrammar:
 
 
 class Glm(TagCallParser):
-    grammars = {"<tool_call>": _pairs(), "<longcat_tool_call>": _pairs("longcat_")}
+    grammars: ClassVar[Mapping[str, TagGrammar]] = {
+        "<tool_call>": _pairs(),
+        "<longcat_tool_call>": _pairs("longcat_"),
+    }
 
 
 _NAMES = ("tool_call", "arg_key", "arg_value")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from firn.text.parsers import ToolFormat
 from firn.text.tag_calls import TagCallParser, TagGrammar
 
@@ -19,11 +22,13 @@ def _invoke(section_end: str, mark: str = "") -> TagGrammar:
 
 
 class MiniMax(TagCallParser):
-    grammars = {"<minimax:tool_call>": _invoke("</minimax:tool_call>")}
+    grammars: ClassVar[Mapping[str, TagGrammar]] = {
+        "<minimax:tool_call>": _invoke("</minimax:tool_call>")
+    }
 
 
 class Dsml(TagCallParser):
-    grammars = {
+    grammars: ClassVar[Mapping[str, TagGrammar]] = {
         f"<{_DSML}{section}>": _invoke(f"</{_DSML}{section}>", _DSML)
         for section in ("function_calls", "tool_calls")
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.tag_calls import TagCallParser, TagGrammar
@@ -18,7 +20,7 @@ _QWEN = TagGrammar(
 
 
 class XmlFunctions(TagCallParser):
-    grammars = {
+    grammars: ClassVar[Mapping[str, TagGrammar]] = {
         "<tool_call>": _QWEN,
         "<function=": _QWEN,  # the outer tag is forgotten now and then
         "<seed:tool_call>": replace(_QWEN, section_end="</seed:tool_call>"),
@@ -26,7 +28,7 @@ class XmlFunctions(TagCallParser):
 
 
 class NamedFunctions(TagCallParser):
-    grammars = {
+    grammars: ClassVar[Mapping[str, TagGrammar]] = {
         "<function name=": TagGrammar(
             call="<function name=",
             call_end="</function>",

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from firn.core.errors import BadRequest, ContextTooLong
+from firn.core.values import (
+    Chat,
+    ImagePart,
+    Message,
+    Prompt,
+    RawText,
+    RawTokens,
+    Reasoning,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
+from firn.text.prompt import PromptMaker
+from firn.text.template import TemplateTraits
+from tests.text.trained import CHATML, TrainedTokenizer, byte_level, fallback
+
+LLAMA = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
+    "<|odd_close|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+GEMMA = (
+    "<bos>{% set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% set rest = messages[1:] if first else messages %}"
+    "{% for m in rest %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ first if loop.first }}{{ m.content }}<end_of_turn>\n{% endfor %}<start_of_turn>model\n"
+)
+MISTRAL = (
+    "{% set first = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% set rest = messages[1:] if first else messages %}"
+    "{% for m in rest %}{% if m.role == 'user' %}[INST]{{ first if loop.first }}{{ m.content }}"
+    "[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+UNKNOWN = (
+    "{% for m in messages %}<|odd_open|>{{ m.role }}: {{ m.content }}<|odd_close|>\n{% endfor %}"
+    "<|odd_open|>assistant: "
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama": LLAMA,
+    "gemma": GEMMA,
+    "mistral": MISTRAL,
+    "unknown": UNKNOWN,
+}
+
+
+def said(role: str, text: str, **more: object) -> Message:
+    return Message(role, (TextPart(text),), **more)  # type: ignore[arg-type]
+
+
+SYSTEM = said("system", "You are a helpful fox. Be brief, and never bark at the dog.")
+TURNS = [said("user", "Who are you?"), said("assistant", "A fox."), said("user", "Sure?")]
+
+
+def maker(template: str | None = CHATML, *, context_length: int = 4096) -> PromptMaker:
+    return PromptMaker(byte_level().with_template(template), context_length=context_length)
+
+
+def chat(*messages: Message, **more: object) -> Chat:
+    return Chat(messages, **more)  # type: ignore[arg-type]
+
+
+def shared(a: Prompt, b: Prompt) -> int:
+    """How many tokens two prompts have in common."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a.ids[:n] != b.ids[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def test_ids_and_boundaries_of_a_chat() -> None:
+    tokenizer = byte_level()
+    prompt = maker().make(chat(SYSTEM, *TURNS))
+    assert prompt.ids.dtype == np.int64
+    text = tokenizer.decode(prompt.ids.tolist())
+    assert text.count("<|im_start|>") == 5
+    assert text.endswith("<|im_start|>assistant\n")
+    start = tokenizer.token_id("<|im_start|>")
+    assert [prompt.ids[p] for p in prompt.boundaries] == [start] * 4
+    assert list(prompt.boundaries) == sorted(set(prompt.boundaries))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_next_turn_resumes_before_the_generation_prompt(name: str) -> None:
+    """The last boundary lies in what the next prompt shares, and less than a header is lost."""
+    make = maker(TEMPLATES[name]).make
+    now = make(chat(SYSTEM, *TURNS))
+    later = make(chat(SYSTEM, *TURNS, said("assistant", "Yes."), said("user", "Good.")))
+    common = shared(now, later)
+    assert now.boundaries[-1] <= common
+    assert len(now) - now.boundaries[-1] < 12
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_another_chat_shares_the_system_prompt(name: str) -> None:
+    """A boundary lies at the end of the system prompt, give or take a separator."""
+    make = maker(TEMPLATES[name]).make
+    one = make(chat(SYSTEM, said("user", "Who are you?")))
+    two = make(chat(SYSTEM, said("user", "Bark, please. And then sit down for a while.")))
+    common = shared(one, two)
+    best = max((p for p in one.boundaries if p <= common), default=0)
+    assert best > 0
+    assert common - best < 8
+    assert best in two.boundaries
+
+
+def test_the_system_prompt_inside_the_first_user_message_with_byte_fallback() -> None:
+    tokenizer = fallback(strips=True).with_template(GEMMA)
+    prompt = PromptMaker(tokenizer, context_length=4096).make(chat(SYSTEM, TURNS[0]))
+    assert all(0 < p < len(prompt) for p in prompt.boundaries)
+
+
+def test_a_template_without_control_tokens_has_no_message_boundaries() -> None:
+    prompt = maker(PLAIN).make(chat(TURNS[0]))
+    assert prompt.boundaries == ()
+
+
+def test_boundaries_of_a_long_chat_are_one_a_message() -> None:
+    messages = [said(("user", "assistant")[i % 2], f"message {i}") for i in range(299)]
+    prompt = maker(context_length=100_000).make(chat(*messages))
+    assert len(prompt.boundaries) == 299
+
+
+def test_thinking_only_changes_the_tail() -> None:
+    plain = maker().make(chat(*TURNS))
+    thinking = maker().make(chat(*TURNS), reasoning=Reasoning(enabled=True))
+    assert shared(plain, thinking) == len(plain)
+    assert maker().tail(thinking).endswith("<|im_start|>assistant\n<think>\n")
+    override = chat(*TURNS, template_kwargs={"enable_thinking": False})
+    assert len(maker().make(override, reasoning=Reasoning(enabled=True))) == len(plain)
+
+
+def test_tools_and_calls_are_rendered() -> None:
+    call = Message("assistant", (), tool_calls=(ToolCall("c1", "bark", '{"times": 2}'),))
+    source = chat(TURNS[0], call, tools=(Tool("bark"),))
+    text = byte_level().decode(maker().make(source).ids.tolist())
+    assert "Tools:" in text
+    assert '"times": 2' in text
+
+
+def test_without_a_choice_the_tools_are_left_out() -> None:
+    source = chat(TURNS[0], tools=(Tool("bark"),), tool_choice=ToolChoice(ToolMode.NONE))
+    assert "Tools:" not in byte_level().decode(maker().make(source).ids.tolist())
+
+
+def test_raw_sources() -> None:
+    tokenizer = byte_level()
+    prompt = maker().make(RawText("The quick brown"))
+    assert prompt.ids.tolist() == tokenizer.encode("The quick brown", add_special=True)
+    assert maker().make(RawTokens((5, 6, 7))).ids.tolist() == [5, 6, 7]
+    assert prompt.boundaries == ()
+
+
+def test_half_a_surrogate_pair_becomes_a_character() -> None:
+    prompt = maker().make(chat(said("user", "a\ud83db")))
+    assert "a\ufffdb" in byte_level().decode(prompt.ids.tolist())
+
+
+def test_room_for_one_token_must_remain() -> None:
+    maker(context_length=4).make(RawTokens((1, 2, 3)))
+    with pytest.raises(ContextTooLong) as e:
+        maker(context_length=3).make(RawTokens((1, 2, 3)))
+    assert (e.value.n_prompt, e.value.limit) == (3, 3)
+
+
+PICTURE = Message("user", (TextPart("see"), ImagePart("x", "messages.0.content.1")))
+BAD = {
+    "no text": (CHATML, RawText(""), "prompt"),
+    "no ids": (CHATML, RawTokens(()), "prompt"),
+    "ids too large": (CHATML, RawTokens((2**70,)), "prompt"),
+    "no messages": (CHATML, chat(), "messages"),
+    "no template": (None, chat(*TURNS), "messages"),
+    "no tools in the template": (LLAMA, chat(*TURNS, tools=(Tool("f"),)), "tools"),
+    "pictures": (CHATML, chat(PICTURE), "messages.0.content.1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_requests_name_what_is_wrong(case: str) -> None:
+    template, source, param = BAD[case]
+    with pytest.raises(BadRequest) as e:
+        maker(template).make(source)
+    assert e.value.param == param
+
+
+STYLES = [
+    ("{{ message['content'] is none }}", "none_content"),
+    ("{% if message.content is not none %}", "none_content"),
+    ("{% if tool_call.id|length != 9 %}", "short_ids"),
+    ("{{ '<sep>' + tool['function']['arguments'] + '<end>' }}", "text_arguments"),
+    ("{{ 'json\n' + call.function.arguments }}", "text_arguments"),
+    ("{{ message.name }}", "names_results"),
+    ("raise('Cannot pass both content and thinking')", "either_reasoning"),
+]
+
+
+@pytest.mark.parametrize(("source", "trait"), STYLES)
+def test_traits_of_templates(source: str, trait: str) -> None:
+    assert getattr(TemplateTraits.read(source).style, trait) is True
+    assert getattr(TemplateTraits.read(CHATML).style, trait) is False
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ("{{ message.thinking }}", "thinking"),
+        ("{{ message.thinking }}{{ message.reasoning_content }}", "reasoning_content"),
+        ("{{ message.content }}", "reasoning_content"),
+    ],
+)
+def test_what_reasoning_is_called(source: str, key: str) -> None:
+    assert TemplateTraits.read(source).style.reasoning_key == key
+
+
+def test_a_template_that_is_code_refuses_nothing() -> None:
+    assert TemplateTraits.read("").takes_tools
+
+
+def test_the_fixture_is_a_port() -> None:
+    from firn.core.ports import Tokenizer
+
+    port: Tokenizer = TrainedTokenizer.with_template(byte_level(), None)
+    assert port.chat_template is None
