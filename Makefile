@@ -84,5 +84,5 @@ $(STAMP): pyproject.toml Makefile
 	    rm -rf $(VENV); exit 1; }; \
 	fi
 	@echo "Installing firn with MLX for $(MLX) into $(VENV); the first time takes a few minutes."
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '$(INSTALL)'
+	@$(PY) -m pip install -qq --disable-pip-version-check --editable '$(INSTALL)'
 	@touch $@

@@ -32,6 +32,8 @@ class Result:
     n_cached: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    margins: dict[int, list[float]] = field(default_factory=dict)
+    """How much likelier the best token was than the second, where two were asked for."""
     reasons: dict[int, str] = field(default_factory=dict)
     error: FirnError | None = None
     finished: threading.Event = field(default_factory=threading.Event)
@@ -115,6 +117,10 @@ class Harness:
                 result.tokens.setdefault(event.choice, []).append(event.id)
                 if event.logprob:
                     result.logprobs.setdefault(event.choice, []).append(event.logprob.logprob)
+                    top = [p for _, p in event.logprob.top]
+                    result.margins.setdefault(event.choice, []).append(
+                        top[0] - top[1] if len(top) > 1 else 0.0
+                    )
             elif isinstance(event, ChoiceDone):
                 result.reasons[event.choice] = event.reason
             elif isinstance(event, JobFailed | JobDone):
@@ -144,7 +150,7 @@ class Harness:
                 sampling=sampling,
                 n=n,
                 eos=eos,
-                top_logprobs=0,
+                top_logprobs=2,
                 namespace=Namespace(namespace),
                 cache=control,
             )

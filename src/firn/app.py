@@ -34,6 +34,7 @@ from firn.logs import configure as configure_logs
 from firn.models import device as devices
 from firn.models import loader
 from firn.models.runner import Runner
+from firn.models.selfcheck import CHUNKS_MATTER
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -167,10 +168,15 @@ def _build_cache(
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
     limit = wanted.cache_memory_mb * MIB or devices.free_nbytes(machine) // 5
+    exact = wanted.reuse == "exact"
+    if loaded.info.architecture in CHUNKS_MATTER:
+        why = CHUNKS_MATTER[loaded.info.architecture]
+        log.warning("%s is reused on prefill chunks only: %s", loaded.info.name, why)
+        exact = True
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
-        exact_chunk=chunk if wanted.reuse == "exact" else 0,
+        exact_chunk=chunk if exact else 0,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     return PrefixTree(

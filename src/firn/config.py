@@ -4,7 +4,6 @@ A field of the tree IS an option: its one entry gives type, default, help text a
 flag, the environment variable, the TOML key, the validation and `firn config show` follow from it.
 Owner: the command that starts. Everything below it is handed values and reads no environment.
 """
-# ruff: noqa: RUF009 - option() makes a dataclass field, as field() does
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.api.conftest import GREETING, Live, serve
+from tests.api.live import GREETING, Live, serve
 from tests.fakes import FakeTokenizer
 
 from firn.core.values import Job

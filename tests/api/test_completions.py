@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from tests.api.conftest import GREETING, Live, serve
+from tests.api.live import GREETING, Live, serve
 from tests.fakes import FakeTokenizer
 
 from firn.core.values import Job

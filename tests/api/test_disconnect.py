@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.api.conftest import Live, serve
+from tests.api.live import Live, serve
 from tests.fakes import FakeTokenizer, Stage
 
 from firn.core.values import Job
@@ -173,8 +173,9 @@ def test_a_client_that_does_not_read_and_then_leaves() -> None:
 def test_many_hang_ups_leave_nothing_behind() -> None:
     tokenizer = FakeTokenizer()
     pick = random.Random(1)
-    with serve(reply=lambda *_: [65] * 4000, tokenizer=tokenizer) as live:
+    with serve(reply=lambda *_: [65] * 100, tokenizer=tokenizer) as live:
         live.engine.chunk = 1
+        live.engine.hold("decode", after=50)  # so that none ends by itself
         for _ in range(150):
             client = Client(live, pick.choice(list(BODIES)), stream=True)
             mark = pick.choice([None, b"HTTP", b"prefill", b"data:", b"A"])

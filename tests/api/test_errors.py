@@ -12,7 +12,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.api.conftest import GREETING, Live, serve
+from tests.api.live import GREETING, Live, serve
 
 from firn.api.dialects import discover
 from firn.api.services import Limits

@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from tests.api.conftest import Live, serve
+from tests.api.live import Live, serve
 
 from firn.api.auth import SHARED, Keys, namespace_of
 from firn.api.services import Limits

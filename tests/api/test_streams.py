@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-from tests.api.conftest import GREETING, Live, serve
+from tests.api.live import GREETING, Live, serve
 
 from firn.api.services import Limits
 from firn.core.errors import ShuttingDown, StepFailed

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.conftest import Live, serve
+from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 
 from firn.core.values import Job

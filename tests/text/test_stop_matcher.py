@@ -45,9 +45,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("stops", "text", "result"), TABLE)
-def test_at_every_split(
-    stops: tuple[str, ...], text: str, result: tuple[str, str | None]
-) -> None:
+def test_at_every_split(stops: tuple[str, ...], text: str, result: tuple[str, str | None]) -> None:
     assert expected(stops, text) == result
     assert read(stops, list(text)) == result
     for i in range(len(text) + 1):

@@ -1,7 +1,8 @@
-"""Real tokenizers, trained on the spot: byte-level BPE, and two SentencePiece kinds with byte fallback."""
+"""Real tokenizers, trained on the spot: byte-level BPE, and SentencePiece kinds with byte fallback."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -69,7 +70,6 @@ class TrainedTokenizer:
         byte_level: bool,
         special: Sequence[str] = CONTROL,
         chat_template: str | None = CHATML,
-        longest: list[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._byte_level = byte_level
@@ -98,9 +98,7 @@ class TrainedTokenizer:
         return self._chat_template
 
     def with_template(self, source: str | None) -> TrainedTokenizer:
-        return TrainedTokenizer(
-            self._tokenizer, byte_level=self._byte_level, chat_template=source
-        )
+        return TrainedTokenizer(self._tokenizer, byte_level=self._byte_level, chat_template=source)
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
@@ -188,7 +186,6 @@ def fallback(*, strips: bool) -> TrainedTokenizer:
 
 
 def _unigram_pieces(tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    import json
 
     return [(p, s) for p, s in json.loads(tokenizer.to_str())["model"]["vocab"]]
 

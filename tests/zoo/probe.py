@@ -118,7 +118,7 @@ def _decode(model: nn.Module, cache: Cache, steps: Sequence[Sequence[int]]) -> m
 
 
 def _prefilled(model: nn.Module, ids: Sequence[int]) -> Cache:
-    cache = make_prompt_cache(model)
+    cache: Cache = make_prompt_cache(model)
     feed(model, ids, cache, chunk=len(ids))
     return cache
 

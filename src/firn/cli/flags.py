@@ -20,7 +20,7 @@ from firn.options import Option
 # Flags of vllm-mlx that people have in their scripts; here they name what cannot be switched off.
 ALWAYS_ON = {
     "--continuous-batching": "continuous batching is always on",
-    "--enable-prefix-cache": "the prefix cache is always on",
+    "--enable-prefix-cache": "the prefix cache is always on, unless --disable-prefix-cache",
 }
 
 

@@ -126,7 +126,7 @@ def inspect_folder(folder: Path) -> ModelReport:
     _check_index(folder, headers, found)
     library = _library(config, found)
     cache = None
-    if library == "mlx-lm" and not found.problems:
+    if library == "mlx-lm" and "model_file" not in config and not found.problems:
         cache = _cache_cost(folder, found)
     return ModelReport(
         folder=folder,

@@ -22,9 +22,12 @@ from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models.batch import can_batch
 from firn.models.fingerprint import fingerprint
+from firn.models.selfcheck import batch_fault
 from firn.models.tokenizer import HfTokenizer
 
 DEFAULT_CONTEXT = 32768
+LOAD_FAULTS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError, SystemExit)
+"""What a bad folder raises out of mlx-lm; one of its modules even ends the process (SystemExit)."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -78,15 +81,18 @@ def load(
     digest = fingerprint(folder, adapter=adapter)
     model, config = _load_weights(folder, config, adapter, trust_remote_code)
     layers = make_prompt_cache(model)
-    # One token through the model: the proof that it runs, and the width of its logits.
-    logits = model(mx.array([[0]]), cache=layers)
-    mx.eval(logits)
-    why_not = can_batch(layers)
+    kind = str(config["model_type"])
+    try:  # one token through the model: the proof that it runs, and the width of its logits
+        logits = model(mx.array([[0]]), cache=layers)
+        mx.eval(logits)
+    except LOAD_FAULTS as e:
+        raise SetupError(f"{folder} ({kind}) does not run on this machine: {_first_line(e)}") from e
+    why_not = can_batch(layers) or batch_fault(model, lambda: make_prompt_cache(model), kind)
     weights = [w for _, w in tree_flatten(model.parameters())]
     info = ModelInfo(
         name=served_name,
         path=str(folder),
-        architecture=str(config["model_type"]),
+        architecture=kind,
         fingerprint=digest,
         context_length=context_length(config),
         vocab_size=int(logits.shape[-1]),
@@ -149,7 +155,7 @@ def _load_weights(
             model = mlx_utils.load_adapters(model, str(adapter))
             model.eval()
             mx.eval(model.parameters())
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as e:
+    except LOAD_FAULTS as e:
         kind = config.get("model_type")
         raise SetupError(f"{folder} ({kind}) cannot be loaded: {_first_line(e)}") from e
     return model, dict(full_config)

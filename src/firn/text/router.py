@@ -123,12 +123,13 @@ class TagRouter:
     def _read_start(self, text: str, calls: CallMarkers) -> str:
         """The first thing of a reply whose calls have no marker of their own."""
         bare = text.lstrip(SPACE)
+        if len(bare) < len(text):
+            self._say(text[: len(text) - len(bare)], self._n_fed - len(text))
         if not bare:
-            self._say(text, self._n_fed - len(text))
             return ""
         self._is_fresh = False
         if bare[0] not in calls.starts:
-            return text
+            return bare
         self._enter_parser(bare[0], calls)
         return bare[1:]
 
@@ -157,7 +158,7 @@ class TagRouter:
         if self._space.text:
             text, at = self._space.text + text, self._space.at
             self._space = Text("", 0)
-        if self._calls is not None:
+        if self._calls is not None or (self._at_start and text.isspace()):
             bare = text.rstrip(SPACE)
             if len(bare) < len(text):
                 self._space = Text(text[len(bare) :], at + len(bare))

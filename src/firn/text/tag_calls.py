@@ -78,13 +78,14 @@ class TagCallParser(JsonCallParser):
         header, end = yield from self.tape.until(*ends, limit=_MAX_HEADER)
         if end != g.name_end:
             self.tape.pos -= len(end)
-        self.start(_split_header(header)[0])
+        self.start(_split_header(header)[0] if header.lstrip()[:1] in ('"', "'") else header)
         self.arguments("{")
         try:
             yield from self._parameters()
         except TextEnded:
             if self._in_value:
                 raise
+            self.tape.pos = len(self.tape.text)  # the stump of a tag
         self.arguments("}")
         self.end()
 

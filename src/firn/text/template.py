@@ -69,7 +69,7 @@ def _style(source: str) -> TemplateStyle:
     return TemplateStyle(
         none_content=has(_NAMED.format("content") + r" is (?:not )?none"),
         short_ids=has(r"length\s*!=\s*9\b"),
-        text_arguments=has(r"\+\s*[\w\[\]'\"]+" + _NAMED.format("arguments") + r"\s*(?:\+|\}\})"),
+        text_arguments=has(r"\+\s*[\w.\[\]'\"]+" + _NAMED.format("arguments") + r"\s*(?:\+|\}\})"),
         names_results=has(r"\bmessage" + _NAMED.format("name")),
         reasoning_key="thinking"
         if says_thinking and "reasoning_content" not in source

@@ -1,0 +1,71 @@
+"""Does this model give the same answer in a batch as alone? Asked of the model itself, at load.
+
+Some architectures of mlx-lm cannot be batched and do not say so: rows that are padded come out wrong, or
+the step raises. Three short rows of unequal length are decoded alone and together; a difference far
+beyond rounding means that the model is served row by row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from firn.models.sampling import to_host
+
+LENGTHS = (13, 4, 9)
+FAR = 0.3
+"""In units of the logits' spread. Rounding stays far below; wrong rows are off by 0.9 and more."""
+N_TRIALS = 2
+
+WRONG_WHEN_LONG = {
+    "minimax_m3_vl": "key blocks are cut over padding, which short rows do not show",
+}
+"""Architectures whose batched form goes wrong only at lengths that are too long to try at load."""
+CHUNKS_MATTER = {
+    "plamo3": "its prefill mask is one token wider than the window it keeps",
+    "phi3small": "its sparse layers look to the end of their block",
+}
+"""Architectures whose result depends on where prefill is cut: they are reused on chunks only."""
+
+
+def batch_fault(model: Any, make_layers: Callable[[], list[Any]], architecture: str) -> str | None:
+    """None when rows can be decoded together, else what was seen."""
+    if architecture in WRONG_WHEN_LONG:
+        return WRONG_WHEN_LONG[architecture]
+    worst = []
+    for trial in range(N_TRIALS):
+        try:
+            worst.append(_difference(model, make_layers, seed=trial))
+        except (ValueError, RuntimeError, TypeError, IndexError) as e:
+            return f"a batched step of mlx-lm's {architecture} fails: {str(e).splitlines()[0]}"
+    # A near-tie in expert routing may flip one trial; a wrong mask is off in all of them.
+    if min(worst) > FAR:
+        return f"rows of mlx-lm's {architecture} come out different in a batch ({min(worst):.1f})"
+    return None
+
+
+def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
+    """The largest difference between a row's logits alone and in a batch."""
+    rows = [[(7 * i + 3 * j + seed) % 50 + 1 for j in range(n)] for i, n in enumerate(LENGTHS)]
+    caches = [_prefilled(model, make_layers(), ids[:-1]) for ids in rows]
+    alone = [
+        model(mx.array([ids[-1:]]), cache=copy.deepcopy(c))[0, -1]
+        for ids, c in zip(rows, caches, strict=True)
+    ]
+    merged = [type(same[0]).merge(list(same)) for same in zip(*caches, strict=True)]
+    together = model(mx.array([ids[-1:] for ids in rows]), cache=merged)[:, -1]
+    differences = []
+    for i, logits in enumerate(alone):
+        spread = mx.std(logits.astype(mx.float32)) + 1e-6
+        far = mx.max(mx.abs(logits - together[i])).astype(mx.float32) / spread
+        differences.append(far)
+    return max(float(to_host(d)) for d in differences)
+
+
+def _prefilled(model: Any, layers: list[Any], ids: Sequence[int]) -> list[Any]:
+    model(mx.array([list(ids)]), cache=layers)
+    mx.eval([layer.state for layer in layers])
+    return layers

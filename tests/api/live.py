@@ -1,0 +1,156 @@
+"""A real uvicorn on a loopback port, with a fake engine behind the real app."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import uvicorn
+from tests.fakes import FakeEngine, FakeTokenizer
+
+from firn.api.mailroom import Mailroom
+from firn.api.server import create_app
+from firn.api.services import Limits, Services
+from firn.core.values import Job
+from firn.text.formats import PLAIN, ReplyFormat
+from firn.text.prompt import PromptMaker
+
+GREETING = "Hello, world! Grüße, 世界."
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.up.set()
+
+
+class LogLines(logging.Handler):
+    """Every line the server logs, for tests that wait for one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: queue.Queue[str] = queue.Queue()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self.lines.put(record.getMessage())
+
+    def wait_for(self, text: str) -> str:
+        while text not in (line := self.lines.get(timeout=30)):
+            pass
+        return line
+
+
+@dataclass
+class Live:
+    """A running server and the fakes inside it."""
+
+    engine: FakeEngine
+    tokenizer: FakeTokenizer
+    mailroom: Mailroom
+    log: LogLines
+    port: int
+    server: _Server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def openai(self, *, api_key: str = "unused", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60, **options
+        )
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60
+        )
+
+    def n_calls(self) -> int:
+        seen: list[int] = []
+        self.on_loop(lambda: seen.append(self.mailroom.n_calls))
+        return seen[0]
+
+    def on_loop(self, work: Any, *args: Any) -> None:
+        """Run on the asyncio thread, and wait until it has."""
+        done = threading.Event()
+
+        def call() -> None:
+            work(*args)
+            done.set()
+
+        assert self.server.loop is not None
+        self.server.loop.call_soon_threadsafe(call)
+        assert done.wait(30)
+
+
+@contextmanager
+def serve(
+    *,
+    reply: Any = None,
+    tokenizer: FakeTokenizer | None = None,
+    limits: Limits | None = None,
+    context_length: int = 4096,
+    wrap_prompts: Any = lambda prompts: prompts,
+    reply_format: ReplyFormat = PLAIN,
+    **options: Any,
+) -> Iterator[Live]:
+    tokenizer = tokenizer or FakeTokenizer()
+    mailroom = Mailroom()
+
+    def greet(job: Job, choice: int) -> list[int]:
+        return tokenizer.encode(GREETING, add_special=False)
+
+    engine = FakeEngine(
+        mailroom.publish,
+        reply or greet,
+        vocab_size=tokenizer.vocab_size,
+        context_length=context_length,
+    )
+    log = LogLines()
+    logger = logging.getLogger("firn.api")
+    logger.addHandler(log)
+    logger.setLevel(logging.DEBUG)
+    with ThreadPoolExecutor(2) as pool:
+        prompts = PromptMaker(tokenizer, context_length=context_length)
+        app = create_app(
+            Services(
+                engine=engine,
+                tokenizer=tokenizer,
+                prompts=wrap_prompts(prompts),
+                reply_format=reply_format,
+                mailroom=mailroom,
+                pool=pool,
+                limits=limits or Limits(),
+                **options,
+            )
+        )
+        config = uvicorn.Config(app, port=0, log_level="critical", access_log=False)
+        server = _Server(config)
+        thread = threading.Thread(target=server.run, name="uvicorn")
+        thread.start()
+        try:
+            assert server.up.wait(30)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            yield Live(engine, tokenizer, mailroom, log, port, server)
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            thread.join()
+            engine.stop()
+            logger.removeHandler(log)

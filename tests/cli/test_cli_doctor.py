@@ -1,0 +1,228 @@
+"""`firn doctor`: what it says about machines and models, and its exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
+from rich.console import Console
+
+from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
+from firn.cli.machine import Memory, blas_hint, disk_free, is_loopback, memory, vm_stat_available
+from firn.config import BUILTIN_MODEL
+from firn.models.inspect import CacheCost, DeviceReport, ModelReport
+
+GIB = 2**30
+MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
+LINUX = DeviceReport("CPU", "EPYC", None, None)
+GPU = DeviceReport("CUDA", "H200", 139 * GIB, None)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    config = {
+        "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-6,
+        "vocab_size": 32, "max_position_embeddings": 512, "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    return folder
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = "from firn.cli import main; main()"
+    environ = os.environ | {"COLUMNS": "300"}
+    return subprocess.run(
+        [sys.executable, "-c", script, "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        env=environ,
+    )
+
+
+def test_the_machine_alone_is_well() -> None:
+    result = run()
+    assert result.returncode == 0, result.stdout
+    for word in ("firn", "Python", "mlx", "mlx-lm", "platform", "device", "memory", "disk"):
+        assert word in result.stdout
+    assert "Nothing is wrong." in result.stdout
+
+
+def test_a_good_model_is_described(tiny: Path) -> None:
+    result = run(str(tiny))
+    assert result.returncode == 0, result.stdout
+    for text in (
+        "qwen3, known to mlx-lm",
+        "in 1 file, float32",
+        "512 tokens",
+        "128 bytes a token, 64.0 KiB for a full context",
+        "yes, with a full context",
+        "no chat template",
+    ):
+        assert text in result.stdout
+
+
+def test_a_broken_model_exits_1_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    result = run(str(tmp_path))
+    assert result.returncode == 1
+    assert "The tokenizer is missing" in result.stdout
+    assert "The weights are missing" in result.stdout
+    assert "2 things are wrong" in result.stdout
+    assert "Traceback" not in result.stderr
+    assert run(str(tmp_path / "none")).returncode == 1
+
+
+def test_printing_is_plain(tiny: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    assert doctor(str(tiny / "none"), console=console) == 1
+    assert isinstance(console.file, io.StringIO)
+    assert "1 thing is wrong" in console.file.getvalue()
+
+
+def test_the_built_in_model_and_a_hub_id_are_no_problem() -> None:
+    assert [f.mark for f in look_at_model(BUILTIN_MODEL)] == ["ok"]
+    (finding,) = look_at_model("firn-tests/no-such-model")
+    assert finding.mark == "note"
+    assert "would download it" in finding.text
+    (wrong,) = look_at_model("not an id!")
+    assert wrong.mark == "problem"
+    assert list(look_at_model(None)) == []
+
+
+def test_versions_come_first() -> None:
+    topics = [finding.topic for finding in look_at_machine()]
+    assert topics[:4] == ["firn", "mlx", "mlx-lm", "mlx-vlm"]
+
+
+# --- does it fit ---------------------------------------------------------------------------
+
+
+def fits(
+    weights_gib: float,
+    device: DeviceReport,
+    now: Memory,
+    *,
+    cache: CacheCost | None = None,
+    context: int | None = None,
+) -> Finding:
+    report = ModelReport(
+        Path("m"), weights_nbytes=int(weights_gib * GIB), cache=cache, context_length=context
+    )
+    (finding,) = (f for f in describe_model(report, device, now) if f.topic == "fits")
+    return finding
+
+
+COST = CacheCost(2**20, fixed_nbytes=0, n_layers=2, n_window=0, n_state=0)
+
+
+@pytest.mark.parametrize(
+    ("weights_gib", "device", "now", "mark"),
+    [
+        (40, MAC, Memory(64 * GIB, 60 * GIB), "ok"),
+        (49, MAC, Memory(64 * GIB, 60 * GIB), "problem"),  # the working set, not the memory
+        (40, MAC, Memory(64 * GIB, 30 * GIB), "note"),
+        (20, LINUX, Memory(16 * GIB, 12 * GIB), "problem"),
+        (14, LINUX, Memory(16 * GIB, 12 * GIB), "note"),
+        (10, LINUX, Memory(16 * GIB, None), "ok"),
+        (100, GPU, Memory(32 * GIB, 16 * GIB), "ok"),  # the host's memory does not matter
+        (140, GPU, Memory(900 * GIB, 800 * GIB), "problem"),
+    ],
+)
+def test_whether_weights_fit(
+    weights_gib: float, device: DeviceReport, now: Memory, mark: str
+) -> None:
+    assert fits(weights_gib, device, now).mark == mark
+
+
+def test_how_long_a_conversation_may_get() -> None:
+    now = Memory(16 * GIB, 16 * GIB)
+    short = fits(6, LINUX, now, cache=COST, context=100_000)
+    assert short.text == "yes, with memory for about 10240 tokens of context"
+    assert fits(6, LINUX, now, cache=COST, context=10_000).text == "yes, with a full context"
+    assert fits(15, LINUX, now, cache=COST, context=10_000).mark == "problem"
+
+
+# --- the machine ---------------------------------------------------------------------------
+
+
+def make_root(root: Path, *, limit: str | None = None, used: int = 0) -> Path:
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        "MemTotal:       16 kB\nMemFree: 1 kB\nMemAvailable:   8 kB\nHugePages_Total: 0\n"
+    )
+    if limit is not None:
+        (root / "sys/fs/cgroup").mkdir(parents=True)
+        (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
+        (root / "sys/fs/cgroup/memory.current").write_text(f"{used}\n")
+    return root
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        (None, 0, Memory(16384, 8192)),
+        ("max", 0, Memory(16384, 8192)),
+        ("99999", 0, Memory(16384, 8192)),
+        ("10000", 4000, Memory(10000, 6000)),
+        ("10000", 12000, Memory(10000, 0)),
+        ("12000", 1000, Memory(12000, 8192)),
+    ],
+)
+def test_memory_on_linux(tmp_path: Path, limit: str | None, used: int, expected: Memory) -> None:
+    assert memory(make_root(tmp_path / "root", limit=limit, used=used)) == expected
+
+
+def test_memory_here() -> None:
+    now = memory()
+    assert now.total > 0
+    assert now.available is None or 0 < now.available <= now.total
+
+
+def test_memory_on_a_mac() -> None:
+    text = (
+        "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
+        "Pages free:                               100.\n"
+        "Pages active:                             900.\n"
+        "Pages inactive:                            30.\n"
+        "Pages speculative:                          4.\n"
+        "Pages purgeable:                            1.\n"
+    )
+    assert vm_stat_available(text, page_nbytes=10) == 1350
+    assert vm_stat_available("", page_nbytes=10) is None
+
+
+def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    assert disk_free(tmp_path / "a" / "b") > 0
+
+
+def test_a_fast_blas_needs_no_hint() -> None:
+    assert blas_hint({"LD_PRELOAD": "/usr/lib/libopenblas.so.0"}) is None
+    hint = blas_hint({"LD_PRELOAD": "/usr/lib/libother.so"})
+    assert hint is not None
+    assert "LD_PRELOAD=" in hint
+
+
+def test_addresses_of_this_machine() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.com", "")))
+
+
+def test_sizes_read_well() -> None:
+    assert [size(n) for n in (512, 2048, 3 * 2**20, 5 * GIB)] == [
+        "512 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB",
+    ]  # fmt: skip

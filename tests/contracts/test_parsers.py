@@ -1,0 +1,160 @@
+"""What every tool-call format owes, run over each file of the folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.text.reading import NATIVE, Reply, read, read_at_every_split
+
+from firn.text.formats import ReplyFormat, reasoning_parser_names, tool_parser_names
+from firn.text.parsers import ToolFormat, formats, names
+from firn.text.router import ThinkTags
+
+THINK = ThinkTags("<think>", "</think>")
+EACH = pytest.mark.parametrize("format", formats().values(), ids=formats())
+
+
+def reply_format(format: ToolFormat) -> ReplyFormat:
+    think = None if format.router else THINK
+    return ReplyFormat(tool=format.name, think=think, native=NATIVE)
+
+
+def is_marked(format: ToolFormat) -> bool:
+    """It has markers of its own, so that text can come before and behind a call."""
+    return not format.router and (bool(format.opens) or format.name == "whole_call")
+
+
+def assert_is_the_call(reply: Reply, n: int = 1) -> None:
+    assert [c.name for c in reply.calls] == ["get_weather"] * n
+    for call in reply.calls:
+        assert call.arguments == {"city": "Paris", "days": 3}
+
+
+@EACH
+def test_the_example_is_one_call_at_every_split(format: ToolFormat) -> None:
+    reply = read_at_every_split(reply_format(format), format.example)
+    assert_is_the_call(reply)
+    assert reply.text == reply.reasoning == ""
+
+
+@EACH
+def test_text_around_a_call_is_kept_and_nothing_else(format: ToolFormat) -> None:
+    if not is_marked(format):
+        pytest.skip("calls are the whole reply")
+    closes = format.name not in ("python_tag",)  # which runs to the end of the reply
+    text = f"Let me see <b>now</b>.\n\n{format.example}" + ("\nDone {ok}." if closes else "")
+    reply = read_at_every_split(reply_format(format), text)
+    assert_is_the_call(reply)
+    assert reply.text == "Let me see <b>now</b>." + ("Done {ok}." if closes else "")
+
+
+@EACH
+def test_calls_in_a_row(format: ToolFormat) -> None:
+    if format.starts == ("[",):
+        pytest.skip("one list is the whole reply")
+    start = "<|start|>assistant" if format.router else "\n"
+    reply = read_at_every_split(reply_format(format), format.example + start + format.example)
+    assert_is_the_call(reply, 2)
+    assert reply.text == ""
+
+
+@EACH
+def test_reasoning_first(format: ToolFormat) -> None:
+    if format.router:
+        pytest.skip("reasoning is a part of the format")
+    text = f"<think>\nI must call.\n</think>\n\n{format.example}"
+    reply = read_at_every_split(reply_format(format), text)
+    assert_is_the_call(reply)
+    assert (reply.text, reply.reasoning) == ("", "I must call.")
+
+
+@EACH
+def test_a_call_inside_unclosed_reasoning_counts(format: ToolFormat) -> None:
+    if not is_marked(format):
+        pytest.skip("no marker to see it by")
+    reply = read_at_every_split(reply_format(format), f"hm\n{format.example}", tail="<think>\n")
+    assert_is_the_call(reply)
+    assert (reply.text, reply.reasoning) == ("", "hm")
+
+
+@EACH
+def test_inside_reasoning_an_unknown_name_is_no_call(format: ToolFormat) -> None:
+    if not is_marked(format):
+        pytest.skip("no marker to see it by")
+    text = format.example.replace("get_weather", "get_lost") + "</think>ok"
+    reply = read_at_every_split(reply_format(format), text, tail="<think>\n")
+    if format.name != "python_tag":  # which has no end but the reply's
+        assert reply.calls == []
+        assert reply.text == "ok"
+
+
+@EACH
+def test_without_tools_markup_is_text(format: ToolFormat) -> None:
+    if format.router:
+        pytest.skip("the format shapes all of a reply")
+    reply = read(reply_format(format), [format.example], tools=())
+    assert reply.calls == []
+    assert reply.text == format.example
+
+
+@EACH
+def test_cut_anywhere_it_is_a_part_of_the_call_or_text(format: ToolFormat) -> None:
+    for n in range(len(format.example)):
+        text = format.example[:n]
+        reply = read(reply_format(format), [text])
+        assert read(reply_format(format), list(text)) == reply
+        assert len(reply.calls) <= 1
+        if reply.calls:
+            assert reply.text == ""
+        elif not format.router:
+            assert reply.text == text
+
+
+@EACH
+def test_arguments_come_while_they_are_written(format: ToolFormat) -> None:
+    if format.name in ("pythonic", "pythonic_bare", "whole_call"):
+        pytest.skip("needs the whole call")
+    long = format.example.replace("Paris", "Paris " * 50)
+    assert read(reply_format(format), list(long)).n_pieces > 100
+
+
+@EACH
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_mixture_of_its_parts_at_any_split(format: ToolFormat, data: st.DataObject) -> None:
+    """No text whatever raises, and none depends on how it is cut."""
+    example = format.example
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(example)), max_size=4)))
+    parts = [example[a:b] for a, b in zip([0, *cuts], [*cuts, len(example)], strict=True)]
+    scraps = [
+        *parts, *format.opens, *format.tokens, *format.starts, example,
+        "<think>", "</think>", '{"', '": ', "}", "]", ", ", "\n", "text", '"', "\\", "get_weather", "7",
+    ]  # fmt: skip
+    text = "".join(data.draw(st.lists(st.sampled_from(scraps), max_size=8)))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    chunks = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    whole = read(reply_format(format), [text])
+    assert read(reply_format(format), chunks) == whole
+    assert read(reply_format(format), list(text)) == whole
+
+
+@EACH
+@settings(max_examples=80, deadline=None)
+@given(value=st.text(max_size=30))
+def test_any_string_in_the_json_formats(format: ToolFormat, value: str) -> None:
+    if '"Paris"' not in format.example or format.name.startswith("pythonic"):
+        pytest.skip("not JSON")
+    text = format.example.replace('"Paris"', json.dumps(value))
+    reply = read(reply_format(format), list(text))
+    assert reply.calls[0].arguments == {"city": value, "days": 3}
+
+
+def test_names_are_unique_and_listed() -> None:
+    every = [n for f in formats().values() for n in (f.name, *f.aliases)]
+    assert len(every) == len(set(every))
+    assert set(names()) == set(every)
+    assert set(every) < set(tool_parser_names())
+    assert {"auto", "none", "think", "qwen3", "harmony"} <= set(reasoning_parser_names())

@@ -1,0 +1,287 @@
+"""Each format's own ways, beyond what the contract asks of all."""
+# ruff: noqa: E501  (a reply is easier to read on one line)
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.text.reading import Call, Reply, read, read_at_every_split
+
+from firn.text.formats import ReplyFormat
+from firn.text.native import NativeParser
+from firn.text.pythonic import python_calls
+
+WEATHER = "get_weather"
+
+
+def tagged(body: str) -> str:
+    return f"<tool_call>{body}</tool_call>"
+
+
+CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
+    "json_tags": [
+        (tagged('{"name": "other", "arguments": {}}'), [("other", {})]),
+        (tagged('{"name": "other"}'), [("other", {})]),
+        (tagged('{"name": "other", "arguments": null}'), [("other", {})]),
+        (tagged('{"arguments": {"a": 1}, "name": "other"}'), [("other", {"a": 1})]),
+        (tagged('{"name": "other", "arguments": "{\\"a\\": 1}"}'), [("other", {"a": 1})]),
+        (tagged('{"name": "other", "parameters": {"a": {"b": [1, "}"]}}}'), [("other", {"a": {"b": [1, "}"]}})]),
+        (tagged('{"type": "function", "function": {"name": "other", "arguments": {"a": 1}}}'), [("other", {"a": 1})]),
+        (tagged('[{"name": "other", "arguments": {"a": 1}}, {"name": "other", "arguments": {}}]'), [("other", {"a": 1}), ("other", {})]),
+        (tagged('{"name": "other", "arguments": {"a": 1}}\n{"name": "other", "arguments": {}}'), [("other", {"a": 1}), ("other", {})]),
+        (tagged('{"name": "other", "arguments": {"a": 1}}}'), [("other", {"a": 1})]),
+        (tagged('{"name": "other", "arguments": {"a": "x\ny\tz"}}'), [("other", {"a": "x\ny\tz"})]),
+        (tagged('{"name": "other", "arguments": {"a": "C:\\dir \\d+ \\u00e9 \\\' \\uZ"}}'), [("other", {"a": "C:\\dir \\d+ é ' \\uZ"})]),
+        (tagged('{"name": "other", "arguments": {"a": True, "b": None, "c": -1.5e3}}'), [("other", {"a": True, "b": None, "c": -1500.0})]),
+        (tagged('{"name": "get_weather", "arguments": {"city": 75, "days": "3", "note": "7"}}'), [(WEATHER, {"city": "75", "days": 3, "note": "7"})]),
+        (tagged('{"name": "other", "arguments": {"a": "</tool_call> <think>"}}'), [("other", {"a": "</tool_call> <think>"})]),
+        ('<TOOLCALL>[{"name": "other", "arguments": {"a": 1}}]</TOOLCALL>', [("other", {"a": 1})]),
+        ('<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "other", "parameters": {"a": 1}}\n]<|END_ACTION|>', [("other", {"a": 1})]),
+        ('<tool_call>{"name": "other", "arguments": {"a": 1}}', [("other", {"a": 1})]),
+    ],
+    "bare_json": [
+        ('{"name": "other", "parameters": {"a": 1}}; {"name": "other", "parameters": {}}', [("other", {"a": 1}), ("other", {})]),
+        ('[{"name": "other", "arguments": {"a": 1}}, {"name": "get_weather", "arguments": {}}]', [("other", {"a": 1}), (WEATHER, {})]),
+        ('\n {"type": "function", "name": "other", "parameters": {}}', [("other", {})]),
+    ],
+    "python_tag": [
+        ('<|python_tag|>other.call(a="x", b=[1, true])', [("other", {"a": "x", "b": [1, True]})]),
+        ('{"name": "other", "parameters": {"a": 1}}', [("other", {"a": 1})]),
+        ('Sure.<|python_tag|>{"name": "other", "parameters": {}}', [("other", {})]),
+    ],
+    "xml_functions": [
+        ("<tool_call>\n<function=other>\n</function>\n</tool_call>", [("other", {})]),
+        ("<function=get_weather>\n<parameter=city>\nA\n\nB\n</parameter>\n</function>", [(WEATHER, {"city": "A\n\nB"})]),
+        ("<tool_call>\n<function=get_weather>\n<parameter=city>\n007\n</parameter>\n<parameter=days>\n007\n</parameter>\n<parameter=where>\n{\"x\": 1}\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=note>\nnull\n</parameter>\n</function>\n</tool_call>", [(WEATHER, {"city": "007", "days": 7, "where": {"x": 1}, "exact": True, "note": None})]),
+        ('<tool_call>\n<function=get_weather>\n<parameter=city>\na "b" \\ <c>\td\n</parameter>\n</function>\n</tool_call>', [(WEATHER, {"city": 'a "b" \\ <c>\td'})]),
+        ("<tool_call>\n<function=other>\n<parameter=a>\n1\n</parameter>\n</function>\n<function=other>\n</function>\n</tool_call>", [("other", {"a": 1}), ("other", {})]),
+        ('<tool_call>{"name": "other", "arguments": {"a": 1}}</tool_call>', [("other", {"a": 1})]),
+        ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n", [(WEATHER, {"city": "Paris"})]),
+        ("<seed:tool_call>\n<function=other>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>", [("other", {"a": 1})]),
+    ],
+    "named_functions": [
+        ('<function name="get_weather"><param name="city"><![CDATA[a < b\n]]></param></function>', [(WEATHER, {"city": "a < b\n"})]),
+        ('<function name="other"><param name="x"><![CDATA[<1>]]></param></function><function name="other"></function>', [("other", {"x": "<1>"}), ("other", {})]),
+    ],
+    "glm": [
+        ("<tool_call>other</tool_call>", [("other", {})]),
+        ("<tool_call>other\n</tool_call>", [("other", {})]),
+        ("<tool_call>get_weather<arg_key>city</arg_key><arg_value>007\n</arg_value><arg_key>days</arg_key><arg_value>7</arg_value></tool_call>", [(WEATHER, {"city": "007\n", "days": 7})]),
+        ("<longcat_tool_call>other\n<longcat_arg_key>a</longcat_arg_key>\n<longcat_arg_value>[1]</longcat_arg_value>\n</longcat_tool_call>", [("other", {"a": [1]})]),
+        (tagged('{"name": "other", "arguments": {"a": 1}}'), [("other", {"a": 1})]),
+    ],
+    "minimax": [
+        ('<minimax:tool_call>\n<invoke name="other">\n</invoke>\n<invoke name="get_weather">\n<parameter name="city">x\n</parameter>\n</invoke>\n</minimax:tool_call>', [("other", {}), (WEATHER, {"city": "x\n"})]),
+    ],
+    "dsml": [
+        ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="other">\n<｜DSML｜parameter name="a" string="true">7</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', [("other", {"a": "7", "b": 7})]),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS][{"name": "other", "arguments": {"a": 1}, "id": "abcdef123"}]', [("other", {"a": 1})]),
+        ('[TOOL_CALLS] [{"name": "other", "arguments": {}}, {"name": "other", "arguments": {"a": 1}}]', [("other", {}), ("other", {"a": 1})]),
+        ('[TOOL_CALLS]other[ARGS]{"a": 1}[TOOL_CALLS]other[ARGS]{}', [("other", {"a": 1}), ("other", {})]),
+        ('[TOOL_CALLS]other{"a": 1}', [("other", {"a": 1})]),
+    ],
+    "deepseek": [
+        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', [("other", {"a": 1}), ("other", {})]),
+        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>other\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>other\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', [("other", {"a": 1}), ("other", {})]),
+    ],
+    "kimi_k2": [
+        ('<|tool_calls_section_begin|><|tool_call_begin|>functions.other:3<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_call_begin|>other<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>', [("other", {"a": 1}), ("other", {})]),
+    ],
+    "gemma4": [
+        ('<|tool_call>call:get_weather{city:<|"|>a, "b" {c}<|"|>,where:{x:[1,<|"|>y<|"|>,true],<|"|>z<|"|>:None},tags:[]}<tool_call|>', [(WEATHER, {"city": 'a, "b" {c}', "where": {"x": [1, "y", True], "z": None}, "tags": []})]),
+        ("<|tool_call>call:get_weather{city:007,days:<|\"|>3<|\"|>}<tool_call|>", [(WEATHER, {"city": "007", "days": 3})]),
+        ("<|tool_call>call:other{}<tool_call|><|tool_call>call:other{a:1}<tool_call|>", [("other", {}), ("other", {"a": 1})]),
+    ],
+    "function_gemma": [
+        ("<start_function_call>call:other{a:<escape>x{y}<escape>}<end_function_call>", [("other", {"a": "x{y}"})]),
+    ],
+    "pythonic": [
+        ("<|tool_call_start|>[other(a='it''s'), get_weather(city='Rome', days=\"2\")]<|tool_call_end|>", [("other", {"a": "its"}), (WEATHER, {"city": "Rome", "days": 2})]),
+        ("<|tool_call_start|>[other(a='it's a\nline', b={\"x\": null})]<|tool_call_end|>", [("other", {"a": "it's a\nline", "b": {"x": None}})]),
+        ("<function_calls>\nother(a=1)\nother(b=[1, 2])\n</function_calls>", [("other", {"a": 1}), ("other", {"b": [1, 2]})]),
+    ],
+    "pythonic_bare": [
+        ("[get_weather(city='[x]', days=1), other()]", [(WEATHER, {"city": "[x]", "days": 1}), ("other", {})]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "calls"),
+    [(f, text, calls) for f, cases in CALLS.items() for text, calls in cases],
+)
+def test_calls(format: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    reply = read_at_every_split(ReplyFormat(tool=format), text)
+    assert [(c.name, c.arguments) for c in reply.calls] == calls
+    assert reply.text == ("Sure." if text.startswith("Sure.") else "")
+
+
+TEXTS: dict[str, list[str]] = {
+    "json_tags": [
+        "<tool_call>no json</tool_call>",
+        tagged("[]"),
+        tagged("{}"),
+        tagged('{"name": 5, "arguments": {}}'),
+        tagged('{"name": "two words", "arguments": {}}'),
+        tagged('{"name": "other", "arguments": [1]}'),
+        tagged('{"name": "other" "arguments": {}}'),
+        "<tool_call",
+        "a <tool_call> is a tag, and <tool_response> too",
+    ],
+    "bare_json": [
+        '{"answer": 42}',
+        '{"name": "Bob", "age": 3}',
+        '{"name": "nobody", "parameters": {}}',
+        '[1] is a footnote',
+        "{not json}",
+        'Text first: {"name": "other", "parameters": {}}',
+        '{"name": "other"',
+    ],
+    "python_tag": ["<|python_tag|>print(1)", "<|python_tag|>unknown.call(a=1)"],
+    "xml_functions": ["<tool_call>\nhello\n</tool_call>", "<function=two words>x</function>"],
+    "glm": ["<tool_call> is a tag\nof two lines", "<tool_call>" + "x" * 2000],
+    "mistral": ["[TOOL_CALLS] is a marker", '[TOOL_CALLS][{"name": "other", "arguments": [}]'],
+    "deepseek": ["<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"],
+    "kimi_k2": ["<|tool_calls_section_begin|><|tool_calls_section_end|>"],
+    "gemma4": ["<|tool_call>hello<tool_call|>"],
+    "pythonic": [
+        "<|tool_call_start|>[1, 2]<|tool_call_end|>",
+        "<|tool_call_start|>[other(1)]<|tool_call_end|>",
+        "<|tool_call_start|>[other(**x)]<|tool_call_end|>",
+        "<|tool_call_start|>import os<|tool_call_end|>",
+    ],
+    "pythonic_bare": ["[1] see (below)]", "[unknown(a=1)]", "[get_weather(a="],
+    "whole_call": ["<call>no</call>", "<call>[1]</call>", '<call>{"name": "other", "arguments": 1}</call>'],
+}  # fmt: skip
+NATIVE = NativeParser("fake", "<call>", "</call>", lambda text, tools: json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("format", "text"), [(f, text) for f, cases in TEXTS.items() for text in cases]
+)
+def test_what_is_no_call_is_text(format: str, text: str) -> None:
+    reply = read_at_every_split(ReplyFormat(tool=format, native=NATIVE), text)
+    assert reply.calls == []
+    assert reply.text == text
+
+
+def test_a_good_call_after_a_bad_one() -> None:
+    text = tagged("bad") + " " + tagged('{"name": "other", "arguments": {}}')
+    reply = read_at_every_split(ReplyFormat(tool="json_tags"), text)
+    assert [c.name for c in reply.calls] == ["other"]
+    assert reply.text == tagged("bad")
+
+
+def test_arguments_that_stop_being_json_go_on_as_they_are() -> None:
+    text = tagged('{"name": "other", "arguments": {"a": 1, oops}}') + "after"
+    reply = read_at_every_split(ReplyFormat(tool="json_tags"), text)
+    assert reply.calls == [Call("other", '{"a": 1, oops}}')]
+    assert reply.text == "after"
+
+
+def test_ids_of_the_model_are_kept() -> None:
+    kimi = read(ReplyFormat(tool="kimi_k2"), [CALLS["kimi_k2"][0][0]])
+    assert [c.id for c in kimi.calls] == ["functions.other:3", "other"]
+    mistral = '[TOOL_CALLS]other[CALL_ID]abcdef123[ARGS]{"a": 1}'
+    assert read(ReplyFormat(tool="mistral"), [mistral]).calls[0].id == "abcdef123"
+
+
+def test_a_string_parameter_streams() -> None:
+    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\n" + "long text " * 20
+    reply = read(ReplyFormat(tool="xml_functions"), list(text))
+    assert reply.calls[0].text == '{"city": "' + "long text " * 20
+    assert reply.n_pieces > 200
+
+
+def test_the_native_parser_sees_the_tools_and_may_fail_in_any_way() -> None:
+    seen: list[Any] = []
+
+    def parse(text: str, tools: Any) -> Any:
+        seen.append(tools)
+        raise KeyError(text)
+
+    native = NativeParser("fake", "<call>", "</call>", parse)
+    reply = read(ReplyFormat(tool="whole_call", native=native), ["<call>x</call>"])
+    assert reply.text == "<call>x</call>"
+    assert seen[0][0]["function"]["name"] == "get_weather"
+
+
+def test_a_native_format_without_an_end_runs_to_the_end_of_the_reply() -> None:
+    native = NativeParser("fake", "<call>", "", lambda text, tools: json.loads(text))
+    text = '<call>[{"name": "get_weather", "arguments": {"days": "3"}, "id": "x"}]'
+    reply = read_at_every_split(ReplyFormat(tool="whole_call", native=native), text)
+    assert reply.calls == [Call("get_weather", '{"days": 3}', "x")]
+
+
+# --- harmony --------------------------------------------------------------------------------
+
+HARMONY = ReplyFormat(tool="harmony")
+CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
+
+
+def test_channels() -> None:
+    text = (
+        f"{CHANNEL}analysis{MESSAGE}I think.{END}"
+        f"{START}assistant{CHANNEL}commentary{MESSAGE}Let me look.{END}"
+        f"{START}assistant{CHANNEL}commentary to=functions.other <|constrain|>json{MESSAGE}"
+        '{"a": "<|x|>"}<|call|>'
+        f"{START}assistant to=functions.get_weather{CHANNEL}commentary json{MESSAGE}"
+        '{"days": "3"}<|call|>'
+        f"{START}assistant{CHANNEL}final{MESSAGE}Done <b>.<|return|>"
+    )
+    reply = read_at_every_split(HARMONY, text, tail="<|start|>assistant")
+    assert reply.reasoning == "I think."
+    assert reply.text == "Let me look.Done <b>."
+    assert [(c.name, c.arguments) for c in reply.calls] == [
+        ("other", {"a": "<|x|>"}),
+        ("get_weather", {"days": 3}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "tail", "text_out", "reasoning"),
+    [
+        (f"{CHANNEL}analysis{MESSAGE}cut sho", "", "", "cut sho"),
+        (f"{CHANNEL}anal", "", "", ""),
+        ("no header at all", "", "no header at all", ""),
+        ("to", "", "to", ""),
+        ("x" * 3000, "", "x" * 3000, ""),
+        ("ok<|return|>", f"{START}assistant{CHANNEL}final{MESSAGE}", "ok", ""),
+        ("hm<|end|>", f"{START}assistant{CHANNEL}analysis{MESSAGE}", "", "hm"),
+        (f"{CHANNEL}analysis{MESSAGE}hm{CHANNEL}final{MESSAGE}ok", "", "ok", "hm"),
+        (f"{CHANNEL}analysis to=python{MESSAGE}print(1){END}", "", "", "print(1)"),
+        ("<|constrain|>" + "x" * 3000 + f"{MESSAGE}y", "", "<|constrain|>" + "x" * 3000 + f"{MESSAGE}y", ""),
+    ],
+)  # fmt: skip
+def test_harmony_at_the_edges(text: str, tail: str, text_out: str, reasoning: str) -> None:
+    reply = read(HARMONY, [text], tail=tail)
+    assert read(HARMONY, list(text), tail=tail) == reply
+    assert (reply.text, reply.reasoning, reply.calls) == (text_out, reasoning, [])
+
+
+def test_harmony_without_tools_gives_the_body_of_a_call_as_text() -> None:
+    text = f"{CHANNEL}commentary to=functions.other{MESSAGE}{{}}<|call|>"
+    assert read(HARMONY, [text], tools=()) == Reply(text="{}", order=["Text"])
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"), [("", "{}"), ("print(1)", "print(1)"), ("[1]", "[1]")]
+)
+def test_harmony_arguments_of_any_kind(body: str, arguments: str) -> None:
+    text = f"{CHANNEL}commentary to=functions.other{MESSAGE}{body}<|call|>"
+    reply = read_at_every_split(HARMONY, text)
+    assert reply.calls == [Call("other", arguments)]
+
+
+# --- Python ---------------------------------------------------------------------------------
+
+
+def test_python_is_parsed_and_never_run() -> None:
+    assert python_calls("f(a=__import__('os'))") == []
+    assert python_calls("f(a=1) + g()") == []
+    assert python_calls("a.b.c(x=-1)") == [("a.b.c", {"x": -1})]
+    assert python_calls("(" * 10_000) == []
