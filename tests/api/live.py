@@ -14,7 +14,6 @@ from typing import Any
 
 import openai
 import uvicorn
-from tests.fakes import FakeEngine, FakeTokenizer
 
 from firn.api.mailroom import Mailroom
 from firn.api.server import create_app
@@ -22,6 +21,7 @@ from firn.api.services import Limits, Services
 from firn.core.values import Job
 from firn.text.formats import PLAIN, ReplyFormat
 from firn.text.prompt import PromptMaker
+from tests.fakes import FakeEngine, FakeTokenizer
 
 GREETING = "Hello, world! Grüße, 世界."
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.api.live import GREETING, Live, serve
-from tests.fakes import FakeTokenizer
 
 from firn.core.values import Job
+from tests.api.live import GREETING, Live, serve
+from tests.fakes import FakeTokenizer
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -80,7 +80,8 @@ def test_choices_have_their_own_texts() -> None:
         ]
         assert whole.usage is not None
         assert whole.usage.completion_tokens == 6
-        texts, roles = {}, []
+        texts: dict[int, str] = {}
+        roles: list[int] = []
         for chunk in client.chat.completions.create(model="fake", messages=HI, n=3, stream=True):
             (choice,) = chunk.choices
             texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")

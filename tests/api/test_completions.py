@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from tests.api.live import GREETING, Live, serve
-from tests.fakes import FakeTokenizer
 
 from firn.core.values import Job
+from tests.api.live import GREETING, Live, serve
+from tests.fakes import FakeTokenizer
 
 
 def echoing(tokenizer: FakeTokenizer) -> Any:

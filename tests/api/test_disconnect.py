@@ -9,10 +9,10 @@ import threading
 from typing import Any
 
 import pytest
-from tests.api.live import Live, serve
-from tests.fakes import FakeTokenizer, Stage
 
 from firn.core.values import Job
+from tests.api.live import Live, serve
+from tests.fakes import FakeTokenizer, Stage
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},

@@ -12,12 +12,12 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.api.live import GREETING, Live, serve
 
 from firn.api.dialects import discover
 from firn.api.services import Limits
 from firn.core.errors import QueueFull, StepFailed
 from firn.core.values import Job
+from tests.api.live import GREETING, Live, serve
 
 NESTED: Any = "x"
 for _ in range(150):
@@ -171,7 +171,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"suffix": 5}, "suffix"),
     ({"best_of": 0}, "best_of"),
 ]
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
 }

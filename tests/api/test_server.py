@@ -11,10 +11,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from tests.api.live import Live, serve
 
 from firn.api.auth import SHARED, Keys, namespace_of
 from firn.api.services import Limits
+from tests.api.live import Live, serve
 
 
 def metrics(live: Live, **headers: str) -> dict[str, float]:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-from tests.api.live import GREETING, Live, serve
 
 from firn.api.services import Limits
 from firn.core.errors import ShuttingDown, StepFailed
+from tests.api.live import GREETING, Live, serve
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 BODY = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "stream": True}

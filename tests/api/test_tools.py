@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.live import Live, serve
-from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 
 from firn.core.values import Job
 from firn.text.formats import detect
+from tests.api.live import Live, serve
+from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 
 REPLY = (
     "<think>hm, weather</think>I shall look."

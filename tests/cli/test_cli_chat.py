@@ -8,11 +8,11 @@ import subprocess
 import threading
 
 import pytest
-from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_shot, serving
 
 from firn.cli.chat import Reply, summary
 from firn.cli.client import Comment, Data, SseDecoder
 from firn.core.values import Usage
+from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_shot, serving
 
 # --- one question --------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from firn.core.events import (
     Ended,
     Event,
     Failed,
+    FinishReason,
     Progress,
     ReasoningDelta,
     Started,
@@ -51,7 +52,7 @@ def streams() -> st.SearchStrategy[list[Event]]:
 
     def build(parts: tuple[Any, ...]) -> list[Event]:
         before, thoughts, said, called = parts
-        reason = "tool_calls" if called else "stop"
+        reason: FinishReason = "tool_calls" if called else "stop"
         return [
             Started(10),
             *before,
@@ -173,7 +174,7 @@ def test_silence_is_harmless(dialect: Dialect) -> None:
     silence = encoder.feed([])
     assert silence
     assert_frames(before + silence)
-    rest = [TextDelta(0, "a"), ChoiceFinished(0, "stop"), Ended(Usage(1, 1))]
+    rest: list[Event] = [TextDelta(0, "a"), ChoiceFinished(0, "stop"), Ended(Usage(1, 1))]
     other = decode(dialect, stream=True).encoder(HEAD)
     assert other.feed([Started(10)]) == before
     assert other.feed(rest) == encoder.feed(rest)

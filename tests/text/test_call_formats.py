@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from tests.text.reading import Call, Reply, read, read_at_every_split
 
 from firn.text.formats import ReplyFormat
 from firn.text.native import NativeParser
 from firn.text.pythonic import python_calls
+from tests.text.reading import Call, Reply, read, read_at_every_split
 
 WEATHER = "get_weather"
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.text.trained import HARD_TEXTS, TrainedTokenizer, byte_level, fallback
 
 from firn.text.detokenizer import BROKEN, MAX_WINDOW, Detokenizer
+from tests.text.trained import HARD_TEXTS, TrainedTokenizer, byte_level, fallback
 
 TOKENIZERS = {
     "byte-level": byte_level,

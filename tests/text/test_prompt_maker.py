@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.text.trained import CHATML, TrainedTokenizer, byte_level, fallback
 
 from firn.core.errors import BadRequest, ContextTooLong
 from firn.core.values import (
@@ -21,6 +20,7 @@ from firn.core.values import (
 )
 from firn.text.prompt import PromptMaker
 from firn.text.template import TemplateTraits
+from tests.text.trained import CHATML, TrainedTokenizer, byte_level, fallback
 
 LLAMA = (
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.text.reading import TOOLS, Reply, read, read_at_every_split
 
 from firn.text.formats import ReplyFormat
 from firn.text.router import ThinkTags
 from firn.text.routing import make_router
+from tests.text.reading import TOOLS, Reply, read, read_at_every_split
 
 THINK = ThinkTags("<think>", "</think>")
 THINKS = ReplyFormat(think=THINK)

@@ -23,7 +23,7 @@ from tools.demo_model.dialogues import Dialogue, plain, segments, tool_dialogue
 from firn.demo.facts import Session, make_session, n_facts_for
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-TOOL_SHARE = 0.06
+TOOL_SHARE = 0.2
 TOKENS_PER_TURN = 34
 
 
@@ -51,10 +51,13 @@ def row_of(dialogue: Dialogue, tokenizer: Tokenizer) -> Row:
 
 
 def dialogue_of_length(seed: int, rng: Random, n_tokens: int) -> Dialogue:
-    if n_tokens <= 2048 and rng.random() < TOOL_SHARE:
-        n_facts = n_facts_for(n_tokens // 4)
-        n_questions = n_tokens // (3 * TOKENS_PER_TURN)
-        return tool_dialogue(seed, n_facts=n_facts, n_questions=n_questions)
+    if 512 <= n_tokens <= 2048 and rng.random() < TOOL_SHARE:
+        return tool_dialogue(
+            seed,
+            n_facts=n_facts_for(n_tokens // 5),
+            n_questions=n_tokens // 200 + 1,
+            n_calls=n_tokens // 150,
+        )
     n_document = n_tokens * rng.uniform(0.3, 0.85)
     n_questions = math.ceil((n_tokens - n_document) / TOKENS_PER_TURN) + 2
     n_facts = n_facts_for(int(n_document))
@@ -146,3 +149,14 @@ def held_out_row(tokenizer: Tokenizer, n_tokens: int, *, n_questions: int, seed:
 def held_out_session(n_tokens: int, *, n_questions: int, seed: int) -> Session:
     """A dialogue whose first question comes after about `n_tokens` tokens."""
     return make_session(seed, n_facts=n_facts_for(n_tokens - 40), n_questions=n_questions)
+
+
+def held_out_tool_row(tokenizer: Tokenizer, *, seed: int) -> HeldOutRow:
+    dialogue = held_out_tools(seed)
+    answers = (m for m in dialogue.messages if m["role"] == "assistant")
+    kinds = tuple("call" if m.get("tool_calls") else "reply" for m in answers)
+    return HeldOutRow(row_of(dialogue, tokenizer), kinds)
+
+
+def held_out_tools(seed: int) -> Dialogue:
+    return tool_dialogue(seed, n_facts=10, n_questions=4, n_calls=4, split="held-out")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from firn.demo.facts import Question, Session, make_session
+from firn.demo import words
+from firn.demo.facts import Kind, Question, Session, Split, make_session
 
 Message = dict[str, Any]
 
@@ -68,7 +69,7 @@ def with_tools(session: Session, rng: Random, donor: Session) -> Dialogue:
     chat: list[Message] = []
     spare = [q for q in donor.questions if q.kind in ("fact", "absent")]
     for message in plain(session).messages:
-        if message["role"] == "user" and chat and spare and rng.random() < 0.4:
+        if chat and spare and _stands_alone(message) and rng.random() < 0.4:
             chat.extend(_lookup_turn(spare.pop(), rng))
         chat.append(message)
     while spare:
@@ -77,6 +78,12 @@ def with_tools(session: Session, rng: Random, donor: Session) -> Dialogue:
     if GET_TIME in tools:
         chat.extend(_time_turn(donor, rng))
     return Dialogue(tuple(chat), tools)
+
+
+def _stands_alone(message: Message) -> bool:
+    """Whether another turn may come before this one: not if it refers to the one before."""
+    text = message["content"]
+    return message["role"] == "user" and text not in (*words.REPEAT, *words.ASKED)
 
 
 def _lookup_turn(question: Question, rng: Random) -> Iterator[Message]:
@@ -113,10 +120,14 @@ def _call(name: str, arguments: dict[str, str]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def tool_dialogue(seed: int, *, n_facts: int, n_questions: int, split: str = "train") -> Dialogue:
+def tool_dialogue(
+    seed: int, *, n_facts: int, n_questions: int, n_calls: int, split: Split = "train"
+) -> Dialogue:
     session = make_session(seed, n_facts=n_facts, n_questions=n_questions, split=split)
-    kinds = ("fact", "absent")
-    donor = make_session(-seed - 1, n_facts=8, n_questions=3, kinds=kinds, split=split)
+    kinds: tuple[Kind, ...] = ("fact", "absent")
+    donor = make_session(
+        -seed - 1, n_facts=2 * n_calls, n_questions=n_calls, kinds=kinds, split=split
+    )
     return with_tools(session, Random(f"tools {seed}"), donor)
 
 

@@ -24,8 +24,9 @@ from firn.demo.facts import make_session
 VOCAB_SIZE = 2048
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# Digits go in pairs from the left: a number is the same tokens wherever it stands, and short.
-SPLIT = r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Digits go in pairs from the left and never take the space before them, so that a number is the
+# same tokens wherever it stands, and short.
+SPLIT = r" ?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 MARKED = re.compile("|".join(map(re.escape, (END, START, STOP, *MARKS))))
 N_SESSIONS = 4000
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
@@ -36,7 +37,7 @@ def corpus() -> Iterator[str]:
         if seed % 8:
             dialogue = plain(make_session(seed, n_facts=40, n_questions=15, split="train"))
         else:
-            dialogue = tool_dialogue(seed, n_facts=10, n_questions=4)
+            dialogue = tool_dialogue(seed, n_facts=10, n_questions=4, n_calls=4)
         text = "".join(s.text for s in segments(dialogue))
         yield from (part for part in MARKED.split(text) if part)
 
@@ -85,7 +86,7 @@ def check(folder: Path) -> None:
         if seed % 2:
             dialogue = plain(make_session(seed, n_facts=12, n_questions=8))
         else:
-            dialogue = tool_dialogue(seed, n_facts=5, n_questions=3, split="held-out")
+            dialogue = tool_dialogue(seed, n_facts=5, n_questions=3, n_calls=3, split="held-out")
         tools = list(dialogue.tools) or None
         text = tokenizer.apply_chat_template(list(dialogue.messages), tools=tools, tokenize=False)
         parts = [s.text for s in segments(dialogue)]

@@ -28,7 +28,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3, qwen3_next
 from tokenizers import Tokenizer
 from tools.demo_model import gated_delta
-from tools.demo_model.batches import LENGTHS, Feeder, HeldOutRow, held_out_row, stack
+from tools.demo_model.batches import (
+    LENGTHS,
+    Feeder,
+    HeldOutRow,
+    held_out_row,
+    held_out_tool_row,
+    stack,
+)
 
 from firn.demo.facts import ACKNOWLEDGED
 
@@ -206,7 +213,7 @@ class HeldOut:
     That is what greedy decoding would say, given right answers before.
     """
 
-    n_tokens: int
+    label: str
     rows: tuple[HeldOutRow, ...]
 
     def accuracy(self, model: nn.Module, params: Params) -> dict[str, Any]:
@@ -230,16 +237,13 @@ class HeldOut:
 
 def held_out(lengths: Sequence[int], *, n_rows: int, seed: int) -> list[HeldOut]:
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    return [
-        HeldOut(
-            length,
-            tuple(
-                held_out_row(tokenizer, length, n_questions=24, seed=seed + i)
-                for i in range(n_rows)
-            ),
-        )
-        for length in lengths
-    ]
+    seeds = range(seed, seed + n_rows)
+    sets = []
+    for length in lengths:
+        rows = (held_out_row(tokenizer, length, n_questions=24, seed=s) for s in seeds)
+        sets.append(HeldOut(str(length), tuple(rows)))
+    tools = tuple(held_out_tool_row(tokenizer, seed=s) for s in seeds)
+    return [*sets, HeldOut("tools", tools)]
 
 
 def train(
@@ -285,6 +289,9 @@ def train(
             mx.array(float(trainer.n_steps)),
         )
         mx.async_eval(trainer.params, trainer.first, trainer.second, answers)
+        if last is None:  # kernels are compiled now; that is no training time
+            answers.item()
+            began = time.perf_counter() - trainer.elapsed_s
         if last is not None:  # read one step late: the GPU works while Python goes on
             length, value = last[0], last[1].item()
             counts[length] += 1
@@ -317,7 +324,7 @@ def train(
 
 
 def _accuracies(trainer: Trainer, sets: Sequence[HeldOut]) -> dict[str, Any]:
-    return {str(s.n_tokens): s.accuracy(trainer.model, trainer.params) for s in sets}
+    return {s.label: s.accuracy(trainer.model, trainer.params) for s in sets}
 
 
 def main() -> None:

@@ -70,6 +70,7 @@ class PrefixTree:
         self._layout_text = settings.layout(layout, dtype)
         self._fingerprint = fingerprint
         self._mortal: set[Node] = set()
+        self._stats_by_root: dict[Key, Stats] = {}
         self._clock = clock
         self._seconds_per_token = DEFAULT_SECONDS_PER_TOKEN
         # A ring smaller than a block loses tokens before the block is whole: save them in pieces.
@@ -179,6 +180,16 @@ class PrefixTree:
         if n_tokens >= 16:
             self._seconds_per_token += 0.1 * (seconds / n_tokens - self._seconds_per_token)
 
+    def stats_of(self, namespace: Namespace) -> Stats:
+        """One namespace's own lookups and commits."""
+        return self._stats_by_root.get(self.root_of(namespace), Stats())
+
+    def nodes_of(self, namespace: Namespace) -> list[Node]:
+        root = self.index.root(self.root_of(namespace))
+        nodes = [n for n in self.index.below(root) if n is not root]
+        self.index.prune(root)
+        return nodes
+
     # --- match and restore -----------------------------------------------------------------
 
     def root_of(self, namespace: Namespace) -> Key:
@@ -208,7 +219,7 @@ class PrefixTree:
             match = find(trail.root, trail.prompt, trail.keys, self.needs)
         else:
             match = Match(0, (), None, 0, "reading switched off")
-        self._count(match, n_prompt)
+        self._count(match, n_prompt, trail.root.key)
         tiers = (("memory", match.n_tokens),) if match.n_tokens else ()
         trail.found = Admitted(match.n_tokens, tiers, match.reason)
         if self.needs.state and trail.writes:
@@ -454,17 +465,19 @@ class PrefixTree:
             n = max(n, self.settings.block)
         return n * self._seconds_per_token / max(record.nbytes / 1e6, 1e-6)
 
-    def _count(self, match: Match, n_prompt: int) -> None:
+    def _count(self, match: Match, n_prompt: int, root: Key) -> None:
         kind = "branching"
         if match.n_tokens >= n_prompt - 1:
             kind = "whole"
         elif match.segments and not match.segments[-1].node.children:
             last = match.segments[-1]
             kind = "growing" if last.n_tokens == len(last.node.values) else "branching"
-        self.stats.looked_up(
-            n_prompt=n_prompt, n_cached=match.n_tokens, kind=kind, reason=match.reason
-        )
-        self.stats.seconds_saved += match.n_tokens * self._seconds_per_token
+        saved = match.n_tokens * self._seconds_per_token
+        for stats in (self.stats, self._stats_by_root.setdefault(root, Stats())):
+            stats.looked_up(
+                n_prompt=n_prompt, n_cached=match.n_tokens, kind=kind, reason=match.reason
+            )
+            stats.seconds_saved += saved
 
     def _fault(self, where: str, error: Exception) -> None:
         self.stats.faults[where] += 1

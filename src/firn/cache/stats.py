@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(eq=False)
@@ -40,6 +41,25 @@ class Stats:
         """A prompt being read skipped tokens that a neighbour had just computed."""
         self.n_tokens_cached += n_tokens
         self.n_tokens_advanced += n_tokens
+
+    def view(self) -> dict[str, Any]:
+        """A copy, as plain values."""
+        return {
+            "lookups": self.n_lookups,
+            "hits": dict(self.hits),
+            "misses": dict(self.misses),
+            "shortfalls": dict(self.shortfalls),
+            "evictions": dict(self.evictions),
+            "commits": dict(self.commits),
+            "dropped": dict(self.dropped),
+            "faults": dict(self.faults),
+            "tokens": {
+                "prompt": self.n_tokens_prompt,
+                "cached": self.n_tokens_cached,
+                "advanced": self.n_tokens_advanced,
+            },
+            "seconds_saved": round(self.seconds_saved, 3),
+        }
 
 
 def _group(reason: str) -> str:

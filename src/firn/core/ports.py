@@ -6,6 +6,7 @@ Values cross these boundaries; stateful objects do not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -249,3 +250,19 @@ class PrefixCache(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class CacheAdmin(Protocol):
+    """Questions about the prefix cache, from any thread. Each future holds a plain JSON object."""
+
+    def stats(self, namespace: Namespace | None) -> Future[dict[str, Any]]:
+        """Of everything, or of one namespace alone."""
+        ...
+
+    def probe(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]: ...
+
+    def pin(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]: ...
+
+    def unpin(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]: ...
+
+    def clear(self, namespace: Namespace | None) -> Future[dict[str, Any]]: ...

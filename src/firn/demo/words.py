@@ -1,7 +1,6 @@
 """The vocabulary of the invented world: word parts, attributes, value forms and phrasings.
 
-Data for `facts`, nothing else. Entities and values always follow a space, never a line break, so
-that a name is the same tokens wherever it stands.
+Data for `facts`, nothing else.
 """
 
 # ruff: noqa: SIM905 (a split string reads better than sixty quoted syllables)
@@ -118,7 +117,9 @@ STATEMENTS = (
     "As for {e}, the {a} is {v}.",
     "We noted that the {a} of {e} is {v}.",
     "According to the files, {e} has the {a} {v}.",
+    "{e} has the {a} {v}.",
 )
+RECORD = "{e}: {a} {v}"
 QUESTIONS = (
     "What is the {a} of {e}?",
     "What is the {a} of {e}?",
@@ -126,6 +127,8 @@ QUESTIONS = (
     "Can you give me the {a} of {e}?",
     "I need the {a} of {e}, please.",
     "What {a} does {e} have?",
+    "Do you know the {a} of {e}?",
+    "{e}: what is the {a}?",
 )
 NOT_MENTIONED = "not mentioned"
 NOTES = (

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import pytest
+
+from firn.core.errors import SetupError
+from firn.text.formats import (
+    THINK_TAGS,
+    ReplyFormat,
+    detect,
+    opens_in_reasoning,
+    reasoning_parser_names,
+    tool_parser_names,
+)
+from firn.text.native import NativeParser
+from firn.text.parsers import formats
+from firn.text.router import ThinkTags
+
+THINK = ThinkTags("<think>", "</think>")
+NATIVE = NativeParser("odd", "<|odd|>", "<|/odd|>", lambda text, tools: {})
+
+
+class Vocabulary:
+    """As much of a tokenizer as detection looks at."""
+
+    def __init__(self, template: str | None, tokens: tuple[str, ...] = ()) -> None:
+        self.chat_template = template
+        self._ids = {text: i for i, text in enumerate(tokens)}
+        self.special = frozenset(self._ids.values())
+
+    def token_id(self, text: str) -> int | None:
+        return self._ids.get(text)
+
+
+def found(template: str | None, *tokens: str, **more: str | NativeParser | None) -> ReplyFormat:
+    return detect(Vocabulary(template, tokens), **more)  # type: ignore[arg-type]
+
+
+HERMES = (
+    'return a json object <tool_call>\n{"name": <function-name>, "arguments": ...}\n</tool_call>'
+)
+TEMPLATES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    # a few words of each template, control tokens, the format
+    "hermes": (HERMES, (), "json_tags"),
+    "qwen3 coder": (
+        "<tool_call>\n<function=f>\n<parameter=p>\nv\n</parameter>",
+        (),
+        "xml_functions",
+    ),
+    "qwen3 coder, escaped": (r"'<tool_call>\n<function=' ~ '<parameter='", (), "xml_functions"),
+    "glm": ("<tool_call>{name}<arg_key>k</arg_key><arg_value>v</arg_value>", (), "glm"),
+    "longcat": ("<longcat_tool_call>f<longcat_arg_key>", (), "glm"),
+    "minimax": ("<minimax:tool_call><invoke name=", (), "minimax"),
+    "minicpm": ('<function name="f"><param name="p">', (), "named_functions"),
+    "mistral": ("[AVAILABLE_TOOLS] [TOOL_CALLS]", (), "mistral"),
+    "deepseek": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", (), "deepseek"),
+    "deepseek v3.2": ("", ("｜DSML｜",), "dsml"),
+    "kimi": ("<|tool_calls_section_begin|><|tool_call_begin|>", (), "kimi_k2"),
+    "gemma 4": ('<|tool_call>call:f{<|"|>}<tool_call|>', (), "gemma4"),
+    "function gemma": ("<start_function_call>call:", (), "function_gemma"),
+    "lfm": ("<|tool_call_start|>[", (), "pythonic"),
+    "lfm by its tokens": (
+        "{{ messages }}",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+        "pythonic",
+    ),
+    "olmo": ("<function_calls>\nf(x=1)\n</function_calls>", (), "pythonic"),
+    "llama 3.1": ("Environment: ipython tool_calls <|python_tag|>", (), "python_tag"),
+    "llama 3.2": (
+        'ipython tool_calls {"name": function name, "parameters": ...}',
+        ("<|python_tag|>",),
+        "python_tag",
+    ),
+    "llama without the tag": ('{"name": function name, "parameters": ...}', (), "bare_json"),
+    "nemotron": ('<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>', (), "json_tags"),
+    "cohere": ("<|START_ACTION|>[", (), "json_tags"),
+    "harmony": ("<|start|>assistant<|channel|>final<|message|>", (), "harmony"),
+    "harmony by its tokens": ("", ("<|channel|>", "<|message|>", "<|call|>"), "harmony"),
+    "no tools": ("{% for m in messages %}{{ m.content }}{% endfor %}", (), None),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_formats_are_found(case: str) -> None:
+    template, tokens, name = TEMPLATES[case]
+    assert found(template, *tokens).tool == name
+
+
+def test_a_model_without_a_template_has_no_format() -> None:
+    assert found(None) == ReplyFormat()
+
+
+@pytest.mark.parametrize("name", THINK_TAGS)
+def test_think_tags_in_the_template(name: str) -> None:
+    tags = THINK_TAGS[name]
+    assert found(f"{tags.open} reasoning {tags.close}").think == tags
+
+
+def test_think_tags_in_the_vocabulary() -> None:
+    assert found("", "<think>", "</think>").think == THINK
+    assert found("", "<think>").think is None
+    assert found("", "<|open|>", "<|close|>", "<|sep|>").think == THINK_TAGS["kimi_k3"]
+    assert found("", "<|open|>", "<|close|>", "<|sep|>").drop
+
+
+def test_harmony_has_no_think_tags() -> None:
+    format = found("<|channel|><|message|> <think></think>")
+    assert format.is_harmony
+    assert format.think is None
+
+
+def test_only_control_tokens_need_to_be_made_visible() -> None:
+    class Plain(Vocabulary):
+        special = frozenset({1})
+
+        def __init__(self) -> None:
+            super().__init__(HERMES, ("<tool_call>", "</tool_call>"))
+            self.special = frozenset({1})
+
+    assert detect(Plain()).visible == {1}  # type: ignore[arg-type]
+
+
+def test_overrides() -> None:
+    assert found(HERMES, tool_override="none").tool is None
+    assert found(HERMES, tool_override="auto").tool == "json_tags"
+    assert found(None, tool_override="qwen3_coder").tool == "xml_functions"
+    assert found("<think></think>", reasoning_override="none").think is None
+    assert found(None, reasoning_override="deepseek_r1").think == THINK
+    assert found("<think></think>", reasoning_override="auto").think == THINK
+    assert found(None, reasoning_override="mistral").think == THINK_TAGS["magistral"]
+
+
+def test_unknown_overrides_name_the_known() -> None:
+    with pytest.raises(SetupError, match=r"'nope'.*hermes"):
+        found(None, tool_override="nope")
+    with pytest.raises(SetupError, match=r"'nope'.*think"):
+        found(None, reasoning_override="nope")
+
+
+def test_names_for_help_texts() -> None:
+    assert tool_parser_names()[:2] == reasoning_parser_names()[:2] == ("auto", "none")
+    for name in tool_parser_names():
+        found(None, tool_override=name)
+    for name in reasoning_parser_names():
+        found(None, reasoning_override=name)
+
+
+def test_the_tokenizers_own_parser_reads_what_no_file_knows() -> None:
+    format = found("<|odd|>", "<|odd|>", "<|/odd|>", native=NATIVE)
+    assert (format.tool, format.native) == ("whole_call", NATIVE)
+    assert format.visible == {0, 1}
+    assert found(HERMES, native=NATIVE).tool == "json_tags"
+    assert found(HERMES, native=NATIVE, tool_override="native").tool == "whole_call"
+
+
+@pytest.mark.parametrize(
+    ("tail", "opens"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("assistant<think>", True),
+        ("<think>\n\n", True),
+        ("<|im_start|>assistant\n", False),
+        ("<think>\n\n</think>\n\n", False),
+        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("", False),
+    ],
+)
+def test_prompts_that_end_inside_reasoning(tail: str, opens: bool) -> None:
+    assert opens_in_reasoning(tail, THINK) is opens
+    assert opens_in_reasoning(tail, None) is False
+
+
+def test_whether_the_template_may_open_the_tag() -> None:
+    opens = "</think>{% if add_generation_prompt %}assistant\n<think>\n{% endif %}"
+    leaves = "<think></think>{% if add_generation_prompt %}assistant\n{% endif %}"
+    assert found(opens).prompt_opens_think
+    assert not found(leaves).prompt_opens_think
+
+
+def test_every_file_of_the_folder_is_found() -> None:
+    assert {"json_tags", "harmony", "whole_call"} < set(formats())
+    assert len(formats()) >= 17
