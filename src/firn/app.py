@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
@@ -16,18 +16,20 @@ from pathlib import Path
 
 import uvicorn
 
-from firn import __version__
+from firn import __version__, warm
 from firn.api.auth import Keys
 from firn.api.mailroom import Mailroom
 from firn.api.server import create_app
 from firn.api.services import Limits as ApiLimits
 from firn.api.services import Services
+from firn.cache.admin import CacheAdmin
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.config import Config
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
 from firn.core.ports import PrefixCache
+from firn.core.values import GenerateRequest
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine, Limits, Parts
 from firn.logs import configure as configure_logs
@@ -52,9 +54,10 @@ def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     sock = _bind(config.server.host, config.server.port)
+    prompts = warm.read(config.cache.warm_prompts) if config.cache.warm_prompts else []
     server = build(config)
     try:
-        return asyncio.run(_run(server, sock))
+        return asyncio.run(_run(server, sock, prompts))
     finally:
         server.close()
 
@@ -104,6 +107,10 @@ def build(config: Config) -> Server:
         limits=ApiLimits(max_tokens=config.engine.max_tokens),
         keys=Keys(config.server.api_keys, share=config.cache.share_cache),
         model_aliases=frozenset({config.model.path}),
+        cache_admin=CacheAdmin(
+            lambda f: engine.call(lambda parts: f(parts.cache)),
+            pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
+        ),
     )
     return Server(services, engine, mailroom, pool, died)
 
@@ -208,7 +215,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _run(server: Server, sock: socket.socket) -> int:
+async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRequest]) -> int:
     app = create_app(server.services)
     web = _Uvicorn(
         uvicorn.Config(
@@ -223,7 +230,7 @@ async def _run(server: Server, sock: socket.socket) -> int:
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(130)  # asked twice: at once
+            os._exit(130)  # asked twice: at once, whatever is lost
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         server.mailroom.drain()
         loop.call_later(DRAIN_S, server.mailroom.fail_all, ShuttingDown())
@@ -232,6 +239,7 @@ async def _run(server: Server, sock: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     watch = asyncio.create_task(_watch(server, web))
+    await warm.compute(server.services, prompts)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     model = server.engine.model

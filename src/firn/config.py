@@ -132,6 +132,15 @@ class CacheConfig:
     kv_cache_quantization_group_size: Literal[32, 64, 128] = option(
         64, "Values that share a scale."
     )
+    cache_pin_max_mb: int = option(
+        1024, "Memory that pinned prefixes may take, in MiB.", low=0, high=1 << 30
+    )
+    warm_prompts: Path | None = option(
+        None,
+        "JSON file of prompts to compute at start: a list of texts, message lists, or objects "
+        "with messages and tools.",
+        metavar="FILE",
+    )
     share_cache: bool = option(
         False, "One cache for all API keys (otherwise each key has a private one)."
     )

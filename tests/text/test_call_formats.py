@@ -62,6 +62,7 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
         ("<seed:tool_call>\n<function=other>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>", [("other", {"a": 1})]),
     ],
     "named_functions": [
+        ('<function name="get_weather"><param name="days">\n3\n</param></function>', [(WEATHER, {"days": 3})]),
         ('<function name="get_weather"><param name="city"><![CDATA[a < b\n]]></param></function>', [(WEATHER, {"city": "a < b\n"})]),
         ('<function name="other"><param name="x"><![CDATA[<1>]]></param></function><function name="other"></function>', [("other", {"x": "<1>"}), ("other", {})]),
     ],

@@ -195,6 +195,11 @@ def test_short_ids_are_stable_and_leave_good_ones_alone() -> None:
     assert short_id("\ud800").isalnum()
 
 
+def test_a_tool_without_parameters_takes_an_empty_object() -> None:
+    (tool,) = tools_to_template((Tool("f"),))
+    assert tool["function"]["parameters"] == {"type": "object", "properties": {}}
+
+
 def test_tools_as_openai_writes_them() -> None:
     tool = Tool("f", "does", {"type": "object"})
     assert tools_to_template((tool,)) == [

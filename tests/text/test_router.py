@@ -78,6 +78,14 @@ def test_after_a_call_in_reasoning_the_reasoning_goes_on() -> None:
     assert (reply.reasoning, reply.text, len(reply.calls)) == ("ab", "c", 1)
 
 
+def test_a_call_without_markers_may_follow_reasoning() -> None:
+    format = ReplyFormat(tool="bare_json", think=THINK)
+    bare = '{"name": "other", "parameters": {}}'
+    for start in ("<think>hm</think>\n\n", "</think>\n", "\n"):
+        assert len(read_at_every_split(format, start + bare).calls) == 1
+    assert read_at_every_split(format, "so: " + bare).text == "so: " + bare
+
+
 def test_dropped_markup() -> None:
     format = ReplyFormat(think=ThinkTags("<T>", "</T>"), drop=("<R>", "</R>"))
     assert read_at_every_split(format, "<T>hm</T><R>yes</R>") == Reply(

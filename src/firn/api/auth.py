@@ -25,6 +25,7 @@ class Keys:
     """The accepted API keys; none at all means that everyone may call. Never changed."""
 
     def __init__(self, keys: Sequence[str] = (), *, share: bool = False) -> None:
+        self._share = share
         self._entries = tuple(
             (_digest(key.encode()), SHARED if share else namespace_of(key))
             for key in dict.fromkeys(keys)
@@ -33,6 +34,16 @@ class Keys:
     @property
     def required(self) -> bool:
         return bool(self._entries)
+
+    @property
+    def private(self) -> bool:
+        """Whether callers have namespaces of their own."""
+        return self.required and not self._share
+
+    @property
+    def namespaces(self) -> tuple[Namespace, ...]:
+        """Every namespace that a caller can have."""
+        return tuple(dict.fromkeys(ns for _, ns in self._entries)) or (SHARED,)
 
     def admit(self, headers: RawHeaders) -> Namespace:
         """The caller's namespace; raises Unauthorized."""

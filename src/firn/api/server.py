@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from firn import __version__
+from firn.api.cache_routes import CacheRoutes
 from firn.api.dialects import discover
 from firn.api.exchange import HttpFault, Shapes, error_headers
 from firn.api.front import Front, Gate
@@ -31,6 +32,8 @@ def create_app(services: Services) -> FastAPI:
     for dialect in dialects:
         endpoint = Generate(dialect, services, metrics)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
+    if services.cache_admin is not None:
+        CacheRoutes(services, services.cache_admin, dialects).add_to(app)
     _add_models(app, services)
     _add_probes(app, services, metrics)
     _add_error_shapes(app, shapes)

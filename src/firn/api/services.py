@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from firn.api.auth import Keys
 from firn.api.mailroom import Mailroom
-from firn.core.ports import Engine, Tokenizer
+from firn.core.ports import CacheAdmin, Engine, Tokenizer
 from firn.core.values import Grammar, Prompt, Reasoning, Source
 from firn.text.formats import ReplyFormat
 
@@ -52,5 +52,6 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar], Any] | None = None
+    cache_admin: CacheAdmin | None = None
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()

@@ -47,8 +47,8 @@ class Budget:
         reply = min(job.max_tokens, REPLY_RESERVE_TOKENS) * job.n * self.cost.per_token_nbytes
         return int((prompt + reply) * self.factor)
 
-    def admit(self, job: Job) -> None:
-        self._held[job.id] = self.need_nbytes(job)
+    def admit(self, job: Job, need_nbytes: int) -> None:
+        self._held[job.id] = need_nbytes
 
     def release(self, job: Job) -> None:
         self._held.pop(job.id, None)

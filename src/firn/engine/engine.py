@@ -14,9 +14,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from firn.core.errors import (
@@ -35,7 +36,15 @@ from firn.core.events import (
     Prefilled,
     Token,
 )
-from firn.core.ports import Delivery, EngineHealth, PrefixCache, Publish, Runner
+from firn.core.ports import (
+    Delivery,
+    EngineHealth,
+    PrefixCache,
+    Publish,
+    Restored,
+    Runner,
+    Trail,
+)
 from firn.core.values import Job, ModelInfo, Prompt, RequestId
 from firn.engine.budget import Budget
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
@@ -116,7 +125,8 @@ class Engine:
             if self._n_queued >= self._parts.limits.max_queue:
                 raise QueueFull(self._n_queued)
             self._n_queued += 1
-        self._inbox.put(lambda: self._accept(job))
+            # Under the lock: a job must not slip in after the last look into the inbox.
+            self._inbox.put(lambda: self._accept(job))
 
     def cancel(self, request: RequestId) -> None:
         self._inbox.put(lambda: self._cancel(request))
@@ -129,15 +139,18 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 future.set_result(function(self._parts))
             except Exception as e:  # the caller's function: its faults are the caller's
                 future.set_exception(e)
 
-        if not self._alive:
-            future.set_exception(EngineDead())
-        else:
-            self._inbox.put(run)
+        with self._lock:
+            if self._alive:
+                self._inbox.put(run)
+                return future
+        future.set_exception(EngineDead())
         return future
 
     def health(self) -> EngineHealth:
@@ -171,9 +184,12 @@ class Engine:
             while not self._stopping:
                 self._step()
             self._end_all(ShuttingDown())
-        except Exception:
+        except BaseException:
             log.critical("the engine died", exc_info=True)
-            self._end_all(EngineDead())
+            try:
+                self._end_all(EngineDead())
+            except Exception:
+                log.critical("nobody could be told", exc_info=True)
             self._on_death()
         finally:
             self._parts.cache.close()
@@ -237,9 +253,9 @@ class Engine:
                 )
             need = self._parts.budget.need_nbytes(job)
             trail = self._parts.cache.open(job.prompt, job.namespace, job.cache)
-        except FirnError as e:
+        except Exception as e:
             self._leave_queue()
-            self._say(job.id, JobFailed(e))
+            self._say(job.id, JobFailed(_named(job, e)))
             return
         sequence = Sequence(job, trail, need_nbytes=need)
         self._sequences[job.id] = sequence
@@ -249,20 +265,37 @@ class Engine:
         self._waiting.remove(sequence)
         self._leave_queue()
         sequence.admitted = True
-        self._parts.budget.admit(sequence.job)
+        self._parts.budget.admit(sequence.job, sequence.need_nbytes)
         self._parts.cache.set_room(self._parts.budget.free_nbytes())
-        prompt, choices = sequence.job.prompt, sequence.choices
-        task = self._guard(sequence, lambda: self._open_task(sequence, prompt, choices))
+        task = self._guard(sequence, lambda: self._open_task(sequence))
         if task is None:
             return
         self._say(sequence.job.id, sequence.trail.found)
         if task.n_left == 0:
             self._begin_decode(task)
 
-    def _open_task(self, sequence: Sequence, prompt: Prompt, choices: list[Choice]) -> Task:
+    def _open_task(self, sequence: Sequence) -> Task:
         """Restore what the cache has of the prompt into a new row."""
-        trail = sequence.trail
-        row = self._parts.runner.start(self._parts.cache.restore(trail))
+        restored = self._parts.cache.restore(sequence.trail)
+        row = self._restore(sequence, restored) if restored else None
+        if row is None:
+            row = self._parts.runner.start(None)
+        prompt, trail = sequence.job.prompt, sequence.trail
+        return self._add_task(sequence, prompt, sequence.choices, trail, row)
+
+    def _restore(self, sequence: Sequence, restored: Restored) -> Any | None:
+        """A row with a past. If that fails it is a miss, and this request leaves the cache alone."""
+        try:
+            return self._parts.runner.start(restored)
+        except Exception as e:
+            log.warning("restoring %d tokens failed: %r", restored.n_tokens, e, exc_info=e)
+            self._parts.cache.close_trail(sequence.trail, None)
+            sequence.trail = self._parts.cache.blank()
+            return None
+
+    def _add_task(
+        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], trail: Trail, row: Any
+    ) -> Task:
         self._n_tasks += 1
         task = Task(self._n_tasks, sequence, prompt, choices, trail, row)
         self._tasks[task.number] = task
@@ -287,11 +320,8 @@ class Engine:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
             self._leave_queue()
-        for number, task in list(self._tasks.items()):
-            if task.sequence is sequence:
-                del self._tasks[number]
-                self._parts.cache.close_trail(task.trail, task.row)
-                self._parts.runner.leave([task.row])
+        for task in [t for t in self._tasks.values() if t.sequence is sequence]:
+            self._drop_task(task)
         for choice in sequence.open_choices:
             self._drop_row(choice)
             choice.done = True
@@ -300,6 +330,11 @@ class Engine:
             self._parts.budget.release(sequence.job)
             self._parts.cache.set_room(self._parts.budget.free_nbytes())
         self._sequences.pop(sequence.job.id, None)
+
+    def _drop_task(self, task: Task) -> None:
+        del self._tasks[task.number]
+        self._parts.cache.close_trail(task.trail, task.row)
+        self._parts.runner.leave([task.row])
 
     def _drop_row(self, choice: Choice) -> None:
         if choice.row is None:
@@ -316,8 +351,11 @@ class Engine:
         self._turn += 1
         ahead = self._parts.cache.advance(task.trail, task.row.n_tokens)
         if ahead is not None:
-            self._parts.runner.leave([task.row])
-            task.row = self._parts.runner.start(ahead)
+            row = self._restore(task.sequence, ahead)
+            task.trail = task.sequence.trail
+            if row is not None:
+                self._parts.runner.leave([task.row])
+                task.row = row
             if task.n_left == 0:
                 self._begin_decode(task)
                 return None
@@ -355,8 +393,8 @@ class Engine:
         fresh = [c for c in task.choices if not c.done]
         rows = self._parts.runner.choices(task.row, task.sequence.job, [c.index for c in fresh])
         for choice, row in zip(fresh, rows, strict=True):
-            if choice.row is not None:  # read again after a failed step: the sampler goes on
-                row.picker = choice.row.picker
+            if choice.n_rescues:
+                row.resume(choice.tokens)
             choice.row, choice.trail = row, self._parts.cache.fork(task.trail, choice.tokens)
             self._parts.runner.join(row, last)
             self._rows[row] = choice
@@ -364,15 +402,21 @@ class Engine:
 
     # --- decode ----------------------------------------------------------------------------
 
-    def _launch(self) -> None:
+    def _groups(self) -> Iterator[list[Any]]:
+        """The decode groups, less the rows that a fault in an earlier one took along."""
         for rows in self._parts.runner.groups():
+            if live := [row for row in rows if row in self._rows]:
+                yield live
+
+    def _launch(self) -> None:
+        for rows in self._groups():
             try:
                 self._parts.runner.launch(rows)
             except Exception as e:
                 self._rescue(rows, e)
 
     def _collect(self, *, keep_in_flight: int) -> None:
-        for rows in self._parts.runner.groups():
+        for rows in self._groups():
             try:
                 picked = self._parts.runner.collect(rows, keep_in_flight=keep_in_flight)
             except Exception as e:
@@ -397,27 +441,37 @@ class Engine:
     def _finish_choice(self, choice: Choice) -> None:
         self._drop_row(choice)
         choice.done = True
+        for task in [t for t in self._tasks.values() if all(c.done for c in t.choices)]:
+            self._drop_task(task)
         if not choice.sequence.open_choices:
             self._retire(choice.sequence)
             self._say(choice.sequence.job.id, JobDone())
 
     def _rescue(self, rows: list[Any], error: Exception) -> None:
-        """A step failed: its caches cannot be trusted. Go back to the tokens, one row at a time."""
+        """A step failed: its caches cannot be trusted. Go back to the tokens.
+
+        Each row is read again and then decodes alone, so that the one at fault is found out.
+        """
         log.warning("a decode step of %d rows failed: %r", len(rows), error, exc_info=error)
         choices = [self._rows.pop(row) for row in rows]
         self._parts.runner.leave(rows)
         for choice in choices:
-            sequence = choice.sequence
+            if choice.trail is not None:
+                self._parts.cache.close_trail(choice.trail, None)
+            choice.row = choice.trail = None
+        for choice in choices:
+            if choice.done:  # its request has just been given up
+                continue
             choice.n_rescues += 1
             if choice.n_rescues > MAX_RESCUES:
-                self._fail(sequence, error)
-                continue
-            ids = choice.ids()
-            row = self._parts.runner.start(None)
-            self._n_tasks += 1
-            trail = self._parts.cache.blank()
-            task = Task(self._n_tasks, sequence, Prompt(ids), [choice], trail, row)
-            self._tasks[task.number] = task
+                self._fail(choice.sequence, error)
+            else:
+                self._guard(choice.sequence, partial(self._reread, choice))
+
+    def _reread(self, choice: Choice) -> Task:
+        prompt = replace(choice.sequence.job.prompt, ids=choice.ids())
+        row = self._parts.runner.start(None)
+        return self._add_task(choice.sequence, prompt, [choice], self._parts.cache.blank(), row)
 
     # --- faults and news -------------------------------------------------------------------
 
@@ -430,23 +484,32 @@ class Engine:
             return None
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        if not isinstance(error, FirnError):
-            log.warning("request %s failed: %r", sequence.job.id, error, exc_info=error)
-            error = StepFailed(f"The model failed on this request: {error}")
-        if sequence.job.id in self._sequences:
-            self._retire(sequence)
-            self._say(sequence.job.id, JobFailed(error))
+        if sequence.job.id not in self._sequences:
+            return
+        named = _named(sequence.job, error)
+        # After a fault the rows are in doubt: nothing more of them is stored.
+        for trail in [sequence.trail, *(c.trail for c in sequence.choices if c.trail)]:
+            self._parts.cache.close_trail(trail, None)
+        self._retire(sequence)
+        self._say(sequence.job.id, JobFailed(named))
 
     def _end_all(self, error: FirnError) -> None:
         """Tell everyone, those in the inbox too: nobody waits for a thread that is gone."""
         with self._lock:
             self._alive = False
-        while not self._inbox.empty():
+        self._tell_all(error)
+        while not self._inbox.empty():  # new jobs, and cancels that find nobody
             self._inbox.get_nowait()()
-        for sequence in list(self._sequences.values()):
-            self._say(sequence.job.id, JobFailed(error))
-        self._sequences.clear()
+        self._tell_all(error)
+        with self._lock:
+            self._n_queued = 0
         self._flush()
+
+    def _tell_all(self, error: FirnError) -> None:
+        for request in self._sequences:
+            self._say(request, JobFailed(error))
+        for table in (self._sequences, self._waiting, self._tasks, self._rows):
+            table.clear()
 
     def _say(self, request: RequestId, event: EngineEvent) -> None:
         self._out.append((request, event))
@@ -455,3 +518,11 @@ class Engine:
         if self._out:
             batch, self._out = self._out, []
             self._publish(batch)
+
+
+def _named(job: Job, error: Exception) -> FirnError:
+    """The error as the client is told it; what firn has no name for goes to the log."""
+    if isinstance(error, FirnError):
+        return error
+    log.warning("request %s failed: %r", job.id, error, exc_info=error)
+    return StepFailed(f"The model failed on this request: {error}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from firn.models.sampling import Picker, Picks
 
@@ -31,12 +32,14 @@ class Row:
 
     layers: its caches while it is alone; empty once it lives in a group.
     n_tokens: how many tokens the caches have consumed (decode steps in flight included).
+    alone: it shares no group with others.
     """
 
     layers: list[Any]
     n_tokens: int = 0
     picker: Picker | None = None
     group: Group | None = None
+    alone: bool = False
 
     @property
     def index(self) -> int:
@@ -45,6 +48,12 @@ class Row:
     @property
     def live_layers(self) -> list[Any]:
         return self.group.layers if self.group else self.layers
+
+    def resume(self, reply: Sequence[int]) -> None:
+        """Read again after a failed step: the sampler goes on after `reply`, the row stays alone."""
+        assert self.picker is not None
+        self.picker.replay(reply)
+        self.alone = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,7 @@ class Group:
         return group
 
     def has_room_for(self, row: Row, limit: int) -> bool:
-        if len(self.rows) >= limit:
+        if len(self.rows) >= limit or row.alone or self.rows[0].alone:
             return False
         lengths = [r.n_tokens for r in self.rows] + [row.n_tokens]
         padded, used = max(lengths) * len(lengths), sum(lengths)
@@ -110,6 +119,9 @@ def alone(layer: Any) -> Any:
     if hasattr(layer, "cache"):  # ArraysCache is its own batched class
         layer.left_padding = layer.lengths = None
         return layer
+    if layer.empty():  # nothing to extract yet
+        rotates = isinstance(layer, BatchRotatingKVCache)
+        return RotatingKVCache(layer.max_size) if rotates else KVCache()
     return layer.extract(0)
 
 

@@ -109,6 +109,18 @@ class Picker:
             self._counts = self._counts.at[:, token].add(1.0)
         return [a for a in (self._seen, self._counts) if a is not None]
 
+    def replay(self, reply: Sequence[int]) -> None:
+        """Be as if these tokens had been picked already."""
+        self.n_drawn = len(reply)
+        ids = np.array(reply, dtype=np.int64)
+        if self._seen is not None:
+            seen = np.array(self._seen)
+            seen[0, ids] = True
+            self._seen = mx.array(seen)
+        if self._counts is not None:
+            counts = np.bincount(ids, minlength=self._counts.shape[-1])
+            self._counts = mx.array(counts[None].astype(np.float32))
+
     def key(self) -> tuple[int, int]:
         """The random key of the next draw."""
         self.n_drawn += 1

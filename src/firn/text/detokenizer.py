@@ -7,12 +7,15 @@ ends inside a character: what is incomplete waits, and comes out at flush at the
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
 
 from firn.core.ports import Tokenizer
 
 BROKEN = "\ufffd"
-MAX_WINDOW = 24
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+MAX_WINDOW = 8
+"""Past this the window is cut down to its last piece: decoding costs little more than its tokens."""
+MAX_PENDING = 24
+"""Broken bytes may never become a character; this is how many tokens are given the chance."""
 
 
 class Detokenizer:
@@ -63,7 +66,7 @@ class Detokenizer:
         with more than one U+FFFD in the new text nothing can be told yet, so all of it waits.
         """
         stable = text[:-1]
-        is_full = len(self._ids) - self._start > MAX_WINDOW
+        is_full = len(self._ids) - self._start > MAX_PENDING
         piece = stable[len(self._given) :] if stable.startswith(self._given) else ""
         if BROKEN in piece and not is_full:
             return ""
@@ -85,7 +88,7 @@ class Detokenizer:
 
 
 def _ends_inside_character(data: bytes) -> bool:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = _Utf8("replace")
     decoder.decode(data)
-    pending: Sequence[int] = decoder.getstate()[0]
+    pending, _ = decoder.getstate()
     return bool(pending)

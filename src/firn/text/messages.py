@@ -197,7 +197,7 @@ def tools_to_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             "function": {
                 "name": tool.name,
                 "description": tool.description,
-                "parameters": dict(tool.parameters),
+                "parameters": dict(tool.parameters) or {"type": "object", "properties": {}},
             },
         }
         for tool in tools

@@ -135,12 +135,14 @@ class TagRouter:
 
     def _meet(self, needle: str, at: int) -> None:
         if needle in self._drop:
+            self._is_fresh = self._at_start
             self._space, self._skip = Text("", 0), "\n"
         elif self._think and needle == self._think.open:
             self.in_reasoning = True
             self._space, self._skip = Text("", 0), "\n"
         elif self._think and needle == self._think.close:
             if self._at_start:  # reasoning that was never opened, or opened and closed elsewhere
+                self._is_fresh = True
                 self._space, self._skip = Text("", 0), "\n"
             else:
                 self._say(needle, at)

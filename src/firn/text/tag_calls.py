@@ -29,7 +29,7 @@ class TagGrammar:
 
     call: "" where the name follows the opening marker at once. key_end and value_open stand between
     key and value. section_end: what closes a run of calls, "" for nothing. trims: a line break at
-    each end of a value is layout.
+    each end of a value is layout. cdata: a value may stand between XML's marks for plain text.
     """
 
     call: str
@@ -41,6 +41,7 @@ class TagGrammar:
     key_end: str = ">"
     value_open: str = ""
     trims: bool = False
+    cdata: bool = False
 
 
 class TagCallParser(JsonCallParser):
@@ -119,7 +120,7 @@ class TagCallParser(JsonCallParser):
         text, _ = yield from self.tape.until(self.grammar.parameter_end)
         if self.grammar.trims:
             text = text.removeprefix("\n").removesuffix("\n")
-        wrapped = _CDATA.fullmatch(text)
+        wrapped = _CDATA.fullmatch(text) if self.grammar.cdata else None
         value = wrapped[1] if wrapped else from_text(text, types)
         self.arguments(lead + json.dumps(value, ensure_ascii=False))
 
@@ -131,7 +132,7 @@ class TagCallParser(JsonCallParser):
 
     def _string(self, lead: str) -> Script[None]:
         end = self.grammar.parameter_end
-        if (yield from self._opens_cdata()):
+        if self.grammar.cdata and (yield from self._opens_cdata()):
             end = "]]>"
         elif self.grammar.trims:
             yield from self.tape.take("\n")

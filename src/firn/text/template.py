@@ -16,6 +16,8 @@ MESSAGE_OPENERS = (
     "<start_of_turn>",
     "<|turn>",
     "[INST]",
+    "[SYSTEM_PROMPT]",
+    "[AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]",
     "<|start|>",
     "<|start_of_role|>",

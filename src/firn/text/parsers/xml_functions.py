@@ -35,6 +35,7 @@ class NamedFunctions(TagCallParser):
             parameter="<param name=",
             parameter_end="</param>",
             section_end="",
+            cdata=True,
         )
     }
 

@@ -1,0 +1,75 @@
+"""Prompts to compute before the first client asks: a JSON file, read at start."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from firn.api.auth import SHARED
+from firn.api.dialects import discover
+from firn.api.services import Services
+from firn.api.session import Session
+from firn.core.errors import FirnError, SetupError
+from firn.core.events import Failed, Progress
+from firn.core.values import GenerateRequest, RawText, Sampling
+
+log = logging.getLogger("firn.warm")
+
+
+def read(path: Path) -> list[GenerateRequest]:
+    """The file's prompts, in order. Raises SetupError."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise SetupError(f"{path} cannot be read as JSON: {e}") from e
+    if not isinstance(entries, list):
+        raise SetupError(f"{path}: a list of prompts is wanted")
+    requests = []
+    for i, entry in enumerate(entries):
+        try:
+            requests.append(_request(entry))
+        except FirnError as e:
+            raise SetupError(f"{path}: prompt {i}: {e.message}") from e
+    return requests
+
+
+def _request(entry: Any) -> GenerateRequest:
+    if isinstance(entry, str):
+        return GenerateRequest("", RawText(entry))
+    body = {"messages": entry} if isinstance(entry, list) else entry
+    if not isinstance(body, dict):
+        raise SetupError("a text, a list of messages or an object with messages is wanted")
+    chat = next(d for d in discover() if d.path == "/v1/chat/completions")
+    (request,) = chat.decode(body, namespace=SHARED).requests
+    return request
+
+
+async def compute(services: Services, requests: Sequence[GenerateRequest]) -> None:
+    """Run every prompt once for each namespace, so that its prefix is stored. Faults are logged."""
+    jobs = [(r, ns) for r in requests for ns in services.keys.namespaces]
+    for i, (request, namespace) in enumerate(jobs):
+        one = replace(request, max_tokens=1, n=1, sampling=Sampling(temperature=0.0))
+        session = Session(services, [one], id=f"warm-{i}", namespace=namespace)
+        try:
+            with closing(session):
+                await session.start()
+                n_prompt = await _follow(session)
+        except FirnError as e:
+            log.warning("warm prompt %d of %d failed: %s", i + 1, len(jobs), e.message)
+        else:
+            log.info("warm prompt %d of %d: %d tokens stored", i + 1, len(jobs), n_prompt)
+
+
+async def _follow(session: Session) -> int:
+    async for batch in session:
+        for event in batch:
+            if isinstance(event, Progress):
+                log.info("  %d of %d tokens", event.n_done, event.n_total)
+            if isinstance(event, Failed):
+                raise event.error
+    return session.usage.n_prompt
