@@ -16,7 +16,8 @@ from pathlib import Path
 
 import uvicorn
 
-from firn import __version__, warm
+from firn import __version__
+from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.mailroom import Mailroom
 from firn.api.server import create_app
