@@ -188,9 +188,9 @@ class HashRunner:
     def prefill(self, row: HashRow, prompt: Prompt, end: int) -> None:
         chunk = [int(t) for t in prompt.ids[row.n_tokens : end]]
         assert chunk, "an empty chunk"
-        row.tokens.append(GARBAGE)
+        row.tokens.insert(0, GARBAGE)
         self.faults.prefill(row, chunk)
-        row.tokens[-1:] = chunk
+        row.tokens[:] = row.tokens[1:] + chunk
         self.prefills.append((row.n_tokens, end))
         row.n_tokens = end
 
@@ -240,12 +240,12 @@ class HashRunner:
         assert group is not None
         assert list(rows) == group.rows
         for row in rows:
-            row.tokens.append(GARBAGE)
+            row.tokens.insert(0, GARBAGE)
         self.faults.launch(rows)
         self.n_launched += 1
         step = []
         for row in rows:
-            row.tokens[-1] = row.next
+            row.tokens[:] = [*row.tokens[1:], row.next]
             row.n_tokens += 1
             row.next = row.draw()
             step.append(HashPicked(row, row.next))
@@ -292,9 +292,11 @@ class DictCache:
     `corrupt`: restoring raises half-way, as a damaged record might.
     """
 
-    def __init__(self, *, corrupt: bool = False) -> None:
+    def __init__(self, *, corrupt: bool = False, ready: bool = True) -> None:
         self.store: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self.corrupt = corrupt
+        self.ready = ready
+        """What `open` says of new trails: False while something would still be read."""
         self.trails: list[DictTrail] = []
         """Those still open: what would be leases."""
         self.room_nbytes: int | None = None
@@ -302,6 +304,7 @@ class DictCache:
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictTrail:
         trail = DictTrail(namespace, tuple(int(t) for t in prompt.ids), control)
+        trail.ready = self.ready
         self.trails.append(trail)
         return trail
 

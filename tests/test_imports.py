@@ -20,17 +20,18 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "logs", "models", "options",
-    "text",
+    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "logs", "machine", "models",
+    "options", "text",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "machine": set(),
     "options": set(),
     "config": {"core", "options"},
     "logs": {"config"},
     "text": {"core"},
     "cache": {"core"},
-    "models": {"core"},
+    "models": {"core", "machine"},
     "api": {"core", "text"},
     "engine": {"core", "cache"},
     "app": EVERYTHING - {"cli"},

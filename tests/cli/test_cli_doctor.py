@@ -16,8 +16,8 @@ from mlx_lm.models import qwen3
 from rich.console import Console
 
 from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
-from firn.cli.machine import Memory, blas_hint, disk_free, is_loopback, memory, vm_stat_available
 from firn.config import BUILTIN_MODEL
+from firn.machine import Memory, blas_hint, disk_free, is_loopback, memory, vm_stat_available
 from firn.models.inspect import CacheCost, DeviceReport, ModelReport
 
 GIB = 2**30

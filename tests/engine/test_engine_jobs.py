@@ -233,6 +233,34 @@ def test_a_prompt_takes_over_what_its_neighbour_reads() -> None:
         assert lab.leftovers() == {}
 
 
+def test_a_request_waits_for_what_is_being_read_and_holds_nobody_up() -> None:
+    cache = DictCache(ready=False)
+    with HashEngine(cache=cache, max_rows=1) as lab:
+        slow = lab.submit(prompt_of(14, 30), 5)
+        lab.between_steps()
+        cache.ready = True
+        for i in range(5):
+            lab.submit(prompt_of(i, 30), 5).wait().check()
+        assert slow.events == []
+        assert lab.engine.health().n_waiting == 1
+
+        def arrived() -> None:
+            cache.trails[0].ready = True
+
+        lab.between_steps(arrived)
+        slow.wait().check()
+        assert lab.leftovers() == {}
+
+
+def test_a_request_can_be_cancelled_while_it_waits_for_a_read() -> None:
+    cache = DictCache(ready=False)
+    with HashEngine(cache=cache) as lab:
+        gone = lab.submit(prompt_of(14, 30), 5)
+        lab.cancel(gone)
+        assert lab.leftovers() == {}
+        assert gone.events == []
+
+
 def test_a_record_that_cannot_be_restored_is_a_miss() -> None:
     cache = DictCache()
     prompt = prompt_of(12, 50)

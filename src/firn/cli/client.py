@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import httpx
 
-from firn.cli.machine import is_loopback
 from firn.core.errors import FirnError
 from firn.core.values import Usage
+from firn.machine import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
 _PROGRESS = re.compile(r"(\d+)\s*/\s*(\d+)")

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from firn import __version__
-from firn.cli.machine import Memory, blas_hint, disk_free, memory
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
+from firn.machine import Memory, blas_hint, disk_free, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import typer
 
-from firn.cli.machine import is_loopback
 from firn.config import Config, unknown_variables
 from firn.core.errors import SetupError
+from firn.machine import is_loopback
 
 
 def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from firn.machine import memory
 
 CHUNKS = {"cpu": 256, "metal": 512, "cuda": 2048}
 ALLOCATOR_SHARE = 0.05
@@ -36,7 +37,7 @@ def device() -> Device:
 
 def _describe() -> Device:
     if mx.default_device() == mx.Device(mx.cpu):
-        return Device("cpu", _host_memory())
+        return Device("cpu", memory().total)
     info = mx.device_info()
     if mx.metal.is_available():
         return Device("metal", int(info["max_recommended_working_set_size"]))
@@ -46,17 +47,8 @@ def _describe() -> Device:
     return Device("cuda", int(mx.get_memory_limit()))
 
 
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def free_nbytes(found: Device) -> int:
     """What is left right now, for a default cache size."""
     if found.kind == "cpu":
-        try:
-            with open("/proc/meminfo", encoding="ascii") as f:
-                fields = dict(line.split(":", 1) for line in f)
-            return int(fields["MemAvailable"].split()[0]) * 1024
-        except (OSError, KeyError, ValueError):
-            return found.memory_nbytes // 2
+        return memory().available or found.memory_nbytes // 2
     return max(found.memory_nbytes - mx.get_active_memory(), 0)

@@ -1,0 +1,436 @@
+"""One record as one file: safetensors, self-describing, every byte under a checksum.
+
+    0        u64 little-endian n: the length of the JSON
+    8        {"__metadata__":{"firn":"1","meta":N,...,"sum":S},"0.0":{"dtype":..},"0.1":..}   padded
+    8 + n    the tensors, one after another: "layer.slot", in order; empty slots have no tensor
+
+`meta` is the length of the metadata object and `sum` its checksum, so a scan reads and parses a few
+hundred bytes and no tensor entries. The metadata holds the checksums of everything else: `entries` of
+the JSON behind it, `sums` of the tensors, `nbytes` of the data. The plain `safetensors` library reads
+such a file as it is.
+
+An encrypted record is a safetensors file too: the same metadata without tokens and layout, the whole
+JSON above sealed in `head`, and one tensor `body` of sealed pieces.
+
+Pure functions over bytes; they hash, so they belong on I/O threads.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from firn.cache.faults import Damaged, Foreign, Locked
+from firn.cache.parts import Part
+from firn.cache.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, Box, Seal
+from firn.core.keys import Key, KeyTokens
+
+VERSION = "1"
+PEEK_NBYTES = 4096
+"""What a scan reads of a file at first: the whole label of most records."""
+ALIGN = 64
+ITEM_NBYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    dtype: str
+    """A safetensors code: BF16, U32, ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return ITEM_NBYTES[self.dtype] * math.prod(self.shape)
+
+
+Layers = tuple[tuple[TensorSpec | None, ...], ...]
+"""Each layer's slots; a slot that the layer leaves empty is None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tag:
+    """What every process may know of a record, with or without the key to it."""
+
+    key: Key
+    parent: Key
+    root: Key
+    part: Part
+    start: int
+    fingerprint: bytes
+    namespace: str
+    created: float
+    mark: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label(Tag):
+    """What a scan finds out: enough to put the record into the tree."""
+
+    tokens: KeyTokens = field(compare=False, repr=False)
+    layout: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header(Label):
+    """All about a record but its bytes.  # tokens [start, start + len(tokens))"""
+
+    layers: Layers
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors that are there, in the order of the buffers."""
+        return tuple(spec for slots in self.layers for spec in slots if spec is not None)
+
+
+class Packed(NamedTuple):
+    pieces: list[Buffer]
+    nbytes: int
+
+
+class Loaded(NamedTuple):
+    header: Header
+    buffers: list[memoryview]
+    """One for each of `header.specs`; views of one buffer, nothing is copied."""
+
+
+# --- packing -------------------------------------------------------------------------------
+
+
+def pack(header: Header, buffers: Sequence[Any], *, seal: Seal | None = None) -> Packed:
+    """The file's bytes in pieces, to be written one after another. Tensors are not copied."""
+    views = [flat(b) for b in buffers]
+    specs = header.specs
+    if [v.nbytes for v in views] != [s.nbytes for s in specs]:
+        raise ValueError(f"{len(views)} buffers do not fit the {len(specs)} tensors of the header")
+    entries = _entries(header)
+    fields = _tag_fields(header) | {
+        "layout": header.layout,
+        **_token_fields(header.tokens),
+        "slots": ",".join(str(len(slots)) for slots in header.layers),
+        "nbytes": str(sum(s.nbytes for s in specs)),
+        "entries": xxhash.xxh3_128_hexdigest(entries),
+        "sums": "".join(xxhash.xxh3_64_hexdigest(v) for v in views),
+    }
+    text = _PREFIX + _metadata(fields) + entries
+    if seal is not None:
+        return _sealed(header, text, views, seal)
+    return _framed(text, views)
+
+
+def flat(buffer: Any) -> memoryview:
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+_PREFIX = b'{"__metadata__":'
+_START = _PREFIX + b'{"firn":"'
+_VERSION_START = _START + VERSION.encode() + b'","meta":"'
+_META_DIGITS = 10
+_SUM_START = b',"sum":"'
+_SUM_NBYTES = len(_SUM_START) + 32 + 2
+
+
+def _tag_fields(tag: Tag) -> dict[str, str]:
+    return {
+        "key": tag.key.hex(),
+        "part": tag.part.value,
+        "parent": tag.parent.hex(),
+        "root": tag.root.hex(),
+        "start": str(tag.start),
+        "fingerprint": tag.fingerprint.hex(),
+        "namespace": tag.namespace,
+        "created": repr(tag.created),
+        "mark": str(tag.mark),
+    }
+
+
+def _token_fields(tokens: KeyTokens) -> dict[str, str]:
+    """Token ids fit 32 bits; only the digests that stand for images need 64."""
+    narrow = not len(tokens) or int(tokens.max()) < 1 << 32
+    raw = tokens.astype("<u4" if narrow else "<u8").tobytes()
+    return {
+        "tokens": base64.b64encode(raw).decode(),
+        "token_nbytes": "4" if narrow else "8",
+    }
+
+
+def _entries(header: Header) -> bytes:
+    """The JSON behind the metadata, padded so that the data begins on a multiple of ALIGN."""
+    found: dict[str, Any] = {}
+    offset = 0
+    for i, slots in enumerate(header.layers):
+        for j, spec in enumerate(slots):
+            if spec is not None:
+                end = offset + spec.nbytes
+                found[f"{i}.{j}"] = {
+                    "dtype": spec.dtype,
+                    "shape": list(spec.shape),
+                    "data_offsets": [offset, end],
+                }
+                offset = end
+    return _after_metadata(found)
+
+
+def _after_metadata(entries: dict[str, Any]) -> bytes:
+    text = json.dumps(entries, separators=(",", ":"))[1:]
+    return (f",{text}" if entries else text).encode()
+
+
+def _metadata(fields: dict[str, str]) -> bytes:
+    head = {"firn": VERSION, "meta": "0" * _META_DIGITS}
+    text = json.dumps(head | fields, separators=(",", ":"))[:-1].encode()
+    at = len(_VERSION_START) - len(_PREFIX)
+    length = b"%0*d" % (_META_DIGITS, len(text) + _SUM_NBYTES)
+    text = text[:at] + length + text[at + _META_DIGITS :]
+    return text + _SUM_START + xxhash.xxh3_128_hexdigest(text).encode() + b'"}'
+
+
+def _framed(text: bytes, data: Sequence[Buffer]) -> Packed:
+    """Spaces behind the JSON are a part of safetensors; they align what follows."""
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    head = struct.pack("<Q", len(text)) + text
+    return Packed([head, *data], len(head) + sum(len(d) for d in data))
+
+
+def _sealed(tag: Tag, text: bytes, views: Sequence[memoryview], seal: Seal) -> Packed:
+    salt = os.urandom(SALT_NBYTES)
+    box = seal.box(salt)
+    body = [box.seal(i, piece) for i, piece in _pieces(views)]
+    n_body = sum(len(b) for b in body)
+    entry = {"dtype": "U8", "shape": [n_body], "data_offsets": [0, n_body]}
+    entries = _after_metadata({"body": entry})
+    plain = _tag_fields(tag) | {
+        "nbytes": str(n_body),
+        "entries": xxhash.xxh3_128_hexdigest(entries),
+        "cipher": "AES-256-GCM",
+        "key_id": seal.id,
+        "salt": salt.hex(),
+    }
+    head = base64.b64encode(box.seal(0, text, _bound(plain))).decode()
+    return _framed(_PREFIX + _metadata(plain | {"head": head}) + entries, body)
+
+
+def _pieces(views: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Each tensor in pieces of bounded size, counted from 1."""
+    index = 0
+    for view in views:
+        for at in range(0, len(view), PIECE_NBYTES):
+            index += 1
+            yield index, view[at : at + PIECE_NBYTES]
+
+
+def _bound(plain: dict[str, str]) -> bytes:
+    """What the seal of the head binds: exchanging it for another one breaks the tag."""
+    return json.dumps({k: plain[k] for k in sorted(plain) if k != "head"}).encode()
+
+
+# --- reading -------------------------------------------------------------------------------
+
+
+def read_header(read: Callable[[int], Buffer], nbytes: int, *, seal: Seal | None = None) -> Tag:
+    """What a scan needs, from the first bytes of a file of `nbytes`. The tensors are not looked at.
+
+    `read(n)` gives the first n bytes, fewer where the file ends. Returns a Label, or only a Tag when
+    the record is encrypted with another key. Raises Damaged or Foreign.
+    """
+    first = bytes(read(min(PEEK_NBYTES, nbytes)))
+    n_text = _text_nbytes(first, nbytes)
+    need = 8 + len(_PREFIX) + _meta_nbytes(first[8:], n_text)
+    if need > len(first):
+        first = bytes(read(need))
+    fields, _ = _fields(first[8:], n_text)
+    try:
+        if 8 + n_text + int(fields["nbytes"]) != nbytes:
+            raise Damaged("wrong length", f"{nbytes} bytes")
+        if "cipher" not in fields:
+            return _label(fields)
+        if seal is None or seal.id != fields["key_id"]:
+            return _tag(fields)
+        text = _open_head(fields, seal.box(bytes.fromhex(fields["salt"])))
+        return _label(_fields(text, len(text))[0])
+    except (ValueError, KeyError, TypeError) as e:
+        raise Damaged("unreadable header", str(e)) from e
+
+
+def unpack(
+    buffer: Any, *, seal: Seal | None = None, fill: Callable[[int], None] = lambda upto: None
+) -> Loaded:
+    """The record in a file's bytes, every checksum and length verified. Nothing is copied.
+
+    `fill(upto)` is called before bytes [0, upto) are looked at: a reader fills the buffer as it
+    goes, so that bytes are checked while they are still in the processor's cache. Raises Damaged,
+    Foreign, Locked.
+    """
+    view = flat(buffer)
+    fill(min(PEEK_NBYTES, len(view)))
+    n_text = _text_nbytes(view[:PEEK_NBYTES], len(view))
+    fill(8 + n_text)
+    text = bytes(view[8 : 8 + n_text])
+    fields, rest = _fields(text, n_text)
+    data = view[8 + n_text :]
+    try:
+        if int(fields["nbytes"]) != len(data):
+            raise Damaged("wrong length", f"{len(view)} bytes")
+        if "cipher" in fields:
+            return _unsealed(fields, rest, data, seal, lambda upto: fill(8 + n_text + upto))
+        header = _header(fields, rest)
+        sums = _sums(fields, header)
+    except (ValueError, KeyError, TypeError, IndexError) as e:
+        raise Damaged("unreadable header", str(e)) from e
+    buffers: list[memoryview] = []
+    at = 0
+    for spec, want in zip(header.specs, sums, strict=True):
+        end = at + spec.nbytes
+        fill(8 + n_text + end)
+        buffers.append(_checked(data[at:end], want))
+        at = end
+    if at != len(data):
+        raise Damaged("wrong length", f"{len(data) - at} bytes too many")
+    return Loaded(header, buffers)
+
+
+def _unsealed(
+    fields: dict[str, str],
+    rest: bytes,
+    data: memoryview,
+    seal: Seal | None,
+    fill: Callable[[int], None],
+) -> Loaded:
+    if seal is None or seal.id != fields["key_id"]:
+        raise Locked
+    if xxhash.xxh3_128_hexdigest(rest.rstrip(b" ")) != fields["entries"]:
+        raise Damaged("bad checksum", "entries")
+    box = seal.box(bytes.fromhex(fields["salt"]))
+    text = _open_head(fields, box)
+    inner, inner_rest = _fields(text, len(text))
+    header = _header(inner, inner_rest)
+    buffers: list[memoryview] = []
+    at, index = 0, 0
+    for spec, want in zip(header.specs, _sums(inner, header), strict=True):
+        opened: list[bytes] = []
+        for start in range(0, spec.nbytes, PIECE_NBYTES):
+            index += 1
+            end = at + min(PIECE_NBYTES, spec.nbytes - start) + TAG_NBYTES
+            fill(end)
+            opened.append(box.open(index, data[at:end]))
+            at = end
+        plain = opened[0] if len(opened) == 1 else b"".join(opened)
+        buffers.append(_checked(memoryview(plain), want))
+    if at != len(data):
+        raise Damaged("wrong length", f"{len(data) - at} bytes too many")
+    return Loaded(header, buffers)
+
+
+def _checked(view: memoryview, want: str) -> memoryview:
+    if xxhash.xxh3_64_hexdigest(view) != want:
+        raise Damaged("bad checksum", "tensor")
+    return view
+
+
+def _text_nbytes(first: Buffer, nbytes: int) -> int:
+    """The length of the JSON; Foreign when it is not ours, Damaged when it is not even JSON."""
+    if len(first) < 8 or bytes(first[8:9]) != b"{":
+        raise Damaged("unreadable header", "no safetensors file")
+    n_text: int = struct.unpack("<Q", first[:8])[0]
+    if 8 + n_text > nbytes:
+        raise Damaged("wrong length", f"{nbytes} bytes")
+    return n_text
+
+
+def _meta_nbytes(text: bytes, n_text: int) -> int:
+    if not text.startswith(_START):
+        raise Foreign("no firn record")
+    if not text.startswith(_VERSION_START):
+        raise Foreign("another format version")
+    digits = text[len(_VERSION_START) : len(_VERSION_START) + _META_DIGITS]
+    if not digits.isdigit() or len(_PREFIX) + int(digits) > n_text:
+        raise Damaged("unreadable header", "length of the metadata")
+    return int(digits)
+
+
+def _fields(text: bytes, n_text: int) -> tuple[dict[str, str], bytes]:
+    """The metadata, verified, and the JSON behind it as far as it is here."""
+    end = len(_PREFIX) + _meta_nbytes(text, n_text)
+    raw = text[len(_PREFIX) : end]
+    body, tail = raw[:-_SUM_NBYTES], raw[-_SUM_NBYTES:]
+    if tail != _SUM_START + xxhash.xxh3_128_hexdigest(body).encode() + b'"}':
+        raise Damaged("bad checksum", "header")
+    try:
+        fields: dict[str, str] = json.loads(raw)
+    except ValueError as e:
+        raise Damaged("unreadable header", str(e)) from e
+    return fields, text[end:]
+
+
+def _open_head(fields: dict[str, str], box: Box) -> bytes:
+    plain = {k: v for k, v in fields.items() if k not in ("firn", "meta", "sum", "head")}
+    return box.open(0, base64.b64decode(fields["head"], validate=True), _bound(plain))
+
+
+def _tag_values(fields: dict[str, str]) -> dict[str, Any]:
+    return {
+        "key": Key(bytes.fromhex(fields["key"])),
+        "parent": Key(bytes.fromhex(fields["parent"])),
+        "root": Key(bytes.fromhex(fields["root"])),
+        "part": Part(fields["part"]),
+        "start": int(fields["start"]),
+        "fingerprint": bytes.fromhex(fields["fingerprint"]),
+        "namespace": fields["namespace"],
+        "created": float(fields["created"]),
+        "mark": int(fields["mark"]),
+    }
+
+
+def _tag(fields: dict[str, str]) -> Tag:
+    return Tag(**_tag_values(fields))
+
+
+def _label(fields: dict[str, str]) -> Label:
+    return Label(**_tag_values(fields), tokens=_tokens(fields), layout=fields["layout"])
+
+
+def _tokens(fields: dict[str, str]) -> KeyTokens:
+    raw = base64.b64decode(fields["tokens"], validate=True)
+    return np.frombuffer(raw, dtype=f"<u{int(fields['token_nbytes'])}").astype(np.uint64)
+
+
+def _header(fields: dict[str, str], rest: bytes) -> Header:
+    """With the layers, out of the tensor entries: the only place that reads those."""
+    rest = rest.rstrip(b" ")
+    if xxhash.xxh3_128_hexdigest(rest) != fields["entries"]:
+        raise Damaged("bad checksum", "entries")
+    entries: dict[str, Any] = json.loads(b"{" + rest.lstrip(b","))
+    layers: list[tuple[TensorSpec | None, ...]] = []
+    counts = [int(n) for n in fields["slots"].split(",")] if fields["slots"] else []
+    for i, n_slots in enumerate(counts):
+        slots = (entries.get(f"{i}.{j}") for j in range(n_slots))
+        layers.append(tuple(s and TensorSpec(s["dtype"], tuple(s["shape"])) for s in slots))
+    return Header(
+        **_tag_values(fields),
+        tokens=_tokens(fields),
+        layout=fields["layout"],
+        layers=tuple(layers),
+    )
+
+
+def _sums(fields: dict[str, str], header: Header) -> list[str]:
+    text, n = fields["sums"], len(header.specs)
+    if len(text) != 16 * n:
+        raise Damaged("unreadable header", "number of checksums")
+    return [text[16 * i : 16 * i + 16] for i in range(n)]

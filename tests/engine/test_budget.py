@@ -1,0 +1,123 @@
+"""Estimates of what a request takes, and the account of what is held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firn.core.errors import NeverFits
+from firn.core.values import Job, Prompt, RequestId
+from firn.engine.budget import (
+    MAX_FACTOR,
+    MIN_FACTOR,
+    REPLY_RESERVE_TOKENS,
+    Budget,
+    RowCost,
+)
+
+COST = RowCost(per_token_nbytes=10, fixed_nbytes=500)
+
+
+def job(n_prompt: int, max_tokens: int = 0, *, n: int = 1, name: str = "job") -> Job:
+    prompt = Prompt(np.zeros(n_prompt, dtype=np.int64))
+    return Job(RequestId(name), prompt, max_tokens, n=n)
+
+
+def test_a_row_costs_its_tokens_and_what_any_row_costs() -> None:
+    assert COST.of(0) == 500
+    assert COST.of(100) == 1500
+    assert RowCost(0, 147 << 20).of(1_000_000) == 147 << 20, "a purely recurrent model"
+
+
+def test_need_counts_prompt_and_reply_of_every_choice() -> None:
+    budget = Budget(COST, capacity_nbytes=1 << 30)
+    assert budget.need_nbytes(job(100, 20)) == 500 + 100 * 10 + 20 * 10
+    assert budget.need_nbytes(job(100, 20, n=3)) == 3 * (500 + 100 * 10 + 20 * 10)
+
+
+def test_of_a_long_reply_only_a_part_is_set_aside() -> None:
+    budget = Budget(COST, capacity_nbytes=1 << 30)
+    most = budget.need_nbytes(job(100, REPLY_RESERVE_TOKENS))
+    assert budget.need_nbytes(job(100, 1_000_000)) == most
+
+
+def test_a_prompt_over_the_capacity_never_fits() -> None:
+    budget = Budget(COST, capacity_nbytes=1500)
+    budget.need_nbytes(job(100, 1_000_000))  # its reply may have to end early; its prompt fits
+    with pytest.raises(NeverFits) as caught:
+        budget.need_nbytes(job(101))
+    assert caught.value.status == 400
+    with pytest.raises(NeverFits):
+        budget.need_nbytes(job(60, n=2))
+
+
+def test_what_was_learned_may_admit_more_but_never_refuses_more() -> None:
+    """A factor over one makes requests wait; whether one can ever fit is not a matter of guesses."""
+    budget = Budget(COST, capacity_nbytes=1500)
+    for _ in range(100):
+        budget.learn(estimated_nbytes=100, used_nbytes=1000)
+    assert budget.need_nbytes(job(100)) > 1500
+    for _ in range(100):
+        budget.learn(estimated_nbytes=100, used_nbytes=50)
+    assert budget.need_nbytes(job(150)) <= 1500
+
+
+def test_admitting_never_raises_what_asking_did_not() -> None:
+    """The factor may move between the two."""
+    budget = Budget(COST, capacity_nbytes=1500)
+    for _ in range(100):
+        budget.learn(estimated_nbytes=100, used_nbytes=50)
+    request = job(150)
+    need = budget.need_nbytes(request)
+    for _ in range(100):
+        budget.learn(estimated_nbytes=100, used_nbytes=100)
+    budget.admit(request, need)
+    assert budget.held_nbytes == need
+
+
+@given(st.lists(st.tuples(st.integers(-5, 10_000), st.integers(0, 1_000_000)), max_size=60))
+def test_the_factor_stays_within_its_bounds(seen: list[tuple[int, int]]) -> None:
+    budget = Budget(COST, capacity_nbytes=1 << 30)
+    for estimated, used in seen:
+        before = budget.factor
+        budget.learn(estimated_nbytes=estimated, used_nbytes=used)
+        assert MIN_FACTOR <= budget.factor <= MAX_FACTOR
+        if estimated <= 0:
+            assert budget.factor == before
+
+
+@given(st.floats(MIN_FACTOR, MAX_FACTOR))
+def test_the_factor_goes_to_what_is_seen(ratio: float) -> None:
+    budget = Budget(COST, capacity_nbytes=1 << 30)
+    for _ in range(60):
+        budget.learn(estimated_nbytes=1_000_000, used_nbytes=int(ratio * 1_000_000))
+    assert budget.factor == pytest.approx(ratio, rel=0.01)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.booleans(), st.integers(1, 300), st.integers(1, 3)),
+        max_size=60,
+    )
+)
+def test_the_account_is_the_sum_of_what_is_held(steps: list[tuple[int, bool, int, int]]) -> None:
+    """Against a plain dictionary: admitting twice replaces, releasing the unknown is nothing."""
+    budget = Budget(COST, capacity_nbytes=1 << 20)
+    model: dict[str, int] = {}
+    for name, admits, n_prompt, n in steps:
+        request = job(n_prompt, 5, n=n, name=str(name))
+        if admits:
+            need = budget.need_nbytes(request)
+            budget.admit(request, need)
+            model[request.id] = need
+        else:
+            budget.release(request)
+            model.pop(request.id, None)
+        assert budget.held_nbytes == sum(model.values())
+        assert budget.free_nbytes() == (1 << 20) - sum(model.values())
+    for request_id in list(model):
+        budget.release(job(1, name=request_id))
+    assert budget.held_nbytes == 0
+    assert budget.free_nbytes() == budget.capacity_nbytes
