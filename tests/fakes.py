@@ -116,6 +116,8 @@ class _Row:
     admitted: bool = False
     n_prefilled: int = 0
     n_sent: list[int] = field(default_factory=list)
+    forced: dict[int, range] = field(default_factory=dict)
+    """By choice: the positions of its reply that were not left to it."""
     over: set[int] = field(default_factory=set)
 
     @property
@@ -157,6 +159,8 @@ class FakeEngine:
         self.jobs: list[Job] = []
         self.cancelled: list[RequestId] = []
         self.stopped: list[tuple[RequestId, int]] = []
+        self.forced: list[tuple[int, tuple[int, ...], int]] = []
+        """Choice, tokens and position of what was forced, in order."""
         self.n_published = 0
         self._publish = publish
         self._rows: dict[RequestId, _Row] = {}
@@ -191,6 +195,26 @@ class FakeEngine:
             self.stopped.append((request, choice))
             if request in self._rows:
                 self._rows[request].over.add(choice)
+            self._changed.notify_all()
+
+    def force(
+        self, request: RequestId, choice: int, tokens: Sequence[int], *, at: int
+    ) -> None:
+        """The reply goes on behind them where it was; what was not sent yet can be taken back."""
+        with self._changed:
+            self.forced.append((choice, tuple(tokens), at))
+            row = self._rows.get(request)
+            if row is None:
+                return
+            reply, n_sent = row.replies[choice], row.n_sent[choice]
+            old = row.forced.get(choice, range(0))
+            if old.start < n_sent < old.stop:
+                return
+            if n_sent <= old.start:
+                del reply[old.start : old.stop]
+            at = min(max(at, n_sent), len(reply))
+            reply[at:at] = tokens
+            row.forced[choice] = range(at, at + len(tokens))
             self._changed.notify_all()
 
     def health(self) -> EngineHealth:
@@ -305,7 +329,8 @@ class FakeEngine:
             row.over.add(choice)
             return [ChoiceDone(choice, "stop")]
         row.n_sent[choice] += 1
-        return [Token(choice, reply[at], _logprob(row.job, reply[at]))]
+        forced = at in row.forced.get(choice, ())
+        return [Token(choice, reply[at], _logprob(row.job, reply[at]), forced)]
 
 
 def _logprob(job: Job, token: int) -> TokenLogprob | None:

@@ -80,6 +80,7 @@ class Harness:
         max_rows: int = 32,
         capacity_nbytes: int = 1 << 40,
         fingerprint: bytes = b"model",
+        kv_bits: int = 0,
     ) -> None:
         self.results: dict[RequestId, Result] = {}
         self._ids = itertools.count()
@@ -87,13 +88,18 @@ class Harness:
         def parts() -> Parts:
             model, make_layers = build()
             info = model_info(model, make_layers)
-            runner = Runner(model, info, make_layers=make_layers, max_rows=max_rows)
+            inputs = model if hasattr(model, "chunk") else None  # a vision model
+            runner = Runner(
+                model, info, make_layers=make_layers, max_rows=max_rows, inputs=inputs
+            )
             cache: Any = CacheOff()
             if cache_nbytes is not None:
                 settings = CacheSettings(cache_nbytes, block, chunk if exact else 0)
-                cache = PrefixTree(
-                    Layout.of(make_layers()), settings, fingerprint=fingerprint, dtype=info.dtype
-                )
+                layers = make_layers()
+                if kv_bits:  # the heads' width decides how they are quantised
+                    model(mx.array([[1]]), cache=layers)
+                layout = Layout.of(layers, kv_bits=kv_bits)
+                cache = PrefixTree(layout, settings, fingerprint=fingerprint, dtype=info.dtype)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
             return Parts(runner, cache, budget, Limits(max_rows, 10_000, chunk))
 
@@ -129,7 +135,7 @@ class Harness:
 
     def submit(
         self,
-        ids: Sequence[int],
+        ids: Sequence[int] | Prompt,
         n_reply: int = 8,
         *,
         sampling: Sampling = GREEDY,
@@ -138,10 +144,13 @@ class Harness:
         namespace: str = "",
         control: CacheControl = CacheControl(),
         eos: frozenset[int] = frozenset(),
+        grammar: Any = None,
     ) -> Result:
         request = RequestId(str(next(self._ids)))
         result = self.results[request] = Result()
-        prompt = Prompt(np.array(ids, dtype=np.int64), boundaries=tuple(boundaries))
+        prompt = ids
+        if not isinstance(prompt, Prompt):
+            prompt = Prompt(np.array(ids, dtype=np.int64), boundaries=tuple(boundaries))
         self.engine.submit(
             Job(
                 id=request,
@@ -153,11 +162,12 @@ class Harness:
                 top_logprobs=2,
                 namespace=Namespace(namespace),
                 cache=control,
+                grammar=grammar,
             )
         )
         return result
 
-    def ask(self, ids: Sequence[int], n_reply: int = 8, **options: Any) -> Result:
+    def ask(self, ids: Sequence[int] | Prompt, n_reply: int = 8, **options: Any) -> Result:
         result = self.submit(ids, n_reply, **options).wait()
         if result.error:
             raise result.error

@@ -100,6 +100,7 @@ class HashRow:
     n_drawn: int = 0
     next: int = GARBAGE
     alone: bool = False
+    forced: dict[int, int] = field(default_factory=dict)
 
     @property
     def live_layers(self) -> list[HashLayer]:
@@ -131,6 +132,7 @@ class HashPicked:
     row: HashRow
     token: int
     logprob: TokenLogprob | None = None
+    fault: FirnError | None = None
 
 
 def _nothing(*_: Any) -> None:
@@ -223,6 +225,10 @@ class HashRunner:
         self._groups.append(HashGroup(HashLayer([])))
         return self._groups[-1]
 
+    def force(self, row: HashRow, tokens: Sequence[int], *, at: int) -> None:
+        assert at > row.n_tokens, "picked already"
+        row.forced = dict(enumerate(tokens, start=at))
+
     def leave(self, rows: Sequence[HashRow]) -> None:
         self.faults.leave(rows)
         for row in rows:
@@ -247,7 +253,8 @@ class HashRunner:
         for row in rows:
             row.tokens[:] = [*row.tokens[1:], row.next]
             row.n_tokens += 1
-            row.next = row.draw()
+            picked = row.draw()
+            row.next = row.forced.pop(row.n_tokens, picked)
             step.append(HashPicked(row, row.next))
         group.unread.append(step)
 
@@ -259,6 +266,10 @@ class HashRunner:
         while len(group.unread) > keep_in_flight:
             out += [p for p in group.unread.pop(0) if p.row.group is group]
         return out
+
+    def live_nbytes(self) -> int:
+        """One byte a token."""
+        return sum(row.n_tokens for group in self._groups for row in group.rows)
 
     def close(self) -> None:
         self.closed = True
@@ -366,8 +377,16 @@ class DictCache:
     def set_room(self, nbytes: int) -> None:
         self.room_nbytes = nbytes
 
-    def idle(self) -> None:
+    def tick(self, *, busy: bool) -> None:
         pass
+
+    @property
+    def settled(self) -> bool:
+        return True
+
+    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
+        assert start < end
+        assert seconds >= 0.0
 
     def close(self) -> None:
         self.closed = True

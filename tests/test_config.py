@@ -42,6 +42,8 @@ def values_of(item: Option) -> st.SearchStrategy[Any]:
         one = st.floats(item.spec.low, item.spec.high, allow_nan=False, allow_infinity=False)
     elif item.scalar is Path:
         one = word.map(lambda name: Path("/srv") / name)
+    elif item.metavar == "ORIGIN":
+        one = word.map(lambda name: f"https://{name}")
     else:
         one = word.filter(lambda text: text not in item.spec.words)
     return st.lists(one, min_size=1, max_size=3).map(tuple) if item.many else one

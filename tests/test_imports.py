@@ -20,8 +20,8 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "logs", "machine", "models",
-    "options", "text",
+    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "logs", "machine", "media",
+    "models", "options", "text",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"core", "options"},
     "logs": {"config"},
     "text": {"core"},
+    "media": {"core"},
     "cache": {"core"},
     "models": {"core", "machine"},
     "api": {"core", "text"},
@@ -44,6 +45,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
     "mlx": ("models", "cache/codecs", "cache/pool", "demo"),
     "mlx_lm": ("models", "demo"),
     "mlx_vlm": ("models", "demo"),
+    "PIL": ("media", "models"),
 }
 HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
 
@@ -139,6 +141,9 @@ def test_every_package_has_its_line() -> None:
         ("engine/engine", "import importlib\nimportlib.import_module('mlx_lm')"),
         ("api/server", "import firn.engine.engine"),
         ("api/dialects/chat", "from ...engine import engine"),
+        ("media/decode", "import mlx.core"),
+        ("media/fetch", "from firn.text import prompt"),
+        ("text/prompt", "from PIL import Image"),
         ("cache/prefix", "import mlx.core"),
         ("cache/pooled", "import mlx.core"),
         ("cache/codecs/pages", "from mlx_lm.models.cache import KVCache"),

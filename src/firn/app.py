@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
@@ -19,23 +19,30 @@ import uvicorn
 from firn import __version__
 from firn.api import warm
 from firn.api.auth import Keys
+from firn.api.cache_metrics import CacheMetrics
 from firn.api.mailroom import Mailroom
 from firn.api.server import create_app
 from firn.api.services import Limits as ApiLimits
 from firn.api.services import Services
-from firn.cache.admin import CacheAdmin
+from firn.cache.admin import CacheAdmin, health, snapshot
+from firn.cache.io import TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.config import Config
+from firn.cache.seal import load_seal
+from firn.cache.tiers import TierError
+from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier, suggested_limit
+from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
-from firn.core.ports import PrefixCache
-from firn.core.values import GenerateRequest
+from firn.core.ports import Pictures, PrefixCache
+from firn.core.values import GenerateRequest, ModelInfo
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine, Limits, Parts
 from firn.logs import configure as configure_logs
 from firn.models import device as devices
-from firn.models import loader
+from firn.models import embedder, loader
+from firn.models.grammar import Compiler
+from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.text.formats import detect
@@ -47,6 +54,9 @@ log = logging.getLogger("firn")
 N_TOKENIZER_THREADS = 2
 DRAIN_S = 20.0
 """How long a stopping server lets running requests go on before it cuts them."""
+FLUSH_S = 15.0
+"""How long a stopping server writes what is still in memory only."""
+STOP_S = 10.0
 MIB, GIB = 1 << 20, 1 << 30
 MIN_CAPACITY_NBYTES = 256 * MIB
 
@@ -74,7 +84,7 @@ class Server:
     died: list[str]
 
     def close(self) -> None:
-        self.engine.stop()
+        self.engine.stop(timeout_s=FLUSH_S + STOP_S)
         self.pool.shutdown(cancel_futures=True)
 
 
@@ -84,10 +94,21 @@ def build(config: Config) -> Server:
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
+    found = tokenizer.tool_parser
+    # Before the engine starts: an unknown parser must not leave a thread behind.
+    reply_format = detect(
+        tokenizer,
+        tool_override=config.model.tool_call_parser,
+        reasoning_override=config.model.reasoning_parser,
+        native=NativeParser(*found) if found else None,
+    )
+    processor = None
+    if not config.model.text_only:
+        processor = loader.load_processor(folder, tokenizer, trust_remote_code=trust)
     mailroom = Mailroom()
     died: list[str] = []
     engine = Engine(
-        lambda: _build_parts(config, folder, name),
+        lambda: _build_parts(config, folder, name, processor, lambda: engine.wake()),
         mailroom.publish,
         on_death=lambda: died.append("engine"),
     )
@@ -95,25 +116,75 @@ def build(config: Config) -> Server:
     model = engine.start()
     if model.unbatchable_why:
         log.warning("%s is served row by row: %s", name, model.unbatchable_why)
-    found = tokenizer.tool_parser
-    native = NativeParser(*found) if found else None
     pool = ThreadPoolExecutor(N_TOKENIZER_THREADS, thread_name_prefix="firn-tokenize")
+    grammars = Compiler(tokenizer, vocab_size=model.vocab_size)
+    pool.submit(grammars.prepare)
     services = Services(
         engine=engine,
         tokenizer=tokenizer,
-        prompts=PromptMaker(tokenizer, context_length=model.context_length),
-        reply_format=detect(tokenizer, native=native),
+        prompts=PromptMaker(
+            tokenizer,
+            context_length=model.context_length,
+            pictures=_pictures(config, model, processor),
+        ),
+        reply_format=reply_format,
         mailroom=mailroom,
         pool=pool,
         limits=ApiLimits(max_tokens=config.engine.max_tokens),
         keys=Keys(config.server.api_keys, share=config.cache.share_cache),
+        allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
+        embedder=_embedder_desk(engine),
+        fetch_images=_fetcher(config) if model.vision else None,
+        compile_grammar=grammars.compile,
         cache_admin=CacheAdmin(
-            lambda f: engine.call(lambda parts: f(parts.cache)),
+            lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
+        health_details=lambda: {"cache": health(engine.parts.cache)},
+        extra_collectors=(CacheMetrics(lambda: snapshot(engine.parts.cache)),),
     )
     return Server(services, engine, mailroom, pool, died)
+
+
+def _pictures(
+    config: Config, model: ModelInfo, processor: VisionProcessor | None
+) -> Pictures | None:
+    if processor is None or not model.vision:
+        return None
+    from firn.media.pictures import ImageLimits
+    from firn.media.pictures import Pictures as Album
+
+    wanted = config.images
+    limits = ImageLimits(
+        nbytes=wanted.max_image_mb * MIB, pixels=int(wanted.max_image_megapixels * 1e6)
+    )
+    return Album(processor, whole=model.whole_images, limits=limits)
+
+
+def _fetcher(config: Config) -> Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None:
+    wanted = config.images
+    if not wanted.allow_image_urls:
+        return None
+    from firn.media.fetch import Fetcher, FetchLimits
+
+    limits = FetchLimits(
+        nbytes=wanted.max_image_mb * MIB,
+        timeout_s=wanted.image_fetch_timeout_s,
+        plain_http=wanted.allow_plain_http_images,
+    )
+    return Fetcher(limits).gather
+
+
+def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
+    found = engine.parts.embedder
+    if found is None:
+        return None
+    return embedder.EmbedderDesk(
+        lambda f: engine.call(lambda parts: f(parts.embedder)),
+        n_dims=found.n_dims,
+        max_tokens=found.max_tokens,
+    )
 
 
 def _model_folder(name: str) -> Path:
@@ -124,30 +195,67 @@ def _model_folder(name: str) -> Path:
     return loader.resolve(name)
 
 
-def _build_parts(config: Config, folder: Path, name: str) -> Parts:
+def _build_parts(
+    config: Config,
+    folder: Path,
+    name: str,
+    processor: VisionProcessor | None,
+    wake: Callable[[], None],
+) -> Parts:
     """On the engine thread, which owns every array from the start."""
     machine = devices.device()
-    loaded = loader.load(
-        folder,
-        served_name=name,
-        adapter=config.model.adapter,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    info = loaded.info
     limits = Limits(
         max_rows=config.engine.max_concurrency,
         max_queue=config.engine.max_queue,
         prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
     )
+    recipe = _embedding_recipe(folder)
+    if recipe is not None and embedder.needs_encoder(folder, loader.read_config(folder)):
+        return _encoder_parts(folder, recipe, name, limits)
+    loaded = loader.load(
+        folder,
+        served_name=name,
+        adapter=config.model.adapter,
+        trust_remote_code=config.model.trust_remote_code,
+        picture=processor.example.inputs if processor else None,
+        feature_nbytes=config.images.image_feature_cache_mb * MIB,
+    )
+    info = loaded.info
     runner = Runner(
-        loaded.model, info, make_layers=loaded.make_layers, max_rows=config.engine.max_concurrency
+        loaded.model,
+        info,
+        make_layers=loaded.make_layers,
+        max_rows=config.engine.max_concurrency,
+        inputs=loaded.inputs,
     )
     headroom = int(config.engine.scheduler_headroom_gb * GIB)
     capacity = machine.memory_nbytes - info.weights_nbytes - headroom
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
     cache = _build_cache(config, loaded, machine, limits.prefill_chunk)
-    return Parts(runner, cache, budget, limits)
+    if isinstance(cache, PrefixTree):
+        _add_ssd(config, cache, info, wake)
+    embeds = None
+    if recipe is not None:
+        embeds = embedder.from_decoder(loaded.model, recipe, context_length=info.context_length)
+    return Parts(runner, cache, budget, limits, embedder=embeds)
+
+
+def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
+    try:
+        return embedder.read_recipe(folder)
+    except SetupError as e:
+        log.warning("no embeddings: %s", e)
+        return None
+
+
+def _encoder_parts(folder: Path, recipe: embedder.Recipe, name: str, limits: Limits) -> Parts:
+    """Of a model that makes embeddings and nothing else."""
+    config = loader.read_config(folder)
+    embeds, info = embedder.load_encoder(folder, recipe, config, served_name=name)
+    runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
+    budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
+    return Parts(runner, CacheOff("an embedding model"), budget, limits, embedder=embeds)
 
 
 def _row_cost(loaded: loader.LoadedModel) -> RowCost:
@@ -190,6 +298,33 @@ def _build_cache(
     return PrefixTree(
         layout, settings, fingerprint=loaded.info.fingerprint, dtype=loaded.info.dtype
     )
+
+
+def _add_ssd(config: Config, cache: PrefixTree, model: ModelInfo, wake: Callable[[], None]) -> None:
+    wanted = config.cache
+    if wanted.no_ssd_cache:
+        log.info("ssd cache: off (--no-ssd-cache)")
+        return
+    folder = wanted.ssd_cache_dir or default_cache_dir()
+    limit = int(wanted.ssd_cache_max_gb * GIB) or suggested_limit(folder)
+    settings = SsdSettings(
+        folder,
+        limit,
+        write_budget_nbytes=int(wanted.ssd_write_budget_gb_per_day * GIB) or None,
+        seal=load_seal(wanted.ssd_cache_key_file) if wanted.ssd_cache_key_file else None,
+        model=ModelNote(model.fingerprint, model.name, model.path),
+    )
+    io = TierIo(SsdTier(settings), flush_timeout_s=FLUSH_S, progress=_flushing)
+    keys = Keys(config.server.api_keys, share=wanted.share_cache)
+    try:
+        cache.open_store(io, namespaces=keys.namespaces, wake=wake)
+    except TierError as e:
+        log.warning("ssd cache: %s cannot be read: %s", folder, e)
+    log.info("ssd cache: %s, at most %.1f GiB (--no-ssd-cache turns it off)", folder, limit / GIB)
+
+
+def _flushing(n_left: int, nbytes_left: int) -> None:
+    log.info("writing the cache: %d records, %d MiB left", n_left, nbytes_left // MIB)
 
 
 # --- running -------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import tomllib
 import types
@@ -39,6 +40,13 @@ def header_safe(key: str) -> str:
     return key
 
 
+def origin(text: str) -> str:
+    """As a browser sends it: scheme and host, no path."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+        raise BadValue(f"{text!r} is no origin; it looks like https://example.com")
+    return text
+
+
 # --- the tree ------------------------------------------------------------------------------
 
 
@@ -63,6 +71,15 @@ class ServerConfig:
     api_key_file: Path | None = option(
         None, "File with more keys, one a line; # starts a comment.", metavar="FILE"
     )
+    allow_origins: tuple[str, ...] = option(
+        (),
+        "Web page that may call this server from a browser (https://example.com, or * for any); "
+        "repeat it for several.",
+        flag="--allow-origin",
+        env="FIRN_ALLOW_ORIGINS",
+        metavar="ORIGIN",
+        check=origin,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +97,17 @@ class ModelConfig:
     )
     trust_remote_code: bool = option(
         False, "Let the model's folder run Python code of its own. Only for models you trust."
+    )
+    text_only: bool = option(False, "Serve the text part of a vision model, without images.")
+    tool_call_parser: str = option(
+        "auto",
+        "How the model writes tool calls; auto reads it off its chat template.",
+        metavar="NAME",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "How the model marks its thinking; auto reads it off its chat template.",
+        metavar="NAME",
     )
 
 
@@ -141,8 +169,52 @@ class CacheConfig:
         "with messages and tools.",
         metavar="FILE",
     )
+    no_ssd_cache: bool = option(False, "Keep computed prefixes in memory only.")
+    ssd_cache_dir: Path | None = option(
+        None, "Folder for computed prefixes (otherwise the user's cache folder).", metavar="DIR"
+    )
+    ssd_cache_max_gb: float = option(
+        0.0,
+        "Limit of that folder in GiB, for all processes that share it; auto is 10, less when the "
+        "disk is small.",
+        low=0,
+        high=1 << 20,
+        words={"auto": 0.0},
+    )
+    """0: by what is free."""
+    ssd_write_budget_gb_per_day: float = option(
+        0.0,
+        "At most so many GiB are written in 24 hours; 0 for no such limit.",
+        low=0,
+        high=1 << 20,
+    )
+    ssd_cache_key_file: Path | None = option(
+        None, "Encrypt the folder's records with the key in this file.", metavar="FILE"
+    )
     share_cache: bool = option(
         False, "One cache for all API keys (otherwise each key has a private one)."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ImagesConfig:
+    allow_image_urls: bool = option(
+        False,
+        "Fetch images that requests name by address (https, public addresses only). Otherwise "
+        "they must be sent as data URLs.",
+    )
+    allow_plain_http_images: bool = option(
+        False, "With --allow-image-urls: fetch from http addresses too."
+    )
+    image_fetch_timeout_s: float = option(
+        10.0, "Seconds that fetching an image may take.", low=0.1, high=600
+    )
+    max_image_mb: int = option(20, "Largest image file, in MiB.", low=1, high=1024)
+    max_image_megapixels: float = option(
+        50.0, "Largest image, in millions of pixels.", low=0.01, high=1000
+    )
+    image_feature_cache_mb: int = option(
+        256, "Memory for what the vision tower has made of images, in MiB.", low=0, high=1 << 20
     )
 
 
@@ -178,6 +250,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     cache: CacheConfig = CacheConfig()
+    images: ImagesConfig = ImagesConfig()
     log: LogConfig = LogConfig()
     origins: Mapping[str, Origin] = field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import anthropic
 import openai
 import uvicorn
 
@@ -74,6 +75,11 @@ class Live:
     def openai(self, *, api_key: str = "unused", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60, **options
+        )
+
+    def anthropic(self, *, api_key: str = "unused", **options: Any) -> anthropic.Anthropic:
+        return anthropic.Anthropic(
+            base_url=self.url, api_key=api_key, max_retries=0, timeout=60, **options
         )
 
     def async_openai(self) -> openai.AsyncOpenAI:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firn.api.dialects import Call, Dialect, Head, discover
-from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
+from firn.api.dialects import Asked, Call, Dialect, Extra, Head, discover
+from firn.api.mailroom import Mailroom
+from firn.api.services import Services
+from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue, StepFailed
 from firn.core.events import (
     ChoiceFinished,
     Ended,
@@ -19,12 +24,16 @@ from firn.core.events import (
     FinishReason,
     Progress,
     ReasoningDelta,
+    Resumed,
     Started,
     TextDelta,
     ToolCallDelta,
     ToolCallStarted,
 )
 from firn.core.values import GenerateRequest, Namespace, Usage
+from firn.text.formats import PLAIN
+from firn.text.prompt import PromptMaker
+from tests.fakes import FakeEngine, FakeTokenizer
 
 HEAD = Head(id="1", model="fake", created=7)
 NAMESPACE = Namespace("test")
@@ -42,6 +51,7 @@ def streams() -> st.SearchStrategy[list[Event]]:
     thinking = st.lists(st.builds(ReasoningDelta, st.just(0), st.text(min_size=1)))
     text = st.lists(st.builds(TextDelta, st.just(0), st.text(min_size=1)))
     progress = st.lists(st.builds(Progress, st.integers(0, 9), st.just(10)))
+    resumed = st.lists(st.builds(Resumed, st.integers(0, 9)), max_size=1)
 
     def call(index: int) -> st.SearchStrategy[list[Event]]:
         start = ToolCallStarted(0, index, f"call_{index}", "look")
@@ -51,10 +61,11 @@ def streams() -> st.SearchStrategy[list[Event]]:
     calls = st.integers(0, 2).flatmap(lambda n: st.tuples(*(call(i) for i in range(n))))
 
     def build(parts: tuple[Any, ...]) -> list[Event]:
-        before, thoughts, said, called = parts
+        found, before, thoughts, said, called = parts
         reason: FinishReason = "tool_calls" if called else "stop"
         return [
             Started(10),
+            *found,
             *before,
             *thoughts,
             *said,
@@ -63,7 +74,7 @@ def streams() -> st.SearchStrategy[list[Event]]:
             Ended(Usage(10, 5)),
         ]
 
-    return st.tuples(progress, thinking, text, calls).map(build)
+    return st.tuples(resumed, progress, thinking, text, calls).map(build)
 
 
 def test_each_has_its_own_path() -> None:
@@ -165,6 +176,59 @@ def test_a_fold_holds_all_that_was_said(dialect: Dialect, events: list[Event]) -
     said = "".join(event.text for event in events if isinstance(event, TextDelta))
     assert json.dumps(said, ensure_ascii=False)[1:-1] in folded
     assert '"fake"' in folded
+
+
+@every_dialect
+@settings(max_examples=50)
+@given(events=streams())
+def test_whole_and_streamed_hold_the_same_text(dialect: Dialect, events: list[Event]) -> None:
+    """Every text delta of the fold is in some frame; nothing is said twice or left out."""
+    frames = decode(dialect, stream=True).encoder(HEAD).feed(events).decode()
+    said = [event.text for event in events if isinstance(event, TextDelta)]
+    for text in said:
+        assert json.dumps(text) in frames
+    assert bool(said) or '"text_delta"' not in frames
+
+
+@every_dialect
+def test_a_client_that_has_gone_is_no_fault(dialect: Dialect) -> None:
+    encoder = decode(dialect, stream=True).encoder(HEAD)
+    encoder.feed([Started(10), Resumed(0), TextDelta(0, "a")])
+    assert_frames(encoder.feed([Failed(Cancelled())]))
+
+
+@every_dialect
+def test_further_routes_lie_below_its_path(dialect: Dialect, services: Services) -> None:
+    extras = dialect.routes(services)
+    assert len({(extra.method, extra.path) for extra in extras}) == len(extras)
+    for extra in extras:
+        assert extra.path.startswith(f"{dialect.path}/")
+        assert extra.summary
+        assert extra.schema is None or extra.method == "POST"
+        if extra.schema is not None:
+            json.dumps(extra.schema)
+            asked = Asked(NAMESPACE, body=extra.schema["example"])
+            assert json.dumps(asyncio.run(_answer(extra, asked)))
+
+
+async def _answer(extra: Extra, asked: Asked) -> Any:
+    return await extra.answer(asked)
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[Services]:
+    tokenizer, mailroom = FakeTokenizer(), Mailroom()
+    engine = FakeEngine(mailroom.publish, lambda job, choice: [], vocab_size=tokenizer.vocab_size)
+    with ThreadPoolExecutor(1) as pool:
+        yield Services(
+            engine=engine,
+            tokenizer=tokenizer,
+            prompts=PromptMaker(tokenizer, context_length=4096),
+            reply_format=PLAIN,
+            mailroom=mailroom,
+            pool=pool,
+        )
+    engine.stop()
 
 
 @every_dialect

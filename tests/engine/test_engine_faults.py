@@ -360,34 +360,36 @@ def test_a_death_that_cannot_be_told_is_still_a_death() -> None:
         assert lab.n_deaths == 1
 
 
-def test_nobody_is_lost_between_submit_and_death() -> None:
+class Clients:
+    """Several threads that submit and ask until they are refused, or have done it often enough."""
+
+    def __init__(self, lab: HashEngine) -> None:
+        self.lab = lab
+        self.accepted: list[Outcome] = []
+        self.refused: list[FirnError] = []
+
+    def run(self) -> None:
+        for _ in range(40):
+            try:
+                self.accepted.append(self.lab.submit(prompt_of(1, 5), 2))
+                self.lab.engine.call(lambda parts: None).exception(WAIT_S)
+            except FirnError as e:
+                self.refused.append(e)
+
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_nobody_is_lost_between_submit_and_death(attempt: int) -> None:
     """Jobs from several threads while the engine dies: each is refused or told, none waits."""
-    for seed in range(10):
-        with HashEngine(max_rows=4) as lab:
-            deadly(lab)
-            accepted: list[Outcome] = []
-            refused: list[FirnError] = []
-
-            def client(
-                lab: HashEngine = lab,
-                accepted: list[Outcome] = accepted,
-                refused: list[FirnError] = refused,
-                seed: int = seed,
-            ) -> None:
-                for _ in range(40):
-                    try:
-                        accepted.append(lab.submit(prompt_of(seed, 5), 2))
-                        lab.engine.call(lambda parts: None).exception(WAIT_S)
-                    except FirnError as e:
-                        refused.append(e)
-
-            run_together(client, 4)
-            assert lab.died.wait(WAIT_S)
-            for outcome in accepted:
-                assert isinstance(outcome.wait().error, EngineDead)
-            assert all(isinstance(e, EngineDead) for e in refused)
-            assert accepted
-            assert refused
+    with HashEngine(max_rows=4) as lab:
+        deadly(lab)
+        clients = Clients(lab)
+        run_together(clients.run, 4)
+        assert lab.died.wait(WAIT_S)
+        for outcome in clients.accepted:
+            assert isinstance(outcome.wait().error, EngineDead)
+        assert all(isinstance(e, EngineDead) for e in clients.refused)
+        assert clients.accepted
+        assert clients.refused
 
 
 def run_together(target: Callable[[], None], n: int) -> None:
@@ -456,9 +458,7 @@ def test_a_model_that_cannot_be_built_is_the_starters_error() -> None:
 def test_the_model_is_known_once_it_is_built() -> None:
     runner = HashRunner()
     budget = Budget(RowCost(1, 1), capacity_nbytes=1)
-    engine = Engine(
-        lambda: Parts(runner, DictCache(), budget, Limits(1, 1, 1)), lambda batch: None
-    )
+    engine = Engine(lambda: Parts(runner, DictCache(), budget, Limits(1, 1, 1)), lambda batch: None)
     assert engine.start() is runner.info
     assert engine.model is runner.info
     engine.stop(timeout_s=WAIT_S)

@@ -169,9 +169,7 @@ def test_the_oldest_prompt_gets_half_of_all_chunks(
             assert sum(mine[start:end]) >= (end - start) // 2
 
 
-@given(
-    n_short=st.integers(1, 8), before=st.integers(0, 50), others=st.lists(st.integers(1, 400))
-)
+@given(n_short=st.integers(1, 8), before=st.integers(0, 50), others=st.lists(st.integers(1, 400)))
 def test_a_short_prompt_is_not_stuck_behind_a_long_one(
     n_short: int, before: int, others: list[int]
 ) -> None:

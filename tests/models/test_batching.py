@@ -1,26 +1,25 @@
 """Rows of real (tiny) models, batched: each says what a plain mlx-lm loop says for it alone.
 
-One model for each kind of layer. Random models are sharp enough that a token in the wrong place shows;
-where two tokens are all but equally likely, rounding decides, and the comparison of that row ends.
+One model for each kind of layer. Random models are sharp enough that a token in the wrong place shows.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
-from firn.core.events import Token
-from firn.models import batch
-from tests.harness import Harness, Result, running
-from tests.zoo import VOCAB_SIZE, build
+from firn.core.errors import StepFailed
+from firn.core.values import RequestId, Sampling
+from firn.models.batch import MAX_WASTE, SLACK_TOKENS, Group, Row
+from firn.models.runner import Runner
+from tests.harness import GREEDY, Harness, Result, running
+from tests.models.alone import Built, assert_same, plain, prompt_of, with_caches
+from tests.zoo import build
 
-TIE = 1e-3
 KINDS = {
     "qwen3": "KVCache",
     "gemma3_text": "RotatingKVCache and KVCache",
@@ -34,60 +33,36 @@ KINDS = {
 every_kind = pytest.mark.parametrize("name", KINDS)
 
 
-@cache
-def reference_model(name: str) -> Any:
-    return build(name)
+class Watched:
+    """A model whose calls are counted, and may fail after they have written to their caches."""
 
-
-def reference(name: str, prompt: Sequence[int], n_reply: int) -> tuple[list[int], list[float]]:
-    """The greedy reply of a single row, and by how much each token won."""
-    model = reference_model(name)
-    layers = make_prompt_cache(model)
-    if len(prompt) > 1:
-        model(mx.array([prompt[:-1]]), cache=layers)
-        mx.eval([layer.state for layer in layers])
-    tokens, margins, token = [], [], prompt[-1]
-    for _ in range(n_reply):
-        logits = model(mx.array([[token]]), cache=layers)[0, -1]
-        second, first = mx.sort(logits)[-2:].tolist()
-        token = mx.argmax(logits).item()
-        tokens.append(token)
-        margins.append(first - second)
-    return tokens, margins
-
-
-def assert_same(name: str, prompt: Sequence[int], said: Sequence[int]) -> int:
-    """How many tokens could be compared."""
-    want, margins = reference(name, prompt, len(said))
-    for i, (got, token, margin) in enumerate(zip(said, want, margins, strict=True)):
-        if got != token:
-            assert margin < TIE, f"{name}: token {i} of {len(said)} after {len(prompt)}"
-            return i
-    return len(said)
-
-
-class Counted:
-    """The model, with a count of how it was called: (rows, tokens) of each call."""
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, fail_at: Callable[[int, int], bool] | None = None) -> None:
         self.model = build(name)
+        self.fail_at = fail_at
         self.calls: list[tuple[int, int]] = []
+        """(rows, tokens) of each call."""
 
     def __call__(self, ids: mx.array, *, cache: list[Any]) -> mx.array:
         self.calls.append((ids.shape[0], ids.shape[1]))
-        return self.model(ids, cache=cache)
+        logits: mx.array = self.model(ids, cache=cache)
+        if self.fail_at is not None and self.fail_at(*self.calls[-1]):
+            raise RuntimeError("injected")
+        return logits
+
+    @property
+    def prefills(self) -> list[int]:
+        return [n_tokens for _, n_tokens in self.calls if n_tokens > 1]
+
+    def built(self) -> Built:
+        _, make_layers = with_caches(self.model)
+        return self, make_layers
 
 
-def plain(name: str) -> Callable[[], tuple[Any, Callable[[], list[Any]]]]:
-    def make() -> tuple[Any, Callable[[], list[Any]]]:
-        model = build(name)
-        return model, lambda: make_prompt_cache(model)
-
-    return make
+def id_of(h: Harness, result: Result) -> RequestId:
+    return next(i for i, r in h.results.items() if r is result)
 
 
-def prompt_of(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(16, VOCAB_SIZE) for _ in range(length)]
+# --- batched is single ---------------------------------------------------------------------
 
 
 @every_kind
@@ -98,11 +73,10 @@ def test_a_batch_says_what_each_row_says_alone(name: str) -> None:
     rng.shuffle(lengths)
     prompts = [prompt_of(rng, n) for n in lengths]
     with running(plain(name), chunk=32, cache_nbytes=None, max_rows=5) as h:
-        results = [h.submit(p, rng.randint(1, 40)) for p in prompts]
         gone = h.submit(prompts[0], 100_000)
-        for result in results[:4]:
-            result.wait()
-        h.engine.cancel(next(id for id, r in h.results.items() if r is gone))
+        results = [h.submit(p, rng.randint(1, 40)) for p in prompts]
+        results[3].wait()
+        h.engine.cancel(id_of(h, gone))
         for result in results:
             result.wait()
         assert h.runner.info.batchable == (name != "llama4")
@@ -114,7 +88,7 @@ def test_a_batch_says_what_each_row_says_alone(name: str) -> None:
     assert n_compared > 0.8 * n_said, "too many ties to tell"
 
 
-@every_kind
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "mamba2", "deepseek_v32"])
 def test_rows_that_leave_do_not_disturb_the_rest(name: str) -> None:
     """One long reply while short ones come and go beside it, to the last one alone."""
     rng = random.Random(8)
@@ -129,35 +103,192 @@ def test_rows_that_leave_do_not_disturb_the_rest(name: str) -> None:
         assert assert_same(name, long, stay.wait().reply) > 20
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1"])
-def test_a_row_may_leave_before_the_first_step(name: str) -> None:
-    """Prompts of one token join with empty caches; one goes before anything is in them."""
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "recurrent_gemma"])
+def test_prompts_of_one_token_start_from_nothing(name: str) -> None:
+    """Their caches are empty, which is not the same as full of zeros."""
     with running(plain(name), cache_nbytes=None) as h:
-        prompt = [77]
-        asked: list[str] = []
-
-        def before_the_step(parts: Any) -> None:
-            results.extend(h.submit(prompt, 12) for _ in range(2))
-            asked.extend(h.results)
-
-        results: list[Result] = []
-        h.engine.call(before_the_step).result(60)
-        launch = h.runner.launch
-
-        def cancel_first(rows: Any) -> None:
-            raise AssertionError("not reached")
-
-        del launch, cancel_first
-        for result in results:
-            result.wait()
-            assert_same(name, prompt, result.reply)
+        results = [h.submit([77 + i], 12) for i in range(4)]
+        for i, result in enumerate(results):
+            assert_same(name, [77 + i], result.wait().reply)
 
 
-def test_rows_of_very_different_lengths_step_in_groups_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pass
+@every_kind
+def test_choices_share_one_prefill_and_agree_when_greedy(name: str) -> None:
+    prompt = prompt_of(random.Random(9), 50)
+    watched: list[Watched] = []
+
+    def make() -> Built:
+        watched.append(Watched(name))
+        return watched[0].built()
+
+    with running(make, chunk=32, cache_nbytes=None) as h:
+        result = h.ask(prompt, 12, n=3)
+        assert watched[0].prefills == [32, 17], "[0, 32) and [32, 49), once"
+    assert result.tokens[0] == result.tokens[1] == result.tokens[2]
+    assert_same(name, prompt, result.reply)
 
 
-def _unused(x: Harness, y: Token) -> None:
-    _ = batch
+# --- groups --------------------------------------------------------------------------------
+
+
+def group_of(*lengths: int) -> Group:
+    return Group([Row([], n) for n in lengths], [], mx.array([0] * len(lengths)))
+
+
+def test_short_rows_always_share_a_group() -> None:
+    assert group_of(1, SLACK_TOKENS, 1, 1, 1).has_room_for(Row([], 1), 32)
+
+
+def test_padding_never_wastes_more_than_its_limit() -> None:
+    long = 10 * SLACK_TOKENS
+    assert group_of(long).has_room_for(Row([], long // 2), 32)
+    assert group_of(long, 1).has_room_for(Row([], long), 32)
+    assert not group_of(long, 1).has_room_for(Row([], 1), 32)
+    assert not group_of(1, 1, 1).has_room_for(Row([], long), 32)
+    rng = random.Random(3)
+    for _ in range(200):
+        lengths = [rng.randint(1, 20_000) for _ in range(rng.randint(1, 8))]
+        row = Row([], rng.randint(1, 20_000))
+        held = [*lengths, row.n_tokens]
+        cells = max(held) * len(held)
+        fits = cells <= MAX_WASTE * sum(held) or max(held) <= SLACK_TOKENS
+        assert group_of(*lengths).has_room_for(row, 32) == fits
+
+
+def test_a_group_has_a_limit_and_rows_that_failed_stay_alone() -> None:
+    assert not group_of(5, 5).has_room_for(Row([], 5), 2)
+    assert not group_of(5).has_room_for(Row([], 5, alone=True), 32)
+    lonely = group_of(5)
+    lonely.rows[0].alone = True
+    assert not lonely.has_room_for(Row([], 5), 32)
+
+
+def test_rows_of_very_different_lengths_step_in_groups_of_their_own() -> None:
+    rng = random.Random(10)
+    lengths = [SLACK_TOKENS + 300, 20, 30, 40]
+    prompts = [prompt_of(rng, n) for n in lengths]
+    watched: list[Watched] = []
+
+    def make() -> Built:
+        watched.append(Watched("qwen3"))
+        return watched[0].built()
+
+    with running(make, chunk=512, cache_nbytes=None) as h:
+        results = [h.submit(p, 40) for p in prompts]
+        for prompt, result in zip(prompts, results, strict=True):
+            assert_same("qwen3", prompt, result.wait().reply)
+    rows = {n_rows for n_rows, n_tokens in watched[0].calls if n_tokens == 1}
+    assert max(rows) < 4, "not all four in one group"
+
+
+def test_leaving_rows_that_never_joined_is_fine() -> None:
+    with running(plain("qwen3"), cache_nbytes=None) as h:
+
+        def leave(parts: Any) -> int:
+            runner: Runner = parts.runner
+            row = runner.start(None)
+            runner.leave([row])
+            runner.leave([row])
+            return runner.n_rows
+
+        assert h.engine.call(leave).result(60) == 0
+
+
+# --- faults --------------------------------------------------------------------------------
+
+
+def leases(h: Harness) -> int:
+    def count(parts: Any) -> int:
+        index = parts.cache.held.index
+        nodes = [n for root in index.roots() for n in index.below(root)]
+        records = [r for n in nodes for r in n.records.values()]
+        return sum(x.n_leases for x in [*nodes, *records])
+
+    return h.engine.call(count).result(60)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1", "llama4"])
+def test_a_failed_decode_step_is_made_good(name: str) -> None:
+    """Greedy, seeded and penalised rows go on as if nothing had happened."""
+    rng = random.Random(11)
+    prompts = [prompt_of(rng, n) for n in (40, 70, 9)]
+    samplings = [
+        GREEDY,
+        Sampling(temperature=0.8, seed=5),
+        Sampling(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5),
+    ]
+    failed: list[int] = []
+
+    def fail_at(n_rows: int, n_tokens: int) -> bool:
+        failed.append(n_tokens)
+        return sum(n == 1 for n in failed) == 25 and n_tokens == 1
+
+    def replies(make: Callable[[], Built]) -> list[list[int]]:
+        with running(make, chunk=32) as h:
+            results = [h.submit(p, 30, sampling=s) for p, s in zip(prompts, samplings, strict=True)]
+            found = [r.wait().reply for r in results]
+            assert all(r.error is None for r in results)
+            assert leases(h) == 0
+        return found
+
+    undisturbed = replies(plain(name))
+    assert replies(lambda: Watched(name, fail_at=fail_at).built()) == undisturbed
+    assert sum(n == 1 for n in failed) > 25
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("nth", [2, 3])
+def test_a_chunk_that_failed_leaves_nothing_wrong_in_the_cache(name: str, nth: int) -> None:
+    """The layers had gone on to the next position when it failed; nobody may resume from that."""
+    prompt = prompt_of(random.Random(12), 120)
+    n_calls = 0
+
+    def fail_at(n_rows: int, n_tokens: int) -> bool:
+        nonlocal n_calls
+        n_calls += n_tokens > 1
+        return n_calls == nth
+
+    with running(lambda: Watched(name, fail_at=fail_at).built(), chunk=32) as h:
+        first = h.submit(prompt, 4, boundaries=[40, 80]).wait()
+        assert isinstance(first.error, StepFailed)
+        assert leases(h) == 0
+        n_calls = 100
+        again = h.ask(prompt, 30, boundaries=[40, 80])
+        assert_same(name, prompt, again.reply)
+        assert leases(h) == 0
+        assert h.cache.stats.faults == {}
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_clients_that_go_away_leave_no_lease_and_no_wrong_record(name: str) -> None:
+    """Cancelled wherever they were; what they left in the cache serves the next one well."""
+    rng = random.Random(13)
+    roots = [prompt_of(rng, 90) for _ in range(3)]
+    with running(plain(name), chunk=16, max_rows=4) as h:
+        for _ in range(4):
+            results = []
+            for _ in range(6):
+                prompt = rng.choice(roots)[: rng.randint(10, 90)] + prompt_of(rng, 3)
+                results.append(h.submit(prompt, 40, n=rng.choice([1, 2]), boundaries=[8]))
+            survivor = h.submit(rng.choice(roots), 10)
+            for result in results:
+                h.engine.cancel(id_of(h, result))
+                h.engine.call(lambda parts: None).result(60)
+            survivor.wait()
+            assert leases(h) == 0
+        for root in roots:
+            assert_same(name, root, h.ask(root, 20).reply)
+        assert h.cache.stats.faults == {}
+        assert h.runner.groups() == []
+
+
+def test_a_bad_bias_ends_alone() -> None:
+    with running(plain("qwen3"), cache_nbytes=None) as h:
+        good = h.submit([20, 21, 22], 12)
+        bad = h.submit([20, 21, 22], 12, sampling=Sampling(logit_bias=((1 << 20, 5.0),)))
+        error = bad.wait().error
+        assert error is not None
+        assert error.code == "invalid_value"
+        assert error.param == "logit_bias"
+        assert good.wait().error is None
+        assert_same("qwen3", [20, 21, 22], good.reply)

@@ -116,7 +116,14 @@ def _sharpened(path: str, value: mx.array) -> mx.array:
     return value
 
 
-def fill(model: nn.Module, *, seed: int, dtype: mx.Dtype, gains: dict[str, float]) -> None:
+def fill(
+    model: nn.Module,
+    *,
+    seed: int,
+    dtype: mx.Dtype,
+    gains: dict[str, float],
+    sanitize: bool = True,
+) -> None:
     """Draw every parameter anew, cast it as mlx-lm's converter would, and evaluate it."""
     embeddings = {
         f"{path}.weight"
@@ -136,7 +143,7 @@ def fill(model: nn.Module, *, seed: int, dtype: mx.Dtype, gains: dict[str, float
         cast = dtype if floating and casts(path) else init.dtype
         drawn.append((path, value.astype(cast)))
     # Loading a folder passes the weights through here, and baichuan's changes them: do the same.
-    if hasattr(model, "sanitize"):
+    if sanitize and hasattr(model, "sanitize"):
         drawn = list(model.sanitize(dict(drawn)).items())
     model.load_weights(drawn)
     mx.eval(model.parameters())

@@ -149,7 +149,7 @@ def segments(dialogue: Dialogue) -> Iterator[Segment]:
         role, content = message["role"], message["content"]
         if role == "assistant":
             yield Segment("<|im_start|>assistant\n", False)
-            yield Segment(content + _calls(message) + "<|im_end|>", True)
+            yield Segment(content + written_calls(message) + "<|im_end|>", True)
             yield Segment("\n", False)
         elif role == "tool":
             yield Segment(
@@ -159,7 +159,8 @@ def segments(dialogue: Dialogue) -> Iterator[Segment]:
             yield Segment(f"<|im_start|>{role}\n{content}<|im_end|>\n", False)
 
 
-def _calls(message: Message) -> str:
+def written_calls(message: Message) -> str:
+    """The tool calls of an assistant message as the template writes them."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return "\n".join(
         f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {_json(call["arguments"])}}}\n'

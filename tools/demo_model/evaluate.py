@@ -1,6 +1,7 @@
 """Exact answers of a model folder on held-out sessions, by context length and kind of question.
 
     python -m tools.demo_model.evaluate FOLDER --lengths 256 1024 4096 12288 --sessions 10
+    python -m tools.demo_model.evaluate FOLDER --tools --sessions 20
 
 Plain mlx-lm: the chat template, the model's own cache, greedy decoding, the whole reply compared
 with the whole right answer. Earlier turns of the dialogue carry the right answers, so every
@@ -12,9 +13,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,15 @@ import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from tools.demo_model.batches import held_out_session
+from tools.demo_model.batches import held_out_session, held_out_tools
+from tools.demo_model.dialogues import written_calls
 
-from firn.demo.facts import ACKNOWLEDGED, KINDS, Session
+from firn.demo.facts import ACKNOWLEDGED, KINDS
 
 RESULTS = Path(__file__).with_name("results.json")
-FIRST_SEED = 5000
+FIRST_SEED = 9000  # not among those that training looked at
 CHUNK = 512
-MAX_REPLY_TOKENS = 64
+MAX_REPLY_TOKENS = 80
 
 
 @dataclass(slots=True)
@@ -42,8 +43,14 @@ class Score:
     right: Counter[str] = field(default_factory=Counter)
     asked: Counter[str] = field(default_factory=Counter)
 
+    def count(self, kind: str, reply: str, answer: str) -> None:
+        self.asked[kind] += 1
+        self.right[kind] += reply == answer
+        if reply != answer:
+            print(f"  {kind}: {reply!r}, not {answer!r}", flush=True)
+
     def report(self) -> dict[str, Any]:
-        kinds = [k for k in KINDS if self.asked[k]]
+        kinds = [k for k in (*KINDS, "call", "reply") if self.asked[k]]
         counted = [k for k in kinds if k not in ACKNOWLEDGED]
         n = sum(self.asked[k] for k in counted)
         return {
@@ -55,67 +62,92 @@ class Score:
         }
 
 
-def replies(model: Any, tokenizer: Any, session: Session) -> Iterator[tuple[int, str]]:
-    """(tokens in the prompt, reply) for every question of the session."""
-    cache = make_prompt_cache(model)
-    fed: list[int] = []
-    for n in range(len(session.questions)):
-        prompt = tokenizer.apply_chat_template(session.messages(n), add_generation_prompt=True)
-        assert prompt[: len(fed)] == fed
-        for start in range(len(fed), len(prompt) - 1, CHUNK):
-            chunk = prompt[start : min(start + CHUNK, len(prompt) - 1)]
-            model(mx.array([chunk]), cache=cache)
-            mx.eval([c.state for c in cache])
-        fed = prompt[:-1]
-        branch = copy.deepcopy(cache)  # the reply must not stay in the next question's prefix
-        reply: list[int] = []
-        steps = generate_step(
-            mx.array(prompt[-1:]), model, prompt_cache=branch, max_tokens=MAX_REPLY_TOKENS
+@dataclass(slots=True)
+class Dialogue:
+    """A growing chat with its cache. What it has read is never read again."""
+
+    model: Any
+    tokenizer: Any
+    cache: list[Any]
+    fed: list[int] = field(default_factory=list)
+
+    def reply(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
+        """The greedy reply to `messages`, which must continue those of the last call."""
+        prompt = self.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, add_generation_prompt=True
         )
-        for token, _ in steps:
-            if token in tokenizer.eos_token_ids:
+        assert prompt[: len(self.fed)] == self.fed
+        for start in range(len(self.fed), len(prompt) - 1, CHUNK):
+            chunk = prompt[start : min(start + CHUNK, len(prompt) - 1)]
+            self.model(mx.array([chunk]), cache=self.cache)
+            mx.eval([c.state for c in self.cache])
+        self.fed = prompt[:-1]
+        branch = copy.deepcopy(self.cache)  # the reply must not stay in the next prompt's prefix
+        reply: list[int] = []
+        for token, _ in generate_step(
+            mx.array(prompt[-1:]), self.model, prompt_cache=branch, max_tokens=MAX_REPLY_TOKENS
+        ):
+            if token in self.tokenizer.eos_token_ids:
                 break
             reply.append(int(token))
-        yield len(prompt), tokenizer.decode(reply)
+        return str(self.tokenizer.decode(reply))
 
 
 def score(model: Any, tokenizer: Any, n_tokens: int, *, n_sessions: int, n_questions: int) -> Score:
     result = Score()
     for seed in range(FIRST_SEED, FIRST_SEED + n_sessions):
         session = held_out_session(n_tokens, n_questions=n_questions, seed=seed)
+        dialogue = Dialogue(model, tokenizer, make_prompt_cache(model))
+        for n, question in enumerate(session.questions):
+            reply = dialogue.reply(session.messages(n))
+            if n == 0:
+                result.n_sessions += 1
+                result.n_prompt_tokens += len(dialogue.fed) + 1
+            result.count(question.kind, reply, question.answer)
+    return result
+
+
+def score_tools(model: Any, tokenizer: Any, *, n_sessions: int) -> Score:
+    """Tool calls ("call") must be the right call, byte for byte; "reply" is everything else."""
+    result = Score()
+    for seed in range(FIRST_SEED, FIRST_SEED + n_sessions):
+        chat = held_out_tools(seed)
+        dialogue = Dialogue(model, tokenizer, make_prompt_cache(model))
+        for n, message in enumerate(chat.messages):
+            if message["role"] != "assistant":
+                continue
+            kind = "call" if message.get("tool_calls") else "reply"
+            reply = dialogue.reply(chat.messages[:n], chat.tools)
+            result.count(kind, reply, message["content"] + written_calls(message))
         result.n_sessions += 1
-        answered = zip(session.questions, replies(model, tokenizer, session), strict=True)
-        for i, (question, (n_prompt, reply)) in enumerate(answered):
-            if i == 0:
-                result.n_prompt_tokens += n_prompt
-            result.asked[question.kind] += 1
-            if reply == question.answer:
-                result.right[question.kind] += 1
-            else:
-                print(f"  {n_prompt} {question.text!r}: {reply!r}, not {question.answer!r}")
+        result.n_prompt_tokens += len(dialogue.fed) + 1
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096, 12288])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[])
+    parser.add_argument("--tools", action="store_true")
     parser.add_argument("--sessions", type=int, default=10)
     parser.add_argument("--questions", type=int, default=20)
     args = parser.parse_args()
     model, tokenizer = load(str(args.folder))
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    curve = results.setdefault(args.folder.name, {})
     for length in args.lengths:
-        began = time.perf_counter()
         found = score(
             model, tokenizer, length, n_sessions=args.sessions, n_questions=args.questions
         )
-        curve[str(length)] = found.report() | {"device": str(mx.default_device().type)}
-        print(length, curve[str(length)], f"{time.perf_counter() - began:.0f} s", flush=True)
-        ordered = dict(sorted(curve.items(), key=lambda item: int(item[0])))
-        results[args.folder.name] = ordered
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+        record(args.folder.name, str(length), found)
+    if args.tools:
+        record(args.folder.name, "tools", score_tools(model, tokenizer, n_sessions=args.sessions))
+
+
+def record(model: str, row: str, found: Score) -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = results.get(model, {}) | {row: found.report()}
+    results[model] = dict(sorted(rows.items(), key=lambda r: (not r[0].isdigit(), len(r[0]), r[0])))
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    print(model, row, found.report(), flush=True)
 
 
 if __name__ == "__main__":

@@ -61,13 +61,16 @@ class ServerFault(FirnError):
 
 
 class Shapes:
-    """Which dialect's error body a path gets; OpenAI's where no dialect owns it."""
+    """Which dialect's error body a path gets: that of the dialect it lies below, else OpenAI's."""
 
     def __init__(self, dialects: list[Dialect]) -> None:
         self._by_path: Mapping[str, RenderError] = {d.path: d.render_error for d in dialects}
 
     def of(self, path: str) -> RenderError:
-        return self._by_path.get(path, _openai.error_object)
+        for owner, render in self._by_path.items():
+            if path == owner or path.startswith(f"{owner}/"):
+                return render
+        return _openai.error_object
 
 
 async def send_json(

@@ -39,12 +39,13 @@ class Front:
             return
         exchange = Exchange()
         scope[SCOPE_KEY] = exchange
-        tag = (b"x-request-id", exchange.id.encode())
+        # OpenAI's clients look for the one, Anthropic's for the other.
+        tags = [(name, exchange.id.encode()) for name in (b"x-request-id", b"request-id")]
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), tag]}
+                message = {**message, "headers": [*message.get("headers", ()), *tags]}
             await send(message)
 
         try:

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 from starlette.types import Receive, Scope, Send
 
@@ -18,19 +19,21 @@ from firn.api.exchange import Exchange, ServerFault, exchange_of, send_error, se
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import Session
-from firn.core.errors import FirnError, ShuttingDown
-from firn.core.events import ChoiceFinished, Event, Failed
+from firn.core.errors import Cancelled, FirnError, ShuttingDown
+from firn.core.events import ChoiceFinished, Ended, Event, Failed
 
 logger = logging.getLogger("firn.api")
 
 
 class Generate:
-    """One per dialect and app. Holds nothing of any call: that is the session's."""
+    """One per dialect and app. Holds nothing of a call (that is the session's), but for the tasks
+    that go on in the background."""
 
     def __init__(self, dialect: Dialect, services: Services, metrics: Metrics) -> None:
         self._dialect = dialect
         self._services = services
         self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
@@ -60,14 +63,22 @@ class Generate:
         session = Session(
             self._services,
             call.requests,
-            id=exchange.id,
+            id=head.request,
             namespace=exchange.namespace,
             new_tool_id=lambda: f"{self._dialect.tool_id_prefix}{uuid.uuid4().hex[:24]}",
         )
         tally = _Tally(exchange, session, self._metrics)
-        with contextlib.closing(session), contextlib.closing(tally):
+        with ExitStack() as held:
+            held.enter_context(contextlib.closing(session))
+            held.enter_context(contextlib.closing(tally))
             await session.start()
-            if call.stream:
+            if call.background:
+                begun = call.fold(head, ())
+                task = asyncio.create_task(_detached(call, head, session, tally, held.pop_all()))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                await send_json(send, begun)
+            elif call.stream:
                 await _stream(call, head, session, send, tally)
             else:
                 await _reply(call, head, session, send, tally)
@@ -83,13 +94,32 @@ async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _T
     await send_json(send, call.fold(head, events))
 
 
+async def _detached(
+    call: Call, head: Head, session: Session, tally: _Tally, held: ExitStack
+) -> None:
+    """A task's outermost frame: there is nobody else to tell."""
+    events: list[Event] = []
+    try:
+        with held:
+            async for batch in session:
+                events.extend(batch)
+            tally.see(events)
+    except Exception:
+        logger.exception("%s failed in the background", head.request)
+        events.append(Failed(ServerFault(head.request)))
+    call.fold(head, events)
+    logger.info("%s in the background%s", head.request, tally.exchange.summary)
+
+
 async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
     """One write per batch. From here on a fault is the stream's last event."""
     encoder = call.encoder(head)
-    await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+    over = False
     try:
+        await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
         async for batch in session:
             frames = encoder.feed(batch)
+            over = bool(batch) and isinstance(batch[-1], Ended | Failed)
             tally.see(batch)
             if frames:
                 await send({"type": "http.response.body", "body": frames, "more_body": True})
@@ -99,8 +129,12 @@ async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _
         logger.exception("%s failed in its stream", tally.exchange.id)
         failed = Failed(ServerFault(tally.exchange.id))
         tally.see([failed])
+        over = True
         frames = encoder.feed([failed])
         await send({"type": "http.response.body", "body": frames, "more_body": True})
+    finally:
+        if not over:
+            encoder.feed([Failed(Cancelled())])
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

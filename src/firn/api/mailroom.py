@@ -118,6 +118,10 @@ class Mailroom:
         """Accept no new calls; those that run go on."""
         self._draining = True
 
+    def fail(self, request: RequestId, error: FirnError) -> None:
+        """End one call with this error; nothing where it has ended already."""
+        self._deliver([(request, JobFailed(error))])
+
     def fail_all(self, error: FirnError) -> None:
         """End every call that still runs with this error."""
         self._deliver([(request, JobFailed(error)) for request in self._boxes])

@@ -48,8 +48,12 @@ def describe(app: FastAPI, dialects: Sequence[Dialect], *, with_keys: bool) -> N
     app.openapi = openapi  # type: ignore[method-assign]  # the way FastAPI documents
 
 
+def error_responses() -> dict[int | str, dict[str, Any]]:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {status: {"description": text, "content": content} for status, text in ERRORS.items()}
+
+
 def _operation(dialect: Dialect) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     responses: dict[str, Any] = {
         "200": {
             "description": "The reply, whole or as server-sent events.",
@@ -57,10 +61,9 @@ def _operation(dialect: Dialect) -> dict[str, Any]:
                 "application/json": {"schema": {"type": "object"}},
                 "text/event-stream": {"schema": {"type": "string"}},
             },
-        }
+        },
+        **{str(status): response for status, response in error_responses().items()},
     }
-    for status, text in ERRORS.items():
-        responses[str(status)] = {"description": text, "content": error}
     return {
         "summary": dialect.summary,
         "operationId": dialect.path.strip("/").replace("/", "_"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,12 +15,15 @@ from starlette.routing import Route
 from firn import __version__
 from firn.api.cache_routes import CacheRoutes
 from firn.api.dialects import discover
+from firn.api.embedding_routes import embedding_routes
 from firn.api.exchange import HttpFault, Shapes, error_headers
+from firn.api.extras import add_extra
 from firn.api.front import Front, Gate
 from firn.api.generate import Generate
 from firn.api.metrics import Metrics
 from firn.api.openapi import describe
 from firn.api.services import Services
+from firn.api.token_routes import token_routes
 from firn.core.errors import FirnError, ModelNotFound
 from firn.core.values import ModelInfo
 
@@ -32,6 +36,10 @@ def create_app(services: Services) -> FastAPI:
     for dialect in dialects:
         endpoint = Generate(dialect, services, metrics)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
+        for extra in dialect.routes(services):
+            add_extra(app, extra, services)
+    for extra in (*token_routes(services, dialects), *embedding_routes(services)):
+        add_extra(app, extra, services)
     if services.cache_admin is not None:
         CacheRoutes(services, services.cache_admin, dialects).add_to(app)
     _add_models(app, services)
@@ -45,7 +53,7 @@ def create_app(services: Services) -> FastAPI:
             allow_origins=list(services.allow_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(Front, shapes=shapes, metrics=metrics, routes=routes)
@@ -56,7 +64,9 @@ def create_app(services: Services) -> FastAPI:
 def _add_models(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models", summary="What is served")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_object(services.engine.model)]}
+        model = services.engine.model
+        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
+        return {"object": "list", "data": [_model_object(model)], **ends}
 
     missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
 
@@ -69,10 +79,17 @@ def _add_models(app: FastAPI, services: Services) -> None:
 
 
 def _model_object(model: ModelInfo) -> dict[str, Any]:
+    """As OpenAI's clients know it and as Anthropic's do, and what we have to say besides."""
+    born = datetime.fromtimestamp(model.created, tz=UTC)
     return {
         "id": model.name,
         "object": "model",
+        "type": "model",
+        "display_name": model.name,
         "created": model.created,
+        "created_at": born.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context_length,
         "owned_by": "firn",
         "architecture": model.architecture,
         "context_length": model.context_length,

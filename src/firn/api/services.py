@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,8 +11,9 @@ from prometheus_client.registry import Collector
 
 from firn.api.auth import Keys
 from firn.api.mailroom import Mailroom
-from firn.core.ports import CacheAdmin, Engine, Tokenizer
-from firn.core.values import Grammar, Prompt, Reasoning, Source
+from firn.core.errors import ModelNotFound
+from firn.core.ports import CacheAdmin, Embedder, Engine, Tokenizer
+from firn.core.values import GenerateRequest, Grammar, Prompt, Reasoning, Source
 from firn.text.formats import ReplyFormat
 
 
@@ -39,7 +40,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """`compile_grammar` None: constrained output is refused. `pool` is the tokenize pool."""
+    """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
+    `pool` is the tokenize pool. `fetch_images` None: images by address are refused."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -53,5 +55,13 @@ class Services:
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar], Any] | None = None
     cache_admin: CacheAdmin | None = None
+    embedder: Embedder | None = None
+    fetch_images: Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None = None
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
+
+    def check_model(self, name: str) -> None:
+        """Raises ModelNotFound. "" is whatever is served."""
+        served = self.engine.model.name
+        if name not in {served, "", *self.model_aliases}:
+            raise ModelNotFound(name, served)

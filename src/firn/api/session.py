@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -10,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from firn.api.mailroom import Mailbox
+from firn.api.prompting import make_prompt
 from firn.api.services import Services
+from firn.api.thinking import ThinkBudget
 from firn.core.errors import (
     BadRequest,
     ContextTooLong,
     InvalidValue,
-    ModelNotFound,
     QueueFull,
     ShuttingDown,
 )
@@ -30,6 +32,7 @@ from firn.core.events import (
     JobFailed,
     Prefilled,
     Progress,
+    Resumed,
     Started,
     TextDelta,
     Token,
@@ -49,8 +52,12 @@ from firn.core.values import (
     ToolMode,
     Usage,
 )
+from firn.text.constraint import constraint
 from firn.text.formats import PLAIN
+from firn.text.lookalikes import CallWatch
 from firn.text.reply import ReplyReader
+
+logger = logging.getLogger("firn.api")
 
 
 @dataclass(slots=True)
@@ -61,6 +68,10 @@ class Run:
     request: GenerateRequest
     first_choice: int
     readers: list[ReplyReader] = field(default_factory=list)
+    budgets: list[ThinkBudget] = field(default_factory=list)
+    """One a choice, where thinking is limited."""
+    watches: list[CallWatch] = field(default_factory=list)
+    """One a choice, where tools were offered."""
     finished: set[int] = field(default_factory=set)
     n_prompt: int = 0
     n_cached: int = 0
@@ -139,6 +150,8 @@ class Session:
         for run, job in zip(runs, jobs, strict=True):
             services.engine.submit(job)
             run.submitted = True
+            for choice in range(len(run.budgets)):
+                self._watch_budget(run, choice)
         self._pending.append(Started(n_prompt=sum(run.n_prompt for run in runs)))
         for run in runs:
             self._pending.extend(self._echo(run))
@@ -146,9 +159,9 @@ class Session:
     def _check(self, request: GenerateRequest) -> None:
         """What can be told without a prompt."""
         model = self._services.engine.model
-        names = {model.name, "", *self._services.model_aliases}  # "": whatever is served
-        if request.model not in names:
-            raise ModelNotFound(request.model, model.name)
+        self._services.check_model(request.model)
+        if not model.generates:
+            raise BadRequest("This model makes embeddings; it does not generate.", param="model")
         for token, _ in request.sampling.logit_bias:
             if token >= model.vocab_size:
                 raise InvalidValue("logit_bias", f"the model has no token {token}")
@@ -160,6 +173,8 @@ class Session:
             _refuse_constraints(request)
 
     async def _prepare(self, run: Run) -> Job:
+        if self._services.fetch_images is not None:
+            run.request = await self._services.fetch_images(run.request)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._services.pool, self._job, run)
 
@@ -167,35 +182,40 @@ class Session:
         """Tokenize pool. Touches nothing but this run, which nobody else looks at meanwhile."""
         services, request = self._services, run.request
         model = services.engine.model
-        prompt = self._prompt(request)
-        grammar = None
-        if request.grammar is not None and services.compile_grammar is not None:
-            grammar = services.compile_grammar(request.grammar)
+        prompt = make_prompt(services, request)
         run.n_prompt = len(prompt)
         tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
+        grammar = self._grammar(request, tail)
         run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
+        run.budgets = self._budgets(request)
+        if isinstance(request.source, Chat) and _offers_tools(request.source):
+            run.watches = [CallWatch(request.source.tools) for _ in range(request.n)]
         return Job(
             id=run.id,
             prompt=prompt,
             max_tokens=_reply_length(request, prompt, model, self._services.limits.max_tokens),
             sampling=_sampling_for(model, request.sampling),
             n=request.n,
-            eos=frozenset() if request.ignore_eos else services.tokenizer.eos,
+            # A grammar that is satisfied can only end: nothing is left to go on with.
+            eos=frozenset() if request.ignore_eos and grammar is None else services.tokenizer.eos,
             top_logprobs=request.top_logprobs,
             namespace=self._namespace,
             cache=request.cache,
             grammar=grammar,
         )
 
-    def _prompt(self, request: GenerateRequest) -> Prompt:
-        try:
-            return self._services.prompts.make(request.source, reasoning=request.reasoning)
-        except UnicodeEncodeError:
-            raise BadRequest(
-                "The prompt has an unpaired surrogate, which is no text.", param="messages"
-            ) from None
-        except RecursionError:
-            raise BadRequest("The prompt is nested too deeply.", param="messages") from None
+    def _grammar(self, request: GenerateRequest, prompt_tail: str) -> Any:
+        """The compiled constraint of the request's replies, if any."""
+        services = self._services
+        if services.compile_grammar is None:
+            return None
+        wanted = constraint(
+            request,
+            format=services.reply_format,
+            tokenizer=services.tokenizer,
+            prompt_tail=prompt_tail,
+        )
+        return None if wanted is None else services.compile_grammar(wanted)
 
     def _reader(self, run: Run, prompt_tail: str, choice: int) -> ReplyReader:
         services, request = self._services, run.request
@@ -212,6 +232,13 @@ class Session:
             new_id=self._new_tool_id,
             logprobs=request.top_logprobs is not None,
         )
+
+    def _budgets(self, request: GenerateRequest) -> list[ThinkBudget]:
+        limit, closing = request.reasoning.budget_tokens, self._services.reply_format.closing
+        if limit is None or not closing or not isinstance(request.source, Chat):
+            return []
+        tokens = tuple(self._services.tokenizer.encode(closing, add_special=False))
+        return [ThinkBudget(limit, tokens) for _ in range(request.n)]
 
     def _echo(self, run: Run) -> list[Event]:
         if not run.request.echo:
@@ -261,18 +288,41 @@ class Session:
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         reader = run.readers[choice]
-        out.extend(reader.feed(token))
+        if run.budgets and run.budgets[choice].skips(token, reader):
+            reader.n_completion += 1
+            return
+        self._say(run, choice, reader.feed(token), out)
         if reader.stopped:  # and has said so
             run.finished.add(choice)
             self._services.engine.stop_choice(run.id, choice)
+        elif run.budgets:
+            self._watch_budget(run, choice)
+
+    def _say(self, run: Run, choice: int, events: list[Event], out: list[Event]) -> None:
+        out.extend(events)
+        mark = run.watches[choice].see(events) if run.watches else None
+        if mark is not None:
+            logger.warning(
+                "%s offered tools; the reply has %a, but the parser %s has read no call: "
+                "see --tool-call-parser",
+                run.id,
+                mark,
+                self._services.reply_format.tool or "none",
+            )
+
+    def _watch_budget(self, run: Run, choice: int) -> None:
+        order = run.budgets[choice].order(run.readers[choice])
+        if order is not None:
+            self._services.engine.force(run.id, choice, order.tokens, at=order.at)
 
     def _on_choice_done(self, run: Run, event: ChoiceDone, out: list[Event]) -> None:
         if event.choice not in run.finished:
             run.finished.add(event.choice)
-            out.extend(run.readers[event.choice].finish(event.reason))
+            self._say(run, event.choice, run.readers[event.choice].finish(event.reason), out)
 
     def _on_admitted(self, run: Run, event: Admitted, out: list[Event]) -> None:
         run.n_cached = event.n_cached
+        out.append(Resumed(event.n_cached))
 
     def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
         if event.n_done < event.n_total:  # the first token says the rest
@@ -302,6 +352,10 @@ def _refuse_constraints(request: GenerateRequest) -> None:
             "tool_choice: a tool call cannot be enforced on this server; use 'auto'.",
             param="tool_choice",
         )
+
+
+def _offers_tools(chat: Chat) -> bool:
+    return bool(chat.tools) and chat.tool_choice.mode is not ToolMode.NONE
 
 
 def _reply_length(request: GenerateRequest, prompt: Prompt, model: ModelInfo, default: int) -> int:

@@ -10,16 +10,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from firn.cache.index import Node
-from firn.cache.match import Match, find
+from firn.cache.match import Match
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
+from firn.cache.tiers import Usage
 from firn.core.errors import BadRequest
-from firn.core.keys import block_keys, key_tokens
 from firn.core.values import Namespace, Prompt
 
-Run = Callable[[Callable[[Any], Any]], "Future[Any]"]
-"""Runs a function over the cache on the engine thread."""
+Run = Callable[[Callable[[Any, dict[str, Any]], Any]], "Future[Any]"]
+"""Runs a function on the engine thread: over the cache, and how admission by memory stands."""
 
 
 class CacheAdmin:
@@ -30,7 +30,12 @@ class CacheAdmin:
         self._pin_cap_nbytes = pin_cap_nbytes
 
     def stats(self, namespace: Namespace | None) -> Future[dict[str, Any]]:
-        return self._ask(lambda tree: stats(tree, namespace))
+        def answer(cache: PrefixTree | CacheOff, admission: dict[str, Any]) -> dict[str, Any]:
+            if isinstance(cache, CacheOff):
+                return {"enabled": False, "why": cache.why, "admission": admission}
+            return {**stats(cache, namespace), "admission": admission}
+
+        return self._run(answer)
 
     def probe(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]:
         return self._ask(lambda tree: probe(tree, prompt, namespace))
@@ -46,7 +51,7 @@ class CacheAdmin:
         return self._ask(lambda tree: clear(tree, namespace))
 
     def _ask(self, question: Callable[[PrefixTree], dict[str, Any]]) -> Future[dict[str, Any]]:
-        def answer(cache: PrefixTree | CacheOff) -> dict[str, Any]:
+        def answer(cache: PrefixTree | CacheOff, admission: dict[str, Any]) -> dict[str, Any]:
             if isinstance(cache, CacheOff):
                 return {"enabled": False, "why": cache.why}
             return question(cache)
@@ -58,7 +63,7 @@ def stats(tree: PrefixTree, namespace: Namespace | None) -> dict[str, Any]:
     """What was counted: all of it, or one namespace's own share and nothing of the others."""
     everything = namespace is None
     counted = tree.stats if namespace is None else tree.stats_of(namespace)
-    nodes = list(tree.index.nodes() if namespace is None else tree.nodes_of(namespace))
+    nodes = list(tree.held.index.nodes() if namespace is None else tree.nodes_of(namespace))
     records = [r for n in nodes for r in n.records.values() if r.payload is not None]
     memory: dict[str, Any] = {
         "records": len(records),
@@ -73,26 +78,79 @@ def stats(tree: PrefixTree, namespace: Namespace | None) -> dict[str, Any]:
             for part in Part
         },
     }
+    below = [r for n in nodes for r in n.records.values() if r.stored]
+    ssd: dict[str, Any] = {
+        "enabled": tree.held.store is not None,
+        "records": len(below),
+        "used_bytes": sum(r.nbytes for r in below),
+    }
     if everything:
         memory["limit_bytes"] = tree.settings.limit_nbytes
-        memory["room_bytes"] = tree.pool.limit_nbytes
-    return {
+        memory["room_bytes"] = tree.held.pool.limit_nbytes
+        usage = tree.held.usage()
+        if usage is not None:
+            ssd["folder"] = usage_view(usage)
+    found: dict[str, Any] = {
         "enabled": True,
         "reuse": "exact" if tree.settings.exact_chunk else "full",
         "block_tokens": tree.settings.block,
         "memory": memory,
+        "ssd": ssd,
         **counted.view(),
+    }
+    if everything:  # learned from everybody's requests
+        found["estimates"] = tree.held.estimates.view()
+    return found
+
+
+def snapshot(cache: object) -> dict[str, Any]:
+    """Counters for a scrape, from any thread: copies, which need not agree to the last one."""
+    if not isinstance(cache, PrefixTree):
+        return {}
+    held = {"memory": {p.value: n for p, n in cache.held.pool.held.nbytes.items()}}
+    usage = cache.held.usage()
+    if usage is not None:
+        held["ssd"] = {p.value: n for p, n in usage.part_nbytes.items()}
+    return {**cache.stats.view(), "bytes": held}
+
+
+def health(cache: object) -> dict[str, Any]:
+    """Whether reuse is on, and whether the folder takes writes. From any thread."""
+    if isinstance(cache, CacheOff):
+        return {"reuse": False, "why": cache.why}
+    found: dict[str, Any] = {"reuse": True}
+    usage = cache.held.usage() if isinstance(cache, PrefixTree) else None
+    if usage is not None:
+        found["ssd"] = {"state": usage.status.state, "reason": usage.status.reason}
+    return found
+
+
+def usage_view(usage: Usage) -> dict[str, Any]:
+    """The whole folder, all models and processes that share it."""
+    return {
+        "bytes": usage.nbytes,
+        "limit_bytes": usage.limit_nbytes,
+        "state": usage.status.state,
+        "reason": usage.status.reason,
+        "files": {part.value: n for part, n in usage.n_files.items()},
+        "part_bytes": {part.value: n for part, n in usage.part_nbytes.items()},
+        "foreign": usage.n_foreign,
+        "orphans": usage.n_orphans,
+        "quarantined": usage.n_quarantined,
+        "read_bytes_per_s": round(usage.read_nbytes_per_s),
+        "counts": dict(usage.counts),
+        "drops": dict(usage.drops),
     }
 
 
 def probe(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> dict[str, Any]:
     """How much would hit, from where, and where it diverges. Touches nothing."""
-    match = _find(tree, prompt, namespace)
+    match = tree.look_up(prompt, namespace)
     return {
         "prompt_tokens": len(prompt),
         "cached_tokens": match.n_tokens,
         "shared_tokens": match.n_shared,
-        "tiers": {"memory": match.n_tokens} if match.n_tokens else {},
+        "tiers": _tiers(match),
         "reason": match.reason,
     }
 
@@ -101,7 +159,7 @@ def pin(
     tree: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: int
 ) -> dict[str, Any]:
     """Keep what is stored of this prompt until it is unpinned."""
-    match = _find(tree, prompt, namespace)
+    match = tree.look_up(prompt, namespace)
     nodes = _nodes_of(match)
     more = sum(r.nbytes for n in nodes if not n.n_pins for r in n.records.values())
     if pinned_nbytes(tree) + more > cap_nbytes:
@@ -110,45 +168,49 @@ def pin(
         )
     for node in nodes:
         node.n_pins = 1
-    return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(tree)}
+    return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(tree, namespace)}
 
 
 def unpin(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> dict[str, Any]:
     """Let go of what was pinned of this prompt, but for what a longer pinned prompt shares."""
-    match = _find(tree, prompt, namespace)
+    match = tree.look_up(prompt, namespace)
     n_unpinned = 0
     for node in _nodes_of(match):
         if node.n_pins and not any(c.n_pins for c in node.children.values()):
             node.n_pins = 0
             n_unpinned += len(node.values)
-            tree.pool.rejoin(node)
-    return {"unpinned_tokens": n_unpinned, "pinned_bytes": pinned_nbytes(tree)}
+            tree.held.pool.rejoin(node)
+    return {"unpinned_tokens": n_unpinned, "pinned_bytes": pinned_nbytes(tree, namespace)}
 
 
 def clear(tree: PrefixTree, namespace: Namespace | None = None) -> dict[str, Any]:
     """Forget every record, or one namespace's. Those in use stay."""
-    only = None if namespace is None else tree.root_of(namespace)
-    before = tree.pool.held.total_nbytes
-    for root in tree.index.roots():
+    only = None if namespace is None else tree.held.identity.root(namespace)
+    before = tree.held.pool.held.total_nbytes
+    for root in tree.held.index.roots():
         if only is None or root.key == only:
-            for node in reversed(list(tree.index.below(root))):
+            for node in reversed(list(tree.held.index.below(root))):
                 if not _in_use(tree, node):
                     node.n_pins = 0
-                    tree.forget(node)
-    return {"freed_bytes": before - tree.pool.held.total_nbytes}
+                    tree.held.forget(node)
+    return {"freed_bytes": before - tree.held.pool.held.total_nbytes}
 
 
-def pinned_nbytes(tree: PrefixTree) -> int:
-    return sum(r.nbytes for n in tree.index.nodes() if n.n_pins for r in n.records.values())
+def pinned_nbytes(tree: PrefixTree, namespace: Namespace | None = None) -> int:
+    """Of everybody, or of one namespace alone."""
+    nodes = tree.held.index.nodes() if namespace is None else tree.nodes_of(namespace)
+    return sum(r.nbytes for n in nodes if n.n_pins for r in n.records.values())
 
 
-def _find(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> Match:
-    values = key_tokens(prompt.ids, prompt.media)
-    key = tree.root_of(namespace)
-    root = tree.index.root(key)
-    match = find(root, values, block_keys(key, values, tree.settings.block), tree.needs)
-    tree.index.prune(root)
-    return match
+def _tiers(match: Match) -> dict[str, int]:
+    """Tokens by where they lie now."""
+    below = sum(
+        s.n_tokens
+        for s in match.segments
+        if any(r.payload is None for r in s.node.records.values() if r in match.records)
+    )
+    found = {"memory": match.n_tokens - below, "ssd": below}
+    return {name: n for name, n in found.items() if n}
 
 
 def _nodes_of(match: Match) -> list[Node]:
@@ -157,4 +219,4 @@ def _nodes_of(match: Match) -> list[Node]:
 
 
 def _in_use(tree: PrefixTree, node: Node) -> bool:
-    return any(n.n_leases for n in tree.index.below(node) if n.parent is not None)
+    return any(n.n_leases for n in tree.held.index.below(node) if n.parent is not None)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from firn.cache.index import Mark
 
 N_TURNS = 2
+N_HINTS = 4
+"""As many as Anthropic's API takes."""
 MIN_GAP_TOKENS = 32
 """Two states closer than this are one: reading that many tokens again costs less than a state."""
 LATTICE_FROM_TOKENS = 4096
@@ -24,12 +26,14 @@ def due(
     *,
     n_restored: int,
     n_shared: int,
+    hints: Sequence[int] = (),
     grid: int = 1,
 ) -> dict[int, Mark]:
     """Positions (ascending) where state should be kept, with the reason. All lie after n_restored.
 
     boundaries: ascending positions where messages end.
     n_shared: how far the prompt agrees with something stored: a branch point if not resumable.
+    hints: ascending positions that the caller expects to resume at.
     grid: positions are rounded down to multiples of this (exact mode's chunk).
     """
     wanted: dict[int, Mark] = {}
@@ -47,6 +51,8 @@ def due(
         want(boundaries[0], Mark.SHARED)
         for boundary in boundaries[-1 - N_TURNS :]:
             want(boundary, Mark.TURN)
+    for hint in hints[-N_HINTS:]:
+        want(hint, Mark.SHARED)
     if n_shared > n_restored + MIN_GAP_TOKENS:
         want(n_shared, Mark.BRANCH)
     kept = _spread(dict(sorted(wanted.items())), n_restored)

@@ -115,15 +115,15 @@ class Loaded(NamedTuple):
 def pack(header: Header, buffers: Sequence[Any], *, seal: Seal | None = None) -> Packed:
     """The file's bytes in pieces, to be written one after another. Tensors are not copied."""
     views = [flat(b) for b in buffers]
-    specs = header.specs
-    if [v.nbytes for v in views] != [s.nbytes for s in specs]:
-        raise ValueError(f"{len(views)} buffers do not fit the {len(specs)} tensors of the header")
-    entries = _entries(header)
+    sizes = [spec.nbytes for spec in header.specs]
+    if [len(v) for v in views] != sizes:
+        raise ValueError(f"{len(views)} buffers do not fit the {len(sizes)} tensors of the header")
+    entries = _entries(header.layers, sizes)
     fields = _tag_fields(header) | {
         "layout": header.layout,
         **_token_fields(header.tokens),
         "slots": ",".join(str(len(slots)) for slots in header.layers),
-        "nbytes": str(sum(s.nbytes for s in specs)),
+        "nbytes": str(sum(sizes)),
         "entries": xxhash.xxh3_128_hexdigest(entries),
         "sums": "".join(xxhash.xxh3_64_hexdigest(v) for v in views),
     }
@@ -170,26 +170,23 @@ def _token_fields(tokens: KeyTokens) -> dict[str, str]:
     }
 
 
-def _entries(header: Header) -> bytes:
-    """The JSON behind the metadata, padded so that the data begins on a multiple of ALIGN."""
-    found: dict[str, Any] = {}
+def _entries(layers: Layers, sizes: Sequence[int]) -> bytes:
+    """The JSON behind the metadata."""
+    found: list[str] = []
     offset = 0
-    for i, slots in enumerate(header.layers):
+    for i, slots in enumerate(layers):
         for j, spec in enumerate(slots):
             if spec is not None:
-                end = offset + spec.nbytes
-                found[f"{i}.{j}"] = {
-                    "dtype": spec.dtype,
-                    "shape": list(spec.shape),
-                    "data_offsets": [offset, end],
-                }
+                end = offset + sizes[len(found)]
+                found.append(_entry(f"{i}.{j}", spec, offset, end))
                 offset = end
-    return _after_metadata(found)
+    return ("".join(found) + "}").encode()
 
 
-def _after_metadata(entries: dict[str, Any]) -> bytes:
-    text = json.dumps(entries, separators=(",", ":"))[1:]
-    return (f",{text}" if entries else text).encode()
+def _entry(name: str, spec: TensorSpec, start: int, end: int) -> str:
+    shape = ",".join(map(str, spec.shape))
+    offsets = f"[{start},{end}]"
+    return f',"{name}":{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":{offsets}}}'
 
 
 def _metadata(fields: dict[str, str]) -> bytes:
@@ -213,8 +210,7 @@ def _sealed(tag: Tag, text: bytes, views: Sequence[memoryview], seal: Seal) -> P
     box = seal.box(salt)
     body = [box.seal(i, piece) for i, piece in _pieces(views)]
     n_body = sum(len(b) for b in body)
-    entry = {"dtype": "U8", "shape": [n_body], "data_offsets": [0, n_body]}
-    entries = _after_metadata({"body": entry})
+    entries = (_entry("body", TensorSpec("U8", (n_body,)), 0, n_body) + "}").encode()
     plain = _tag_fields(tag) | {
         "nbytes": str(n_body),
         "entries": xxhash.xxh3_128_hexdigest(entries),
@@ -344,7 +340,7 @@ def _checked(view: memoryview, want: str) -> memoryview:
 
 
 def _text_nbytes(first: Buffer, nbytes: int) -> int:
-    """The length of the JSON; Foreign when it is not ours, Damaged when it is not even JSON."""
+    """The length of the JSON."""
     if len(first) < 8 or bytes(first[8:9]) != b"{":
         raise Damaged("unreadable header", "no safetensors file")
     n_text: int = struct.unpack("<Q", first[:8])[0]
@@ -354,10 +350,11 @@ def _text_nbytes(first: Buffer, nbytes: int) -> int:
 
 
 def _meta_nbytes(text: bytes, n_text: int) -> int:
-    if not text.startswith(_START):
-        raise Foreign("no firn record")
     if not text.startswith(_VERSION_START):
-        raise Foreign("another format version")
+        version = text[len(_START) :].split(b'"', 1)[0]
+        if text.startswith(_START) and version.isdigit() and version != VERSION.encode():
+            raise Foreign("another format version", version[:8].decode())
+        raise Damaged("unreadable header", "no firn record")
     digits = text[len(_VERSION_START) : len(_VERSION_START) + _META_DIGITS]
     if not digits.isdigit() or len(_PREFIX) + int(digits) > n_text:
         raise Damaged("unreadable header", "length of the metadata")
@@ -372,7 +369,7 @@ def _fields(text: bytes, n_text: int) -> tuple[dict[str, str], bytes]:
     if tail != _SUM_START + xxhash.xxh3_128_hexdigest(body).encode() + b'"}':
         raise Damaged("bad checksum", "header")
     try:
-        fields: dict[str, str] = json.loads(raw)
+        fields: dict[str, str] = json.loads(raw.decode("ascii"))
     except ValueError as e:
         raise Damaged("unreadable header", str(e)) from e
     return fields, text[end:]

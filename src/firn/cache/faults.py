@@ -1,4 +1,4 @@
-"""What can go wrong with stored records. All of it is a miss or a drop for the engine, never an answer."""
+"""What can go wrong with stored records: a miss or a drop for the engine, never a wrong answer."""
 
 from __future__ import annotations
 

@@ -40,13 +40,18 @@ class Record:
     nbytes: int
     payload: Any = None
     mark: Mark = Mark.TURN
-    rank: float = 0.0
-    """The pool's eviction order: lowest first."""
+    rank: tuple[float, int] = (0.0, 0)
+    """The pool's eviction order: lowest first; the number of its last use breaks ties."""
     n_leases: int = 0
+    stored: bool = False
+    """A tier below memory has it."""
+    writing: bool = False
+    """It is on its way there."""
 
     @property
-    def n_tokens(self) -> int:
-        return len(self.node.values)
+    def alive(self) -> bool:
+        """Still in the tree."""
+        return self.node.records.get(self.part) is self
 
 
 @dataclass(eq=False)

@@ -8,7 +8,10 @@ from typing import Any
 
 from firn.cache.codecs import Arrays, At, LayerCodec, codec_for, leaves
 from firn.cache.codecs.pages import KVCodec, quantising
+from firn.cache.codecs.vlm import VlmKVCodec
 from firn.cache.parts import Needs, Part
+
+QUANTISABLE = (KVCodec, VlmKVCodec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,9 @@ class Layout:
         codecs = tuple(codec_for(layer) for layer in flat)
         if kv_bits:
             codecs = tuple(
-                quantising(x, bits=kv_bits, group_size=kv_group_size) if type(c) is KVCodec else c
+                quantising(x, bits=kv_bits, group_size=kv_group_size)
+                if type(c) in QUANTISABLE
+                else c
                 for c, x in zip(codecs, flat, strict=True)
             )
         pairs = list(zip(codecs, flat, strict=True))

@@ -4,13 +4,13 @@
     0                                  path_end      n_shared      n_prompt
                      resume point p, somewhere in [0, min(n_shared, n_prompt - 1)]
 
-`n_shared` is how far the prompt agrees with anything stored. p is the last position at which every
-layer can resume: pages cover [0, p), windows cover [p - reach, p), a state lies exactly at p.
+`n_shared` is how far the prompt agrees with anything stored. At a resume point p every layer can go on:
+pages cover [0, p), windows cover [p - reach, p), a state lies exactly at p.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,9 @@ import numpy as np
 from firn.cache.index import Node, Record
 from firn.cache.parts import Needs, Part
 from firn.core.keys import Key, KeyTokens
+
+Have = Callable[[Record], bool]
+"""Whether a record can be had: in memory now, or in memory after a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +33,68 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An empty match is a match: n_tokens 0, no segments."""
+    """An empty match is a match: n_tokens 0, no segments, no records."""
 
     n_tokens: int
     segments: tuple[Segment, ...]
-    state: Record | None
+    records: tuple[Record, ...]
+    """Every record that a resume here reads."""
     n_shared: int
     reason: str
     """Why not more: '' when all but the last token is there."""
 
     @property
-    def records(self) -> tuple[Record, ...]:
-        """Every record it will read from, but for windows out of reach."""
-        found = [r for s in self.segments for p, r in s.node.records.items() if p != Part.STATE]
-        return (*found, self.state) if self.state else tuple(found)
+    def state(self) -> Record | None:
+        return next((r for r in self.records if r.part is Part.STATE), None)
 
 
-def find(root: Node, values: KeyTokens, keys: Sequence[Key], needs: Needs) -> Match:
+Ranges = Sequence[tuple[int, int]]
+"""Half-open ranges of positions."""
+
+
+def find(
+    root: Node,
+    values: KeyTokens,
+    keys: Sequence[Key],
+    needs: Needs,
+    have: Have,
+    *,
+    unbroken: Ranges = (),
+) -> Match:
     """The longest prefix of the prompt that every layer can resume at."""
+    return next(options(root, values, keys, needs, have, unbroken=unbroken))
+
+
+def options(
+    root: Node,
+    values: KeyTokens,
+    keys: Sequence[Key],
+    needs: Needs,
+    have: Have,
+    *,
+    unbroken: Ranges = (),
+) -> Iterator[Match]:
+    """Every resume point, last first; the empty match comes last. None lies inside `unbroken`."""
     path = _walk(root, values, keys)
     branch = path[-1] if path else root
     best, n_best = _closest_child(branch, values)
     n_shared = branch.end + n_best
-    limit = min(n_shared, len(values) - 1)
+    limit = _before(min(n_shared, len(values) - 1), unbroken)
     for p, tail in _candidates(root, path, best, values, limit, needs):
+        if _before(p, unbroken) != p:
+            continue
         segments = _segments(path, tail, p)
-        if _resumable(segments, p, needs):
-            state = _state_at(path, tail, p) if needs.state else None
-            why = "" if p >= len(values) - 1 else _reason(p, n_shared, limit, needs, len(values))
-            return Match(p, segments, state, n_shared, why)
-    return Match(0, (), None, n_shared, _reason(0, n_shared, limit, needs, len(values)))
+        records = _records(segments, p, needs, have)
+        if records is not None:
+            whole = p >= len(values) - 1
+            why = "" if whole else _reason(p, n_shared, limit, needs)
+            yield Match(p, segments, records, n_shared, why)
+    yield Match(0, (), (), n_shared, _reason(0, n_shared, limit, needs))
+
+
+def _before(position: int, unbroken: Ranges) -> int:
+    """The position itself, or the start of the range that it would cut."""
+    return next((start for start, end in unbroken if start < position < end), position)
 
 
 def _walk(root: Node, values: KeyTokens, keys: Sequence[Key]) -> list[Node]:
@@ -119,11 +154,12 @@ def _state_positions(
 ) -> list[tuple[int, Node | None]]:
     """Every state on the way: at the ends of whole blocks, and in tails that the prompt contains."""
     found: list[tuple[int, Node | None]] = []
+    on_path = set(map(id, path))
     for node in (root, *path):
         if node.has(Part.STATE) and 0 < node.end <= limit:
             found.append((node.end, None))
         for child in node.children.values():
-            if child.has(Part.STATE) and child.end <= limit and child not in path:
+            if child.has(Part.STATE) and child.end <= limit and id(child) not in on_path:
                 agrees = np.array_equal(child.values, values[child.start : child.end])
                 if agrees:
                     found.append((child.end, child))
@@ -132,38 +168,36 @@ def _state_positions(
 
 def _segments(path: Sequence[Node], tail: Node | None, p: int) -> tuple[Segment, ...]:
     """The whole blocks before p, then the node that covers the rest."""
-    whole = [Segment(n, len(n.values)) for n in path if n.end <= p and n is not tail]
-    if tail is not None:
-        whole = [s for s in whole if s.node.end <= tail.start]
-        whole.append(Segment(tail, p - tail.start))
-    return tuple(whole)
+    end = p if tail is None else tail.start
+    whole = [Segment(n, len(n.values)) for n in path if n.end <= end]
+    return (*whole, Segment(tail, p - tail.start)) if tail else tuple(whole)
 
 
-def _resumable(segments: Sequence[Segment], p: int, needs: Needs) -> bool:
+def _records(
+    segments: Sequence[Segment], p: int, needs: Needs, have: Have
+) -> tuple[Record, ...] | None:
+    """What a resume at p reads; None if some of it cannot be had."""
+    found: list[Record | None] = []
     covered = 0
     for s in segments:
-        if s.node.start != covered:
-            return False
         covered += s.n_tokens
-        if needs.pages and not s.node.has(Part.PAGES):
-            return False
-        in_reach = needs.window and covered > p - needs.window
-        if in_reach and not s.node.has(Part.WINDOW):
-            return False
-    return covered == p or not (needs.pages or needs.window)
+        if needs.pages:
+            found.append(s.node.records.get(Part.PAGES))
+        if needs.window and covered > p - needs.window:
+            found.append(s.node.records.get(Part.WINDOW))
+    if needs.state:
+        found.append(segments[-1].node.records.get(Part.STATE))
+    if covered != p:
+        return None
+    records = tuple(r for r in found if r is not None and have(r))
+    return records if len(records) == len(found) else None
 
 
-def _state_at(path: Sequence[Node], tail: Node | None, p: int) -> Record | None:
-    if tail is not None:
-        return tail.records.get(Part.STATE)
-    return next((n.records[Part.STATE] for n in path if n.end == p), None)
-
-
-def _reason(p: int, n_shared: int, limit: int, needs: Needs, n_prompt: int) -> str:
+def _reason(p: int, n_shared: int, limit: int, needs: Needs) -> str:
     if n_shared == 0:
         return "cold"
     if p < limit:
         if needs.state:
             return "no state checkpoint"
-        return "off the grid" if needs.grid > 1 else "window evicted"
+        return "off the grid" if needs.grid > 1 else "evicted"
     return f"diverged at token {n_shared}"

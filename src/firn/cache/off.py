@@ -54,7 +54,14 @@ class CacheOff:
     def set_room(self, nbytes: int) -> None:
         pass
 
-    def idle(self) -> None:
+    def tick(self, *, busy: bool) -> None:
+        pass
+
+    @property
+    def settled(self) -> bool:
+        return True
+
+    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         pass
 
     def close(self) -> None:

@@ -46,16 +46,16 @@ class Pool:
         *,
         limit_nbytes: int,
         worth: Callable[[Record], float],
-        on_evict: Callable[[Record], None] = lambda record: None,
+        release: Callable[[Record], None],
     ) -> None:
-        """`worth`: seconds of recompute saved per megabyte. `on_evict`: told when one is gone."""
+        """`worth`: seconds of recompute saved per megabyte. `release`: drops a record that must go."""
         self._index = index
         self._worth = worth
-        self._on_evict = on_evict
+        self._release = release
         self._clock = 0.0
-        self._heap: list[tuple[float, int, Record]] = []
+        self._heap: list[tuple[tuple[float, int], Record]] = []
         self._states: set[Record] = set()
-        self._tie = count()
+        self._uses = count()
         self.limit_nbytes = limit_nbytes
         self.held = Held()
         self.n_evicted = 0
@@ -71,7 +71,7 @@ class Pool:
         """These were just used."""
         for record in records:
             if record.payload is not None:
-                record.rank = self._clock + self._worth(record)
+                record.rank = (self._clock + self._worth(record), next(self._uses))
                 self._push(record)
 
     def make_room(self, nbytes: int, *, part: Part | None = None) -> bool:
@@ -80,6 +80,8 @@ class Pool:
             return False
         if part is Part.STATE:
             allowed = int(self.limit_nbytes * STATE_SHARE)
+            if nbytes > allowed:
+                return False
             while self.held.nbytes[Part.STATE] + nbytes > allowed:
                 if not self._thin():
                     return False
@@ -91,7 +93,7 @@ class Pool:
             victim = self._next_victim()
             if victim is None:
                 return False
-            self._clock = max(self._clock, victim.rank)
+            self._clock = max(self._clock, victim.rank[0])
             self.evict(victim)
         return True
 
@@ -99,8 +101,7 @@ class Pool:
         """Let go of a record's arrays; the record itself stays only if another tier has it."""
         self.n_evicted += 1
         parent = record.node.parent
-        self.drop(record)
-        self._on_evict(record)
+        self._release(record)
         for node in (record.node, parent):
             if node is not None:
                 self.rejoin(node)
@@ -120,19 +121,19 @@ class Pool:
         self._index.set_payload(record, None)
 
     def _push(self, record: Record) -> None:
-        heapq.heappush(self._heap, (record.rank, next(self._tie), record))
+        heapq.heappush(self._heap, (record.rank, record))
         if len(self._heap) > 64 + 8 * sum(self.held.n_records.values()):
-            live = {id(r): r for _, _, r in self._heap if r.payload is not None}
-            self._heap = [(r.rank, next(self._tie), r) for r in live.values()]
+            live = {r for _, r in self._heap if r.payload is not None}
+            self._heap = [(r.rank, r) for r in live]
             heapq.heapify(self._heap)
 
     def _next_victim(self) -> Record | None:
         """The lowest-ranked record that may go. Those that may not are pushed again when they may."""
-        blocked: list[tuple[float, int, Record]] = []
+        blocked: list[tuple[tuple[float, int], Record]] = []
         found: Record | None = None
         while self._heap:
             entry = heapq.heappop(self._heap)
-            rank, _, record = entry
+            rank, record = entry
             if record.payload is None or rank != record.rank:
                 continue
             if self._may_go(record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +25,21 @@ class Stats:
     n_tokens_prompt: int = 0
     n_tokens_cached: int = 0
     n_tokens_advanced: int = 0
+    tokens_by_tier: Counter[str] = field(default_factory=Counter)
     seconds_saved: float = 0.0
 
-    def looked_up(self, *, n_prompt: int, n_cached: int, kind: str, reason: str) -> None:
+    def looked_up(
+        self,
+        *,
+        n_prompt: int,
+        n_cached: int,
+        kind: str,
+        reason: str,
+        tiers: Iterable[tuple[str, int]] = (),
+    ) -> None:
         self.n_lookups += 1
+        for tier, n in tiers:
+            self.tokens_by_tier[tier] += n
         self.n_tokens_prompt += n_prompt
         self.n_tokens_cached += n_cached
         if n_cached:
@@ -57,6 +69,7 @@ class Stats:
                 "prompt": self.n_tokens_prompt,
                 "cached": self.n_tokens_cached,
                 "advanced": self.n_tokens_advanced,
+                "by_tier": dict(self.tokens_by_tier),
             },
             "seconds_saved": round(self.seconds_saved, 3),
         }

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from firn import __version__
+from firn.cli.cache import cache_app
 from firn.cli.flags import with_config
 from firn.config import Config, UsageError
 from firn.core.errors import FirnError
@@ -53,6 +54,7 @@ def make_cli(start: Start | None = None) -> typer.Typer:
     )
     config.command("show")(_guarded(with_config(_show)))
     cli.add_typer(config, name="config")
+    cli.add_typer(cache_app(_guarded), name="cache")
     return cli
 
 

@@ -38,6 +38,15 @@ class InvalidValue(BadRequest):
         super().__init__(f"{param}: {message}", param=param)
 
 
+class BadImage(BadRequest):
+    """A picture that cannot be had, read or used; `param` names the part of the message."""
+
+    code = "invalid_image"
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}", param=param)
+
+
 class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
@@ -101,6 +110,17 @@ class BodyTooLarge(FirnError):
 
     def __init__(self, limit_nbytes: int) -> None:
         super().__init__(f"The request body is over the limit of {limit_nbytes} bytes.")
+
+
+class Cancelled(FirnError):
+    """Its caller wants it no more."""
+
+    status = 409
+    code = "cancelled"
+    kind = "invalid_request_error"
+
+    def __init__(self) -> None:
+        super().__init__("The request was cancelled.")
 
 
 # --- the server's side ---------------------------------------------------------------------

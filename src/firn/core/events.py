@@ -45,9 +45,12 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """`forced`: the model did not pick it; see `Engine.force`."""
+
     choice: int
     id: int
     logprob: TokenLogprob | None = None
+    forced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,13 @@ class Started:
     """The prompt was rendered and handed to the engine."""
 
     n_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A prompt left the queue; `n_cached` of its tokens need no computing."""
+
+    n_cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +169,7 @@ class Failed:
 
 Event = (
     Started
+    | Resumed
     | Progress
     | TextDelta
     | ReasoningDelta

@@ -10,8 +10,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from firn.core.errors import FirnError
 from firn.core.events import Admitted, EngineEvent, TokenLogprob
-from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId
+from firn.core.values import (
+    CacheControl,
+    ImagePart,
+    Job,
+    ModelInfo,
+    Namespace,
+    PreparedImage,
+    Prompt,
+    RequestId,
+)
 
 Delivery = tuple[RequestId, EngineEvent]
 Publish = Callable[[Sequence[Delivery]], None]
@@ -62,6 +72,29 @@ class Tokenizer(Protocol):
         ...
 
 
+class Pictures(Protocol):
+    """Pictures for prompts. Thread-safe."""
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for a picture in the text that the chat template makes."""
+        ...
+
+    @property
+    def inline(self) -> bool:
+        """The chat template knows no pictures: the placeholder is written into the message's text."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """A picture's tokens see each other, so they are read in one piece."""
+        ...
+
+    def prepare(self, part: ImagePart) -> PreparedImage:
+        """Decode and preprocess one picture. Raises BadImage."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     """A snapshot for /ready, /health and /metrics; safe to read from any thread."""
@@ -91,6 +124,14 @@ class Engine(Protocol):
         """Generate no more for this choice (a stop string matched); the others go on.
 
         No ChoiceDone follows for it; JobDone comes when all choices are done or stopped.
+        """
+        ...
+
+    def force(self, request: RequestId, choice: int, tokens: Sequence[int], *, at: int) -> None:
+        """Let the reply go on with these tokens from its position `at` on, as if they were picked.
+
+        What has been picked already stands: they come at the next position then. A later call takes
+        the place of an earlier one that has not begun; no tokens at all withdraw it.
         """
         ...
 
@@ -139,6 +180,11 @@ class Picked(Protocol):
     @property
     def logprob(self) -> TokenLogprob | None: ...
 
+    @property
+    def fault(self) -> FirnError | None:
+        """Why this row cannot go on, where it cannot; the others of its group can."""
+        ...
+
 
 class Runner(Protocol):
     """Runs the model. Engine thread only."""
@@ -164,6 +210,13 @@ class Runner(Protocol):
         """Take part in decode steps, starting by consuming `token`."""
         ...
 
+    def force(self, row: Any, tokens: Sequence[int], *, at: int) -> None:
+        """The row's tokens from position `at` on are these, whatever it would pick.
+
+        # [0, n_tokens) consumed   [n_tokens] picked   at > n_tokens
+        """
+        ...
+
     def leave(self, rows: Sequence[Any]) -> None:
         """Drop rows, wherever they are; the others are not disturbed."""
         ...
@@ -178,6 +231,10 @@ class Runner(Protocol):
 
     def collect(self, rows: Sequence[Any], *, keep_in_flight: int) -> Sequence[Picked]:
         """Read the tokens of a group's dispatched steps, but for the newest `keep_in_flight`."""
+        ...
+
+    def live_nbytes(self) -> int:
+        """Device memory that the decoding rows' caches take."""
         ...
 
     def close(self) -> None:
@@ -234,7 +291,7 @@ class PrefixCache(Protocol):
         ...
 
     def close_trail(self, trail: Any, row: LiveRow | None) -> None:
-        """The sequence ends: store its tail if the row is given, release what was held."""
+        """The sequence ends: store its tail if the row is given, release what was held. Idempotent."""
         ...
 
     def blank(self) -> Trail:
@@ -245,11 +302,38 @@ class PrefixCache(Protocol):
         """Live requests leave this many bytes of device memory for records: stay under that."""
         ...
 
-    def idle(self) -> None:
-        """Nothing else to do: a moment for housekeeping."""
+    def tick(self, *, busy: bool) -> None:
+        """Between two steps: take in what was read, write behind. Little of it while busy."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether a tick without requests has nothing more to do."""
+        ...
+
+    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
+        """Prompt tokens [start, end) took so long to compute."""
         ...
 
     def close(self) -> None: ...
+
+
+class Embedder(Protocol):
+    """Texts as vectors, from any thread; computed between the engine's steps."""
+
+    @property
+    def n_dims(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one text."""
+        ...
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], *, n_dims: int | None = None
+    ) -> Future[list[list[float]]]:
+        """One vector for each list of tokens, none of which is empty; cut to its first `n_dims`."""
+        ...
 
 
 class CacheAdmin(Protocol):

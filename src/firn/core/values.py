@@ -32,10 +32,11 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture by reference; `media` resolves it to pixels before the prompt is made."""
+    """A picture by reference. `data` is what an address has led to, once it was fetched."""
 
     url: str
     param: str = "messages"
+    data: bytes | None = None
 
 
 Part = TextPart | ImagePart
@@ -52,12 +53,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """`checkpoint`: the caller expects to send all up to the end of this message again."""
+
     role: Role
     parts: tuple[Part, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    checkpoint: bool = False
 
     @property
     def text(self) -> str:
@@ -138,11 +142,15 @@ class CacheControl:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the reply. `kind` names the language of `text`."""
+    """A constraint on the reply. `kind` names the language of `text`.
+
+    parts: grammars that a lark text refers to as @name; each keeps the request parameter it is from.
+    """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
     text: str = ""
     param: str = "response_format"
+    parts: tuple[tuple[str, Grammar], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,21 +194,44 @@ class MediaSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """A picture that is ready to go into a prompt.
+
+    text takes the place of the placeholder that the chat template has written; ids are the picture's
+    own tokens, which the text becomes. inputs: what the model is given; opaque outside `models`.
+    """
+
+    digest: bytes
+    text: str
+    ids: TokenArray
+    inputs: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A rendered prompt. `ids` is int64, one entry a token; it is never written to.
 
     `boundaries` are ascending positions where a message (or the tool list) ends: the points a
-    later prompt is likely to share. A recurrent model's state is kept there.
+    later prompt is likely to share. A recurrent model's state is kept there. `hints` are those of
+    them that the caller has asked for.
     """
 
     ids: TokenArray
     media: tuple[MediaSpan, ...] = ()
     boundaries: tuple[int, ...] = ()
+    hints: tuple[int, ...] = ()
     images: tuple[Any, ...] = ()
     """Preprocessed pictures for the model, one per media span; opaque outside `models`."""
+    whole_images: bool = False
+    """A picture's tokens see each other: they are read in one piece, and nothing resumes inside."""
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
+
+    @property
+    def unbroken(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [start, end) that no prefill chunk and no resume point may cut."""
+        return tuple((m.start, m.end) for m in self.media) if self.whole_images else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +270,10 @@ class ModelInfo:
     batchable: bool
     unbatchable_why: str | None
     vision: bool = False
+    whole_images: bool = False
+    """A picture's tokens see each other: see Prompt."""
+    generates: bool = True
+    """False: it makes embeddings and nothing else."""
     created: int = 0
 
 

@@ -61,6 +61,16 @@ class Budget:
         """What new requests may take; records that fill it now will be evicted for them."""
         return self.capacity_nbytes - self.held_nbytes
 
+    def view(self) -> dict[str, int | float]:
+        """The estimate and what it rests on, for people."""
+        return {
+            "capacity_bytes": self.capacity_nbytes,
+            "held_bytes": self.held_nbytes,
+            "bytes_per_token": self.cost.per_token_nbytes,
+            "bytes_per_row": self.cost.fixed_nbytes,
+            "used_per_estimated": round(self.factor, 3),
+        }
+
     def learn(self, *, estimated_nbytes: int, used_nbytes: int) -> None:
         """Compare an estimate with what live caches really took."""
         if estimated_nbytes > 0:

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,13 +48,15 @@ from firn.core.ports import (
 from firn.core.values import Job, ModelInfo, Prompt, RequestId
 from firn.engine.budget import Budget
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
-from firn.engine.sequence import Choice, Sequence, Task
+from firn.engine.sequence import Choice, Forced, Sequence, Task
 
 log = logging.getLogger("firn.engine")
 T = TypeVar("T")
 
 IDLE_TICK_S = 0.5
 MAX_RESCUES = 1
+CALIBRATE_EVERY = 64
+"""Steps between two looks at how much memory the decoding rows really take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Parts:
     cache: PrefixCache
     budget: Budget
     limits: Limits
+    embedder: Any = None
+    """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
 
 
 class Engine:
@@ -102,6 +106,7 @@ class Engine:
         self._tasks: dict[int, Task] = {}
         self._rows: dict[Any, Choice] = {}
         self._n_tasks = 0
+        self._n_steps = 0
         self._turn = 0
         self._out: list[Delivery] = []
 
@@ -134,6 +139,14 @@ class Engine:
     def stop_choice(self, request: RequestId, choice: int) -> None:
         self._inbox.put(lambda: self._stop_choice(request, choice))
 
+    def force(self, request: RequestId, choice: int, tokens: Iterable[int], *, at: int) -> None:
+        forced = Forced(at, tuple(tokens))
+        self._inbox.put(lambda: self._force(request, choice, forced))
+
+    def wake(self) -> None:
+        """There is something for the cache's next tick."""
+        self._inbox.put(lambda: None)
+
     def call(self, function: Callable[[Parts], T]) -> Future[T]:
         """Run a function on the engine thread between two steps: how others ask about the cache."""
         future: Future[T] = Future()
@@ -152,6 +165,12 @@ class Engine:
                 return future
         future.set_exception(EngineDead())
         return future
+
+    @property
+    def parts(self) -> Parts:
+        """For counters that may be read from any thread; everything else goes through `call`."""
+        self._ready.result()
+        return self._parts
 
     def health(self) -> EngineHealth:
         decoding = len(self._rows)
@@ -197,6 +216,7 @@ class Engine:
 
     def _step(self) -> None:
         self._drain()
+        self._parts.cache.tick(busy=bool(self._tasks or self._rows))
         todo = self._plan()
         for request in todo.admit:
             self._admit(self._sequences[request])
@@ -210,7 +230,18 @@ class Engine:
         self._flush()
         if task is not None:
             self._settle_chunk(task)
+        self._n_steps += 1
+        if self._rows and self._n_steps % CALIBRATE_EVERY == 0:
+            self._calibrate()
         self._last_step = time.monotonic()
+
+    def _calibrate(self) -> None:
+        """Compare what admission thought the decoding rows would take with what they take."""
+        budget = self._parts.budget
+        estimated = sum(budget.cost.of(row.n_tokens) for row in self._rows)
+        budget.learn(
+            estimated_nbytes=estimated, used_nbytes=self._parts.runner.live_nbytes()
+        )
 
     def _drain(self) -> None:
         """Take what is in the inbox; with nothing else to do, wait for it."""
@@ -218,8 +249,8 @@ class Engine:
         try:
             if not busy:
                 self._flush()
-                self._parts.cache.idle()
-                self._inbox.get(timeout=IDLE_TICK_S)()
+                wait = IDLE_TICK_S if self._parts.cache.settled else 0.0
+                self._inbox.get(timeout=wait)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
@@ -311,6 +342,19 @@ class Engine:
         if sequence is not None and not sequence.choices[index].done:
             self._finish_choice(sequence.choices[index])
 
+    def _force(self, request: RequestId, index: int, forced: Forced) -> None:
+        sequence = self._sequences.get(request)
+        if sequence is None or sequence.choices[index].done:
+            return
+        choice = sequence.choices[index]
+        if choice.force(forced) and choice.row is not None:
+            self._force_row(choice)
+
+    def _force_row(self, choice: Choice) -> None:
+        rest = choice.forced.rest(choice.n_picked)
+        n_prompt = len(choice.sequence.job.prompt)
+        self._parts.runner.force(choice.row, rest.tokens, at=n_prompt + rest.at)
+
     def _leave_queue(self) -> None:
         with self._lock:
             self._n_queued -= 1
@@ -364,8 +408,10 @@ class Engine:
             task.n_total,
             chunk=self._parts.limits.prefill_chunk,
             stops=self._parts.cache.stops(task.trail),
+            unbroken=task.prompt.unbroken,
         )
         run = self._parts.runner.prefill
+        task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
         return self._guard(task.sequence, lambda: (run(task.row, task.prompt, end), task)[1])
 
     def _settle_chunk(self, task: Task) -> None:
@@ -380,6 +426,8 @@ class Engine:
 
     def _commit_chunk(self, task: Task) -> Task:
         self._parts.runner.settle(task.row)
+        took = time.perf_counter() - task.chunk_began
+        self._parts.cache.saw_prefill(task.chunk_start, task.row.n_tokens, took)
         self._parts.cache.commit(task.trail, task.row)
         return task
 
@@ -398,6 +446,8 @@ class Engine:
             choice.row, choice.trail = row, self._parts.cache.fork(task.trail, choice.tokens)
             self._parts.runner.join(row, last)
             self._rows[row] = choice
+            if choice.forced.tokens:
+                self._force_row(choice)
         self._parts.cache.close_trail(task.trail, None)
 
     # --- decode ----------------------------------------------------------------------------
@@ -424,8 +474,13 @@ class Engine:
                 continue
             for p in picked:
                 choice = self._rows.get(p.row)
-                if choice is not None and not choice.done:
-                    self._take_token(choice, Token(choice.index, p.token, p.logprob))
+                if choice is None or choice.done:
+                    continue
+                if p.fault is not None:
+                    self._fail(choice.sequence, p.fault)
+                else:
+                    forced = choice.forced.at <= len(choice.tokens) < choice.forced.end
+                    self._take_token(choice, Token(choice.index, p.token, p.logprob, forced))
 
     def _take_token(self, choice: Choice, token: Token) -> None:
         job = choice.sequence.job

@@ -89,7 +89,14 @@ def _next_prefill(prefilling: Sequence[Prefilling], turn: int) -> int | None:
     return prefilling[0].task
 
 
-def chunk_end(n_done: int, n_total: int, *, chunk: int, stops: Sequence[int] = ()) -> int:
+def chunk_end(
+    n_done: int,
+    n_total: int,
+    *,
+    chunk: int,
+    stops: Sequence[int] = (),
+    unbroken: Sequence[tuple[int, int]] = (),
+) -> int:
     """Where the next prefill chunk ends.
 
     Chunks are aligned to absolute positions, so that the same prompt is always cut in the same
@@ -98,9 +105,16 @@ def chunk_end(n_done: int, n_total: int, *, chunk: int, stops: Sequence[int] = (
         0        chunk      2*chunk     n_total
         |----------|----------|---x
              ^ n_done: the next chunk ends at `chunk`, or at the first stop after n_done
+
+    An end that would fall inside an unbroken range moves to where that begins, or, if the chunk
+    begins there too, to where it ends: which depends on nothing but the prompt, again.
     """
     end = min((n_done // chunk + 1) * chunk, n_total)
     for stop in stops:
-        if n_done < stop < end:
-            return stop
+        if n_done < stop < end and not any(first < stop < last for first, last in unbroken):
+            end = stop
+            break
+    for first, last in unbroken:
+        if first < end < last:
+            return first if first > n_done else min(last, n_total)
     return end

@@ -11,6 +11,26 @@ from firn.core.ports import Trail
 from firn.core.values import Job, Prompt, TokenArray
 
 
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Positions [at, end) of a reply that are not left to the model."""
+
+    at: int
+    tokens: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.at + len(self.tokens)
+
+    def rest(self, start: int) -> Forced:
+        """Of it what lies at `start` and beyond."""
+        n_done = max(start - self.at, 0)
+        return Forced(self.at + n_done, self.tokens[n_done:])
+
+
+NOT_FORCED = Forced(0, ())
+
+
 @dataclass(eq=False)
 class Choice:
     """One reply of a request: its row on the device and the tokens it has so far."""
@@ -22,6 +42,21 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     done: bool = False
     n_rescues: int = 0
+    forced: Forced = NOT_FORCED
+
+    @property
+    def n_picked(self) -> int:
+        """Reply tokens that are picked, those in flight included."""
+        if self.row is None:
+            return len(self.tokens)
+        return int(self.row.n_tokens) + 1 - len(self.sequence.job.prompt)
+
+    def force(self, wanted: Forced) -> bool:
+        """Put off what comes too late; False where an earlier one has begun and is not over."""
+        if self.forced.at < self.n_picked < self.forced.end:
+            return False
+        self.forced = Forced(max(wanted.at, self.n_picked), wanted.tokens)
+        return True
 
     def ids(self) -> TokenArray:
         """The prompt and the reply so far."""
@@ -60,6 +95,8 @@ class Task:
     choices: list[Choice]
     trail: Trail
     row: Any
+    chunk_start: int = 0
+    chunk_began: float = 0.0
 
     @property
     def n_total(self) -> int:

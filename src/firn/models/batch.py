@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
 
-from firn.models.sampling import Picker, Picks
+from firn.models.sampling import Picker, Picks, to_host
 
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
@@ -33,13 +32,17 @@ class Row:
     layers: its caches while it is alone; empty once it lives in a group.
     n_tokens: how many tokens the caches have consumed (decode steps in flight included).
     alone: it shares no group with others.
+    forced: tokens that are not left to the sampler, by their position.
+    shift: how far rotary positions are ahead of token counts, after the prompt's pictures.
     """
 
     layers: list[Any]
     n_tokens: int = 0
+    shift: int = 0
     picker: Picker | None = None
     group: Group | None = None
     alone: bool = False
+    forced: dict[int, int] = field(default_factory=dict)
 
     @property
     def index(self) -> int:
@@ -56,12 +59,22 @@ class Row:
         self.alone = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Launched:
-    """A dispatched step whose tokens have not been read yet."""
+    """A dispatched step that has not been collected yet."""
 
     rows: tuple[Row, ...]
     picks: Picks
+    _tokens: list[int] | None = None
+
+    def read(self) -> list[int]:
+        """Its tokens, one a row. Waits for them the first time, and tells the rows' grammars."""
+        if self._tokens is None:
+            self._tokens = to_host(self.picks.tokens)
+            for row, token in zip(self.rows, self._tokens, strict=True):
+                if row.picker and row.picker.constraint:
+                    row.picker.constraint.take([token])
+        return self._tokens
 
 
 @dataclass(eq=False)
@@ -82,6 +95,9 @@ class Group:
         if len(self.rows) >= limit or row.alone or self.rows[0].alone:
             return False
         lengths = [r.n_tokens for r in self.rows] + [row.n_tokens]
+        # Merging makes zeros of an empty cache, which is not the same to every model.
+        if 0 in lengths:
+            return False
         padded, used = max(lengths) * len(lengths), sum(lengths)
         return padded <= MAX_WASTE * used or max(lengths) <= SLACK_TOKENS
 
@@ -119,9 +135,6 @@ def alone(layer: Any) -> Any:
     if hasattr(layer, "cache"):  # ArraysCache is its own batched class
         layer.left_padding = layer.lengths = None
         return layer
-    if layer.empty():  # nothing to extract yet
-        rotates = isinstance(layer, BatchRotatingKVCache)
-        return RotatingKVCache(layer.max_size) if rotates else KVCache()
     return layer.extract(0)
 
 

@@ -23,31 +23,37 @@ IGNORED_CONFIG = frozenset({"_name_or_path", "transformers_version", "mlx_lm_ver
 def fingerprint(model: Path, *, adapter: Path | None = None) -> bytes:
     """32 bytes. Raises SetupError when a weight file cannot be read."""
     digest = hashlib.blake2b(digest_size=32, person=b"firn-model")
-    for folder in (model, adapter):
-        if folder is None:
-            continue
-        for entry in _config_entries(folder):
-            _frame(digest, entry)
-        for entry in sorted(_tensor_entries(folder)):
-            _frame(digest, entry)
+    _add(digest, model / "config.json", "model*.safetensors")
+    if adapter is not None:
+        _add(digest, adapter / "adapter_config.json", "adapters.safetensors")
     return digest.digest()
 
 
-def _config_entries(folder: Path) -> Iterator[bytes]:
-    for name in ("config.json", "adapter_config.json"):
-        path = folder / name
-        if path.exists():
-            config = json.loads(path.read_text(encoding="utf-8"))
-            kept = {k: v for k, v in config.items() if k not in IGNORED_CONFIG}
-            yield json.dumps(kept, sort_keys=True).encode()
+def _add(digest: hashlib.blake2b, config: Path, weights: str) -> None:
+    """What mlx-lm reads of a folder, and nothing that merely lies beside it."""
+    for entry in _config_entries(config):
+        _frame(digest, entry)
+    for entry in sorted(_tensor_entries(config.parent, weights)):
+        _frame(digest, entry)
 
 
-def _tensor_entries(folder: Path) -> Iterator[bytes]:
+def _config_entries(path: Path) -> Iterator[bytes]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        kept = {k: v for k, v in config.items() if k not in IGNORED_CONFIG}
+        yield json.dumps(kept, sort_keys=True).encode()
+        if "model_file" in config:  # the model's own code
+            yield (path.parent / config["model_file"]).read_bytes()
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        raise SetupError(f"{path} cannot be read: {e}") from e
+
+
+def _tensor_entries(folder: Path, pattern: str) -> Iterator[bytes]:
     """One entry a tensor: name, dtype, shape, and its first and last bytes."""
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob(pattern):
         try:
             yield from _entries_of(path)
-        except (OSError, ValueError, KeyError, struct.error) as e:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as e:
             raise SetupError(
                 f"{path.name} in {folder} is not a readable safetensors file: {e}"
             ) from e
@@ -61,12 +67,14 @@ def _entries_of(path: Path) -> Iterator[bytes]:
         header: dict[str, Any] = json.loads(f.read(n_header))
         base = 8 + n_header
         size = path.stat().st_size
+        if base > size:
+            raise ValueError("the header ends past the end of the file")
         for name, tensor in header.items():
             if name == "__metadata__":
                 continue
             start, end = tensor["data_offsets"]
-            if base + end > size:
-                raise ValueError(f"{name} ends past the end of the file")
+            if not 0 <= start <= end <= size - base:
+                raise ValueError(f"{name} lies outside of the file")
             f.seek(base + start)
             head = f.read(min(SAMPLE_NBYTES, end - start))
             f.seek(base + max(start, end - SAMPLE_NBYTES))

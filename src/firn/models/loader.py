@@ -6,7 +6,9 @@ arrays it creates.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,12 +24,20 @@ from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models.batch import can_batch
 from firn.models.fingerprint import fingerprint
+from firn.models.inputs import IdsOnly, Inputs
+from firn.models.picture import Picture
+from firn.models.processor import VisionProcessor
+from firn.models.recognise import is_vision
 from firn.models.selfcheck import batch_fault
 from firn.models.tokenizer import HfTokenizer
 
+log = logging.getLogger("firn.models")
+
 DEFAULT_CONTEXT = 32768
-LOAD_FAULTS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError, SystemExit)
-"""What a bad folder raises out of mlx-lm; one of its modules even ends the process (SystemExit)."""
+FEATURE_NBYTES = 256 << 20
+LOAD_FAULTS = (Exception, SystemExit)
+"""A bad folder raises anything: it may bring code of its own, tokenizers raises bare Exceptions, and
+one module of mlx-lm ends the process (SystemExit)."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -38,6 +48,8 @@ class LoadedModel:
     make_layers: Callable[[], list[Any]]
     probe: list[Any]
     """Layer caches that hold one token: what a live row looks like."""
+    inputs: Inputs
+    """What the model takes beside ids."""
 
 
 def resolve(name: str) -> Path:
@@ -73,18 +85,40 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load(
-    folder: Path, *, served_name: str, adapter: Path | None = None, trust_remote_code: bool = False
+    folder: Path,
+    *,
+    served_name: str,
+    adapter: Path | None = None,
+    trust_remote_code: bool = False,
+    picture: Picture | None = None,
+    feature_nbytes: int = FEATURE_NBYTES,
 ) -> LoadedModel:
-    """Read the weights and describe the model. The caller's thread owns the arrays from then on."""
+    """Read the weights and describe the model. The caller's thread owns the arrays from then on.
+
+    picture: an example from the model's processor; with it the model is loaded with its vision tower.
+    """
     config = read_config(folder)
     _check_files(folder, adapter)
     digest = fingerprint(folder, adapter=adapter)
-    model, config = _load_weights(folder, config, adapter, trust_remote_code)
-    layers = make_prompt_cache(model)
+    inputs: Inputs = IdsOnly()
+    if picture is None:
+        model, config = _load_weights(folder, config, adapter, trust_remote_code)
+    else:
+        from firn.models import vision_load
+
+        # Another library's model is another model, though the weights be the same.
+        digest = hashlib.blake2b(digest, digest_size=32, person=b"firn-vision").digest()
+        model = inputs = vision_load.load_weights(
+            folder,
+            config,
+            adapter=adapter,
+            trust_remote_code=trust_remote_code,
+            feature_nbytes=feature_nbytes,
+        )
+        vision_load.check_pictures(model, picture, str(config["model_type"]))
     kind = str(config["model_type"])
-    try:  # one token through the model: the proof that it runs, and the width of its logits
-        logits = model(mx.array([[0]]), cache=layers)
-        mx.eval(logits)
+    try:
+        logits, layers = _first_token(model)
     except LOAD_FAULTS as e:
         raise SetupError(f"{folder} ({kind}) does not run on this machine: {_first_line(e)}") from e
     why_not = can_batch(layers) or batch_fault(model, lambda: make_prompt_cache(model), kind)
@@ -101,21 +135,75 @@ def load(
         layer_kinds=tuple(type(layer).__name__ for layer in layers),
         batchable=why_not is None,
         unbatchable_why=why_not,
+        vision=picture is not None,
+        whole_images=picture is not None and model.whole_images,
         created=int(time.time()),
     )
-    return LoadedModel(model, info, lambda: make_prompt_cache(model), layers)
+    return LoadedModel(model, info, lambda: make_prompt_cache(model), layers, inputs)
+
+
+def _first_token(model: Any) -> tuple[mx.array, list[Any]]:
+    """One token through the model: the proof that it runs, the width of its logits, its layers.
+
+    MLX's CPU has no 16-bit form of some operations (mixtures of experts need one): a model that stops
+    there is run in 32 bits.
+    """
+    layers = make_prompt_cache(model)
+    try:
+        logits = model(mx.array([[0]]), cache=layers)
+        mx.eval(logits)
+    except RuntimeError:
+        if mx.default_device() != mx.Device(mx.cpu):
+            raise
+        model.set_dtype(mx.float32)
+        layers = make_prompt_cache(model)
+        logits = model(mx.array([[0]]), cache=layers)
+        mx.eval(logits, model.parameters())
+        log.warning("this CPU backend cannot run the model in 16 bits: it runs in 32")
+    return logits, layers
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokenizer:
     """The tokenizer and chat template. Needs no weights and no particular thread."""
     config = read_config(folder)
-    extra = {"trust_remote_code": True} if trust_remote_code else {}
+    extra: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    extra |= _template_of_processor(folder)
     try:
         eos = mlx_utils.load_config(folder).get("eos_token_id", config.get("eos_token_id"))
         wrapper = mlx_utils.load_tokenizer(folder, extra, eos_token_ids=eos)
-    except (ValueError, TypeError, KeyError, OSError, ImportError) as e:
+    except LOAD_FAULTS as e:
         raise SetupError(f"The tokenizer of {folder} cannot be loaded: {_first_line(e)}") from e
     return HfTokenizer(wrapper)
+
+
+def load_processor(
+    folder: Path, tokenizer: HfTokenizer, *, trust_remote_code: bool = False
+) -> VisionProcessor | None:
+    """The picture processor of a vision checkpoint; None for any other. Raises SetupError."""
+    config = read_config(folder)
+    if not is_vision(config):
+        return None
+    from firn.models import vision_load
+
+    vision_load.require_extra(folder.name)
+    return vision_load.load_processor(
+        folder, config, tokenizer, trust_remote_code=trust_remote_code
+    )
+
+
+def _template_of_processor(folder: Path) -> dict[str, Any]:
+    """Older vision checkpoints keep the chat template beside the processor, not the tokenizer."""
+    if (folder / "chat_template.jinja").exists():
+        return {}
+    path = folder / "chat_template.json"
+    try:
+        own = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if own.get("chat_template"):
+            return {}
+        found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {"chat_template": found} if isinstance(found, str) else {}
 
 
 def context_length(config: Mapping[str, Any]) -> int:
@@ -135,9 +223,9 @@ def _check_files(folder: Path, adapter: Path | None) -> None:
     if index.exists():
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as e:
+            missing = sorted(f for f in named if not (folder / f).exists())
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
             raise SetupError(f"{index} cannot be read: {_first_line(e)}") from e
-        missing = sorted(f for f in named if not (folder / f).exists())
         if missing:
             raise SetupError(
                 f"{folder} lacks {len(missing)} weight files, among them {missing[0]}."

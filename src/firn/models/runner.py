@@ -6,6 +6,12 @@ Decode is pipelined. `launch` dispatches a step and returns; `collect` reads the
 were dispatched before. With nothing else to do, one step stays in flight, so that Python prepares the
 next step while the device computes this one. A row that ends has therefore consumed its last token
 already, which is what the next turn of the conversation wants of its state.
+
+A row with a grammar needs its last token on the host before its next mask exists. Its group's forward
+pass needs only the token on the device, so that is dispatched first; the masks are made while it runs:
+
+    device   forward n | pick n | forward n+1            | pick n+1 | forward n+2 ...
+    host                 read n -> masks -> dispatch pick n+1, forward n+2 -> read n+1 ...
 """
 
 from __future__ import annotations
@@ -17,20 +23,24 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.batch import Group, Launched, Row, fork
-from firn.models.sampling import Picker, pick, read_logprobs, to_host
+from firn.models.inputs import IdsOnly, Inputs
+from firn.models.masks import Masks
+from firn.models.sampling import Picker, pick, read_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """A row's newest token."""
+    """A row's newest token. fault: its grammar has failed, and it cannot go on."""
 
     row: Row
     token: int
     logprob: TokenLogprob | None
+    fault: FirnError | None = None
 
 
 class Runner:
@@ -41,11 +51,15 @@ class Runner:
         *,
         make_layers: Callable[[], list[Any]],
         max_rows: int,
+        inputs: Inputs | None = None,
     ) -> None:
+        """inputs: what the model takes beside token ids; None for a text model."""
         self.info = info
         self._model = model
+        self._inputs = inputs or IdsOnly()
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
+        self._masks = Masks(info.vocab_size)
         self._groups: list[Group] = []
 
     # --- prefill ---------------------------------------------------------------------------
@@ -61,7 +75,8 @@ class Runner:
     def prefill(self, row: Row, prompt: Prompt, end: int) -> None:
         """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `settle`."""
         ids = mx.array(prompt.ids[row.n_tokens : end].astype(np.int32))
-        self._model(ids[None], cache=row.layers)
+        more = self._inputs.chunk(prompt, row.n_tokens, end)
+        self._model(ids[None], cache=row.layers, **more)
         row.n_tokens = end
         mx.async_eval([layer.state for layer in row.layers])
 
@@ -72,13 +87,16 @@ class Runner:
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row for each choice, all with this row's past, each with its own sampler."""
         rows = [row, *(fork(row) for _ in indices[1:])]
+        shift = self._inputs.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
+            r.shift = shift
             r.picker = Picker(
                 job.sampling,
                 choice=choice,
                 vocab_size=self.info.vocab_size,
                 prompt=job.prompt.ids,
                 top_logprobs=job.top_logprobs,
+                constraint=job.grammar.start() if job.grammar is not None else None,
             )
         return rows
 
@@ -91,6 +109,10 @@ class Runner:
                 group.join(row, token)
                 return
         self._groups.append(Group.of_one(row, token))
+
+    def force(self, row: Row, tokens: Sequence[int], *, at: int) -> None:
+        """The row's tokens from position `at` on, which is not picked yet."""
+        row.forced = dict(enumerate(tokens, start=at))
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Drop rows; the others are not disturbed. Rows that never joined are fine."""
@@ -112,8 +134,18 @@ class Runner:
         """Dispatch one decode step of the group that holds these rows."""
         group = rows[0].group
         assert group is not None
-        logits = self._model(group.inputs[:, None], cache=group.layers)[:, -1, :]
-        picks = pick(logits, [_picker(r) for r in group.rows])
+        more = self._inputs.step(group.rows)
+        logits = self._model(group.inputs[:, None], cache=group.layers, **more)[:, -1, :]
+        # The step consumes position n_tokens, so it picks the one after.
+        forced = [r.forced.pop(r.n_tokens + 1, None) if r.forced else None for r in group.rows]
+        pickers = [_picker(r) for r in group.rows]
+        allowed = None
+        if any(p.constraint for p in pickers):
+            mx.async_eval(logits)
+            for step in group.unread:
+                step.read()
+            allowed = self._masks.allowed([p.constraint for p in pickers])
+        picks = pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
         group.inputs = picks.tokens
         group.unread.append(Launched(tuple(group.rows), picks))
@@ -131,11 +163,11 @@ class Runner:
         out: list[Picked] = []
         while len(group.unread) > keep_in_flight:
             step = group.unread.pop(0)
-            tokens = to_host(step.picks.tokens)
+            tokens = step.read()
             logprobs = read_logprobs(step.picks, [_picker(r) for r in step.rows])
             for row, token, logprob in zip(step.rows, tokens, logprobs, strict=True):
                 if row.group is group:
-                    out.append(Picked(row, token, logprob))
+                    out.append(Picked(row, token, logprob, _picker(row).fault))
         return out
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ here each row has its own temperature, top-k, top-p, min-p, penalties, bias and 
 depends on nothing but its seed and the number of tokens it has drawn.
 
     raw logits -> bias, penalties -> [logprobs are of the raw ones]
+               -> drop what the row's grammar forbids
                -> drop what top-k, top-p, min-p exclude -> / temperature -> + Gumbel noise -> argmax
 """
 
@@ -20,9 +21,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.errors import InvalidValue
+from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import TokenLogprob
 from firn.core.values import Sampling, TokenArray
+from firn.models.grammar import Constraint
+
+TINY = 1e-30
+COLDEST = 1e-5
+"""Below this temperature the likeliest token is certain, and dividing by it soon overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class Picker:
         vocab_size: int,
         prompt: TokenArray,
         top_logprobs: int | None,
+        constraint: Constraint | None = None,
     ) -> None:
         for token, _ in sampling.logit_bias:
             if not 0 <= token < vocab_size:
@@ -61,6 +68,7 @@ class Picker:
                 )
         self.sampling = sampling
         self.top_logprobs = top_logprobs
+        self.constraint = constraint
         self.n_drawn = 0
         self._stream = _stream_of(sampling.seed, choice)
         self._bias: tuple[mx.array, mx.array] | None = None
@@ -77,8 +85,13 @@ class Picker:
             self._counts = mx.zeros((1, vocab_size), dtype=mx.float32)
 
     @property
+    def fault(self) -> FirnError | None:
+        """Why the row cannot go on, where its grammar has failed."""
+        return self.constraint.fault if self.constraint else None
+
+    @property
     def greedy(self) -> bool:
-        return self.sampling.temperature == 0.0
+        return self.sampling.temperature < COLDEST
 
     @property
     def reshapes(self) -> bool:
@@ -112,6 +125,8 @@ class Picker:
     def replay(self, reply: Sequence[int]) -> None:
         """Be as if these tokens had been picked already."""
         self.n_drawn = len(reply)
+        if self.constraint is not None:
+            self.constraint.take(reply)
         ids = np.array(reply, dtype=np.int64)
         if self._seen is not None:
             seen = np.array(self._seen)
@@ -127,8 +142,17 @@ class Picker:
         return self._stream, self.n_drawn
 
 
-def pick(logits: mx.array, pickers: Sequence[Picker]) -> Picks:
-    """Choose a token for every row of `logits` (rows, vocabulary)."""
+def pick(
+    logits: mx.array,
+    pickers: Sequence[Picker],
+    forced: Sequence[int | None] = (),
+    *,
+    allowed: mx.array | None = None,
+) -> Picks:
+    """Choose a token for every row of `logits` (rows, vocabulary); a forced one where it is given.
+
+    allowed: true for the tokens that the rows' grammars leave; nothing else is picked, or forced.
+    """
     logits = logits.astype(mx.float32)
     shaped = logits
     if any(p.reshapes for p in pickers):
@@ -136,10 +160,18 @@ def pick(logits: mx.array, pickers: Sequence[Picker]) -> Picks:
         shaped = mx.concatenate(
             [p.reshape(r) if p.reshapes else r for p, r in zip(pickers, rows, strict=True)]
         )
+    if allowed is not None:  # after all else that changes logits
+        shaped = mx.where(allowed, shaped, -math.inf)
     if all(p.greedy for p in pickers):
         tokens = mx.argmax(shaped, axis=-1)
     else:
         tokens = _draw(shaped, pickers)
+    if any(token is not None for token in forced):
+        given = mx.array([token or 0 for token in forced], dtype=tokens.dtype)
+        is_free = mx.array([token is None for token in forced])
+        if allowed is not None:
+            is_free |= ~mx.take_along_axis(allowed, given[:, None], axis=-1)[:, 0]
+        tokens = mx.where(is_free, tokens, given)
     kept: list[mx.array] = []
     for i, p in enumerate(pickers):
         if p.reshapes:
@@ -175,11 +207,12 @@ def to_host(array: mx.array) -> Any:
 def _draw(logits: mx.array, pickers: Sequence[Picker]) -> mx.array:
     """Gumbel-max sampling; greedy rows get no noise."""
     kept = _exclude(logits, [p.sampling for p in pickers])
-    temperature = mx.array([[p.sampling.temperature or 1.0] for p in pickers])
+    temperature = mx.array([[1.0 if p.greedy else p.sampling.temperature] for p in pickers])
     keys = mx.array(np.array([p.key() for p in pickers], dtype=np.uint32))
     shape = (logits.shape[-1],)
     uniform = mx.vmap(lambda key: mx.random.uniform(shape=shape, key=key))(keys)
-    noise = -mx.log(-mx.log(uniform))
+    # 0 would make the noise -inf, and a token that is the only one allowed must stay in.
+    noise = -mx.log(-mx.log(mx.maximum(uniform, TINY)))
     if any(p.greedy for p in pickers):
         noisy = mx.array([[0.0 if p.greedy else 1.0] for p in pickers])
         noise = mx.where(noisy > 0, noise, 0.0)

@@ -22,6 +22,7 @@ TEMPLATE_FAULTS = (
     KeyError,
     IndexError,
     AttributeError,
+    ArithmeticError,
     NotImplementedError,
 )
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -55,6 +56,21 @@ class HfTokenizer:
         return frozenset(found)
 
     @cached_property
+    def added(self) -> frozenset[int]:
+        """Ids that were added to the vocabulary by name: control tokens and markup."""
+        return frozenset(int(t) for t in self._hf.added_tokens_decoder)
+
+    @cached_property
+    def n_ids(self) -> int:
+        """One more than the largest id; a model's logits may be wider, or narrower."""
+        return max(self._vocab.values(), default=-1) + 1
+
+    @property
+    def definition(self) -> str | None:
+        """The Rust tokenizer as its tokenizer.json; None where there is none."""
+        return None if self._fast is None else str(self._fast.to_str())
+
+    @cached_property
     def chat_template(self) -> str | None:
         if not self._wrapper.has_chat_template:
             return None
@@ -81,7 +97,7 @@ class HfTokenizer:
         text = self._hf.convert_ids_to_tokens(token)
         if text is None:
             return b""
-        if token in self._added:
+        if token in self.added:
             return str(text).encode()
         if self._byte_level:
             return bytes(_BYTES_OF_CHAR[c] for c in text if c in _BYTES_OF_CHAR)
@@ -91,8 +107,16 @@ class HfTokenizer:
         return str(text).replace("\u2581", " ").encode()
 
     def token_id(self, text: str) -> int | None:
-        found = self._vocab.get(text)
-        return None if found is None else int(found)
+        if self._byte_level:
+            spelled = "".join(_CHAR_OF_BYTE[b] for b in text.encode())
+        else:
+            spelled = text.replace(" ", "\u2581")
+        for form in (text, spelled):
+            found = self._vocab.get(form)
+            # The vocabulary's spelling may be another token's text.
+            if found is not None and self.token_bytes(found) == text.encode():
+                return int(found)
+        return None
 
     def render(
         self,
@@ -114,10 +138,6 @@ class HfTokenizer:
         return dict(self._hf.get_vocab())
 
     @cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(int(t) for t in self._hf.added_tokens_decoder)
-
-    @cached_property
     def _byte_level(self) -> bool:
         return self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
 
@@ -130,3 +150,4 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES_OF_CHAR = _byte_alphabet()
+_CHAR_OF_BYTE = {b: c for c, b in _BYTES_OF_CHAR.items()}

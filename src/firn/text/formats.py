@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from firn.core.errors import SetupError
 from firn.core.ports import Tokenizer
+from firn.text.harmony import CHANNEL, END, MESSAGE, START
 from firn.text.native import NativeParser
 from firn.text.parsers import Clues, ToolFormat, formats, names
 from firn.text.router import ThinkTags
@@ -78,6 +79,13 @@ class ReplyFormat:
     def is_harmony(self) -> bool:
         return self.tool == HARMONY
 
+    @property
+    def closing(self) -> str:
+        """What ends reasoning and begins the answer; "" where there is no reasoning."""
+        if self.is_harmony:
+            return f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
+        return f"\n{self.think.close}\n\n" if self.think else ""
+
 
 PLAIN = ReplyFormat()
 """All of the reply is text: for raw completions."""
@@ -111,7 +119,7 @@ def detect(
     if tool and native and tool.name == "whole_call":
         tokens += native.tokens
     if think:
-        tokens += _tokens_of(think)
+        tokens += tokens_of(think)
     ids = {tokenizer.token_id(t) for t in tokens}
     return ReplyFormat(
         tool=tool.name if tool else None,
@@ -152,12 +160,12 @@ def _think_tags(clues: Clues, override: str | None, tool: ToolFormat | None) -> 
             raise SetupError(_unknown("reasoning parser", override, reasoning_parser_names()))
         return THINK_TAGS.get(name)
     for tags in THINK_TAGS.values():
-        if tags.close in clues.template or all(map(clues.has_token, _tokens_of(tags))):
+        if tags.close in clues.template or all(map(clues.has_token, tokens_of(tags))):
             return tags
     return None
 
 
-def _tokens_of(tags: ThinkTags) -> list[str]:
+def tokens_of(tags: ThinkTags) -> list[str]:
     """The control tokens that a pair of tags is made of."""
     pieces = {"<|channel>thought": ["<|channel>"]}
     if "<|sep|>" in tags.open:

@@ -59,7 +59,7 @@ def _merged_system(messages: Sequence[Message]) -> tuple[Message, ...]:
             kept.append(stripped)
     if not kept:
         return ()
-    return (replace(kept[0], parts=_join_parts(kept)),)
+    return (_joined(kept),)
 
 
 def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
@@ -81,9 +81,14 @@ def _merge_users(messages: Iterable[Message]) -> list[Message]:
     for role, run in groupby(messages, key=lambda m: m.role):
         group = list(run)
         if role == "user" and len(group) > 1:
-            group = [replace(group[0], parts=_join_parts(group))]
+            group = [_joined(group)]
         merged.extend(group)
     return merged
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    checkpoint = any(m.checkpoint for m in messages)
+    return replace(messages[0], parts=_join_parts(messages), checkpoint=checkpoint)
 
 
 def _join_parts(messages: Sequence[Message]) -> tuple[Part, ...]:
@@ -119,6 +124,7 @@ class TemplateStyle:
     none_content: a message that only calls tools has none. short_ids: call ids are nine letters and
     digits. text_arguments: they are JSON text. names_results: a tool's result has the tool's name.
     reasoning_key: what reasoning is called; either_reasoning: it excludes content beside calls.
+    lists: content is always a list of parts.
     """
 
     none_content: bool = False
@@ -127,6 +133,7 @@ class TemplateStyle:
     names_results: bool = False
     reasoning_key: str = "reasoning_content"
     either_reasoning: bool = False
+    lists: bool = False
 
 
 COMMON = TemplateStyle()
@@ -135,7 +142,7 @@ COMMON = TemplateStyle()
 def to_template(
     messages: Sequence[Message], *, style: TemplateStyle = COMMON
 ) -> list[dict[str, Any]]:
-    """Plain dicts; content is a string, or a list of parts where there are images."""
+    """Plain dicts; content is a string, or a list of parts where there are images or it must be."""
     tool_of_call = {c.id: c.name for m in messages for c in m.tool_calls}
     return [_message_dict(m, style, tool_of_call) for m in messages]
 
@@ -143,7 +150,7 @@ def to_template(
 def _message_dict(
     message: Message, style: TemplateStyle, tool_of_call: Mapping[str, str]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    found: dict[str, Any] = {"role": message.role, "content": _content(message, style)}
     name = message.name
     if message.tool_calls:
         found["tool_calls"] = [_call_dict(c, style) for c in message.tool_calls]
@@ -162,8 +169,8 @@ def _message_dict(
     return found
 
 
-def _content(message: Message) -> str | list[dict[str, Any]]:
-    if not any(isinstance(p, ImagePart) for p in message.parts):
+def _content(message: Message, style: TemplateStyle) -> str | list[dict[str, Any]]:
+    if not style.lists and not any(isinstance(p, ImagePart) for p in message.parts):
         return message.text
     return [
         {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"}

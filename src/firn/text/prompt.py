@@ -5,26 +5,29 @@ Used from the tokenize pool; holds nothing but what was read once from the token
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from firn.core.errors import BadRequest, ContextTooLong
-from firn.core.ports import Tokenizer
+from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import (
     Chat,
-    ImagePart,
     Message,
     Prompt,
     RawText,
     Reasoning,
     Source,
     TokenArray,
+    Tool,
     ToolMode,
 )
+from firn.text.illustrate import Illustration, images_of
 from firn.text.messages import normalise, to_template, tools_to_template
-from firn.text.template import TemplateTraits, openers
+from firn.text.template import TemplateTraits, openers, wants_lists
 
 TAIL_TOKENS = 64
 AS_TEMPLATE = Reasoning()
@@ -33,11 +36,17 @@ AS_TEMPLATE = Reasoning()
 class PromptMaker:
     """Thread-safe: nothing changes after construction."""
 
-    def __init__(self, tokenizer: Tokenizer, *, context_length: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, context_length: int, pictures: Pictures | None = None
+    ) -> None:
+        """pictures: None for a model that takes none."""
         self._tokenizer = tokenizer
         self._context_length = context_length
+        self._pictures = pictures
         source = tokenizer.chat_template
         self._traits = None if source is None else TemplateTraits.read(source)
+        if self._traits is not None and wants_lists(tokenizer):
+            self._traits = self._traits.with_lists()
         self._openers = () if source is None else openers(tokenizer)
 
     def make(self, source: Source, *, reasoning: Reasoning = AS_TEMPLATE) -> Prompt:
@@ -56,32 +65,63 @@ class PromptMaker:
         return self._tokenizer.decode([int(t) for t in prompt.ids[-TAIL_TOKENS:]])
 
     def _chat(self, chat: Chat, reasoning: Reasoning) -> Prompt:
-        text, messages = self._render(chat, reasoning)
+        messages = self._checked(chat)
+        if images_of(messages) and self._pictures is not None:
+            return self._illustrated(chat, messages, self._pictures, reasoning)
+        text = _well_formed(
+            self._tokenizer.render(**self._template_inputs(chat, messages, reasoning))
+        )
         # The template writes the special tokens itself: adding them again would double the BOS.
         ids = self._ids(self._tokenizer.encode(text, add_special=False))
-        points = {int(p) for p in self._message_starts(ids)}
-        points.update(self._end_of_system(text, ids, messages))
-        return Prompt(ids, boundaries=tuple(sorted(p for p in points if 0 < p < len(ids))))
+        return self._marked(Prompt(ids), text, messages)
 
-    def _render(self, chat: Chat, reasoning: Reasoning) -> tuple[str, tuple[Message, ...]]:
-        traits = self._traits
-        if traits is None:
+    def _illustrated(
+        self, chat: Chat, messages: tuple[Message, ...], pictures: Pictures, reasoning: Reasoning
+    ) -> Prompt:
+        found = Illustration(messages, pictures)
+        text = found.render(self._tokenizer, **self._template_inputs(chat, messages, reasoning))
+        expanded = found.expand(_well_formed(text))
+        ids = self._ids(found.encode(self._tokenizer, expanded))
+        prompt = Prompt(
+            ids,
+            media=found.spans(ids),
+            images=tuple(image.inputs for image in found.prepared),
+            whole_images=pictures.whole,
+        )
+        return self._marked(prompt, found.readable(expanded), messages)
+
+    def _marked(self, prompt: Prompt, text: str, messages: Sequence[Message]) -> Prompt:
+        """With the positions where messages end."""
+        ids = prompt.ids
+        starts = self._message_starts(ids)
+        points = {int(p) for p in starts}
+        points.update(self._end_of_system(text, ids, messages))
+        boundaries = tuple(sorted(p for p in points if 0 < p < len(ids)))
+        return replace(prompt, boundaries=boundaries, hints=self._hints(text, starts, messages))
+
+    def _checked(self, chat: Chat) -> tuple[Message, ...]:
+        """The messages as templates want them, of a chat that this model can take."""
+        if self._traits is None:
             raise BadRequest(
                 "This model has no chat template; use the completions API.", param="messages"
             )
         if not chat.messages:
             raise BadRequest("messages: there is none.", param="messages")
-        refuse_images(chat.messages)
-        tools = () if chat.tool_choice.mode is ToolMode.NONE else chat.tools
-        if tools and not traits.takes_tools:
+        if self._pictures is None:
+            refuse_images(chat.messages)
+        if _tools_of(chat) and not self._traits.takes_tools:
             raise BadRequest("This model's chat template takes no tools.", param="tools")
-        messages = normalise(chat.messages)
-        text = self._tokenizer.render(
-            to_template(messages, style=traits.style),
-            tools=tools_to_template(tools) or None,
-            kwargs={**_reasoning_kwargs(reasoning), **chat.template_kwargs},
-        )
-        return _well_formed(text), messages
+        return normalise(chat.messages)
+
+    def _template_inputs(
+        self, chat: Chat, messages: Sequence[Message], reasoning: Reasoning
+    ) -> dict[str, Any]:
+        assert self._traits is not None
+        return {
+            "messages": to_template(messages, style=self._traits.style),
+            "tools": tools_to_template(_tools_of(chat)) or None,
+            "kwargs": {**_reasoning_kwargs(reasoning), **chat.template_kwargs},
+        }
 
     def _ids(self, ids: Sequence[int]) -> TokenArray:
         try:
@@ -99,6 +139,29 @@ class PromptMaker:
         if not self._openers:
             return np.empty(0, dtype=np.int64)
         return np.flatnonzero(np.isin(ids, self._openers)).astype(np.int64)
+
+    def _hints(self, text: str, starts: TokenArray, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Where the messages end that the caller has marked.
+
+        Each is looked for in the rendered text, behind the one before it; as many messages have
+        begun up to its end as there are openers in front of it, and the next opener is the end.
+        """
+        if not self._openers or not any(m.checkpoint for m in messages):
+            return ()
+        marks = sorted((self._tokenizer.decode([t]) for t in self._openers), key=len, reverse=True)
+        opener = re.compile("|".join(map(re.escape, marks)))
+        found: list[int] = []
+        at = n_begun = 0
+        for message in messages:
+            said = message.text.strip()
+            start = text.find(said, at) if said else -1
+            if start < 0:
+                continue
+            n_begun += len(opener.findall(text, at, start + len(said)))
+            at = start + len(said)
+            if message.checkpoint and n_begun < len(starts):
+                found.append(int(starts[n_begun]))
+        return tuple(dict.fromkeys(found))
 
     def _end_of_system(
         self, text: str, ids: TokenArray, messages: Sequence[Message]
@@ -132,10 +195,12 @@ class PromptMaker:
 
 
 def refuse_images(messages: Sequence[Message]) -> None:
-    for message in messages:
-        for part in message.parts:
-            if isinstance(part, ImagePart):
-                raise BadRequest(f"{part.param}: this model takes no images.", param=part.param)
+    for part in images_of(messages):
+        raise BadRequest(f"{part.param}: this model takes no images.", param=part.param)
+
+
+def _tools_of(chat: Chat) -> tuple[Tool, ...]:
+    return () if chat.tool_choice.mode is ToolMode.NONE else chat.tools
 
 
 def _well_formed(text: str) -> str:

@@ -65,6 +65,10 @@ class ReplyReader:
         self._text_end = 0
         self._n_calls = 0
 
+    @property
+    def in_reasoning(self) -> bool:
+        return self._router is not None and self._router.in_reasoning
+
     def feed(self, token: Token) -> list[Event]:
         self.n_completion += 1
         text = self._detokenizer.feed(token.id)

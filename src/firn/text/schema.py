@@ -73,6 +73,15 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     return ANY
 
 
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema itself, or what its reference points at in the end."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            break
+        schema = _resolve(schema["$ref"], root)
+    return schema
+
+
 def coerce(value: Any, types: frozenset[str]) -> Any:
     """A parsed value, moved to the schema's type where that loses nothing."""
     if not types:

@@ -30,6 +30,9 @@ class TagGrammar:
     call: "" where the name follows the opening marker at once. key_end and value_open stand between
     key and value. section_end: what closes a run of calls, "" for nothing. trims: a line break at
     each end of a value is layout. cdata: a value may stand between XML's marks for plain text.
+
+    How it is best written: line is what parts two tags; shares_section: several calls stand in one
+    section; says_string: a parameter's tag tells whether its value is a string.
     """
 
     call: str
@@ -42,6 +45,9 @@ class TagGrammar:
     value_open: str = ""
     trims: bool = False
     cdata: bool = False
+    line: str = "\n"
+    shares_section: bool = False
+    says_string: bool = False
 
 
 class TagCallParser(JsonCallParser):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
@@ -61,6 +62,22 @@ class TemplateTraits:
             takes_tools=not source or re.search(r"\b(?:custom_)?tools\b", source) is not None,
             style=_style(source),
         )
+
+    def with_lists(self) -> TemplateTraits:
+        return replace(self, style=replace(self.style, lists=True))
+
+
+def wants_lists(tokenizer: Tokenizer) -> bool:
+    """Whether the template loses text that is not in a list of parts, as LLaVA's does."""
+
+    def shows(content: Any) -> bool:
+        try:
+            chat = [{"role": "user", "content": content}]
+            return _ALPHA in tokenizer.render(chat, tools=None, kwargs={})
+        except TemplateFailed:
+            return False
+
+    return not shows(_ALPHA) and shows([{"type": "text", "text": _ALPHA}])
 
 
 def _style(source: str) -> TemplateStyle:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
+from firn.api.services import Services
 from firn.core.errors import FirnError
 from firn.core.events import Event
-from firn.core.values import GenerateRequest, Namespace
+from firn.core.values import GenerateRequest, Namespace, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class Head:
     model: str
     created: int
 
+    @property
+    def request(self) -> RequestId:
+        """What the log and the engine call it."""
+        return RequestId(f"req_{self.id}")
+
 
 class Encoder(Protocol):
     """Renders one stream, incrementally. Owned by the task that writes it."""
@@ -34,7 +40,8 @@ class Encoder(Protocol):
         """The frames for these events, to be written at once.
 
         No events at all means silence: something harmless keeps the connection alive. Ended and
-        Failed are the last events of a stream, and close it in the dialect's own way.
+        Failed are the last events of a stream, and close it in the dialect's own way; a stream whose
+        client has gone is fed a Failed too, though nobody reads the frames.
         """
         ...
 
@@ -51,6 +58,11 @@ class Call(Protocol):
     def stream(self) -> bool: ...
 
     @property
+    def background(self) -> bool:
+        """Answer with the fold of no events, and fold the reply whenever it is done."""
+        ...
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         """Fields of the body that mean nothing here."""
         ...
@@ -58,8 +70,35 @@ class Call(Protocol):
     def encoder(self, head: Head) -> Encoder: ...
 
     def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
-        """The whole reply as one body, from the events of a stream that Ended."""
+        """The whole reply as one body, from the events of a stream that Ended.
+
+        In the background also: of a stream that has not begun, or that Failed.
+        """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request to a further route. `body` is empty where the route has no schema."""
+
+    namespace: Namespace
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A further route: JSON in, JSON out, nothing is generated. `path` may hold {parameters}.
+
+    `schema` is the JSON schema of the body, with an example; None: there is no body.
+    """
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    summary: str
+    answer: Callable[[Asked], Awaitable[Mapping[str, Any]]]
+    schema: Mapping[str, Any] | None = None
 
 
 class Dialect(Protocol):
@@ -80,6 +119,10 @@ class Dialect(Protocol):
 
     def schema(self) -> dict[str, Any]:
         """JSON schema of the body, for /openapi.json."""
+        ...
+
+    def routes(self, services: Services) -> Sequence[Extra]:
+        """What this API has besides its POST. Below `path`, where errors have its shape."""
         ...
 
 

@@ -37,7 +37,7 @@ ROLES: Mapping[str, Role] = {
     "function": "tool",
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 # --- messages ------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def _message(value: Any, param: str) -> Message:
     older, newer = message.string("reasoning_content"), message.string("reasoning")
     return Message(
         role=ROLES[role],
-        parts=_parts(message.get("content"), message.name("content")),
+        parts=parts(message.get("content"), message.name("content")),
         tool_calls=_tool_calls(message) if role == "assistant" else (),
         tool_call_id=message.string("tool_call_id"),
         name=message.string("name", max_chars=MAX_NAME_CHARS),
@@ -61,7 +61,7 @@ def _message(value: Any, param: str) -> Message:
     )
 
 
-def _parts(content: Any, param: str) -> tuple[Part, ...]:
+def parts(content: Any, param: str) -> tuple[Part, ...]:
     match content:
         case None:
             return ()
@@ -108,11 +108,11 @@ def _tool_call(value: Any, param: str) -> ToolCall:
     return ToolCall(
         id=call.string("id") or "",
         name=fields.string(function.require("name"), function.name("function.name"), empty=False),
-        arguments=_arguments(function.get("arguments"), function.name("function.arguments")),
+        arguments=arguments(function.get("arguments"), function.name("function.arguments")),
     )
 
 
-def _arguments(value: Any, param: str) -> Mapping[str, Any] | str:
+def arguments(value: Any, param: str) -> Mapping[str, Any] | str:
     """Calls without arguments arrive as null, "" or "{}"; some clients send the object itself."""
     if value is None or value == "":
         return {}
@@ -232,3 +232,8 @@ def reasoning(body: Fields) -> Reasoning:
             enabled = effort != "none"
         effort = None if effort == "none" else effort
     return Reasoning(enabled=enabled, effort=effort, budget_tokens=budget)
+
+
+def template_kwargs(body: Fields) -> Mapping[str, Any]:
+    given = body.get("chat_template_kwargs")
+    return {} if given is None else fields.mapping(given, "chat_template_kwargs")

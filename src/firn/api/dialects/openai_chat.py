@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from firn.api import sse
-from firn.api.dialects import Head, _fields, _openai, _openai_chat
+from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat
 from firn.api.dialects._openai import quote
+from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
     ChoiceFinished,
@@ -18,6 +19,7 @@ from firn.core.events import (
     FinishReason,
     Progress,
     ReasoningDelta,
+    Resumed,
     Started,
     TextDelta,
     TextLogprob,
@@ -43,7 +45,7 @@ class OpenAIChat:
                 messages=_openai_chat.messages(given),
                 tools=tools,
                 tool_choice=_openai_chat.tool_choice(given, tools),
-                template_kwargs=_template_kwargs(given),
+                template_kwargs=_openai_chat.template_kwargs(given),
             ),
             sampling=_openai.sampling(given),
             max_tokens=_openai.max_tokens(given),
@@ -66,13 +68,11 @@ class OpenAIChat:
     def schema(self) -> dict[str, Any]:
         return _schema()
 
+    def routes(self, services: Services) -> tuple[Extra, ...]:
+        return ()
+
 
 DIALECT = OpenAIChat
-
-
-def _template_kwargs(body: _fields.Fields) -> Mapping[str, Any]:
-    given = body.get("chat_template_kwargs")
-    return {} if given is None else _fields.mapping(given, "chat_template_kwargs")
 
 
 def _top_logprobs(body: _fields.Fields) -> int | None:
@@ -89,6 +89,7 @@ class ChatCall:
     stream: bool
     ignored: tuple[str, ...]
     include_usage: bool
+    background = False
 
     def encoder(self, head: Head) -> ChatEncoder:
         return ChatEncoder(head, include_usage=self.include_usage)
@@ -111,6 +112,7 @@ class ChatEncoder(_openai.StreamEncoder):
         self._begun: set[int] = set()
         self.render = {
             Started: lambda _: "",
+            Resumed: lambda _: "",
             Progress: sse.progress,
             TextDelta: self._text,
             ReasoningDelta: self._reasoning,
@@ -205,7 +207,7 @@ def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[s
     usage = Usage(0, 0)
     for event in events:
         match event:
-            case Started() | Progress() | Failed():
+            case Started() | Resumed() | Progress() | Failed():
                 pass
             case Ended():
                 usage = event.usage

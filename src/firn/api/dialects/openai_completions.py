@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firn.api import sse
-from firn.api.dialects import Head, _fields, _openai
+from firn.api.dialects import Extra, Head, _fields, _openai
 from firn.api.dialects._openai import quote
+from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
     ChoiceFinished,
@@ -18,6 +19,7 @@ from firn.core.events import (
     FinishReason,
     Progress,
     ReasoningDelta,
+    Resumed,
     Started,
     TextDelta,
     TextLogprob,
@@ -86,6 +88,9 @@ class OpenAICompletions:
     def schema(self) -> dict[str, Any]:
         return _schema()
 
+    def routes(self, services: Services) -> tuple[Extra, ...]:
+        return ()
+
 
 DIALECT = OpenAICompletions
 
@@ -144,6 +149,7 @@ class CompletionCall:
     stream: bool
     ignored: tuple[str, ...]
     include_usage: bool
+    background = False
 
     def encoder(self, head: Head) -> CompletionEncoder:
         return CompletionEncoder(head, include_usage=self.include_usage)
@@ -163,6 +169,7 @@ class CompletionEncoder(_openai.StreamEncoder):
         self._n_chars: dict[int, int] = {}
         self.render = {
             Started: lambda _: "",
+            Resumed: lambda _: "",
             Progress: sse.progress,
             TextDelta: self._text,
             # A raw completion is never split; should it be, nothing of it is lost.

@@ -95,8 +95,9 @@ def registry() -> dict[str, LayerCodec]:
     """Every codec of this folder, by the class it serves."""
     found: dict[str, LayerCodec] = {}
     for module in pkgutil.iter_modules(__path__):
-        for codec in importlib.import_module(f"{__name__}.{module.name}").CODECS:
-            found[codec.single] = codec
+        if not module.name.startswith("_"):
+            for codec in importlib.import_module(f"{__name__}.{module.name}").CODECS:
+                found[codec.single] = codec
     return found
 
 

@@ -121,7 +121,7 @@ def quantising(layer: Any, *, bits: int, group_size: int) -> KVCodec:
         return QuantizingKVCodec(bits, group_size)
     widths = (layer.keys.shape[-1], layer.values.shape[-1])
     for size in (group_size, 64, 32):
-        if size <= group_size and all(w % size == 0 for w in widths):
+        if size <= group_size and all(w and w % size == 0 for w in widths):
             return QuantizingKVCodec(bits, size)
     return KVCodec()
 

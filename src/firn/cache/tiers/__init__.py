@@ -11,7 +11,6 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from firn.cache.container import Header, Label, Loaded, Tag, TensorSpec
@@ -90,7 +89,7 @@ class Gone:
 @dataclass(frozen=True, slots=True)
 class Stored:
     nbytes: int
-    """Bytes that it takes up."""
+    """Bytes that it takes up; 0 when nothing was written."""
     new: bool
     """False: it was there already, or is being written by someone else; nothing was written."""
     evicted: tuple[Name, ...] = ()
@@ -120,14 +119,15 @@ class Usage:
     n_foreign: int = 0
     """Files of other formats, or encrypted with another key."""
     n_orphans: int = 0
+    """Blocks that no prompt can reach, because their parent is not stored."""
     n_quarantined: int = 0
     """In quarantine now; `counts` has how many were moved there."""
     read_nbytes_per_s: float = 0.0
     """Recent, checksums included; 0 while nothing has been read."""
-    counts: Mapping[str, int] = MappingProxyType({})
+    counts: Mapping[str, int] = field(default_factory=dict)
     """writes, bytes_written, reads, bytes_read, deletes, evictions, bytes_evicted, missing,
-    damaged, quarantined, touches, stale_temps."""
-    drops: Mapping[str, int] = MappingProxyType({})
+    damaged, quarantined, read_faults, touches, stale_temps; those that are 0 may not be there."""
+    drops: Mapping[str, int] = field(default_factory=dict)
     """Records not written, by reason."""
 
 
@@ -137,7 +137,8 @@ class Tier(Protocol):
     def scan(self) -> Iterator[Entry | Gone]:
         """The first time everything that is stored, later what others added or took away since.
 
-        What the caller itself wrote, deleted or was told of by `Stored` is not told again.
+        What the caller itself wrote, deleted or was told of by `Stored` is not told again. Raises
+        TierFault when not even looking is possible.
         """
         ...
 

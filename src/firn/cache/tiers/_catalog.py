@@ -1,9 +1,9 @@
 """Which records a tier holds, and which may go next. A mirror of what is stored; knows no files.
 
 Order of eviction: what nobody can use first (foreign files, orphans), then by last use. A chain goes
-from its end: pages go only when nothing below them is stored and nothing else of their block is; a window
-or state may go any time, but a block that has others below it keeps at least one record, for its tokens
-are what the others are found by.
+from its end: pages go only when nothing below them is stored and nothing else of their block is. A
+window or state may go any time, but a block that has others below it keeps at least one record, for
+its tokens are what the others are found by.
 
 Owner: the tier, under its mutex.
 """
@@ -72,13 +72,22 @@ class Catalog:
         self._blocks: dict[Key, _Block] = {}
         self._heap: list[tuple[Rank, int, File]] = []
         self._tie = count()
+        self._orphans: set[Key] = set()
         self.nbytes = 0
+        self.n_files = dict.fromkeys(Part, 0)
+        self.part_nbytes = dict.fromkeys(Part, 0)
+        self.n_unreadable = 0
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __iter__(self) -> Iterator[File]:
         return iter(self._files.values())
+
+    @property
+    def n_orphans(self) -> int:
+        """Blocks whose parent is not stored."""
+        return len(self._orphans)
 
     def get(self, path: str) -> File | None:
         return self._files.get(path)
@@ -90,7 +99,7 @@ class Catalog:
     def add(self, file: File) -> None:
         assert file.path not in self._files
         self._files[file.path] = file
-        self.nbytes += file.nbytes
+        self._count(file, +1)
         if file.name is None:
             self._push(file)
             return
@@ -102,14 +111,17 @@ class Catalog:
             block.parent = file.parent
             if file.parent is not None:
                 self._blocks.setdefault(file.parent, _Block()).children.add(key)
-            self._wake_children(block)  # no orphans any more
+                if not self.has_block(file.parent):
+                    self._orphans.add(key)
+            self._orphans -= block.children
+            self._wake_children(block)
         self._wake(key)
 
     def remove(self, path: str) -> File | None:
         file = self._files.pop(path, None)
         if file is None:
             return None
-        self.nbytes -= file.nbytes
+        self._count(file, -1)
         if file.name is None:
             return file
         key = file.name.key
@@ -118,13 +130,19 @@ class Catalog:
         if block.files:
             self._wake(key)
             return file
-        self._wake_children(block)  # orphans now
+        self._orphans.discard(key)
+        self._orphans |= block.children
+        self._wake_children(block)
         if block.parent is not None:
             self._blocks[block.parent].children.discard(key)
             self._wake(block.parent)
             self._drop_if_empty(block.parent)
         self._drop_if_empty(key)
         return file
+
+    def set_unreadable(self, file: File) -> None:
+        self.n_unreadable += file.readable
+        file.readable = False
 
     def touch(self, file: File, at: float) -> None:
         if at > file.last_use:
@@ -154,14 +172,26 @@ class Catalog:
     def is_orphan(self, file: File) -> bool:
         return file.parent is not None and not self.has_block(file.parent)
 
+    def holds_block(self, file: File) -> bool:
+        """Whether what is below it, or beside it, would be of no use without this file."""
+        if file.name is None:
+            return False
+        return file.name.part is Part.PAGES or len(self._blocks[file.name.key].files) == 1
+
     def _at_end(self, file: File) -> bool:
         if file.name is None or self.is_orphan(file):
             return True
         block = self._blocks[file.name.key]
-        has_more = len(block.files) > 1
-        if file.name.part is Part.PAGES:
-            return not has_more and not block.children
-        return has_more or not block.children
+        if file.name.part is Part.PAGES and len(block.files) > 1:
+            return False
+        return not block.children or not self.holds_block(file)
+
+    def _count(self, file: File, sign: int) -> None:
+        self.nbytes += sign * file.nbytes
+        self.n_unreadable += sign * (not file.readable)
+        if file.name is not None:
+            self.n_files[file.name.part] += sign
+            self.part_nbytes[file.name.part] += sign * file.nbytes
 
     def _wake(self, key: Key) -> None:
         """Something around this block changed: its files may be next."""

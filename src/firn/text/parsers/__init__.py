@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
+from firn.text.call_grammar import CallGrammar
 from firn.text.calls import CallParser
+from firn.text.lark import Lark
 from firn.text.router import Router
 from firn.text.schema import Toolbox
 
@@ -28,7 +30,9 @@ class ToolFormat:
 
     opens: the markers at which `parser` takes over; starts: single characters that are such markers
     as the first thing of a reply. tokens: control tokens that belong to the markup, and must be
-    seen as text. router: for a format that shapes the whole reply, not its calls alone.
+    seen as text. router: for a format that shapes the whole reply, not its calls alone; `reply` then
+    is the grammar of one, around calls, an answer, or either.
+    grammar: that of its calls, by which a model can be held to make one.
     example: a reply that calls get_weather with city "Paris" and days 3, and nothing else.
     rank: of several formats whose clues match, the highest is meant.
     """
@@ -42,6 +46,8 @@ class ToolFormat:
     aliases: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
     router: Callable[[Toolbox, str], Router] | None = None
+    grammar: Callable[[CallGrammar], str] | None = None
+    reply: Callable[[Lark, str | None, str | None], str] | None = None
     rank: int = 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from firn.text.call_grammar import CallGrammar
 from firn.text.calls import Script
 from firn.text.json_calls import JsonCallParser, JsonTape
 from firn.text.parsers import Clues, ToolFormat
@@ -43,6 +44,10 @@ def _matches(clues: Clues) -> bool:
     return asks and "parameters" in source and "tool_call>" not in source
 
 
+def bare_calls(g: CallGrammar) -> str:
+    return g.several(g.json_call('{"name": ', ', "parameters": ', "}"), "; ")
+
+
 FORMATS = (
     ToolFormat(
         name="bare_json",
@@ -52,6 +57,7 @@ FORMATS = (
         aliases=("llama3_json", "xlam"),
         example='{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
         matches=_matches,
+        grammar=bare_calls,
         rank=-20,
     ),
 )

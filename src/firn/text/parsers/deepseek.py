@@ -6,6 +6,8 @@ V3.1  <...call begin>NAME<...sep>{...}<...call end>
 
 from __future__ import annotations
 
+from firn.core.values import Tool
+from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import Script
 from firn.text.json_calls import JsonCallParser, JsonTape
 from firn.text.parsers import ToolFormat
@@ -55,6 +57,19 @@ class DeepSeek(JsonCallParser):
         yield from self.stream_arguments()
 
 
+def _grammar(g: CallGrammar) -> str:
+    before, between, after = "", SEP, ""
+    if FENCE in g.template:
+        before, between, after = f"function{SEP}", f"\n{FENCE}json\n", f"\n{FENCE}"
+
+    def write(param: str, tool: Tool) -> str:
+        head = g.lark.mark(f"{CALL}{before}{plain(tool.name, param)}{between}")
+        return f"{head} {g.arguments(param, tool)} {g.lark.mark(after + CALL_END)}"
+
+    calls = g.several(g.each(write), "\n" if after else "")
+    return f"{g.lark.mark(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
+
+
 FORMATS = (
     ToolFormat(
         name="deepseek",
@@ -65,5 +80,6 @@ FORMATS = (
         example=f"{SECTION}{CALL}function{SEP}get_weather\n```json\n"
         f'{{"city": "Paris", "days": 3}}\n```{CALL_END}{SECTION_END}',
         matches=lambda clues: SECTION in clues.template,
+        grammar=_grammar,
     ),
 )

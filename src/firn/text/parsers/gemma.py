@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from firn.text.call_grammar import CallGrammar
 from firn.text.calls import SPACE, CallParser, NotACall, Script, TextEnded
+from firn.text.gemma_grammar import gemma_calls
 from firn.text.json_calls import Sink
 from firn.text.parsers import ToolFormat
 from firn.text.schema import ANY, from_text
@@ -123,6 +125,11 @@ class Gemma(CallParser):
         sink('"')
 
 
+def _grammar(g: CallGrammar) -> str:
+    opening = next((o for o in MARKS if o in g.template), "<start_function_call>")
+    return gemma_calls(g, opening, *MARKS[opening])
+
+
 FORMATS = (
     ToolFormat(
         name="gemma4",
@@ -131,6 +138,7 @@ FORMATS = (
         tokens=("<|tool_call>", "<tool_call|>", '<|"|>'),
         example='<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>',
         matches=lambda clues: "<|tool_call>" in clues.template,
+        grammar=_grammar,
     ),
     ToolFormat(
         name="function_gemma",
@@ -141,5 +149,6 @@ FORMATS = (
         example="<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}"
         "<end_function_call>",
         matches=lambda clues: "<start_function_call>" in clues.template,
+        grammar=_grammar,
     ),
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import ToolFormat
 from firn.text.tag_calls import TagCallParser, TagGrammar
+from firn.text.tag_grammar import tag_calls
 
 
 def _pairs(prefix: str = "") -> TagGrammar:
@@ -31,6 +33,12 @@ class Glm(TagCallParser):
 
 _NAMES = ("tool_call", "arg_key", "arg_value")
 
+
+def _grammar(g: CallGrammar) -> str:
+    opening = next((o for o in Glm.grammars if o in g.template), "<tool_call>")
+    return tag_calls(g, Glm.grammars[opening], opening)
+
+
 FORMATS = (
     ToolFormat(
         name="glm",
@@ -46,5 +54,6 @@ FORMATS = (
         example="<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
         matches=lambda clues: "arg_key>" in clues.template,
+        grammar=_grammar,
     ),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from firn.text.call_grammar import CallGrammar
 from firn.text.calls import Script
 from firn.text.json_calls import JsonCallParser, JsonTape
 from firn.text.parsers import Clues, ToolFormat
@@ -13,6 +16,25 @@ CLOSERS = {
     "<TOOLCALL>": "</TOOLCALL>",
     "<|START_ACTION|>": "<|END_ACTION|>",
     "<|action_start|><|plugin|>": "<|action_end|>",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How calls stand in a pair of tags: each in its own, or all in one list."""
+
+    is_list: bool = True
+    before: str = '{"name": '
+    between: str = ', "arguments": '
+    line: str = ""
+
+
+LAYOUTS = {
+    "<tool_call>": Layout(is_list=False, line="\n"),
+    "<|action_start|><|plugin|>": Layout(is_list=False, between=', "parameters": ', line="\n"),
+    "<|START_ACTION|>": Layout(
+        before='{"tool_call_id": "0", "tool_name": ', between=', "parameters": ', line="\n"
+    ),
 }
 
 
@@ -34,6 +56,20 @@ def _matches(clues: Clues) -> bool:
     return any(opening in clues.template for opening in CLOSERS)
 
 
+def _grammar(g: CallGrammar) -> str:
+    opening = next((o for o in CLOSERS if o in g.template), "<tool_call>")
+    layout = LAYOUTS.get(opening, Layout())
+    closer = CLOSERS[opening]
+    if closer not in g.template and not g.lark.is_token(closer):  # the end of the reply is the end
+        closer = ""
+    start, end = g.lark.mark(opening + layout.line), g.lark.mark(layout.line + closer)
+    call = g.json_call(layout.before, layout.between, "}")
+    if layout.is_list:
+        calls = g.several(call, ", ")
+        return f"{start} {g.lark.mark('[')} {calls} {g.lark.mark(']')} {end}"
+    return g.several(g.lark.rule(f"{start} {call} {end}"), layout.line)
+
+
 FORMATS = (
     ToolFormat(
         name="json_tags",
@@ -53,6 +89,7 @@ FORMATS = (
         example='<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
         "</tool_call>",
         matches=_matches,
+        grammar=_grammar,
         rank=-10,
     ),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from firn.core.values import Tool
+from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import NotACall, Script
 from firn.text.json_calls import JsonCallParser
 from firn.text.parsers import ToolFormat
@@ -45,6 +47,16 @@ class KimiK2(JsonCallParser):
         yield from self.stream_arguments()
 
 
+def _grammar(g: CallGrammar) -> str:
+    def write(param: str, tool: Tool) -> str:
+        head = g.lark.mark(f"{CALL}functions.{plain(tool.name, param)}:")
+        arguments = f"{g.lark.mark(ARGUMENTS)} {g.arguments(param, tool)}"
+        return f"{head} /[0-9]{{1,3}}/ {arguments} {g.lark.mark(CALL_END)}"
+
+    calls = g.several(g.each(write))
+    return f"{g.lark.mark(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
+
+
 FORMATS = (
     ToolFormat(
         name="kimi_k2",
@@ -55,6 +67,7 @@ FORMATS = (
         example=f"{SECTION}{CALL}functions.get_weather:0{ARGUMENTS}"
         f'{{"city": "Paris", "days": 3}}{CALL_END}{SECTION_END}',
         matches=lambda clues: SECTION in clues.template,
+        grammar=_grammar,
         rank=5,
     ),
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import ToolFormat
 from firn.text.tag_calls import TagCallParser, TagGrammar
+from firn.text.tag_grammar import tag_calls
 
 _DSML = "｜DSML｜"
 
@@ -18,6 +20,8 @@ def _invoke(section_end: str, mark: str = "") -> TagGrammar:
         parameter=f"<{mark}parameter name=",
         parameter_end=f"</{mark}parameter>",
         section_end=section_end,
+        shares_section=True,
+        says_string=bool(mark),
     )
 
 
@@ -34,6 +38,12 @@ class Dsml(TagCallParser):
     }
 
 
+def _grammar(g: CallGrammar) -> str:
+    grammars = {**MiniMax.grammars, **Dsml.grammars}
+    opening = next((o for o in grammars if o in g.template), next(iter(Dsml.grammars)))
+    return tag_calls(g, grammars[opening], opening)
+
+
 FORMATS = (
     ToolFormat(
         name="minimax",
@@ -44,6 +54,7 @@ FORMATS = (
         example='<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris'
         '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
         matches=lambda clues: "<minimax:tool_call>" in clues.template,
+        grammar=_grammar,
     ),
     ToolFormat(
         name="dsml",
@@ -57,6 +68,7 @@ FORMATS = (
         f"</{_DSML}invoke>\n</{_DSML}function_calls>",
         # Its template is code, which leaves no source to read: the vocabulary tells.
         matches=lambda clues: _DSML in clues.template or clues.has_token(_DSML),
+        grammar=_grammar,
         rank=10,
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from firn.core.values import Tool
+from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import Script
 from firn.text.json_calls import JsonCallParser, JsonTape
 from firn.text.parsers import ToolFormat
@@ -28,6 +30,18 @@ class Mistral(JsonCallParser):
         yield from self.stream_arguments()
 
 
+def _grammar(g: CallGrammar) -> str:
+    if ARGS not in g.template and not g.lark.is_token(ARGS):  # before the eleventh tokenizer
+        calls = g.several(g.json_call('{"name": ', ', "arguments": ', "}"), ", ")
+        return f"{g.lark.mark(MARKER + '[')} {calls} {g.lark.mark(']')}"
+
+    def write(param: str, tool: Tool) -> str:
+        head = g.lark.mark(f"{MARKER}{plain(tool.name, param)}{ARGS}")
+        return f"{head} {g.arguments(param, tool)}"
+
+    return g.several(g.each(write))
+
+
 FORMATS = (
     ToolFormat(
         name="mistral",
@@ -37,5 +51,6 @@ FORMATS = (
         aliases=("devstral", "magistral"),
         example='[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}',
         matches=lambda clues: MARKER in clues.template,
+        grammar=_grammar,
     ),
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from firn.text.call_grammar import CallGrammar
 from firn.text.calls import NotACall, Script
 from firn.text.json_calls import JsonTape
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.parsers.bare_json import BareJson
+from firn.text.parsers.bare_json import BareJson, bare_calls
 from firn.text.pythonic import python_calls
 
 TAG = "<|python_tag|>"
@@ -51,6 +52,11 @@ def _matches(clues: Clues) -> bool:
     )
 
 
+def _grammar(g: CallGrammar) -> str:
+    """With the tag or without: the same model writes both."""
+    return f"({g.lark.mark(TAG)})? {bare_calls(g)}"
+
+
 FORMATS = (
     ToolFormat(
         name="python_tag",
@@ -61,5 +67,6 @@ FORMATS = (
         aliases=("llama", "llama3", "llama3.1"),
         example='<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
         matches=_matches,
+        grammar=_grammar,
     ),
 )

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import keyword
+from collections.abc import Sequence
+
+from firn.core.errors import InvalidValue
+from firn.core.values import Tool
+from firn.text.call_grammar import CallGrammar, Parameter, parameters
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.pythonic import PythonCall, python_calls
@@ -57,6 +63,40 @@ def _matches(clues: Clues) -> bool:
     return in_template or all(map(clues.has_token, ("<|tool_call_start|>", "<|tool_call_end|>")))
 
 
+def _grammar(g: CallGrammar) -> str:
+    opening = next((o for o in CLOSERS if o in g.template), "<|tool_call_start|>")
+    return f"{g.lark.mark(opening)} {_bare_grammar(g)} {g.lark.mark(CLOSERS[opening])}"
+
+
+def _bare_grammar(g: CallGrammar) -> str:
+    def write(param: str, tool: Tool) -> str:
+        _check_names(param, *tool.name.split("."))
+        declared = parameters(tool, param)
+        if declared is None:
+            raise InvalidValue(param, "the model's call format needs the names of the parameters")
+        _check_names(param, *(p.name for p in declared))
+        return f"{g.lark.mark(tool.name + '(')} {_keywords(g, declared, param)} {g.lark.mark(')')}"
+
+    return f'"[" {g.several(g.each(write), ", ")} "]"'
+
+
+def _keywords(g: CallGrammar, declared: Sequence[Parameter], param: str) -> str:
+    """name=value pairs; JSON stands for Python's literals, as the parser knows its words."""
+    pairs = [
+        (f"{g.lark.mark(p.name + '=')} {g.lark.json(p.schema, param=param)}", p.required)
+        for p in declared
+    ]
+    return g.lark.sequence(pairs, ", ")
+
+
+def _check_names(param: str, *names: str) -> None:
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise InvalidValue(
+                param, f"the model's call format cannot write the name {name[:64]!r}"
+            )
+
+
 FORMATS = (
     ToolFormat(
         name="pythonic",
@@ -66,6 +106,7 @@ FORMATS = (
         aliases=("lfm2", "olmo3"),
         example='<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>',
         matches=_matches,
+        grammar=_grammar,
     ),
     ToolFormat(
         name="pythonic_bare",
@@ -75,5 +116,6 @@ FORMATS = (
         aliases=("llama4_pythonic",),
         example='[get_weather(city="Paris", days=3)]',
         matches=lambda clues: "[func_name1(params_name1=" in clues.template,
+        grammar=_bare_grammar,
     ),
 )

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.tag_calls import TagCallParser, TagGrammar
+from firn.text.tag_grammar import tag_calls
 
 _QWEN = TagGrammar(
     call="<function=",
@@ -36,6 +38,7 @@ class NamedFunctions(TagCallParser):
             parameter_end="</param>",
             section_end="",
             cdata=True,
+            line="",
         )
     }
 
@@ -48,6 +51,16 @@ def _is_named(clues: Clues) -> bool:
     return '<function name="' in clues.template and '<param name="' in clues.template
 
 
+def _xml_grammar(g: CallGrammar) -> str:
+    opening = "<seed:tool_call>" if "<seed:tool_call>" in g.template else "<tool_call>"
+    return tag_calls(g, XmlFunctions.grammars[opening], opening)
+
+
+def _named_grammar(g: CallGrammar) -> str:
+    ((opening, tags),) = NamedFunctions.grammars.items()
+    return tag_calls(g, tags, opening)
+
+
 FORMATS = (
     ToolFormat(
         name="xml_functions",
@@ -58,6 +71,7 @@ FORMATS = (
         example="<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
         matches=_is_xml,
+        grammar=_xml_grammar,
     ),
     ToolFormat(
         name="named_functions",
@@ -68,5 +82,6 @@ FORMATS = (
         example='<function name="get_weather"><param name="city">Paris</param>'
         '<param name="days">3</param></function>',
         matches=_is_named,
+        grammar=_named_grammar,
     ),
 )

@@ -1,0 +1,117 @@
+"""The floor: mlx-lm in this process, no server, no cache but what is kept by hand.
+
+    python benchmarks/bare.py MODEL < request.json     run by throughput.py and chats.py
+
+A request names its `kind`. "throughput": tokens per second of one prompt after another, and the first
+token of a long one. "chats": the workload of chats.py with everything a perfect cache could know
+already in place, so that only new tokens are computed. The answer is one line of JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+CHUNK = 2048
+
+
+def throughput(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
+    prompts = [_ids(tokenizer, m) for m in request["prompts"]]
+    long_prompt = _ids(tokenizer, request["long_prompt"])
+    n = request["n_tokens"]
+
+    def run(ids: list[int], n_tokens: int) -> int:
+        return sum(1 for _ in generate_step(mx.array(ids), model, max_tokens=n_tokens))
+
+    for ids in prompts[:2]:  # warm up
+        run(ids, n)
+    start = time.perf_counter()
+    n_done = sum(run(ids, n) for ids in prompts)
+    seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    run(long_prompt, 1)
+    return {"tok_s_1": n_done / seconds, "long_first_s": time.perf_counter() - start}
+
+
+def chats(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """First-token seconds: cold, of first turns behind a known system prompt, of later turns."""
+    system, sessions, n_reply = request["system"], request["sessions"], request["n_reply"]
+    first_turns = [_ids(tokenizer, [system, turns[0]]) for turns in sessions]
+    n_shared = _n_common(first_turns[0], first_turns[-1]) if len(first_turns) > 1 else 0
+    shared = make_prompt_cache(model)
+    _first(model, shared, first_turns[0][: max(n_shared, 1)])  # warms up, too
+    cold_s, _ = _first(model, make_prompt_cache(model), first_turns[0])
+    first_s: list[float] = []
+    later_s: list[float] = []
+    for turns, ids in zip(sessions, first_turns, strict=True):
+        messages = [system, turns[0]]
+        if n_shared:
+            cache = copy.deepcopy(shared)
+            seconds, token = _first(model, cache, ids[n_shared:])
+            first_s.append(seconds)
+        else:
+            cache = make_prompt_cache(model)
+            _, token = _first(model, cache, ids)
+        for turn in turns[1:]:
+            before = _render(tokenizer, messages)
+            reply, token = _reply(model, cache, tokenizer, token=token, n=n_reply)
+            messages += [{"role": "assistant", "content": reply}, turn]
+            text = _render(tokenizer, messages)[len(before) + len(reply) :]
+            new = [token, *tokenizer.encode(text, add_special_tokens=False)]
+            seconds, token = _first(model, cache, new)
+            later_s.append(seconds)
+    return {"cold_s": cold_s, "first_s": first_s, "later_s": later_s}
+
+
+def _first(model: Any, cache: list[Any], ids: list[int]) -> tuple[float, int]:
+    """Consume the tokens; seconds until the next one is known, and that token."""
+    start = time.perf_counter()
+    for i in range(0, len(ids) - 1, CHUNK):
+        model(mx.array(ids[i : min(i + CHUNK, len(ids) - 1)])[None], cache=cache)
+        mx.eval([layer.state for layer in cache])
+    logits = model(mx.array([ids[-1:]]), cache=cache)[0, -1]
+    token: Any = mx.argmax(logits).item()
+    return time.perf_counter() - start, int(token)
+
+
+def _reply(model: Any, cache: list[Any], tokenizer: Any, *, token: int, n: int) -> tuple[str, int]:
+    """A greedy reply that begins with `token`; the last token of it is not consumed yet."""
+    tokens = [token]
+    while len(tokens) < n:
+        tokens.append(_first(model, cache, tokens[-1:])[1])
+    return tokenizer.decode(tokens), tokens[-1]
+
+
+def _render(tokenizer: Any, messages: list[Any]) -> str:
+    text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return text
+
+
+def _ids(tokenizer: Any, messages: list[Any]) -> list[int]:
+    ids: list[int] = tokenizer.encode(_render(tokenizer, messages), add_special_tokens=False)
+    return ids
+
+
+def _n_common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: bare.py MODEL < request.json")
+    model, tokenizer = load(sys.argv[1])[:2]
+    request = json.load(sys.stdin)
+    work = {"throughput": throughput, "chats": chats}[request["kind"]]
+    print(json.dumps(work(model, tokenizer, request)))
+
+
+if __name__ == "__main__":
+    main()

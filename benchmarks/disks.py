@@ -1,0 +1,111 @@
+"""A disk's own speed, and how to make files cold: the yardstick for what a cache does with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from report import BenchError
+
+MIB = 1 << 20
+PIECE_NBYTES = 4 * MIB
+N_PROBES = 8
+MAX_DROPS = 10
+
+Temperature = Literal["cold", "warm", "unknown"]
+
+
+def write_file(path: Path, pieces: Iterable[Any]) -> float:
+    """Seconds to write one file from front to back and to have it on the disk, as `dd`."""
+    os.sync()
+    start = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            while view:
+                view = view[os.write(fd, view[:PIECE_NBYTES]) :]
+    finally:
+        os.close(fd)
+    os.sync()
+    return time.perf_counter() - start
+
+
+def read_file(path: Path) -> float:
+    """Seconds to read one file from front to back into a buffer that is used again, as `dd`."""
+    buffer = bytearray(PIECE_NBYTES)
+    start = time.perf_counter()
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        while os.readv(fd, [buffer]):
+            pass
+    finally:
+        os.close(fd)
+    return time.perf_counter() - start
+
+
+def drop(paths: Iterable[Path]) -> Temperature:
+    """Let the system forget these files, and say whether it did."""
+    if not hasattr(os, "posix_fadvise"):
+        return "warm"
+    found = {_drop_one(path) for path in paths}
+    return "warm" if "warm" in found else "unknown" if "unknown" in found else "cold"
+
+
+def _drop_one(path: Path) -> Temperature:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)  # pages that are not on the disk yet would stay
+        for _ in range(MAX_DROPS):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            found = _temperature(fd)
+            if found != "warm":
+                break
+            time.sleep(0.02)  # someone holds on to a page for a moment
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what the probes may have read
+        return found
+    finally:
+        os.close(fd)
+
+
+def _temperature(fd: int) -> Temperature:
+    """Whether pages of the file are in memory: reads that may not wait say so."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return "unknown"
+    size, page = os.fstat(fd).st_size, bytearray(4096)
+    for i in range(N_PROBES):
+        try:
+            if os.preadv(fd, [page], size * (2 * i + 1) // (2 * N_PROBES), os.RWF_NOWAIT):
+                return "warm"
+        except BlockingIOError:
+            continue
+        except OSError:
+            return "unknown"
+    return "cold"
+
+
+def need_free(folder: Path, nbytes: int) -> None:
+    """Raises BenchError unless twice as much as is needed is free."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < 2 * nbytes:
+        raise BenchError(
+            f"{folder} has {free / 1e9:.1f} GB free; {2 * nbytes / 1e9:.1f} are wanted"
+        )
+
+
+def read_speed(folder: Path, *, nbytes: int = 256 * MIB) -> float:
+    """Bytes per second of one sequential read, cold where that can be."""
+    need_free(folder, nbytes)
+    path = folder / "speed.tmp"
+    try:
+        piece = os.urandom(16 * MIB)
+        write_file(path, [piece] * (nbytes // len(piece)))
+        drop([path])
+        return nbytes / read_file(path)
+    finally:
+        path.unlink(missing_ok=True)

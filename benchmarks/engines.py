@@ -1,0 +1,202 @@
+"""firn's real engine in this process, on a model that was built in memory: no server, no download.
+
+The one place in the benchmarks that knows how firn is put together; app.py does the same for a server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from report import BenchError
+
+from firn.cache.io import TierIo
+from firn.cache.layout import Layout
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.core.events import Admitted, JobDone, JobFailed, Token
+from firn.core.ports import Delivery
+from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
+from firn.engine.budget import Budget, RowCost
+from firn.engine.engine import Engine, Limits, Parts
+from firn.models import device as devices
+from firn.models.batch import can_batch
+from firn.models.runner import Runner
+from models import random_model
+
+MAX_ROWS = 32
+EVERYONE = Namespace("")
+ANSWER_TIMEOUT_S = 300.0
+SETTLE_TIMEOUT_S = 120.0
+
+
+@dataclass(eq=False)
+class Answer:
+    """What became of one request. Filled on the engine thread; read after `wait`."""
+
+    asked: float
+    times: list[float] = field(default_factory=list)
+    """When each token came."""
+    n_cached: int = 0
+    tiers: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, event: object, now: float) -> None:
+        if isinstance(event, Admitted):
+            self.n_cached, self.tiers = event.n_cached, dict(event.tiers)
+        elif isinstance(event, Token):
+            self.times.append(now)
+        elif isinstance(event, JobDone | JobFailed):
+            self.error = str(event.error) if isinstance(event, JobFailed) else ""
+            self._done.set()
+
+    def wait(self) -> Answer:
+        if not self._done.wait(ANSWER_TIMEOUT_S):
+            raise BenchError(f"the engine gave no answer in {ANSWER_TIMEOUT_S:.0f} s")
+        if self.error:
+            raise BenchError(f"the engine failed: {self.error}")
+        return self
+
+    @property
+    def first_s(self) -> float:
+        return self.times[0] - self.asked
+
+
+class BenchEngine:
+    """An engine with a prefix cache, and an SSD tier if a folder is given. Owner: who built it."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        dtype: mx.Dtype,
+        memory_nbytes: int,
+        ssd: Path | None = None,
+        ssd_limit_nbytes: int = 64 << 30,
+    ) -> None:
+        self.config = config
+        self._answers: dict[RequestId, Answer] = {}
+        self._ids = itertools.count()
+        self._io: TierIo | None = None
+        self._tier: SsdTier | None = None
+
+        def parts() -> Parts:
+            machine = devices.device()
+            model = random_model(config, dtype=dtype)
+            probe = make_prompt_cache(model)
+            logits = model(mx.array([[0]]), cache=probe)
+            mx.eval(logits)
+            info = _info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
+            layout = Layout.of(probe)
+            cache = PrefixTree(
+                layout,
+                CacheSettings(memory_nbytes),
+                fingerprint=info.fingerprint,
+                dtype=info.dtype,
+            )
+            if ssd is not None:
+                self._tier = SsdTier(SsdSettings(ssd, ssd_limit_nbytes))
+                self._io = TierIo(self._tier)
+                cache.open_store(self._io, namespaces=[EVERYONE], wake=lambda: self.engine.wake())
+            capacity = machine.memory_nbytes - info.weights_nbytes
+            budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
+            runner = Runner(
+                model, info, make_layers=lambda: make_prompt_cache(model), max_rows=MAX_ROWS
+            )
+            return Parts(runner, cache, budget, Limits(MAX_ROWS, 1000, machine.prefill_chunk))
+
+        self.engine = Engine(parts, self._publish)
+        self.model = self.engine.start()
+
+    def ask(
+        self, ids: Sequence[int], n_tokens: int, *, read: bool = True, write: bool = True
+    ) -> Answer:
+        """Submit a prompt; the answer fills itself."""
+        request = RequestId(str(next(self._ids)))
+        job = Job(
+            id=request,
+            prompt=Prompt(np.array(ids, dtype=np.int64)),
+            max_tokens=n_tokens,
+            sampling=Sampling(temperature=0.0),
+            namespace=EVERYONE,
+            cache=CacheControl(read=read, write=write),
+        )
+        answer = self._answers[request] = Answer(time.perf_counter())
+        self.engine.submit(job)
+        return answer
+
+    def call(self, function: Callable[[PrefixTree], Any]) -> Any:
+        """Run a function of the cache on the engine thread."""
+        return self.engine.call(lambda parts: function(parts.cache)).result()  # type: ignore[arg-type]
+
+    def settle(self) -> None:
+        """Wait until everything that was committed is written."""
+        if self._io is None:
+            return
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if (
+                self.call(lambda cache: cache.settled)
+                and not self._io.threads.counts().write_nbytes
+            ):
+                self.call(lambda cache: None)  # a tick lies between two calls: the news are in
+                return
+            time.sleep(0.02)
+        raise BenchError(f"the cache was not written in {SETTLE_TIMEOUT_S:.0f} s")
+
+    def forget_memory(self) -> None:
+        """Leave the records on the SSD alone."""
+
+        def shrink(cache: PrefixTree) -> None:
+            room = cache.held.pool.limit_nbytes
+            cache.set_room(0)
+            cache.set_room(room)
+
+        self.call(shrink)
+        self.settle()  # what was not written yet is written when it leaves
+
+    @property
+    def nbytes_written(self) -> int:
+        return self._tier.usage().counts.get("bytes_written", 0) if self._tier else 0
+
+    def close(self) -> None:
+        self.engine.stop(timeout_s=60.0)
+
+    def __enter__(self) -> BenchEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _publish(self, batch: Sequence[Delivery]) -> None:
+        now = time.perf_counter()
+        for request, event in batch:
+            self._answers[request].take(event, now)
+
+
+def _info(model: Any, config: dict[str, Any], *, probe: list[Any], n_vocab: int) -> ModelInfo:
+    weights = [w for _, w in tree_flatten(model.parameters())]
+    why_not = can_batch(probe)
+    return ModelInfo(
+        name="benchmark",
+        path="",
+        architecture=str(config["model_type"]),
+        fingerprint=b"benchmark",
+        context_length=1 << 20,
+        vocab_size=n_vocab,
+        dtype=str(weights[0].dtype).removeprefix("mlx.core."),
+        weights_nbytes=sum(w.nbytes for w in weights),
+        layer_kinds=tuple(type(layer).__name__ for layer in probe),
+        batchable=why_not is None,
+        unbatchable_why=why_not,
+    )

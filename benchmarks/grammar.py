@@ -1,0 +1,125 @@
+"""What a grammar costs in decode speed: the runner in this process, with and without one, turn by turn.
+
+    python benchmarks/grammar.py [--model llama] [--rows 8] [--steps 200] [--rounds 7]
+
+Both kinds of group run in the same process in alternating rounds on a tiny random model. The ratio of
+elapsed times is that of decode speed, and means little on a busy machine; that of processor times is the
+work alone, and holds. `--vocab` widens the model's vocabulary; the tokens beyond the tokenizer's are
+padding, as in many models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from firn.core.values import Grammar, Job, Prompt, RequestId, Sampling
+from firn.models.grammar import CompiledGrammar, Compiler
+from firn.models.loader import load_tokenizer
+from firn.models.runner import Runner
+from tests import zoo
+from tests.harness import model_info
+
+SCHEMA = """{"type": "array", "minItems": 100000, "items": {"type": "object",
+  "properties": {"name": {"type": "string", "maxLength": 24}, "size": {"type": "integer"},
+    "kind": {"enum": ["file", "folder", "link"]},
+    "tags": {"type": "array", "items": {"type": "string"}}},
+  "required": ["name", "size", "kind"], "additionalProperties": false}}"""
+
+
+class Took(NamedTuple):
+    """Seconds a step."""
+
+    elapsed: float
+    worked: float
+
+
+def widened(name: str, n_vocab: int) -> zoo.Entry:
+    entry = zoo.ZOO[name]
+    return replace(entry, config={**entry.config, "vocab_size": n_vocab})
+
+
+def run(
+    runner: Runner, n_rows: int, n_steps: int, grammar: CompiledGrammar | None, temperature: float
+) -> Took:
+    """One group's decoding."""
+    prompt = Prompt(np.arange(20, 52, dtype=np.int64))
+    sampling = Sampling(temperature=temperature, seed=7)
+    job = Job(RequestId("x"), prompt, 1 << 20, sampling, n=n_rows, grammar=grammar)
+    row = runner.start(None)
+    runner.prefill(row, prompt, len(prompt) - 1)
+    runner.settle(row)
+    rows = runner.choices(row, job, range(n_rows))
+    for each in rows:
+        runner.join(each, int(prompt.ids[-1]))
+    for _ in range(5):
+        runner.launch(rows)
+    runner.collect(rows, keep_in_flight=0)
+    start, worked = time.perf_counter(), time.process_time()
+    for _ in range(n_steps):
+        runner.launch(rows)
+        picked = runner.collect(rows, keep_in_flight=1)
+        assert not any(p.fault for p in picked)
+    runner.collect(rows, keep_in_flight=0)
+    took = Took((time.perf_counter() - start) / n_steps, (time.process_time() - worked) / n_steps)
+    runner.leave(rows)
+    return took
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", default="llama")
+    options.add_argument("--rows", type=int, default=8)
+    options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--vocab", type=int, default=zoo.VOCAB_SIZE)
+    options.add_argument("--temperature", type=float, default=1.0)
+    args = options.parse_args()
+    with TemporaryDirectory() as folder:
+        zoo.write_folder(args.model, Path(folder))
+        tokenizer = load_tokenizer(Path(folder))
+    model = zoo.build_entry(widened(args.model, args.vocab))
+    info = model_info(model, lambda: make_prompt_cache(model))
+    runner = Runner(model, info, make_layers=lambda: make_prompt_cache(model), max_rows=args.rows)
+    grammar = Compiler(tokenizer, vocab_size=info.vocab_size).compile(
+        Grammar("json_schema", SCHEMA)
+    )
+    found: dict[str, list[Took]] = {"free": [], "grammar": []}
+    for i in range(args.rounds + 1):
+        for kind in ("free", "grammar") if i % 2 else ("grammar", "free"):
+            constraint = grammar if kind == "grammar" else None
+            took = run(runner, args.rows, args.steps, constraint, args.temperature)
+            if i:  # the first round warms up
+                found[kind].append(took)
+    device = str(mx.default_device()).removeprefix("Device")
+    print(f"{args.model}, {args.rows} rows, vocabulary {info.vocab_size}, {device}")
+    medians = {
+        kind: Took(*(statistics.median(column) for column in zip(*each, strict=True)))
+        for kind, each in found.items()
+    }
+    for kind, each in medians.items():
+        speed = args.rows / each.elapsed
+        print(
+            f"  {kind:10s}{speed:8.0f} tokens/s {1e6 * each.elapsed:8.0f} us a step, "
+            f"{1e6 * each.worked:6.0f} us of processor time"
+        )
+    free, held = medians["free"], medians["grammar"]
+    print(
+        f"  speed ratio {free.elapsed / held.elapsed:.3f}, work ratio {free.worked / held.worked:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""The servers under test: how each is started, stopped and talked to.
+
+Real processes on a loopback port, spoken to over HTTP like any client would; nothing but the standard
+library is needed here. Each server has an environment in the lab folder (see setup.sh), a home and a
+cache folder of its own that are empty when it starts, and the same linear algebra library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import http.client
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from report import BenchError
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+MIB = 1 << 20
+APC_BLOCKS_PER_MB = 16
+"""mlx-vlm counts memory in blocks of 16 tokens; the dense model has 4 KiB a token."""
+WORDS = "amber basin cedar delta ember fjord grove haven inlet jetty knoll larch marsh north oxbow pines"
+
+Message = dict[str, str]
+
+
+def lab() -> Path:
+    """The folder that setup.sh filled."""
+    return Path(os.environ.get("FIRN_LAB") or Path(tempfile.gettempdir()) / "firn-lab")
+
+
+def model_folder(name: str) -> Path:
+    """A model of the lab by its name, or any folder by its path."""
+    for folder in (lab() / "models" / name, Path(name)):
+        if (folder / "config.json").exists():
+            return folder.resolve()
+    raise BenchError(f"there is no model {name}: run benchmarks/setup.sh (FIRN_LAB is {lab()})")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How to run one server. Texts are templates over the names in `Server.start`."""
+
+    venv: str
+    command: tuple[str, ...]
+    packages: tuple[str, ...]
+    env: Mapping[str, str]
+    cache_folders: tuple[str, ...]
+    """Where it keeps what outlives it."""
+
+    @property
+    def python(self) -> Path:
+        return lab() / self.venv / "bin" / "python"
+
+    def versions(self) -> str:
+        code = (
+            "import importlib.metadata as m, sys;"
+            "print(', '.join(f'{p} {m.version(p)}' for p in sys.argv[1:]))"
+        )
+        command = [str(self.python), "-c", code, *self.packages]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+_ADDRESS = ("--host", HOST, "--port", "{port}")
+KINDS: dict[str, Kind] = {
+    "firn": Kind(
+        venv="firn",
+        command=(
+            *("firn", "serve", "{model}", *_ADDRESS, "--cache-memory-mb", "{memory_mb}"),
+            *("--ssd-cache-dir", "{ssd}", "--ssd-cache-max-gb", "8"),
+        ),
+        packages=("firn", "mlx", "mlx-lm"),
+        env={},
+        cache_folders=("{ssd}",),
+    ),
+    "mlx-lm": Kind(
+        venv="mlx",
+        command=(
+            *("mlx_lm.server", "--model", "{model}", *_ADDRESS, "--log-level", "WARNING"),
+            *("--prompt-cache-bytes", "{memory_nbytes}"),
+        ),
+        packages=("mlx-lm", "mlx"),
+        env={},
+        cache_folders=(),
+    ),
+    "mlx-vlm": Kind(
+        venv="mlx",
+        command=("mlx_vlm.server", "--model", "{model}", *_ADDRESS),
+        packages=("mlx-vlm", "mlx", "mlx-lm"),
+        env={
+            "APC_ENABLED": "1",
+            "APC_NUM_BLOCKS": "{apc_blocks}",
+            "APC_DISK_PATH": "{ssd}",
+            "APC_DISK_MAX_GB": "8",
+        },
+        cache_folders=("{ssd}",),
+    ),
+    "vllm-mlx": Kind(
+        venv="vllm-mlx",
+        command=(
+            *("vllm-mlx", "serve", "{model}", *_ADDRESS, "--max-tokens", "512"),
+            *("--continuous-batching", "--enable-prefix-cache"),
+            *("--cache-memory-mb", "{memory_mb}"),
+            *("--ssd-cache-dir", "{ssd}", "--ssd-cache-max-gb", "8"),
+        ),
+        packages=("vllm-mlx", "mlx", "mlx-lm"),
+        env={},
+        cache_folders=("{ssd}", "{home}/.cache/vllm-mlx/prefix_cache"),
+    ),
+}
+
+
+def kind_of(name: str) -> Kind:
+    """Raises BenchError when there is no such server, or it is not installed."""
+    if name not in KINDS:
+        raise BenchError(f"there is no server {name}; there are {', '.join(KINDS)}")
+    kind = KINDS[name]
+    if not (lab() / kind.venv / "bin" / kind.command[0]).exists():
+        raise BenchError(f"{name} is not in {lab()}: run benchmarks/setup.sh")
+    return kind
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For every process alike: offline, and with OpenBLAS in the place of MLX's slow one."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **more}
+    found = sorted(glob.glob("/usr/lib/*/openblas-pthread/libopenblas.so.0"))
+    if found:
+        env["LD_PRELOAD"] = found[0]
+    return env
+
+
+# --- talking -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One streamed answer. Times are perf_counter values, one for each piece of text."""
+
+    text: str
+    first_s: float
+    total_s: float
+    times: tuple[float, ...]
+    n_prompt: int
+    n_cached: int
+    n_completion: int
+
+
+def chat(
+    port: int,
+    model: str,
+    *,
+    messages: Sequence[Message],
+    max_tokens: int,
+    ignore_eos: bool = False,
+    on_piece: Callable[[float], object] = lambda now: None,
+    timeout_s: float = 300.0,
+) -> Reply:
+    """A greedy chat, streamed. Raises BenchError for anything but a whole answer."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if ignore_eos else {}),
+    }
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+    start = time.perf_counter()
+    text, times, usage, first_s, ended = "", list[float](), dict[str, Any](), 0.0, False
+    try:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise BenchError(f"the server answered {response.status}: {response.read()[:200]!r}")
+        for event in _events(response):
+            if "error" in event:
+                raise BenchError(f"the server broke off: {str(event['error'])[:200]}")
+            usage = event.get("usage") or usage
+            for choice in event.get("choices") or ():
+                piece = _text(choice.get("delta") or {})
+                ended = ended or bool(choice.get("finish_reason"))
+                if not piece and not ended:
+                    continue
+                now = time.perf_counter()
+                first_s = first_s or now - start
+                if piece:
+                    text += piece
+                    times.append(now)
+                    on_piece(now)
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        raise BenchError(f"the connection broke: {e!r}") from e
+    finally:
+        connection.close()
+    if not ended:
+        raise BenchError("the stream ended without a finish_reason")
+    return Reply(
+        text,
+        first_s,
+        time.perf_counter() - start,
+        tuple(times),
+        n_prompt=usage.get("prompt_tokens") or 0,
+        n_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        n_completion=usage.get("completion_tokens") or len(times),
+    )
+
+
+def _events(lines: Iterator[bytes] | http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON of each data line; comment lines and the end mark are passed over."""
+    for line in lines:
+        if line.startswith(b"data:") and not line.strip().endswith(b"[DONE]"):
+            yield json.loads(line[5:])
+
+
+def _text(delta: Mapping[str, Any]) -> str:
+    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return (delta.get("content") or "") + thought
+
+
+def words(n: int, *, seed: object) -> str:
+    """A text that no other seed has; about five tokens a word."""
+    rng = random.Random(str(seed))
+    return " ".join(f"{rng.choice(WORDS.split())}{rng.randrange(100)}" for _ in range(n))
+
+
+# --- running -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Server:
+    """A running server. Owner: whoever started it, until `stop`."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    port: int
+    model: str
+    """Its name in the API."""
+    startup_s: float
+    cache_folders: tuple[Path, ...]
+
+    @classmethod
+    def start(cls, name: str, model: Path, *, memory_mb: int, fresh: bool = True) -> Server:
+        """`fresh`: with nothing on disk; else with what the last one of this name left."""
+        kind, run = kind_of(name), lab() / "run" / name
+        if fresh:
+            shutil.rmtree(run, ignore_errors=True)
+        # mlx-lm fails to list its model when there is no hub cache.
+        for folder in ("ssd", "home/.cache/huggingface/hub"):
+            (run / folder).mkdir(parents=True, exist_ok=True)
+        values = {
+            "model": model,
+            "port": free_port(),
+            "memory_mb": memory_mb,
+            "memory_nbytes": memory_mb * MIB,
+            "apc_blocks": max(memory_mb * APC_BLOCKS_PER_MB, 64),
+            "ssd": run / "ssd",
+            "home": run / "home",
+        }
+        program, *arguments = (word.format(**values) for word in kind.command)
+        env = {key: value.format(**values) for key, value in kind.env.items()}
+        log = run / "log.txt"
+        began = time.perf_counter()
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [str(lab() / kind.venv / "bin" / program), *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment(HOME=str(run / "home"), **env),
+                start_new_session=True,
+            )
+        port = int(str(values["port"]))
+        folders = tuple(Path(f.format(**values)) for f in kind.cache_folders)
+        server = cls(name, process, port, str(model), 0.0, folders)
+        try:
+            server.model = server._wait(model, log)
+        except BaseException:
+            server.stop()
+            raise
+        server.startup_s = time.perf_counter() - began
+        return server
+
+    def chat(self, messages: Sequence[Message], max_tokens: int, **options: Any) -> Reply:
+        try:
+            return chat(self.port, self.model, messages=messages, max_tokens=max_tokens, **options)
+        except BenchError as e:
+            raise BenchError(f"{self.name}: {e}") from e
+
+    def disk_nbytes(self) -> int:
+        """What its files take up, by their length."""
+        files = (f for folder in self.cache_folders for f in folder.rglob("*"))
+        total = 0
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += file.lstat().st_size if file.is_file() else 0
+        return total
+
+    def stop(self) -> None:
+        """Ask it to end; a server that does not is killed, with the processes it started."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(STOP_TIMEOUT_S)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def _wait(self, model: Path, log: Path) -> str:
+        """Until it answers; the name of the model in its API."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise BenchError(f"{self.name} ended with {self.process.returncode}: see {log}")
+            listed = _listed(self.port)
+            if listed is not None:
+                # mlx-lm lists all models on the machine; the one it serves is named like our folder.
+                ours = [name for name in listed if Path(name).name == model.name]
+                return (ours or listed or [str(model)])[0]
+            time.sleep(0.1)
+        raise BenchError(f"{self.name} did not answer in {START_TIMEOUT_S:.0f} s: see {log}")
+
+
+def _listed(port: int) -> list[str] | None:
+    """Names of the models; None: not up yet."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=2)
+    try:
+        connection.request("GET", "/v1/models")
+        response = connection.getresponse()
+        body = response.read()
+        if response.status != 200:
+            return None
+        return [str(entry["id"]) for entry in json.loads(body).get("data", ()) if entry.get("id")]
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind((HOST, 0))
+        return int(s.getsockname()[1])
+
+
+def bare(model: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """What an mlx-lm loop without any server needs for the same work: see bare.py."""
+    script = Path(__file__).with_name("bare.py")
+    done = subprocess.run(
+        [str(kind_of("mlx-lm").python), str(script), str(model)],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BenchError(f"the bare loop failed: {last}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result

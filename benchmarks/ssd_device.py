@@ -1,0 +1,193 @@
+"""`ssd.py --device-run`: first-token times of a big model, computed, from memory, and from the SSD.
+
+A prompt of n tokens is computed once (cold). The same n tokens with other 256 behind them then come from
+memory; from the SSD, with the page cache dropped, because it is made to load; and not at all, because it
+may not read. Last the cache may choose for itself: its time over the better of the two is what counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from disks import Temperature, drop
+from engines import Answer, BenchEngine
+from report import grid
+
+from firn.cache.prefix import PrefixTree
+from models import COMMON, CONFIGS
+
+N_NEW = 256
+QWEN3_8B: dict[str, Any] = COMMON | {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+}
+SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
+    "8b": (QWEN3_8B, mx.bfloat16),
+    "tiny": (CONFIGS["dense"], mx.float32),
+}
+GIB = 1 << 30
+
+
+class PreferLoading:
+    """Estimates to which computing is so slow that every load is worth it; they learn as ever."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def prefill_s(self, start: int, end: int) -> float:
+        seconds: float = self._real.prefill_s(start, end)
+        return 1e6 * seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@dataclass(eq=False)
+class Point:
+    """All first-token seconds at one length."""
+
+    n_tokens: int
+    cold_s: float = 0.0
+    memory_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    chosen_s: list[float] = field(default_factory=list)
+    chosen_cached: list[int] = field(default_factory=list)
+    loaded: list[int] = field(default_factory=list)
+    """Tokens that really came from the SSD when loading was forced."""
+    temperature: list[Temperature] = field(default_factory=list)
+    spill_s: float = 0.0
+
+    @property
+    def worse(self) -> float | None:
+        """The choice over the better of the two."""
+        if not (self.load_s and self.compute_s and self.chosen_s):
+            return None
+        better = min(statistics.median(self.load_s), statistics.median(self.compute_s))
+        return statistics.median(self.chosen_s) / better
+
+
+class DeviceRun:
+    """Owner: `run`."""
+
+    def __init__(self, engine: BenchEngine, folder: Path, *, seconds: float) -> None:
+        self._engine = engine
+        self._folder = folder
+        self._rng = np.random.default_rng(11)
+        self._n_vocab = int(engine.config["vocab_size"])
+        self._until = time.monotonic() + seconds
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self._until
+
+    def warm_up(self, n_tokens: int) -> None:
+        """Compile what will run, and let the estimates see how fast this machine computes."""
+        self._ask(self._tokens(n_tokens + N_NEW), read=False, write=False)
+
+    def point(self, n_tokens: int, *, repeats: int) -> Point:
+        point, prefix = Point(n_tokens), self._tokens(n_tokens)
+        point.cold_s = self._ask(prefix + self._tokens(N_NEW)).first_s
+        began = time.perf_counter()
+        self._engine.settle()
+        point.spill_s = time.perf_counter() - began
+        for _ in range(repeats):
+            if self.late:
+                break
+            point.memory_s.append(self._again(prefix).first_s)
+            self._to_ssd(point)
+            with_load = self._forced(lambda: self._again(prefix))
+            point.load_s.append(with_load.first_s)
+            point.loaded.append(with_load.tiers.get("ssd", 0))
+            point.compute_s.append(self._again(prefix, read=False).first_s)
+            self._to_ssd(point)
+            chosen = self._again(prefix)
+            point.chosen_s.append(chosen.first_s)
+            point.chosen_cached.append(chosen.n_cached)
+        return point
+
+    def _again(self, prefix: list[int], *, read: bool = True) -> Answer:
+        return self._ask(prefix + self._tokens(N_NEW), read=read, write=False)
+
+    def _ask(self, ids: list[int], **control: bool) -> Answer:
+        return self._engine.ask(ids, 2, **control).wait()
+
+    def _to_ssd(self, point: Point) -> None:
+        self._engine.forget_memory()
+        point.temperature.append(drop(self._folder.rglob("*.safetensors")))
+
+    def _forced(self, ask: Callable[[], Answer]) -> Answer:
+        def prefer_loading(cache: PrefixTree) -> Any:
+            real = cache.held.estimates
+            cache.held.estimates = PreferLoading(real)  # type: ignore[assignment]
+            return real
+
+        real = self._engine.call(prefer_loading)
+        try:
+            return ask()
+        finally:
+            self._engine.call(lambda cache: setattr(cache.held, "estimates", real))
+
+    def _tokens(self, n: int) -> list[int]:
+        found: list[int] = self._rng.integers(10, self._n_vocab, n).tolist()
+        return found
+
+
+def run(
+    folder: Path, *, shape: str, lengths: Sequence[int], repeats: int, seconds: float
+) -> dict[str, Any]:
+    """Print the table; the result is all of its numbers. Stops early when its time is up."""
+    config, dtype = SHAPES[shape]
+    began = time.perf_counter()
+    with BenchEngine(config, dtype=dtype, memory_nbytes=24 * GIB, ssd=folder) as engine:
+        print(f"{shape} shape on {mx.default_device()}, {engine.model.weights_nbytes / 1e9:.1f} GB")
+        print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
+        work = DeviceRun(engine, folder, seconds=seconds)
+        work.warm_up(min(lengths))
+        points: list[Point] = []
+        for n in lengths:
+            if work.late:
+                print(f"out of time: {n} tokens are left out")
+                continue
+            points.append(work.point(n, repeats=repeats))
+            print(f"{n} tokens: done after {time.perf_counter() - began:.0f} s", flush=True)
+        estimates = engine.call(lambda cache: cache.held.estimates.view())
+    print()
+    print(_table(points))
+    print("files were", " and ".join(sorted({t for p in points for t in p.temperature})))
+    return {
+        "shape": shape,
+        "device": str(mx.default_device()),
+        "estimates": estimates,
+        "points": [
+            {name: getattr(p, name) for name in Point.__dataclass_fields__} | {"worse": p.worse}
+            for p in points
+        ],
+    }
+
+
+def _table(points: Sequence[Point]) -> str:
+    head = ["tokens", "cold s", "memory s", "SSD s", "compute s", "chosen s", "cached", "/ better"]
+    rows = [head]
+    for p in points:
+        rows.append([f"{p.n_tokens:,}", f"{p.cold_s:.3f}"])
+        for values in (p.memory_s, p.load_s, p.compute_s, p.chosen_s):
+            rows[-1].append(f"{statistics.median(values):.3f}" if values else "-")
+        rows[-1].append(f"{statistics.median(p.chosen_cached):,.0f}" if p.chosen_cached else "-")
+        rows[-1].append("-" if p.worse is None else f"{p.worse:.2f}")
+    return grid(rows)

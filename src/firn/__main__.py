@@ -1,0 +1,5 @@
+"""`python -m firn` is `firn`."""
+
+from firn.cli import main
+
+main()

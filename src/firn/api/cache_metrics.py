@@ -1,0 +1,56 @@
+"""The cache's counters for /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+Snapshot = Callable[[], Mapping[str, Any]]
+"""Counters as they are now; empty without a cache. Must not block."""
+
+COUNTED = {
+    "hits": ("Lookups that reused something, by kind", "kind"),
+    "misses": ("Lookups that reused nothing, by reason", "reason"),
+    "shortfalls": ("Lookups that reused less than was shared, by reason", "reason"),
+    "evictions": ("Records that left memory, by part", "part"),
+    "commits": ("Records stored, by part", "part"),
+    "dropped": ("Records not kept, by reason", "reason"),
+    "faults": ("Faults that cost a miss, by place", "place"),
+}
+
+
+class CacheMetrics(Collector):
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        seen = self._snapshot()
+        if not seen:
+            return
+        for name, (text, label) in COUNTED.items():
+            family = CounterMetricFamily(f"firn_cache_{name}", text, labels=[label])
+            for value, n in sorted(seen[name].items()):
+                family.add_metric([value], n)
+            yield family
+        tokens = CounterMetricFamily(
+            "firn_cache_tokens", "Prompt tokens, by origin", labels=["from"]
+        )
+        n_cached = 0
+        for tier, n in sorted(seen["tokens"]["by_tier"].items()):
+            tokens.add_metric([tier], n)
+            n_cached += n
+        tokens.add_metric(["computed"], max(seen["tokens"]["prompt"] - n_cached, 0))
+        yield tokens
+        yield CounterMetricFamily(
+            "firn_cache_seconds_saved", "Prefill time saved, estimated", value=seen["seconds_saved"]
+        )
+        held = GaugeMetricFamily(
+            "firn_cache_bytes", "Bytes held, by tier and part", labels=["tier", "part"]
+        )
+        for tier, parts in seen["bytes"].items():
+            for part, n in parts.items():
+                held.add_metric([tier, part], n)
+        yield held

@@ -1,0 +1,381 @@
+"""Decoding of Anthropic's body: messages and their blocks, tools, thinking. Pure.
+
+A user message with tool results becomes one tool message for each of them, in front of the rest of
+it: templates want results right behind the calls. What cache_control marks is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from firn.api.dialects import _fields as fields
+from firn.api.dialects._fields import Fields
+from firn.api.dialects._openai import MAX_STOP_CHARS, MAX_STOPS
+from firn.api.dialects._openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from firn.core.errors import InvalidValue
+from firn.core.values import (
+    Grammar,
+    ImagePart,
+    Message,
+    Part,
+    Reasoning,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
+
+PARAGRAPH = "\n\n"
+"""Between two text blocks of a message that a program has put together."""
+ROLES = ("user", "assistant", "system")
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+# --- messages ------------------------------------------------------------------------------
+
+
+def messages(body: Fields) -> tuple[Message, ...]:
+    given = fields.array(body.require("messages"), "messages", low=1, high=MAX_MESSAGES)
+    found = _system(body)
+    for i, value in enumerate(given):
+        found += _message(Fields(fields.mapping(value, f"messages[{i}]"), f"messages[{i}]"))
+    if body.get("cache_control") is not None:
+        _check_cache_control(body)
+        found[-1] = replace(found[-1], checkpoint=True)
+    return tuple(found)
+
+
+def _system(body: Fields) -> list[Message]:
+    """One message a block: those that say nothing that lasts can be left out one by one."""
+    given = body.get("system")
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [Message("system", (TextPart(given),))]
+    found = []
+    for block in _blocks(given, "system"):
+        _only(block, "text")
+        found.append(Message("system", (_text(block),), checkpoint=_is_marked(block)))
+    return found
+
+
+def _message(message: Fields) -> list[Message]:
+    role = fields.one_of(message.require("role"), message.name("role"), ROLES)
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        parts: tuple[Part, ...] = (TextPart(content),) if content else ()
+        return [_plain(role, parts)]
+    blocks = _blocks(content, message.name("content"))
+    marked = any(_is_marked(block) for block in blocks)
+    found = [_assistant(blocks)] if role == "assistant" else _user(role, blocks)
+    found[-1] = replace(found[-1], checkpoint=marked)
+    return found
+
+
+def _plain(role: str, parts: tuple[Part, ...]) -> Message:
+    match role:
+        case "assistant":
+            return Message("assistant", parts)
+        case "system":
+            return Message("system", parts)
+        case _:
+            return Message("user", parts)
+
+
+def _user(role: str, blocks: Sequence[Fields]) -> list[Message]:
+    results: list[Message] = []
+    rest: list[Part] = []
+    for block in blocks:
+        if _kind(block) == "tool_result":
+            results.append(_tool_result(block))
+        else:
+            rest.append(_part(block))
+    if results and not rest:
+        return results
+    return [*results, _plain(role, _paragraphs(rest))]
+
+
+def _assistant(blocks: Sequence[Fields]) -> Message:
+    text, thoughts, calls = "", "", []
+    for block in blocks:
+        match _kind(block):
+            case "text":
+                text += _text(block).text
+            case "thinking":
+                thoughts += fields.string(block.require("thinking"), block.name("thinking"))
+                block.string("signature")
+            case "redacted_thinking":  # sealed by another server: nobody here can read it
+                block.string("data")
+            case "tool_use":
+                calls.append(_tool_use(block))
+            case kind:
+                raise _unsupported(block, kind)
+    return Message(
+        "assistant",
+        (TextPart(text),) if text else (),
+        tool_calls=tuple(calls),
+        reasoning=thoughts or None,
+    )
+
+
+def _tool_use(block: Fields) -> ToolCall:
+    name = fields.string(block.require("name"), block.name("name"), empty=False)
+    arguments = block.get("input")
+    return ToolCall(
+        id=fields.string(block.require("id"), block.name("id")),
+        name=name,
+        arguments={} if arguments is None else fields.mapping(arguments, block.name("input")),
+    )
+
+
+def _tool_result(block: Fields) -> Message:
+    content = block.get("content")
+    if content is None or isinstance(content, str):
+        parts: tuple[Part, ...] = (TextPart(content),) if content else ()
+    else:
+        inner = _blocks(content, block.name("content"))
+        parts = _paragraphs([_part(one) for one in inner])
+    if block.boolean("is_error", False):
+        parts = _marked_as_error(parts)
+    id = fields.string(block.require("tool_use_id"), block.name("tool_use_id"))
+    return Message("tool", parts, tool_call_id=id)
+
+
+def _marked_as_error(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Templates know no failed results: the text has to say it."""
+    said = "".join(part.text for part in parts if isinstance(part, TextPart))
+    if said.lstrip().lower().startswith("error"):
+        return parts
+    return _paragraphs([TextPart("Error:"), *parts])
+
+
+def _paragraphs(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Texts that follow each other become one, with a blank line between them."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart):
+            joint = PARAGRAPH if last.text and part.text else ""
+            found[-1] = TextPart(last.text + joint + part.text)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+# --- blocks --------------------------------------------------------------------------------
+
+
+def _blocks(value: Any, param: str) -> list[Fields]:
+    if not isinstance(value, list):
+        raise InvalidValue(param, f"must be a string or an array, not {fields.kind(value)}")
+    return [
+        Fields(fields.mapping(one, f"{param}[{i}]"), f"{param}[{i}]") for i, one in enumerate(value)
+    ]
+
+
+def _kind(block: Fields) -> str:
+    return fields.string(block.require("type"), block.name("type"))
+
+
+def _only(block: Fields, kind: str) -> None:
+    fields.one_of(block.require("type"), block.name("type"), (kind,))
+
+
+def _unsupported(block: Fields, kind: str) -> InvalidValue:
+    return InvalidValue(block.name("type"), f"{kind[:64]!r} is not supported here")
+
+
+def _part(block: Fields) -> Part:
+    match _kind(block):
+        case "text":
+            return _text(block)
+        case "image":
+            return _image(block)
+        case "document":
+            return TextPart(_document(block))
+        case "search_result":
+            return TextPart(_search_result(block))
+        case kind:
+            raise _unsupported(block, kind)
+
+
+def _text(block: Fields) -> TextPart:
+    return TextPart(fields.string(block.require("text"), block.name("text")))
+
+
+def _image(block: Fields) -> ImagePart:
+    source = _source(block)
+    param = block.name("source")
+    match _kind(source):
+        case "base64":
+            media_type = fields.string(source.require("media_type"), source.name("media_type"))
+            data = fields.string(source.require("data"), source.name("data"), empty=False)
+            return ImagePart(f"data:{media_type};base64,{data}", param=param)
+        case "url":
+            url = fields.string(source.require("url"), source.name("url"), empty=False)
+            return ImagePart(url, param=param)
+        case kind:
+            raise _unsupported(source, kind)
+
+
+def _document(block: Fields) -> str:
+    source = _source(block)
+    match _kind(source):
+        case "text":
+            text = fields.string(source.require("data"), source.name("data"))
+        case "content":
+            text = _inner_text(source.require("content"), source.name("content"))
+        case kind:
+            raise _unsupported(source, kind)
+    above = [block.string("title"), block.string("context")]
+    return PARAGRAPH.join(part for part in (*above, text) if part)
+
+
+def _search_result(block: Fields) -> str:
+    above = [block.string("title"), block.string("source")]
+    text = _inner_text(block.require("content"), block.name("content"))
+    return PARAGRAPH.join(part for part in (*above, text) if part)
+
+
+def _inner_text(value: Any, param: str) -> str:
+    if isinstance(value, str):
+        return value
+    found = []
+    for block in _blocks(value, param):
+        _only(block, "text")
+        found.append(_text(block).text)
+    return PARAGRAPH.join(found)
+
+
+def _source(block: Fields) -> Fields:
+    path = block.name("source")
+    return Fields(fields.mapping(block.require("source"), path), path)
+
+
+def _is_marked(block: Fields) -> bool:
+    given = block.get("cache_control")
+    if given is not None:
+        _check_cache_control(block)
+    return given is not None
+
+
+def _check_cache_control(owner: Fields) -> None:
+    control = owner.object("cache_control")
+    fields.one_of(control.require("type"), control.name("type"), ("ephemeral",))
+    ttl = control.get("ttl")
+    if ttl is not None:  # records stay as long as there is room: longer than either
+        fields.one_of(ttl, control.name("ttl"), ("5m", "1h"))
+
+
+# --- tools ---------------------------------------------------------------------------------
+
+
+def tools(body: Fields) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """The tools, and the names of those left out: the ones that Anthropic's servers run."""
+    given = body.get("tools")
+    if given is None:
+        return (), ()
+    found: list[Tool] = []
+    left_out: list[str] = []
+    for i, value in enumerate(fields.array(given, "tools", high=MAX_TOOLS)):
+        tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
+        kind = tool.string("type")
+        if kind is None or kind == "custom":
+            found.append(_tool(tool))
+        else:
+            left_out.append(f"tools[{i}] ({kind[:64]})")
+    return tuple(found), tuple(left_out)
+
+
+def _tool(tool: Fields) -> Tool:
+    name = tool.require("name")
+    _is_marked(tool)  # the end of the tools is a checkpoint by itself
+    return Tool(
+        name=fields.string(name, tool.name("name"), max_chars=MAX_NAME_CHARS, empty=False),
+        description=tool.string("description") or "",
+        parameters=fields.mapping(tool.require("input_schema"), tool.name("input_schema")),
+        strict=tool.boolean("strict", False),
+    )
+
+
+def tool_choice(body: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
+    given = body.get("tool_choice")
+    if given is None:
+        return ToolChoice()
+    choice = Fields(fields.mapping(given, "tool_choice"), "tool_choice")
+    kinds = ("auto", "any", "tool", "none")
+    kind = fields.one_of(choice.require("type"), choice.name("type"), kinds)
+    parallel = not choice.boolean("disable_parallel_tool_use", False)
+    if kind == "tool":
+        name = fields.string(choice.require("name"), choice.name("name"))
+        if name not in {tool.name for tool in tools}:
+            raise InvalidValue("tool_choice.name", f"no tool is named {name[:64]!r}")
+        return ToolChoice(ToolMode.NAMED, name=name, parallel=parallel)
+    if kind == "any" and not tools:
+        raise InvalidValue("tool_choice", "'any' needs tools to choose from")
+    modes = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "none": ToolMode.NONE}
+    return ToolChoice(modes[kind], parallel=parallel)
+
+
+# --- the rest ------------------------------------------------------------------------------
+
+
+def stop_sequences(body: Fields) -> tuple[str, ...]:
+    given = body.get("stop_sequences")
+    if given is None:
+        return ()
+    strings = (
+        fields.string(text, f"stop_sequences[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
+        for i, text in enumerate(fields.array(given, "stop_sequences", high=MAX_STOPS))
+    )
+    return tuple(dict.fromkeys(strings))
+
+
+def reasoning(body: Fields) -> Reasoning:
+    """Where `thinking` is absent or adaptive, the model's template decides."""
+    output = body.object("output_config")
+    effort = output.get("effort")
+    if effort is not None:
+        effort = fields.one_of(effort, output.name("effort"), EFFORTS)
+    given = body.get("thinking")
+    if given is None:
+        return Reasoning(effort=effort)
+    thinking = Fields(fields.mapping(given, "thinking"), "thinking")
+    kinds = ("enabled", "disabled", "adaptive", "between_tools")
+    match fields.one_of(thinking.require("type"), thinking.name("type"), kinds):
+        case "enabled":
+            budget = thinking.require("budget_tokens")
+            return Reasoning(
+                enabled=True,
+                effort=effort,
+                budget_tokens=fields.integer(budget, thinking.name("budget_tokens"), low=1),
+            )
+        case "disabled":
+            return Reasoning(enabled=False)
+        case _:
+            return Reasoning(effort=effort)
+
+
+def shows_thinking(body: Fields) -> bool:
+    given = body.get("thinking")
+    if not isinstance(given, dict) or given.get("display") is None:
+        return True
+    shown = ("summarized", "omitted")
+    return fields.one_of(given["display"], "thinking.display", shown) != "omitted"
+
+
+def grammar(body: Fields) -> Grammar | None:
+    """output_config.format, and output_format as it was first called."""
+    for owner, member in ((body.object("output_config"), "format"), (body, "output_format")):
+        given = owner.get(member)
+        if given is None:
+            continue
+        path = owner.name(member)
+        form = Fields(fields.mapping(given, path), path)
+        _only(form, "json_schema")
+        schema = fields.mapping(form.require("schema"), form.name("schema"))
+        return Grammar("json_schema", json.dumps(schema), param=path)
+    return None

@@ -1,0 +1,300 @@
+"""Decoding of the Responses API's items, tools and options. Pure.
+
+Items are finer than messages: reasoning, texts and calls of one turn come as items of their own, and
+are put together again, since a template renders turns.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from firn.api.dialects import _fields as fields
+from firn.api.dialects import _openai_chat
+from firn.api.dialects._fields import Fields
+from firn.api.dialects._openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS, ROLES
+from firn.core.errors import InvalidValue
+from firn.core.values import Grammar, Message, Part, TextPart, Tool, ToolCall, ToolChoice, ToolMode
+
+PARAGRAPH = "\n\n"
+SEALED = "firn1:"
+"""Before reasoning that a client keeps for us without reading it (encrypted_content)."""
+CUSTOM_INPUT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The tool's whole input, as text."}},
+    "required": ["input"],
+}
+"""A custom tool takes one text; a model that calls functions gives it as one argument."""
+
+Item = Mapping[str, Any]
+FindItem = Callable[[str], Item | None]
+
+# --- input ---------------------------------------------------------------------------------
+
+
+def input_items(body: Fields) -> list[Item]:
+    """The request's own items as a list, each an object with a type."""
+    given = body.require("input")
+    if isinstance(given, str):
+        part = {"type": "input_text", "text": given}
+        return [{"type": "message", "role": "user", "content": [part]}]
+    if not isinstance(given, list):
+        raise InvalidValue("input", f"must be a string or an array, not {fields.kind(given)}")
+    found: list[Item] = []
+    for i, value in enumerate(fields.array(given, "input", high=MAX_MESSAGES)):
+        item = fields.mapping(value, f"input[{i}]")
+        found.append(item if item.get("type") is not None else {"type": "message", **item})
+    return found
+
+
+def messages(items: Iterable[tuple[str, Item]], find_item: FindItem) -> list[Message]:
+    """Of items with the names that errors give them."""
+    turns = _Turns()
+    for param, value in items:
+        item = Fields(value, param)
+        if value.get("type") == "item_reference":
+            id = fields.string(item.require("id"), item.name("id"))
+            found = find_item(id)
+            if found is None:
+                raise InvalidValue(item.name("id"), f"there is no item {id[:64]!r}")
+            item = Fields(found, param)
+        _decode(item, turns)
+    return turns.done()
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Messages while they are put together. The open turn is the assistant's, or there is none."""
+
+    found: list[Message] = field(default_factory=list)
+    text: str = ""
+    thoughts: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    is_open: bool = False
+
+    def say(self, text: str) -> None:
+        self.is_open = True
+        self.text += (PARAGRAPH if self.text and text else "") + text
+
+    def think(self, text: str) -> None:
+        self.is_open = True
+        self.thoughts += (PARAGRAPH if self.thoughts and text else "") + text
+
+    def call(self, call: ToolCall) -> None:
+        self.is_open = True
+        self.calls.append(call)
+
+    def add(self, message: Message) -> None:
+        self.close()
+        self.found.append(message)
+
+    def close(self) -> None:
+        if self.is_open:
+            parts: tuple[Part, ...] = (TextPart(self.text),) if self.text else ()
+            calls, thoughts = tuple(self.calls), self.thoughts or None
+            self.found.append(Message("assistant", parts, tool_calls=calls, reasoning=thoughts))
+        self.text = self.thoughts = ""
+        self.calls, self.is_open = [], False
+
+    def done(self) -> list[Message]:
+        self.close()
+        return self.found
+
+
+def _decode(item: Fields, turns: _Turns) -> None:
+    kind = fields.string(item.require("type"), item.name("type"))
+    match kind:
+        case "message":
+            _message(item, turns)
+        case "reasoning":
+            turns.think(_thoughts(item))
+        case "function_call":
+            arguments = item.get("arguments")
+            decoded = _openai_chat.arguments(arguments, item.name("arguments"))
+            turns.call(ToolCall(_call_id(item), _name(item), decoded))
+        case "custom_tool_call":
+            text = fields.string(item.require("input"), item.name("input"))
+            turns.call(ToolCall(_call_id(item), _name(item), {"input": text}))
+        case "function_call_output" | "custom_tool_call_output":
+            parts = _openai_chat.parts(item.require("output"), item.name("output"))
+            turns.add(Message("tool", parts, tool_call_id=_call_id(item)))
+        case _:
+            raise InvalidValue(item.name("type"), f"{kind[:64]!r} is not supported here")
+
+
+def _message(item: Fields, turns: _Turns) -> None:
+    role = ROLES[fields.one_of(item.require("role"), item.name("role"), tuple(ROLES)[:4])]
+    parts = _openai_chat.parts(item.get("content"), item.name("content"))
+    if role == "assistant":
+        turns.say("".join(part.text for part in parts if isinstance(part, TextPart)))
+    else:
+        turns.add(Message(role, parts))
+
+
+def _thoughts(item: Fields) -> str:
+    """The reasoning itself, wherever the client kept it; a summary is better than nothing."""
+    text = _joined(item, "content", "reasoning_text")
+    sealed = item.string("encrypted_content")
+    summary = _joined(item, "summary", "summary_text")
+    if not text and sealed and sealed.startswith(SEALED):
+        text = unseal(sealed)
+    return text or summary
+
+
+def _joined(item: Fields, member: str, kind: str) -> str:
+    given = item.get(member)
+    if given is None:
+        return ""
+    texts = []
+    for i, value in enumerate(fields.array(given, item.name(member))):
+        path = f"{item.name(member)}[{i}]"
+        part = Fields(fields.mapping(value, path), path)
+        fields.one_of(part.require("type"), part.name("type"), (kind, "text"))
+        texts.append(fields.string(part.require("text"), part.name("text")))
+    return PARAGRAPH.join(texts)
+
+
+def seal(text: str) -> str:
+    return SEALED + base64.b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def unseal(sealed: str) -> str:
+    """What `seal` was given; nothing where it was tampered with."""
+    try:
+        return base64.b64decode(sealed.removeprefix(SEALED), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def _call_id(item: Fields) -> str:
+    return fields.string(item.require("call_id"), item.name("call_id"))
+
+
+def _name(item: Fields) -> str:
+    return fields.string(item.require("name"), item.name("name"), empty=False)
+
+
+# --- tools ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """custom: names of those that take a text. left_out: what OpenAI's servers would run."""
+
+    all: tuple[Tool, ...] = ()
+    custom: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
+
+
+def tools(body: Fields) -> Tools:
+    given = body.get("tools")
+    if given is None:
+        return Tools()
+    found: list[Tool] = []
+    custom: set[str] = set()
+    left_out: list[str] = []
+    for i, value in enumerate(fields.array(given, "tools", high=MAX_TOOLS)):
+        tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
+        kind = fields.string(tool.require("type"), tool.name("type"))
+        if kind == "function":
+            found.append(_function(tool))
+        elif kind == "custom":
+            found.append(_custom(tool))
+            custom.add(found[-1].name)
+        else:
+            left_out.append(f"tools[{i}] ({kind[:64]})")
+    return Tools(tuple(found), frozenset(custom), tuple(left_out))
+
+
+def _function(tool: Fields) -> Tool:
+    parameters = tool.get("parameters")
+    return Tool(
+        name=_tool_name(tool),
+        description=tool.string("description") or "",
+        parameters={}
+        if parameters is None
+        else fields.mapping(parameters, tool.name("parameters")),
+        strict=tool.boolean("strict", False),
+    )
+
+
+def _custom(tool: Fields) -> Tool:
+    """What the format says of the text goes into the description: it is not enforced."""
+    said = [tool.string("description")]
+    form = tool.object("format")
+    if form.get("definition") is not None:
+        said.append(fields.string(form.get("definition"), form.name("definition")))
+    description = PARAGRAPH.join(text for text in said if text)
+    return Tool(_tool_name(tool), description, CUSTOM_INPUT)
+
+
+def _tool_name(tool: Fields) -> str:
+    name = tool.require("name")
+    return fields.string(name, tool.name("name"), max_chars=MAX_NAME_CHARS, empty=False)
+
+
+def tool_choice(body: Fields, tools: Tools) -> ToolChoice:
+    given = body.get("tool_choice")
+    parallel = body.boolean("parallel_tool_calls", True)
+    if given is None:
+        return ToolChoice(parallel=parallel)
+    if isinstance(given, dict):
+        choice = Fields(given, "tool_choice")
+        fields.one_of(choice.require("type"), "tool_choice.type", ("function", "custom"))
+        name = fields.string(choice.require("name"), "tool_choice.name")
+        if name not in {tool.name for tool in tools.all}:
+            raise InvalidValue("tool_choice", f"no tool is named {name[:64]!r}")
+        return ToolChoice(ToolMode.NAMED, name=name, parallel=parallel)
+    mode = ToolMode(fields.one_of(given, "tool_choice", ("none", "auto", "required")))
+    if mode is ToolMode.REQUIRED and not tools.all:
+        raise InvalidValue("tool_choice", "'required' needs tools to choose from")
+    return ToolChoice(mode, parallel=parallel)
+
+
+# --- the rest ------------------------------------------------------------------------------
+
+
+def grammar(body: Fields) -> Grammar | None:
+    text = body.object("text")
+    given = text.get("format")
+    if given is None:
+        return None
+    path = text.name("format")
+    form = Fields(fields.mapping(given, path), path)
+    kind = fields.string(form.require("type"), form.name("type"))
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json_object", param=path)
+        case "json_schema":
+            form.string("name")
+            form.boolean("strict", False)
+            schema = fields.mapping(form.require("schema"), form.name("schema"))
+            return Grammar("json_schema", json.dumps(schema), param=path)
+        case _:
+            raise InvalidValue(form.name("type"), f"{kind[:64]!r} is not supported here")
+
+
+def wants_summary(body: Fields) -> bool:
+    """Asked for a summary, the reasoning itself is shown in its place: nobody here sums it up."""
+    reasoning = body.object("reasoning")
+    for member in ("summary", "generate_summary"):
+        given = reasoning.get(member)
+        if given is not None:
+            kinds = ("auto", "concise", "detailed", "none")
+            return fields.one_of(given, reasoning.name(member), kinds) != "none"
+    return False
+
+
+def included(body: Fields) -> frozenset[str]:
+    given = body.get("include")
+    if given is None:
+        return frozenset()
+    return frozenset(
+        fields.string(value, f"include[{i}]")
+        for i, value in enumerate(fields.array(given, "include"))
+    )

@@ -1,0 +1,345 @@
+"""POST /v1/messages and /v1/messages/count_tokens, in Anthropic's dialect.
+
+A prompt's tokens are counted once each: read from the cache, written to it, or neither:
+    # [0, n_cached) cache_read   [n_cached, n_prompt - 1) cache_creation   the last one: input
+Everything read is also kept, but only who marks something with cache_control sees that as creation;
+for the others it is input.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firn.api import sse
+from firn.api.dialects import Asked, Extra, Head, _anthropic, _fields, _openai
+from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
+from firn.api.dialects._openai import dumps, quote
+from firn.api.prompting import count_tokens
+from firn.api.services import Services
+from firn.core.errors import ContextTooLong, FirnError
+from firn.core.events import ChoiceFinished, Ended, Event, Failed, Progress, Resumed, Started
+from firn.core.values import Chat, GenerateRequest, Namespace, Usage
+
+ID_PREFIX = "msg_"
+PING = sse.named("ping", '{"type":"ping"}')
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class AnthropicMessages:
+    path = "/v1/messages"
+    summary = "Messages, in Anthropic's dialect"
+    tool_id_prefix = "toolu_"
+
+    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> MessagesCall:
+        given = _fields.Fields(body)
+        tools, left_out = _anthropic.tools(given)
+        max_tokens = given.integer("max_tokens", low=0)
+        messages = _anthropic.messages(given)
+        request = GenerateRequest(
+            model=_model(given),
+            source=Chat(
+                messages=messages,
+                tools=tools,
+                tool_choice=_anthropic.tool_choice(given, tools),
+            ),
+            sampling=_openai.sampling(given),
+            max_tokens=1 if max_tokens == 0 else max_tokens,
+            stop=_anthropic.stop_sequences(given),
+            grammar=_anthropic.grammar(given),
+            reasoning=_anthropic.reasoning(given),
+            cache=_openai.cache_control(given),
+        )
+        stream = given.boolean("stream", False)
+        look = Look(
+            hides_thinking=not _anthropic.shows_thinking(given),
+            says_nothing=max_tokens == 0,
+            counts_creation=request.cache.write and _marks_anything(given, messages),
+        )
+        given.skip("metadata", "service_tier", "inference_geo", "speed", "context_management")
+        given.skip("container", "diagnostics", "user_profile_id", "betas", "workspace_id")
+        return MessagesCall((request,), stream, (*given.unread(), *left_out), look)
+
+    def render_error(self, error: FirnError) -> dict[str, Any]:
+        return _error_object(error)
+
+    def schema(self) -> dict[str, Any]:
+        return _schema()
+
+    def routes(self, services: Services) -> tuple[Extra, ...]:
+        async def count(asked: Asked) -> Mapping[str, Any]:
+            (request,) = self.decode(asked.body, namespace=asked.namespace).requests
+            return {"input_tokens": await count_tokens(services, request)}
+
+        path, summary = f"{self.path}/count_tokens", "How many tokens a prompt has"
+        return (Extra("POST", path, summary, count, schema=_schema()),)
+
+
+DIALECT = AnthropicMessages
+
+
+def _model(body: _fields.Fields) -> str:
+    """Agents ask for Anthropic's models by name, several of them: whatever is served answers."""
+    name = body.string("model") or ""
+    return "" if name.startswith("claude") else name
+
+
+def _marks_anything(body: _fields.Fields, messages: Sequence[Any]) -> bool:
+    tools = body.get("tools") or ()
+    return any(m.checkpoint for m in messages) or any(t.get("cache_control") for t in tools)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a reply is shown. says_nothing: max_tokens is 0, the prompt was only to be cached."""
+
+    hides_thinking: bool = False
+    says_nothing: bool = False
+    counts_creation: bool = False
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        fresh = max(usage.n_prompt - usage.n_cached, 0)
+        created = max(fresh - 1, 0) if self.counts_creation else 0
+        return {
+            "input_tokens": fresh - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": usage.n_cached,
+            "output_tokens": 0 if self.says_nothing else usage.n_completion,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesCall:
+    requests: tuple[GenerateRequest, ...]
+    stream: bool
+    ignored: tuple[str, ...]
+    look: Look
+    background = False
+
+    def encoder(self, head: Head) -> MessageEncoder:
+        return MessageEncoder(head, self.look)
+
+    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+        return _fold(head, events, self.look)
+
+
+# --- streaming -----------------------------------------------------------------------------
+
+
+class MessageEncoder:
+    """Owned by the task that writes the stream. message_start waits for what the cache has."""
+
+    def __init__(self, head: Head, look: Look) -> None:
+        self._head = head
+        self._look = look
+        self._blocks = Blocks()
+        self._n_prompt = 0
+        self._begun = False
+
+    def feed(self, events: Sequence[Event]) -> bytes:
+        if not events:
+            return (PING if self._begun else sse.KEEP_ALIVE).encode()
+        return "".join([self._render(event) for event in events]).encode("ascii")
+
+    def _render(self, event: Event) -> str:
+        match event:
+            case Started():
+                self._n_prompt = event.n_prompt
+                return ""
+            case Resumed():
+                return self._begin(event.n_cached)
+            case Progress():
+                return f"{self._begin(0)}{sse.progress(event)}{PING}"
+            case Ended():
+                return self._begin(0) + self._end(event.usage)
+            case Failed():
+                return sse.named("error", dumps(_error_object(event.error)))
+            case _:
+                steps = self._blocks.take(event)
+                if self._look.says_nothing:
+                    return ""
+                return self._begin(0) + "".join([self._step(step) for step in steps])
+
+    def _begin(self, n_cached: int) -> str:
+        if self._begun:
+            return ""
+        self._begun = True
+        usage = self._look.usage(Usage(self._n_prompt, 0, n_cached))
+        message = _message(self._head, [], usage, None)
+        return _frame("message_start", f'"message":{dumps(message)}') + PING
+
+    def _step(self, step: Step) -> str:
+        block = step.block
+        match step:
+            case Opened():
+                shown = dumps(_shown(block, self._look))
+                return _frame(
+                    "content_block_start", f'"index":{block.index},"content_block":{shown}'
+                )
+            case Grown():
+                return self._grown(block, step.piece)
+            case Closed():
+                sign = ""
+                if block.kind == "reasoning":
+                    sign = _delta(block, "signature", "signature", _signature(block))
+                return sign + _frame("content_block_stop", f'"index":{block.index}')
+
+    def _grown(self, block: Block, piece: str) -> str:
+        match block.kind:
+            case "text":
+                return _delta(block, "text", "text", piece)
+            case "reasoning":
+                hidden = self._look.hides_thinking
+                return "" if hidden else _delta(block, "thinking", "thinking", piece)
+            case "call":
+                return _delta(block, "input_json", "partial_json", piece)
+
+    def _end(self, usage: Usage) -> str:
+        delta = {**_stop(self._blocks.finish), "stop_details": None}
+        changed = f'"delta":{dumps(delta)},"usage":{dumps(self._look.usage(usage))}'
+        return _frame("message_delta", changed) + _frame("message_stop", "")
+
+
+def _frame(kind: str, members: str) -> str:
+    comma = "," if members else ""
+    return f'event: {kind}\ndata: {{"type":"{kind}"{comma}{members}}}\n\n'
+
+
+def _delta(block: Block, kind: str, member: str, text: str) -> str:
+    return (
+        f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{block.index},'
+        f'"delta":{{"type":"{kind}_delta","{member}":{quote(text)}}}}}\n\n'
+    )
+
+
+# --- what both have ------------------------------------------------------------------------
+
+
+def _fold(head: Head, events: Iterable[Event], look: Look) -> dict[str, Any]:
+    blocks, usage = Blocks(), Usage(0, 0)
+    for event in events:
+        blocks.take(event)
+        if isinstance(event, Ended):
+            usage = event.usage
+    content = [] if look.says_nothing else [_whole(block, look) for block in blocks.all]
+    return _message(head, content, look.usage(usage), blocks.finish)
+
+
+def _message(
+    head: Head, content: list[Any], usage: dict[str, Any], finish: ChoiceFinished | None
+) -> dict[str, Any]:
+    return {
+        "id": f"{ID_PREFIX}{head.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": head.model,
+        "content": content,
+        **_stop(finish),
+        "usage": usage,
+    }
+
+
+def _stop(finish: ChoiceFinished | None) -> dict[str, Any]:
+    if finish is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    if finish.stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_string}
+    return {"stop_reason": STOP_REASONS[finish.reason], "stop_sequence": None}
+
+
+def _shown(block: Block, look: Look) -> dict[str, Any]:
+    """A block as it begins."""
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": ""}
+        case "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
+
+
+def _whole(block: Block, look: Look) -> dict[str, Any]:
+    shown = _shown(block, look)
+    match block.kind:
+        case "text":
+            return shown | {"text": block.text}
+        case "reasoning":
+            thinking = "" if look.hides_thinking else block.text
+            return shown | {"thinking": thinking, "signature": _signature(block)}
+        case "call":
+            return shown | {"input": _input(block.text)}
+
+
+def _input(text: str) -> dict[str, Any]:
+    """Arguments that max_tokens has cut short are no JSON; this API has no place for them."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _signature(block: Block) -> str:
+    """Clients keep no thinking that is not signed. It is not checked when it comes back."""
+    digest = hashlib.blake2b(block.text.encode("utf-8", "surrogatepass"), digest_size=32)
+    return base64.b64encode(digest.digest()).decode()
+
+
+def _error_object(error: FirnError) -> dict[str, Any]:
+    kind = ERROR_TYPES.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+    message = error.message
+    if isinstance(error, ContextTooLong):  # agents know by these words that it is time to compact
+        message = f"prompt is too long: {error.n_prompt} tokens > {error.limit} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+# --- schema --------------------------------------------------------------------------------
+
+
+def _schema() -> dict[str, Any]:
+    common = _openai.common_schema()
+    kept = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "cache")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+    text_or_blocks = {"type": ["string", "array", "null"], "items": {"type": "object"}}
+    message = {
+        "type": "object",
+        "required": ["role"],
+        "properties": {"role": {"enum": list(_anthropic.ROLES)}, "content": text_or_blocks},
+    }
+    stop = {"type": "string", "minLength": 1, "maxLength": _openai.MAX_STOP_CHARS}
+    optional = {"type": ["object", "null"]}
+    properties = {name: common[name] for name in (*kept, *penalties)} | {
+        "messages": {"type": "array", "minItems": 1, "items": message},
+        "max_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": _fields.INT_MAX},
+        "system": text_or_blocks,
+        "stop_sequences": {"type": ["array", "null"], "items": stop, "maxItems": 16},
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "tool_choice": optional,
+        "thinking": optional,
+        "output_config": optional,
+        "output_format": optional,
+        "cache_control": optional,
+        "metadata": {},
+    }
+    example = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+    return {
+        "type": "object",
+        "required": ["messages"],
+        "properties": properties,
+        "example": example,
+    }

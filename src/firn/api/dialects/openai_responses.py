@@ -1,0 +1,329 @@
+"""POST /v1/responses, and what was answered there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from firn.api.dialects import Asked, Extra, Head, _fields, _openai, _openai_chat
+from firn.api.dialects import _responses_items as items
+from firn.api.dialects._responses_reply import ID_PREFIX, Look, Reply, ResponseEncoder
+from firn.api.dialects._responses_store import ResponseStore, Stored
+from firn.api.prompting import count_tokens
+from firn.api.services import Services
+from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue
+from firn.core.events import Event
+from firn.core.values import Chat, GenerateRequest, Message, Namespace, TextPart
+
+LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
+PAGE = 20
+MAX_PAGE = 100
+
+
+class OpenAIResponses:
+    """Owner of the responses that are kept, for as long as the app lives."""
+
+    path = "/v1/responses"
+    summary = "Responses, in OpenAI's dialect"
+    tool_id_prefix = "call_"
+
+    def __init__(self) -> None:
+        self._store = ResponseStore()
+
+    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ResponsesCall:
+        given = _fields.Fields(body)
+        own = items.input_items(given)
+        previous = given.string("previous_response_id")
+        tools = items.tools(given)
+        include = items.included(given)
+        request = GenerateRequest(
+            model=given.string("model") or "",
+            source=Chat(
+                messages=self._messages(given, own, previous, namespace),
+                tools=tools.all,
+                tool_choice=items.tool_choice(given, tools),
+                template_kwargs=_openai_chat.template_kwargs(given),
+            ),
+            sampling=_openai.sampling(given),
+            max_tokens=given.integer("max_output_tokens", low=1),
+            stop=_openai.stop_strings(given),
+            top_logprobs=_top_logprobs(given, include),
+            ignore_eos=given.boolean("ignore_eos", False),
+            grammar=items.grammar(given),
+            reasoning=_openai_chat.reasoning(given),
+            cache=_openai.cache_control(given),
+        )
+        stream, background = given.boolean("stream", False), given.boolean("background", False)
+        stored = given.boolean("store", True)
+        if background and (stream or not stored):
+            raise InvalidValue("background", "needs store, and cannot be combined with stream")
+        look = Look(
+            echo=_echo(given, request, previous, stored=stored),
+            summarises=items.wants_summary(given),
+            seals=SEALED_REASONING in include,
+            customs=tools.custom,
+            with_logprobs=request.top_logprobs is not None,
+            writes=request.cache.write,
+        )
+        _refuse(given)
+        _writable(look.echo)
+        keep = self._keeper(namespace, _writable(own), previous) if stored else _forget
+        ignored = (*given.unread(), *tools.left_out)
+        return ResponsesCall((request,), stream, background, ignored, look, keep)
+
+    def _messages(
+        self,
+        body: _fields.Fields,
+        own: list[items.Item],
+        previous: str | None,
+        namespace: Namespace,
+    ) -> tuple[Message, ...]:
+        """Instructions hold for one response only; the items of those before hold on."""
+        before: list[tuple[str, items.Item]] = []
+        if previous is not None:
+            for stored in self._store.conversation(namespace, previous):
+                before += [("previous_response_id", item) for item in stored.input()]
+                before += [("previous_response_id", item) for item in stored.output()]
+        named = [(f"input[{i}]", item) for i, item in enumerate(own)]
+        instructions = body.get("instructions")
+        if isinstance(instructions, list):
+            before = [*_listed(instructions, "instructions"), *before]
+        found = items.messages([*before, *named], lambda id: self._store.item(namespace, id))
+        if instructions is not None and not isinstance(instructions, list):
+            text = _fields.string(instructions, "instructions")
+            found.insert(0, Message("system", (TextPart(text),)))
+        if not found:
+            raise InvalidValue("input", "must have at least 1 element")
+        return tuple(found)
+
+    def _keeper(
+        self, namespace: Namespace, own: bytes, previous: str | None
+    ) -> Callable[[Reply], None]:
+        begun = False
+
+        def keep(reply: Reply) -> None:
+            nonlocal begun
+            stored = Stored(
+                id=reply.id,
+                request=reply.head.request,
+                previous=previous,
+                is_running=reply.is_running,
+                items=own,
+                response=json.dumps(reply.body()).encode(),
+                item_ids=frozenset(item["id"] for item in reply.output),
+            )
+            if begun:
+                self._store.update(namespace, stored)
+            else:
+                self._store.put(namespace, stored)
+            begun = True
+
+        return keep
+
+    def render_error(self, error: FirnError) -> dict[str, Any]:
+        shown = _openai.error_object(error)
+        if error.param == "messages":  # what a fault deep inside calls the prompt
+            shown["error"]["param"] = "input"
+        return shown
+
+    def schema(self) -> dict[str, Any]:
+        return _schema()
+
+    # --- further routes --------------------------------------------------------------------
+
+    def routes(self, services: Services) -> tuple[Extra, ...]:
+        async def get(asked: Asked) -> Mapping[str, Any]:
+            return self._found(asked).body()
+
+        async def delete(asked: Asked) -> Mapping[str, Any]:
+            gone = self._store.drop(asked.namespace, asked.path["response_id"])
+            if gone.is_running:
+                services.mailroom.fail(gone.request, Cancelled())
+            return {"id": gone.id, "object": "response", "deleted": True}
+
+        async def cancel(asked: Asked) -> Mapping[str, Any]:
+            found = self._found(asked)
+            if not found.is_running:
+                raise BadRequest("This response is done: there is nothing to cancel.")
+            services.mailroom.fail(found.request, Cancelled())
+            return found.body() | {"status": "cancelled"}
+
+        async def input_items(asked: Asked) -> Mapping[str, Any]:
+            return _page(self._found(asked), asked.query)
+
+        async def count(asked: Asked) -> Mapping[str, Any]:
+            (request,) = self.decode(asked.body, namespace=asked.namespace).requests
+            n_tokens = await count_tokens(services, request)
+            return {"object": "response.input_tokens", "input_tokens": n_tokens}
+
+        one = f"{self.path}/{{response_id}}"
+        return (
+            Extra("GET", one, "A kept response", get),
+            Extra("DELETE", one, "Forget a response", delete),
+            Extra("POST", f"{one}/cancel", "Stop a response that is being made", cancel),
+            Extra("GET", f"{one}/input_items", "What a response was asked with", input_items),
+            Extra(
+                "POST",
+                f"{self.path}/input_tokens",
+                "How many tokens a prompt has",
+                count,
+                schema=_schema(),
+            ),
+        )
+
+    def _found(self, asked: Asked) -> Stored:
+        return self._store.get(asked.namespace, asked.path["response_id"])
+
+
+DIALECT = OpenAIResponses
+
+
+def _writable(value: Any) -> bytes:
+    """As JSON. The body may hold what a reply cannot repeat."""
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except ValueError:
+        raise BadRequest("A number in the body is infinite, or none at all.") from None
+
+
+def _forget(reply: Reply) -> None:
+    """What `store: false` does with a response."""
+
+
+def _listed(given: list[Any], param: str) -> list[tuple[str, items.Item]]:
+    found: list[tuple[str, items.Item]] = []
+    for i, value in enumerate(given):
+        item = _fields.mapping(value, f"{param}[{i}]")
+        found.append((f"{param}[{i}]", {"type": "message", **item}))
+    return found
+
+
+def _top_logprobs(body: _fields.Fields, include: frozenset[str]) -> int | None:
+    top = body.integer("top_logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
+    return (top or 0) if top or LOGPROBS in include else None
+
+
+def _refuse(body: _fields.Fields) -> None:
+    """What would change the answer, and what changes nothing here."""
+    for name in ("conversation", "prompt"):
+        if body.get(name) is not None:
+            raise InvalidValue(name, "is not supported; send the items, or previous_response_id")
+    body.skip("truncation", "max_tool_calls", "prompt_cache_options", "moderation")
+    body.skip("access_programs", "image", "context_management")
+    body.object("stream_options").skip("include_obfuscation")
+    _openai.skip_inert(body)
+
+
+def _echo(
+    body: _fields.Fields, request: GenerateRequest, previous: str | None, *, stored: bool
+) -> dict[str, Any]:
+    """What a response repeats of its request, with defaults in place of what was not said."""
+    metadata = body.get("metadata")
+    return {
+        "instructions": body.get("instructions"),
+        "max_output_tokens": request.max_tokens,
+        "metadata": {} if metadata is None else _fields.mapping(metadata, "metadata"),
+        "parallel_tool_calls": request.source.tool_choice.parallel
+        if isinstance(request.source, Chat)
+        else True,
+        "previous_response_id": previous,
+        "reasoning": {"effort": request.reasoning.effort, "summary": None}
+        | (body.get("reasoning") or {}),
+        "background": body.boolean("background", False),
+        "store": stored,
+        "temperature": request.sampling.temperature,
+        "text": {"format": {"type": "text"}} | (body.get("text") or {}),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.sampling.top_p,
+        "truncation": "disabled",
+        "user": body.string("user"),
+    }
+
+
+def _page(stored: Stored, query: Mapping[str, str]) -> dict[str, Any]:
+    limit = query.get("limit", str(PAGE))
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
+        raise InvalidValue("limit", f"must be between 1 and {MAX_PAGE}")
+    order = _fields.one_of(query.get("order", "desc"), "order", ("asc", "desc"))
+    suffix = stored.id.removeprefix(ID_PREFIX)
+    found = [{"id": f"in_{suffix}_{i}"} | item for i, item in enumerate(stored.input())]
+    if order == "desc":
+        found.reverse()
+    if "after" in query:
+        ids = [item["id"] for item in found]
+        found = found[ids.index(query["after"]) + 1 :] if query["after"] in ids else []
+    page = found[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(found) > len(page),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesCall:
+    requests: tuple[GenerateRequest, ...]
+    stream: bool
+    background: bool
+    ignored: tuple[str, ...]
+    look: Look
+    keep: Callable[[Reply], None]
+
+    def encoder(self, head: Head) -> ResponseEncoder:
+        return ResponseEncoder(head, self.look, self.keep)
+
+    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+        reply = Reply(head, self.look)
+        for event in events:
+            reply.take(event)
+        self.keep(reply)
+        return reply.body()
+
+
+# --- schema --------------------------------------------------------------------------------
+
+
+def _schema() -> dict[str, Any]:
+    properties = _openai.common_schema()
+    for name in ("max_tokens", "max_completion_tokens", "n"):
+        del properties[name]
+    optional = {"type": ["object", "null"]}
+    text_or_items = {"type": ["string", "array"], "items": {"type": "object"}}
+    boolean = {"type": ["boolean", "null"]}
+    properties |= {
+        "input": text_or_items,
+        "instructions": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+        "previous_response_id": {"type": ["string", "null"]},
+        "max_output_tokens": {
+            "type": ["integer", "null"],
+            "minimum": 1,
+            "maximum": _fields.INT_MAX,
+        },
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "tool_choice": {"type": ["string", "object", "null"]},
+        "parallel_tool_calls": boolean,
+        "text": optional,
+        "reasoning": optional,
+        "enable_thinking": boolean,
+        "thinking_budget": {"type": ["integer", "null"], "minimum": 0},
+        "chat_template_kwargs": optional,
+        "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
+        "include": {"type": ["array", "null"], "items": {"type": "string"}},
+        "metadata": optional,
+        "store": boolean,
+        "background": boolean,
+        "user": {"type": ["string", "null"]},
+    }
+    return {
+        "type": "object",
+        "required": ["input"],
+        "properties": properties,
+        "example": {"input": "Hello", "max_output_tokens": 16},
+    }

@@ -1,0 +1,100 @@
+"""/v1/tokenize and /v1/detokenize: what the model makes of a text, and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from firn.api.dialects import Asked, Dialect, Extra
+from firn.api.dialects._fields import Fields, array, integer, string
+from firn.api.prompting import make_prompt
+from firn.api.services import Services
+from firn.core.errors import BadRequest, InvalidValue
+from firn.core.values import GenerateRequest
+
+T = TypeVar("T")
+
+
+def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra, ...]:
+    chat = next(d for d in dialects if d.path == "/v1/chat/completions")
+
+    async def tokenize(asked: Asked) -> Mapping[str, Any]:
+        body = Fields(asked.body)
+        services.check_model(body.string("model") or "")
+        text = body.get("text") if body.get("text") is not None else body.get("prompt")
+        if text is None and body.get("messages") is None:
+            raise InvalidValue("text", "is required, or messages")
+        if text is None:
+            (request,) = chat.decode(asked.body, namespace=asked.namespace).requests
+            return await _in_pool(services, lambda: _shown(services, _rendered(services, request)))
+        given, special = string(text, "text"), body.boolean("add_special_tokens", True)
+        return await _in_pool(
+            services, lambda: _shown(services, _encoded(services, given, add_special=special))
+        )
+
+    async def detokenize(asked: Asked) -> Mapping[str, Any]:
+        body = Fields(asked.body)
+        services.check_model(body.string("model") or "")
+        name = "ids" if body.get("ids") is not None else "tokens"
+        given = body.get(name)
+        if given is None:
+            raise InvalidValue("ids", "is required")
+        last = services.engine.model.vocab_size - 1
+        ids = [
+            integer(token, f"{name}[{i}]", low=0, high=last)
+            for i, token in enumerate(array(given, name))
+        ]
+        text = await _in_pool(services, lambda: services.tokenizer.decode(ids))
+        return {"text": text, "prompt": text, "count": len(ids)}
+
+    return (
+        Extra("POST", "/v1/tokenize", "A text's or a chat's tokens", tokenize, _TOKENIZE),
+        Extra("POST", "/v1/detokenize", "The text of tokens", detokenize, _DETOKENIZE),
+    )
+
+
+def _encoded(services: Services, text: str, *, add_special: bool) -> list[int]:
+    try:
+        return services.tokenizer.encode(text, add_special=add_special)
+    except UnicodeEncodeError:
+        raise BadRequest("text: an unpaired surrogate, which is no text.", param="text") from None
+
+
+def _rendered(services: Services, request: GenerateRequest) -> list[int]:
+    return [int(token) for token in make_prompt(services, request).ids]
+
+
+def _shown(services: Services, ids: list[int]) -> dict[str, Any]:
+    raw = services.tokenizer.token_bytes
+    return {
+        "ids": ids,
+        "tokens": [raw(token).decode("utf-8", "replace") for token in ids],
+        "count": len(ids),
+        "max_model_len": services.engine.model.context_length,
+    }
+
+
+async def _in_pool(services: Services, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(services.pool, work)
+
+
+_TOKENIZE: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "text": {"type": ["string", "null"]},
+        "messages": {"type": ["array", "null"], "items": {"type": "object"}},
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "add_special_tokens": {"type": ["boolean", "null"]},
+    },
+    "example": {"text": "Hello"},
+}
+_DETOKENIZE: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "ids": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    },
+    "example": {"ids": [1, 2, 3]},
+}

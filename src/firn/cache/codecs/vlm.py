@@ -1,0 +1,60 @@
+"""mlx-vlm's cache classes: the same names and fields as mlx-lm's, another module, another `state`.
+
+Records are cut from the fields, never from `state`, so the codecs are the same; only where a class
+keeps more than its namesake does it need a word of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from firn.cache.codecs import Arrays
+from firn.cache.codecs.pages import ConcatenateKVCodec, KVCodec, QuantizedKVCodec
+from firn.cache.codecs.state import ArraysCodec
+from firn.cache.codecs.window import ChunkedKVCodec, RotatingKVCodec
+
+HOME = "mlx_vlm.models.cache"
+
+
+class VlmKVCodec(KVCodec):
+    single = f"{HOME}.KVCache"
+    batched = f"{HOME}.BatchKVCache"
+
+
+class VlmConcatenateKVCodec(ConcatenateKVCodec):
+    single = f"{HOME}.ConcatenateKVCache"
+
+
+class VlmQuantizedKVCodec(QuantizedKVCodec):
+    single = f"{HOME}.QuantizedKVCache"
+
+
+class VlmRotatingKVCodec(RotatingKVCodec):
+    single = f"{HOME}.RotatingKVCache"
+    batched = f"{HOME}.BatchRotatingKVCache"
+
+
+class VlmChunkedKVCodec(ChunkedKVCodec):
+    single = f"{HOME}.ChunkedKVCache"
+
+
+class VlmArraysCodec(ArraysCodec):
+    """Beside its arrays it can hold a speculative block, which is no part of the state."""
+
+    single = f"{HOME}.ArraysCache"
+    batched = f"{HOME}.ArraysCache"
+
+    def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
+        super().fill(layer, pieces, n_tokens)
+        layer.left_padding = layer.lengths = None
+
+
+CODECS = (
+    VlmKVCodec(),
+    VlmConcatenateKVCodec(),
+    VlmQuantizedKVCodec(),
+    VlmRotatingKVCodec(),
+    VlmChunkedKVCodec(),
+    VlmArraysCodec(),
+)

@@ -1,0 +1,209 @@
+"""Storing what a row has computed: whole blocks, tails, states. Costs what the new tokens cost.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from firn.cache.codecs import Arrays, At, evaluate, joined_copy, slice_tokens
+from firn.cache.holdings import Holdings
+from firn.cache.index import Mark, Node, Record
+from firn.cache.layout import Layout
+from firn.cache.match import common_prefix
+from firn.cache.parts import Part
+from firn.cache.trail import CacheTrail, Piece
+from firn.core.keys import KeyTokens
+from firn.core.ports import LiveRow
+
+
+class Committer:
+    def __init__(self, holdings: Holdings, layout: Layout, *, exact_chunk: int) -> None:
+        self._held = holdings
+        self._needs = holdings.needs
+        self._layout = layout
+        self._block = holdings.identity.block
+        self._exact_chunk = exact_chunk
+        # A ring smaller than a block loses tokens before the block is whole: they are saved in
+        # pieces. One token more may be in flight when the pieces are cut.
+        small = 0 < layout.smallest_window < self._block + 2
+        self.piece_tokens = max(layout.smallest_window - 2, 1) if small else 0
+
+    @property
+    def step(self) -> int:
+        """How many tokens may come between two commits."""
+        return self.piece_tokens or self._block
+
+    def commit(self, trail: CacheTrail, row: LiveRow) -> None:
+        """Whole blocks, then a state if one is due here."""
+        with self._all_or_nothing() as new:
+            self._commit(trail, row, new)
+
+    def _commit(self, trail: CacheTrail, row: LiveRow, new: list[Record]) -> None:
+        at = At(row.index, row.n_tokens)
+        self._save_pieces(trail, row, at)
+        end = min(row.n_tokens, trail.n_known)
+        if self._exact_chunk:
+            end -= end % self._exact_chunk
+        while trail.writes and trail.node.end + self._block <= end:
+            if not self._commit_block(trail, row, at, new):
+                break
+        mark = trail.due.pop(row.n_tokens, None)
+        if mark is not None and trail.writes:
+            self._commit_state(trail, row, at, mark, new)
+
+    def commit_tail(self, trail: CacheTrail, row: LiveRow) -> None:
+        """What the row holds beyond its last whole block, so that reuse is exact to the token."""
+        if not trail.writes or row.n_tokens > trail.n_known:
+            return
+        with self._all_or_nothing() as new:
+            self._commit_tail(trail, row, new)
+
+    def _commit_tail(self, trail: CacheTrail, row: LiveRow, new: list[Record]) -> None:
+        at = At(row.index, row.n_tokens)
+        if self._needs.state:
+            self._commit_state(trail, row, at, Mark.REPLY_END, new)
+        elif row.n_tokens > trail.node.end:
+            values = trail.values(trail.node.end, row.n_tokens)
+            cover = self._cover(trail.node, values)
+            if cover is not None:
+                self._held.extend_life(cover, trail.control.ttl_s)
+            else:
+                tail = self._held.index.child(trail.node, values)
+                with self._held.leased(tail):
+                    if self._store(trail, tail, row, at, new):
+                        self._supersede(tail)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[list[Record]]:
+        """Collects new records and computes them at the end; after a fault none of them stays."""
+        new: list[Record] = []
+        try:
+            yield new
+            evaluate([r.payload for r in new if r.payload is not None])
+        except Exception:
+            self._held.take_back(new)
+            raise
+        self._held.spill(r for r in new if r.alive)
+
+    def _commit_block(self, trail: CacheTrail, row: LiveRow, at: At, new: list[Record]) -> bool:
+        start = trail.node.end
+        i = start // self._block
+        key = trail.keys[i] if i < len(trail.keys) else None
+        values = trail.values(start, start + self._block)
+        node = self._held.index.child(trail.node, values, key=key)
+        with self._held.leased(node):
+            if not self._store(trail, node, row, at, new):
+                return False
+            self._supersede(node)
+            trail.move(node, self._held)
+        trail.pieces = [p for p in trail.pieces if p.end > node.end]
+        trail.n_saved = max(trail.n_saved, node.end)
+        return True
+
+    def _commit_state(
+        self, trail: CacheTrail, row: LiveRow, at: At, mark: Mark, new: list[Record]
+    ) -> None:
+        """Keep the state at the row's position, with the pages of its unfinished block."""
+        n = row.n_tokens
+        node = trail.node
+        if n != node.end:
+            node = self._held.index.child(trail.node, trail.values(trail.node.end, n))
+        if node.parent is None:
+            return
+        with self._held.leased(node):
+            if node is not trail.node and not self._store(trail, node, row, at, new):
+                return
+            known = node.records.get(Part.STATE)
+            if known is not None and (known.payload is not None or known.stored):
+                self._held.used([known])
+                return
+            payload = self._layout.cut(Part.STATE, row.live_layers, at, 0, n)
+            self._keep(node, Part.STATE, payload, mark, new)
+
+    def _store(
+        self, trail: CacheTrail, node: Node, row: LiveRow, at: At, new: list[Record]
+    ) -> bool:
+        """Give the node its pages and window, unless it has them. False: there is no room."""
+        self._held.lease(node)
+        try:
+            for part in self._needs.by_block:
+                known = node.records.get(part)
+                if known is not None and (known.payload is not None or known.stored):
+                    self._held.used([known])
+                    continue
+                if not self._keep(
+                    node, part, self._cut(part, trail, node, row, at), Mark.TURN, new
+                ):
+                    trail.writes = False
+                    return False
+            self._held.extend_life(node, trail.control.ttl_s)
+            return True
+        finally:
+            self._held.unlease(node)
+
+    def _keep(
+        self, node: Node, part: Part, payload: list[Arrays], mark: Mark, new: list[Record]
+    ) -> bool:
+        known = node.records.get(part)
+        if known is not None:  # on its way to a tier below: it may come back to memory at once
+            self._held.promote(known, payload)
+            return True
+        record = self._held.add(node, part, payload, mark)
+        if record is not None:
+            new.append(record)
+        return record is not None
+
+    def _cut(self, part: Part, trail: CacheTrail, node: Node, row: LiveRow, at: At) -> list[Arrays]:
+        if part is Part.WINDOW and self.piece_tokens:
+            return _join_pieces(trail.pieces, node.start, node.end)
+        return self._layout.cut(part, row.live_layers, at, node.start, node.end)
+
+    def _save_pieces(self, trail: CacheTrail, row: LiveRow, at: At) -> None:
+        if not self.piece_tokens or row.n_tokens <= trail.n_saved:
+            return
+        cut = self._layout.cut(Part.WINDOW, row.live_layers, at, trail.n_saved, row.n_tokens)
+        evaluate([cut])
+        trail.pieces.append(Piece(trail.n_saved, row.n_tokens, cut))
+        trail.n_saved = row.n_tokens
+
+    def _cover(self, parent: Node, values: KeyTokens) -> Node | None:
+        """A child that holds these tokens and maybe more."""
+        return next(
+            (
+                c
+                for c in parent.children.values()
+                if len(c.values) >= len(values)
+                and common_prefix(c.values, values) == len(values)
+                and all(map(c.has, self._needs.by_block))
+            ),
+            None,
+        )
+
+    def _supersede(self, node: Node) -> None:
+        """Tails that a longer node contains are of no more use, unless they hold a state."""
+        assert node.parent is not None
+        for other in list(node.parent.children.values()):
+            if len(other.values) >= len(node.values) or other.has(Part.STATE) or other.n_leases:
+                continue
+            if other.n_pins or other.children or other.expires_at > node.expires_at:
+                continue
+            if common_prefix(other.values, node.values) == len(other.values):
+                self._held.forget(other)
+
+
+def _join_pieces(pieces: Sequence[Piece], start: int, end: int) -> list[Arrays]:
+    """Window layers' tokens [start, end) out of pieces that cover them."""
+    parts: list[list[Arrays]] = []
+    covered = start
+    for piece in pieces:
+        if piece.end <= covered or piece.start >= end:
+            continue
+        first, last = covered - piece.start, min(piece.end, end) - piece.start
+        parts.append([slice_tokens(a, first, last) for a in piece.layers])
+        covered = piece.start + last
+    if covered != end:
+        raise ValueError(f"window pieces end at {covered}, not at {end}")
+    return [joined_copy(p) for p in zip(*parts, strict=True)]

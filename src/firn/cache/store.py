@@ -1,0 +1,247 @@
+"""What lies below memory, seen from the engine thread: spilling, loading, and what others changed.
+
+Arrays become host bytes and come back on the engine thread; hashing, files and waiting belong to the I/O
+threads. Their results arrive in a queue that `poll` empties between two steps, a little at a time while
+there are rows to decode.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from firn.cache.codecs import Arrays
+from firn.cache.codecs._host import from_host, to_host
+from firn.cache.container import Header, Layers, Loaded
+from firn.cache.faults import TierError
+from firn.cache.index import Record
+from firn.cache.tiers import Entry, Gone, Name, Stored, Usage
+from firn.core.keys import KeyTokens
+
+BUSY_SHARE = 0.03
+"""Spilling may take this much of the engine's time while requests run; all of it when none do."""
+MAX_CREDIT_S = 0.05
+POLL_BUSY_S = 0.01
+"""Bytes turn into arrays for so long between two steps while rows decode."""
+RESCAN_S = 10.0
+FIRST_SCAN_S = 60.0
+
+
+class Io(Protocol):
+    """The I/O threads, as the store uses them. `done` gets a result or a TierError, on their side."""
+
+    def try_write(
+        self, header: Header, buffers: Sequence[Any], done: Callable[[Any], None]
+    ) -> bool:
+        """False: the queue is full."""
+        ...
+
+    def read(self, name: Name, expect: KeyTokens, done: Callable[[Any], None]) -> None: ...
+
+    def delete(self, names: Iterable[Name]) -> None: ...
+
+    def touch(self, names: Iterable[Name]) -> None: ...
+
+    def scan(self, done: Callable[[Any], None]) -> None: ...
+
+    def usage(self) -> Usage: ...
+
+    def close(self) -> object:
+        """Flush what is queued, in bounded time."""
+        ...
+
+
+# --- what poll tells -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A record was read and verified."""
+
+    record: Record
+    payload: list[Arrays]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A record could not be read: it is not there any more."""
+
+    record: Record
+    error: TierError
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    record: Record
+    evicted: tuple[Name, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """A record was not written."""
+
+    record: Record
+    error: TierError
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a scan saw: records that others added or took away."""
+
+    changes: tuple[Entry | Gone, ...]
+
+
+News = Arrived | Lost | Written | Unwritten | Found
+
+
+class Store:
+    def __init__(
+        self,
+        io: Io,
+        header_of: Callable[[Record, Layers], Header],
+        tokens_of: Callable[[Record], KeyTokens],
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wake` is called from an I/O thread when there is something to poll."""
+        self._io = io
+        self._header_of = header_of
+        self._tokens_of = tokens_of
+        self._wake = wake
+        self._clock = clock
+        self._results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._to_spill: deque[Record] = deque()
+        self._loading: set[Record] = set()
+        self._credit_s = MAX_CREDIT_S
+        self._last_poll = clock()
+        self._last_scan = clock()
+        self._scanning = False
+
+    # --- orders ----------------------------------------------------------------------------
+
+    def spill(self, record: Record) -> None:
+        """Write the record soon."""
+        self._to_spill.append(record)
+
+    def spill_now(self, record: Record) -> bool:
+        """Take a copy of a record that is about to leave memory; False when the queue is full."""
+        return record.writing or self._write(record)
+
+    def load(self, record: Record) -> None:
+        """Read the record; `poll` will tell. One that is being read already is not read twice."""
+        if record in self._loading:
+            return
+        self._loading.add(record)
+        self._io.read(_name(record), self._tokens_of(record), self._done(record))
+
+    def forget(self, records: Iterable[Record]) -> None:
+        self._io.delete([_name(r) for r in records])
+
+    def touch(self, records: Iterable[Record]) -> None:
+        self._io.touch([_name(r) for r in records if r.stored])
+
+    def usage(self) -> Usage:
+        return self._io.usage()
+
+    def close(self) -> None:
+        while self._to_spill and self._spill_next():
+            pass
+        self._io.close()
+
+    def first_scan(self) -> tuple[Entry | Gone, ...]:
+        """Everything that is stored. Blocks: for the start only."""
+        self._io.scan(self._done(None))
+        _, result = self._results.get(timeout=FIRST_SCAN_S)
+        if isinstance(result, TierError):
+            raise result
+        return tuple(result)
+
+    # --- results ---------------------------------------------------------------------------
+
+    def poll(self, *, busy: bool) -> Iterator[News]:
+        """What happened below, and a share of the spilling. A fraction of both while busy."""
+        now = self._clock()
+        elapsed, self._last_poll = now - self._last_poll, now
+        self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
+        yield from self._take_results(now + POLL_BUSY_S if busy else float("inf"))
+        while self._to_spill and (not busy or self._credit_s > 0):
+            began = self._clock()
+            if not self._spill_next():
+                break
+            self._credit_s -= self._clock() - began
+            if not busy and not self._results.empty():
+                break  # someone waits: the rest comes with the next poll
+        if not self._scanning and now - self._last_scan > RESCAN_S:
+            self._scanning = True
+            self._io.scan(self._done(None))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left to spill."""
+        return not self._to_spill
+
+    def _take_results(self, until: float) -> Iterator[News]:
+        while True:
+            try:
+                record, result = self._results.get_nowait()
+            except queue.Empty:
+                return
+            news = self._news(record, result)
+            if news is not None:
+                yield news
+            if self._clock() > until:
+                if not self._results.empty():
+                    self._wake()
+                return
+
+    def _news(self, record: Record | None, result: Any) -> News | None:
+        if record is None:
+            self._scanning = False
+            self._last_scan = self._clock()
+            return None if isinstance(result, TierError) else Found(tuple(result))
+        if isinstance(result, Stored):
+            record.writing, record.stored = False, True
+            return Written(record, result.evicted)
+        if isinstance(result, Loaded):
+            self._loading.discard(record)
+            return Arrived(record, from_host(result.header.layers, result.buffers))
+        if record.writing:
+            record.writing = False
+            return Unwritten(record, result)
+        self._loading.discard(record)
+        record.stored = False
+        return Lost(record, result)
+
+    def _spill_next(self) -> bool:
+        """Copy and queue one record; False when the write queue is full."""
+        record = self._to_spill.popleft()
+        if record.payload is None or record.stored or record.writing or not record.alive:
+            return True
+        if self._write(record):
+            return True
+        self._to_spill.appendleft(record)
+        return False
+
+    def _write(self, record: Record) -> bool:
+        layers, buffers = to_host(record.payload)
+        accepted = self._io.try_write(self._header_of(record, layers), buffers, self._done(record))
+        record.writing = accepted
+        return accepted
+
+    def _done(self, record: Record | None) -> Callable[[Any], None]:
+        def done(result: Any) -> None:
+            self._results.put((record, result))
+            self._wake()
+
+        return done
+
+
+def _name(record: Record) -> Name:
+    return Name(record.node.key, record.part)

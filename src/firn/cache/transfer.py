@@ -1,0 +1,133 @@
+"""A prefix as one file: a tar archive of its records, parents first, each verified on the way in.
+
+What is exported is never encrypted, whatever the folder is: the other machine has another key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from firn.cache.container import Header, Loaded, pack, unpack
+from firn.cache.faults import Damaged, Foreign
+from firn.cache.tiers import Name, Tier
+from firn.cache.tiers._disk import SUFFIX
+from firn.core.keys import Key, child_key, root_key
+from firn.core.values import Namespace
+
+SECTOR_NBYTES = 512
+_BLOCK = re.compile(r"\bblock(\d+)\b")
+
+Progress = Callable[[int], None]
+"""Called with the bytes of each record that is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    n_new: int
+    n_present: int
+    nbytes: int
+
+
+def export(
+    names: Sequence[Name],
+    read: Callable[[Name], Loaded],
+    path: Path,
+    *,
+    progress: Progress = lambda nbytes: None,
+) -> int:
+    """Write the records to a new file; returns its bytes. Raises what `read` raises, and OSError."""
+    temp = path.with_name(f"{path.name}.part")
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            for name in names:
+                progress(_add(file, name, read(name)))
+            file.write(bytes(2 * SECTOR_NBYTES))
+        temp.replace(path)
+    finally:
+        temp.unlink(missing_ok=True)
+    return path.stat().st_size
+
+
+def _add(file: BinaryIO, name: Name, loaded: Loaded) -> int:
+    packed = pack(loaded.header, loaded.buffers)
+    info = tarfile.TarInfo(f"{name.key.hex()}.{name.part.value}{SUFFIX}")
+    info.size, info.mode, info.mtime = packed.nbytes, 0o600, int(loaded.header.created)
+    file.write(info.tobuf(tarfile.PAX_FORMAT))
+    for piece in packed.pieces:
+        file.write(piece)
+    file.write(bytes(-packed.nbytes % SECTOR_NBYTES))
+    return packed.nbytes
+
+
+def import_file(
+    path: Path,
+    tier: Tier,
+    *,
+    namespace: str | None = None,
+    progress: Progress = lambda nbytes: None,
+) -> Imported:
+    """Store the records of an exported file. Raises Damaged, Foreign, and what `write` raises.
+
+    namespace: put them there instead of where they come from; their keys change with it.
+    """
+    n_new = n_present = nbytes = 0
+    moved: dict[Key, Key] = {}
+    for loaded in _records(path):
+        header = loaded.header
+        if derived_key(header, header.parent) != header.key:
+            raise Damaged("another record's bytes", "the key does not follow from the tokens")
+        if namespace is not None:
+            header = _move(header, namespace, moved)
+        stored = tier.write(header, loaded.buffers)
+        n_new, n_present = n_new + stored.new, n_present + (not stored.new)
+        nbytes += stored.nbytes
+        progress(sum(len(b) for b in loaded.buffers))
+    return Imported(n_new, n_present, nbytes)
+
+
+def _records(path: Path) -> Iterator[Loaded]:
+    """One after another, so that memory holds one."""
+    n_records = 0
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if not member.isfile() or not member.name.endswith(SUFFIX):
+                    raise Foreign("no exported prefix", f"it holds {member.name!r}")
+                file = tar.extractfile(member)
+                assert file is not None
+                n_records += 1
+                yield unpack(file.read())
+    except (tarfile.TarError, EOFError) as e:
+        raise Foreign("no exported prefix", str(e)) from e
+    if not n_records:
+        raise Foreign("no exported prefix", "it holds no records")
+
+
+def derived_key(header: Header, parent: Key) -> Key:
+    """The key that follows from the tokens. A record whose tokens begin at 0 may span many blocks."""
+    step = max(len(header.tokens), 1)
+    if header.parent == header.root and (found := _BLOCK.search(header.layout)):
+        step = int(found[1])
+    key = parent
+    for at in range(0, len(header.tokens), step):
+        key = child_key(key, header.tokens[at : at + step])
+    return key
+
+
+def _move(header: Header, namespace: str, moved: dict[Key, Key]) -> Header:
+    root = root_key(
+        fingerprint=header.fingerprint, layout=header.layout, namespace=Namespace(namespace)
+    )
+    moved[header.root] = root
+    if header.parent not in moved:
+        raise Foreign("no exported prefix", "a record comes before its parent")
+    parent = moved[header.parent]
+    moved[header.key] = derived_key(header, parent)
+    return replace(header, key=moved[header.key], parent=parent, root=root, namespace=namespace)

@@ -1,0 +1,187 @@
+"""`firn cache`: names, flags and help texts. The work is in cache_view.py and cache_work.py.
+
+All commands may be run on a folder that servers are using. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Guard = Callable[[Callable[..., None]], Callable[..., None]]
+
+Dir = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir",
+        help="The cache folder (otherwise the user's).",
+        envvar="FIRN_SSD_CACHE_DIR",
+        metavar="DIR",
+    ),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Key file of an encrypted cache.", envvar="FIRN_SSD_CACHE_KEY_FILE", metavar="FILE"
+    ),
+]
+KeyText = Annotated[
+    str, typer.Argument(help="A record's key; its first digits are enough.", metavar="KEY")
+]
+
+
+def cache_app(guarded: Guard) -> typer.Typer:
+    """The sub-commands; `guarded` turns named faults into one line and an exit code."""
+    app = typer.Typer(
+        help="Look at, check, shrink, and carry around what is kept on disk.",
+        no_args_is_help=True,
+        rich_markup_mode="markdown",
+    )
+    commands: dict[str, Callable[..., None]] = {
+        "ls": _ls,
+        "show": _show,
+        "stats": _stats,
+        "verify": _verify,
+        "gc": _gc,
+        "clear": _clear,
+        "export": _export,
+        "import": _import,
+    }
+    for name, command in commands.items():
+        app.command(name)(guarded(command))
+    return app
+
+
+def _where(folder: Path | None, key_file: Path | None = None) -> Any:
+    from firn.cli.cache_work import Where
+    from firn.config import default_cache_dir
+
+    return Where.of(folder or default_cache_dir(), key_file)
+
+
+def _ls(
+    folder: Dir = None,
+    key_file: KeyFile = None,
+    top: Annotated[
+        int, typer.Option(help="Prefixes to show of each model; 0 for none.", min=0, metavar="N")
+    ] = 3,
+) -> None:
+    """List models and namespaces, and the largest prefixes of each."""
+    from firn.cli.cache_view import ls
+
+    ls(_where(folder, key_file), top=top)
+
+
+def _show(
+    key: KeyText,
+    folder: Dir = None,
+    key_file: KeyFile = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model folder whose tokenizer turns tokens into text (otherwise the folder that "
+            "the server had, if it is still there).",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="The text from the first token on, not this block's.")
+    ] = False,
+) -> None:
+    """Show a block: where it belongs, its layers, its tokens, and their text."""
+    from firn.cli.cache_view import show
+
+    show(_where(folder, key_file), key, model=model, whole=whole)
+
+
+def _stats(
+    folder: Dir = None,
+    key_file: KeyFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print the folder in numbers."""
+    from firn.cli.cache_view import show_stats
+
+    show_stats(_where(folder, key_file), as_json=as_json)
+
+
+def _verify(
+    folder: Dir = None,
+    key_file: KeyFile = None,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Move damaged records out of the way.")
+    ] = False,
+) -> None:
+    """Read every record and check every byte. The exit code is 1 when something is damaged."""
+    from firn.cli.cache_work import verify
+
+    raise typer.Exit(verify(_where(folder, key_file), quarantine=quarantine))
+
+
+def _gc(
+    max_gb: Annotated[
+        float, typer.Option("--max-gb", help="Keep at most this, in GiB.", min=0, metavar="X")
+    ],
+    folder: Dir = None,
+) -> None:
+    """Evict the least recently used prefixes, from their ends, until the rest fits."""
+    from firn.cli.cache_work import gc
+
+    gc(_where(folder), max_nbytes=int(max_gb * 2**30))
+
+
+def _clear(
+    folder: Dir = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Only this model's: its name, or the first digits of its fingerprint."),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Only this namespace's: its first digits.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete records: all of them, or a model's, or a namespace's."""
+    from firn.cli.cache_work import clear, to_clear
+
+    where = _where(folder)
+    chosen = to_clear(where, model=model, namespace=namespace)
+    if not yes:
+        typer.confirm(f"Delete {chosen.text} from {where.folder}?", abort=True)
+    clear(where, chosen)
+
+
+def _export(
+    key: KeyText,
+    file: Annotated[Path, typer.Argument(help="The file to write.")],
+    folder: Dir = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Write a prefix, from its first token to this block, to one file.
+
+    It holds the prompt in readable form: treat it like the prompt itself.
+    """
+    from firn.cli.cache_work import export
+
+    export(_where(folder, key_file), key, file)
+
+
+def _import(
+    file: Annotated[Path, typer.Argument(help="A file that export wrote.")],
+    folder: Dir = None,
+    key_file: KeyFile = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Store it for this namespace (otherwise for the one it came from)."),
+    ] = None,
+) -> None:
+    """Add an exported prefix to the folder, verified, within the folder's limit.
+
+    A model answers from what it is given here: import files from people you trust.
+    """
+    from firn.cli.cache_work import import_
+
+    import_(_where(folder, key_file), file, namespace=namespace)

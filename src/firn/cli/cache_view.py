@@ -1,0 +1,283 @@
+"""What `firn cache` shows of a folder: ls, show, stats. Looks only; takes no lock."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from firn.cache.container import Header
+from firn.cache.inventory import Block, Group, Inventory, Prefix, prefixes
+from firn.cache.parts import Part
+from firn.cache.tiers import Name
+from firn.cache.tiers._disk import QUARANTINE, TMP
+from firn.cache.tiers._shared import peek
+from firn.cache.tiers._survey import load
+from firn.cli.cache_work import Where, out
+from firn.cli.doctor import size
+from firn.core.errors import FirnError
+
+SHORT = 12
+"""Digits of a key that tell records apart for people."""
+IMAGE_BIT = 1 << 63
+N_TOKENS_SHOWN = 32
+
+
+def ago(then: float, now: float) -> str:
+    seconds = max(now - then, 0.0)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return "just now"
+
+
+def _name_of(group: Group) -> str:
+    return group.model.name or f"model {group.fingerprint.hex()[:SHORT]}"
+
+
+# --- ls ------------------------------------------------------------------------------------
+
+
+def ls(where: Where, *, top: int) -> None:
+    inventory = where.take()
+    groups = inventory.groups()
+    console = out()
+    if not inventory.found:
+        console.print(f"Nothing is stored in {where.folder}.", markup=False)
+        return
+    console.print(_table(groups))
+    for group in groups if top else ():
+        console.print()
+        console.print(_tree(group, top))
+    others = [
+        f"{len(inventory.faulty)} files of no use",
+        f"{inventory.n_locked} encrypted with another key",
+    ]
+    shown = [text for text in others if not text.startswith("0 ")]
+    if shown:
+        console.print(f"\nAlso {' and '.join(shown)}.")
+
+
+def _table(groups: Sequence[Group]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("model", "fingerprint", "namespace"):
+        table.add_column(column, no_wrap=True)
+    for column in ("records", "tokens", "size", "last used"):
+        table.add_column(column, justify="right", no_wrap=True)
+    now = time.time()
+    for group in groups:
+        table.add_row(
+            Text(group.model.name or "-"),
+            group.fingerprint.hex()[:SHORT],
+            Text(group.namespace[:SHORT]),
+            f"{group.n_records:,}",
+            f"{group.n_tokens:,}" if group.n_tokens else "?",
+            size(group.nbytes),
+            ago(group.last_use, now),
+        )
+    return table
+
+
+def _tree(group: Group, top: int) -> Tree:
+    title = f"largest prefixes of {_name_of(group)}, namespace {group.namespace[:SHORT]}"
+    tree = Tree(Text(title), guide_style="dim")
+    now = time.time()
+
+    def grow(branch: Tree, prefix: Prefix) -> None:
+        below = branch.add(Text(_line(prefix, now)))
+        for one in prefix.branches:
+            grow(below, one)
+
+    for prefix in prefixes(group.blocks, top=top):
+        grow(tree, prefix)
+    return tree
+
+
+def _line(prefix: Prefix, now: float) -> str:
+    first, last = prefix.blocks[0], prefix.blocks[-1]
+    n_blocks = f"{len(prefix.blocks)} block{'s' * (len(prefix.blocks) != 1)}"
+    below = sum(b.nbytes for b in prefix.blocks)
+    more = f" ({size(prefix.nbytes)} with what follows)" if prefix.nbytes > below else ""
+    return (
+        f"{last.tag.key.hex()[:SHORT]}  tokens [{first.tag.start}, {last.end})  {n_blocks}, "
+        f"{size(below)}{more}, {ago(prefix.last_use, now)}"
+    )
+
+
+# --- show ----------------------------------------------------------------------------------
+
+
+def show(where: Where, key: str, *, model: str | None, whole: bool) -> None:
+    inventory = where.take()
+    block = inventory.find(key)
+    console = out()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for topic, text in _facts(inventory, block):
+        table.add_row(topic, Text(text))
+    console.print(table)
+    for part, found in block.files.items():
+        if found.label is None:
+            console.print(f"\n{part.value}: encrypted with another key")
+            continue
+        header = load(where.disk(), found.listed.path, _name(block, part), seal=where.seal).header
+        console.print(f"\n{part.value}: {size(found.listed.nbytes)}", style="bold")
+        for line in _layer_lines(header):
+            console.print(f"  {line}", markup=False)
+    tokens = _tokens(inventory, block, whole=whole)
+    if tokens:
+        console.print()
+        console.print(_text_of(tokens, model or _recorded_model(inventory, block)), markup=False)
+
+
+def _name(block: Block, part: Part) -> Name:
+    return Name(block.tag.key, part)
+
+
+def _facts(inventory: Inventory, block: Block) -> list[tuple[str, str]]:
+    tag = block.tag
+    model = inventory.models.get(tag.fingerprint)
+    label = next((f.label for f in block.files.values() if f.label is not None), None)
+    children = [b for b in inventory.blocks.values() if b.parent == tag.key]
+    now = time.time()
+    facts = [
+        ("key", tag.key.hex()),
+        ("parent", "none: it begins a chain" if block.parent is None else block.parent.hex()),
+        ("followed by", ", ".join(b.tag.key.hex()[:SHORT] for b in children) or "nothing"),
+        ("model", f"{model.name} ({tag.fingerprint.hex()})" if model else tag.fingerprint.hex()),
+        ("namespace", tag.namespace),
+        ("made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tag.created))),
+        ("last used", ago(block.last_use, now)),
+    ]
+    if label is not None:
+        facts.insert(3, ("tokens", f"[{tag.start}, {block.end})"))
+        facts.append(("layout", label.layout))
+    return facts
+
+
+def _layer_lines(header: Header) -> list[str]:
+    """Equal layers drawn together."""
+    texts = [
+        ", ".join("empty" if s is None else f"{s.dtype} {s.shape}" for s in slots) or "nothing"
+        for slots in header.layers
+    ]
+    lines, at = [], 0
+    for text, equal in groupby(texts):
+        n = len(list(equal))
+        which = f"layer {at}" if n == 1 else f"layers {at}-{at + n - 1}"
+        lines.append(f"{which}: {text}")
+        at += n
+    return lines
+
+
+def _tokens(inventory: Inventory, block: Block, *, whole: bool) -> list[int]:
+    chain = inventory.chain(block) if whole else [block]
+    found: list[int] = []
+    for one in chain:
+        label = next((f.label for f in one.files.values() if f.label is not None), None)
+        if label is None:
+            return []
+        found += [int(t) for t in label.tokens]
+    return found
+
+
+def _recorded_model(inventory: Inventory, block: Block) -> str | None:
+    model = inventory.models.get(block.tag.fingerprint)
+    return model.path if model and Path(model.path).is_dir() else None
+
+
+def _text_of(tokens: list[int], model: str | None) -> str:
+    """The text, where a tokenizer can be had; else the first token ids."""
+    ids = ", ".join(map(str, tokens[:N_TOKENS_SHOWN]))
+    numbers = f"tokens: {ids}{', ...' if len(tokens) > N_TOKENS_SHOWN else ''}"
+    if model is None:
+        return numbers
+    try:
+        from firn.models.loader import load_tokenizer
+
+        tokenizer = load_tokenizer(Path(model).expanduser())
+    except (FirnError, ImportError) as e:
+        return f"{numbers}\n(no text: {e})"
+    pieces: list[str] = []
+    for is_image, run in groupby(tokens, key=lambda t: t >= IMAGE_BIT):
+        values = list(run)
+        text = f"<image: {len(values)} tokens>" if is_image else tokenizer.decode(values)
+        pieces.append(text)
+    return "".join(pieces)
+
+
+# --- stats ---------------------------------------------------------------------------------
+
+
+def stats(where: Where) -> dict[str, Any]:
+    inventory = where.take()
+    disk = where.disk()
+    page = peek(disk)
+    by_part = {p: [f for f in inventory.found if f.tag and f.tag.part is p] for p in Part}
+    bad = disk.files(QUARANTINE)
+    now = time.time()
+    return {
+        "folder": str(where.folder),
+        "limit_bytes": page.limit_nbytes if page else None,
+        "bytes": sum(f.listed.nbytes for f in inventory.found) + sum(x.nbytes for x in bad),
+        "records": len(inventory.found),
+        "tokens": sum(b.n_tokens for b in inventory.blocks.values()),
+        "parts": {
+            part.value: {"records": len(files), "bytes": sum(f.listed.nbytes for f in files)}
+            for part, files in by_part.items()
+        },
+        "models": len({b.tag.fingerprint for b in inventory.blocks.values()}),
+        "namespaces": len({b.tag.namespace for b in inventory.blocks.values()}),
+        "locked": inventory.n_locked,
+        "unusable": len(inventory.faulty),
+        "orphans": len(inventory.orphans),
+        "quarantine": {"files": len(bad), "bytes": sum(x.nbytes for x in bad)},
+        "being_written": len(disk.names(TMP)),
+        "bytes_written_last_24_hours": page.day_nbytes(int(now) // 3600) if page else None,
+        "oldest_use": min((f.listed.mtime for f in inventory.found), default=None),
+    }
+
+
+def show_stats(where: Where, *, as_json: bool) -> None:
+    found = stats(where)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _stat_lines(found):
+        table.add_row(name, Text(text))
+    out().print(table)
+
+
+def _stat_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    limit = found["limit_bytes"]
+    written = found["bytes_written_last_24_hours"]
+    parts = ", ".join(
+        f"{name} {part['records']:,} ({size(part['bytes'])})"
+        for name, part in found["parts"].items()
+    )
+    bad = found["quarantine"]
+    return [
+        ("folder", found["folder"]),
+        ("size", f"{size(found['bytes'])} of {size(limit) if limit else 'no limit known'}"),
+        ("records", f"{found['records']:,}: {parts}"),
+        ("tokens", f"{found['tokens']:,}"),
+        ("models", f"{found['models']}, in {found['namespaces']} namespaces"),
+        ("written", f"{size(written or 0)} in the last 24 hours"),
+        (
+            "not usable",
+            f"{found['unusable']} unusable, {found['locked']} encrypted with another key",
+        ),
+        ("orphans", str(found["orphans"])),
+        ("quarantine", f"{bad['files']} files, {size(bad['bytes'])}"),
+    ]

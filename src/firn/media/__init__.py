@@ -1,0 +1,1 @@
+"""Pictures of requests: fetched, decoded, made ready for the model. No mlx."""

@@ -1,0 +1,89 @@
+"""Bytes of a picture file to plain RGB pixels, or a line that says why not. Pure.
+
+What comes out is what a viewer would show: turned upright, transparency over white, 16-bit values
+scaled. Sizes are checked before any pixel is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+Pixels = npt.NDArray[np.uint8]
+"""(height, width, 3)."""
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
+DAMAGE = (
+    OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError,
+    ZeroDivisionError, NotImplementedError, MemoryError, struct.error, zlib.error,
+)  # fmt: skip
+"""What Pillow's decoders raise for files that are not what they say."""
+WHITE = (255, 255, 255, 255)
+PLAIN_MODES = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"})
+ALPHA_MODES = frozenset({"RGBA", "RGBa", "LA", "La", "PA"})
+WIDE_MODES = frozenset({"I", "I;16", "I;16L", "I;16B", "I;16N"})
+
+
+class Undecodable(Exception):
+    """The picture is at fault; the message says how."""
+
+
+def decode(data: bytes, *, max_pixels: int) -> Pixels:
+    """Raises Undecodable."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check(image, max_pixels)
+            rgb = _to_rgb(ImageOps.exif_transpose(image))
+    except UnidentifiedImageError as e:
+        raise Undecodable(f"is no {SHOWN_FORMATS} file") from e
+    except Image.DecompressionBombError as e:
+        raise Undecodable("has more pixels than can be decoded") from e
+    except DAMAGE as e:
+        raise Undecodable(f"is damaged: {_one_line(e)}") from e
+    return np.ascontiguousarray(rgb)
+
+
+def _check(image: Image.Image, max_pixels: int) -> None:
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise Undecodable("has no pixels")
+    if width * height > max_pixels:
+        raise Undecodable(
+            f"has {width} x {height} pixels; {max_pixels / 1e6:g} million are the most"
+        )
+    # A camera's MPO has views of one scene; the first is the picture.
+    n_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    if n_frames > 1:
+        raise Undecodable(f"is animated or has pages ({n_frames} of them); send one of them")
+
+
+def _to_rgb(image: Image.Image) -> Pixels:
+    mode = image.mode
+    if mode in WIDE_MODES:
+        return _from_wide(image)
+    if mode in ALPHA_MODES or "transparency" in image.info:
+        coloured = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), coloured)
+    elif mode not in PLAIN_MODES:
+        raise Undecodable(f"has pixels of a kind that is not supported ({mode})")
+    return np.asarray(image.convert("RGB"), dtype=np.uint8)
+
+
+def _from_wide(image: Image.Image) -> Pixels:
+    """16-bit grey values, of which Pillow's own conversion would keep the darkest 256."""
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise Undecodable("has values beyond 16 bits")
+    grey = (values / 257.0).round().astype(np.uint8)
+    return np.repeat(grey[:, :, None], 3, axis=2)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text[:120] if text else type(error).__name__

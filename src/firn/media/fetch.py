@@ -1,0 +1,196 @@
+"""Images by address: fetched only where the operator allows it, and only from the public internet.
+
+A name is resolved once, every address it has must be public, and the connection goes to one of exactly
+those: what was checked is what is used, whatever the name server says a moment later. Each redirect is
+checked like the first address. Nothing of the environment (proxies, .netrc) is used.
+
+Owner: the asyncio thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import httpx
+
+from firn.core.errors import BadImage
+from firn.core.values import Chat, GenerateRequest, ImagePart, Message, Part
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""All addresses of a host name; raises OSError."""
+
+MAX_REDIRECTS = 3
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MAX_AT_ONCE = 8
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "firn"}
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """plain_http: addresses without TLS are allowed too."""
+
+    nbytes: int
+    timeout_s: float = 10.0
+    plain_http: bool = False
+
+
+class Fetcher:
+    """Replaces the addresses of a request's images by what they lead to."""
+
+    def __init__(
+        self,
+        limits: FetchLimits,
+        *,
+        resolve: Resolve | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """resolve, transport: the network, where it is not the real one."""
+        self._limits = limits
+        self._resolve = resolve or system_resolver
+        self._transport = transport
+
+    async def gather(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the bytes of its images. Raises BadImage."""
+        source = request.source
+        if not isinstance(source, Chat) or not any(map(_is_remote, _parts(source))):
+            return request
+        gate = asyncio.Semaphore(MAX_AT_ONCE)
+
+        async def filled(part: Part) -> Part:
+            if not isinstance(part, ImagePart) or not _is_remote(part):
+                return part
+            async with gate:
+                return replace(part, data=await self.fetch(part))
+
+        async def filled_message(message: Message) -> Message:
+            parts = await asyncio.gather(*(filled(p) for p in message.parts))
+            return replace(message, parts=tuple(parts))
+
+        messages = await asyncio.gather(*(filled_message(m) for m in source.messages))
+        return replace(request, source=replace(source, messages=tuple(messages)))
+
+    async def fetch(self, part: ImagePart) -> bytes:
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                return await self._follow(part)
+        except TimeoutError as e:
+            late = f"the image did not come within {self._limits.timeout_s:g} seconds."
+            raise BadImage(part.param, late) from e
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
+            why = " ".join(str(e).split())[:120] or type(e).__name__
+            raise BadImage(part.param, f"the image could not be fetched: {why}") from e
+
+    async def _follow(self, part: ImagePart) -> bytes:
+        url = httpx.URL(part.url)
+        # A client for each image: a kept connection would outlive the check of its address.
+        async with httpx.AsyncClient(
+            trust_env=False,
+            follow_redirects=False,
+            timeout=self._limits.timeout_s,
+            transport=self._transport,
+        ) as client:
+            for _ in range(MAX_REDIRECTS + 1):
+                found = await self._get(client, url, part)
+                if isinstance(found, bytes):
+                    return found
+                url = found
+        raise BadImage(
+            part.param, f"the image's address redirects more than {MAX_REDIRECTS} times."
+        )
+
+    async def _get(
+        self, client: httpx.AsyncClient, url: httpx.URL, part: ImagePart
+    ) -> bytes | httpx.URL:
+        """The body, or where to go on."""
+        address = await self._checked(url, part)
+        host = url.netloc.decode("ascii")
+        pinned = url.copy_with(host=str(address), userinfo=b"")
+        async with client.stream(
+            "GET",
+            pinned,
+            headers={**HEADERS, "Host": host.rpartition("@")[2]},
+            extensions={"sni_hostname": url.host},
+        ) as response:
+            if response.status_code in REDIRECTS and "location" in response.headers:
+                return url.join(response.headers["location"])
+            if response.status_code != 200:
+                raise BadImage(part.param, f"the image's server answers {response.status_code}.")
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise BadImage(
+                    part.param, "the image's server compresses what it was asked not to."
+                )
+            body = bytearray()
+            async for chunk in response.aiter_raw():
+                body += chunk
+                if len(body) > self._limits.nbytes:
+                    raise BadImage(
+                        part.param, f"the image is over the limit of {self._limits.nbytes} bytes."
+                    )
+            return bytes(body)
+
+    async def _checked(self, url: httpx.URL, part: ImagePart) -> Address:
+        """An address to connect to, if the URL is one that may be fetched."""
+        schemes = ("https", "http") if self._limits.plain_http else ("https",)
+        if url.scheme not in schemes:
+            raise BadImage(
+                part.param, f"the image's address must begin with {' or '.join(schemes)}://."
+            )
+        if not url.host:
+            raise BadImage(part.param, "the image's address names no host.")
+        port = url.port or (443 if url.scheme == "https" else 80)
+        if port > 65535:
+            raise BadImage(part.param, "the image's address has no such port.")
+        found = [_parsed(a) for a in await self._resolve(url.host, port)]
+        if not found or not all(map(is_public, found)):
+            raise BadImage(part.param, "the image's address is not on the public internet.")
+        return found[0]
+
+
+async def system_resolver(host: str, port: int) -> list[str]:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
+
+
+def is_public(address: Address) -> bool:
+    """Neither private nor loopback, link-local, shared (CGNAT), multicast, reserved, nor a disguise."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in NAT64:
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if any(a is not None and not is_public(a) for a in inner):
+            return False
+        if address.ipv4_mapped is not None:
+            return True
+        if address.is_site_local:
+            return False
+    return address.is_global and not (
+        address.is_private
+        or address.is_loopback
+        or address.is_link_local
+        or address.is_multicast
+        or address.is_reserved
+        or address.is_unspecified
+    )
+
+
+def _parsed(text: str) -> Address:
+    return ipaddress.ip_address(text.partition("%")[0])
+
+
+def _parts(chat: Chat) -> list[Part]:
+    return [part for message in chat.messages for part in message.parts]
+
+
+def _is_remote(part: Part) -> bool:
+    return (
+        isinstance(part, ImagePart)
+        and part.data is None
+        and part.url[:8].lower().startswith(("http://", "https://"))
+    )

@@ -1,0 +1,161 @@
+"""A picture of a message, ready for the prompt: read, decoded, digested, preprocessed.
+
+The digest is over the decoded pixels, their size and kind, and the settings of the processor: over what
+the model sees, and not over how it was sent.
+
+Used from the tokenize pool, by several threads.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import threading
+import urllib.parse
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from firn.core.errors import BadImage
+from firn.core.values import ImagePart, PreparedImage, TokenArray
+from firn.media.decode import Pixels, Undecodable, decode
+
+MIB = 1 << 20
+_DATA_URL = re.compile(r"data:(?P<kind>[^,]*?)(?P<base64>;\s*base64)?\s*,", re.IGNORECASE)
+_SPACES = re.compile(r"\s+")
+
+
+class Processed(Protocol):
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def ids(self) -> TokenArray: ...
+
+    @property
+    def inputs(self) -> Any: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Processor(Protocol):
+    """The model's side: `firn.models.processor.VisionProcessor` is one."""
+
+    placeholder: str
+    inline: bool
+    settings: bytes
+
+    def process(self, pixels: Pixels) -> Processed:
+        """Whatever it raises says that it cannot take the picture."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    nbytes: int = 20 * MIB
+    pixels: int = 50_000_000
+
+
+class Pictures:
+    """Implements core.ports.Pictures. Holds the last pictures, as later turns send them again."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        *,
+        whole: bool,
+        limits: ImageLimits,
+        keep_nbytes: int = 128 * MIB,
+    ) -> None:
+        self.placeholder = processor.placeholder
+        self.inline = processor.inline
+        self.whole = whole
+        self._processor = processor
+        self._limits = limits
+        self._keep_nbytes = keep_nbytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, tuple[PreparedImage, int]] = OrderedDict()
+        self._kept_nbytes = 0
+
+    def prepare(self, part: ImagePart) -> PreparedImage:
+        data = read(part, max_nbytes=self._limits.nbytes)
+        key = hashlib.blake2b(data, digest_size=32).digest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key][0]
+        try:
+            pixels = decode(data, max_pixels=self._limits.pixels)
+        except Undecodable as e:
+            raise BadImage(part.param, f"the image {e}.") from e
+        try:
+            found = self._processor.process(pixels)
+        except Exception as e:  # any processor of mlx-vlm or transformers may run here
+            why = " ".join(str(e).split())[:200] or type(e).__name__
+            raise BadImage(part.param, f"the model's processor refuses the image: {why}") from e
+        digest = digest_of(pixels, self._processor.settings)
+        prepared = PreparedImage(digest, found.text, found.ids, found.inputs)
+        self._keep(key, prepared, found.nbytes)
+        return prepared
+
+    def _keep(self, key: bytes, prepared: PreparedImage, nbytes: int) -> None:
+        with self._lock:
+            if key in self._kept or nbytes > self._keep_nbytes:
+                return
+            self._kept[key] = (prepared, nbytes)
+            self._kept_nbytes += nbytes
+            while self._kept_nbytes > self._keep_nbytes:
+                _, (_, freed) = self._kept.popitem(last=False)
+                self._kept_nbytes -= freed
+
+
+def digest_of(pixels: Pixels, settings: bytes) -> bytes:
+    """Fields are framed, so that a picture and its transpose differ."""
+    height, width, _ = pixels.shape
+    digest = hashlib.blake2b(digest_size=32, person=b"firn-image")
+    for field in (settings, b"RGB", f"{width}x{height}".encode(), pixels.tobytes()):
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.digest()
+
+
+def read(part: ImagePart, *, max_nbytes: int) -> bytes:
+    """The file's bytes. Raises BadImage."""
+    if part.data is not None:
+        data = part.data
+    elif part.url[:5].lower() == "data:":
+        data = _from_data_url(part, max_nbytes)
+    elif part.url[:8].lower().startswith(("http://", "https://")):
+        raise BadImage(
+            part.param, "this server fetches no images; send a data URL (see --allow-image-urls)."
+        )
+    else:
+        raise BadImage(part.param, "the image is neither a data URL nor an https address.")
+    if len(data) > max_nbytes:
+        raise _too_large(part, max_nbytes)
+    if not data:
+        raise BadImage(part.param, "the image is empty.")
+    return data
+
+
+def _from_data_url(part: ImagePart, max_nbytes: int) -> bytes:
+    head = _DATA_URL.match(part.url[:256])
+    if head is None:
+        raise BadImage(part.param, "the data URL is malformed.")
+    if (len(part.url) - head.end()) * 3 // 4 > max_nbytes + 3:
+        raise _too_large(part, max_nbytes)
+    body = urllib.parse.unquote_to_bytes(part.url[head.end() :])
+    if not head["base64"]:
+        return body
+    text = _SPACES.sub("", body.decode("latin-1"))
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError) as e:
+        raise BadImage(part.param, "the data URL is no valid base64.") from e
+
+
+def _too_large(part: ImagePart, max_nbytes: int) -> BadImage:
+    return BadImage(part.param, f"the image is over the limit of {max_nbytes / MIB:g} MiB.")

@@ -1,0 +1,260 @@
+"""Grammars to constraints: llguidance over the model's vocabulary. Its only importer, with `masks`.
+
+A `Compiler` lives as long as the model and is used from the tokenize pool. What it makes is pristine
+and shared; each choice starts a `Constraint` of its own from it, which the engine thread owns.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+
+from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
+from firn.core.values import Grammar
+from firn.models.schema_faults import is_endless, locate
+from firn.models.tokenizer import HfTokenizer
+
+log = logging.getLogger("firn.grammar")
+
+MAX_KEPT = 64
+"""Compiled grammars kept: an agent sends the same ones with each turn."""
+MAX_TEXT_CHARS = 4 * 2**20
+MAX_MESSAGE_CHARS = 400
+WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
+"""Between the tokens of JSON. Bounded: a model that has lost its way would write spaces for ever."""
+UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class Constraint:
+    """One choice's way through a grammar. Owner: its row's picker, on the engine thread."""
+
+    def __init__(self, matcher: LLMatcher, n_tokens: int) -> None:
+        self.matcher = matcher
+        self.n_tokens = n_tokens
+        """How many tokens its masks are about: at least the model's vocabulary."""
+        self.fault: FirnError | None = None
+        """Set once, for good: this choice cannot be held to its grammar any more."""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """These tokens were picked. What comes after the end is nothing to it."""
+        for token in tokens:
+            if self.matcher.is_stopped() or not self.matcher.consume_token(token):
+                self.check()
+                break
+
+    def check(self) -> None:
+        """Notice what has gone wrong inside the matcher, which says nothing by itself."""
+        if self.fault is None and self.matcher.is_error():
+            why = _one_line(self.matcher.get_error())
+            self.fault = StepFailed(f"The reply could not be held to its grammar: {why}")
+
+
+class CompiledGrammar:
+    """What a job carries. Shared and never advanced; any thread may start from it."""
+
+    def __init__(self, matcher: LLMatcher, n_tokens: int) -> None:
+        self._matcher = matcher
+        self._n_tokens = n_tokens
+
+    def start(self) -> Constraint:
+        return Constraint(self._matcher.deep_copy(), self._n_tokens)
+
+
+class Compiler:
+    """Owner: the composition root. Thread-safe."""
+
+    def __init__(self, tokenizer: HfTokenizer, *, vocab_size: int) -> None:
+        self._hf = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._building = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._control: tuple[str, ...] = ()
+
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes a second for a large one. Done at the first need else."""
+        self._vocabulary()
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises BadRequest, naming the parameter and the place in it."""
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+                return found
+        made = CompiledGrammar(self._matcher(grammar), self._vocabulary().vocab_size)
+        with self._lock:
+            self._kept[grammar] = made
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        every = [("", grammar), *grammar.parts]
+        if sum(len(g.text) for _, g in every) > MAX_TEXT_CHARS:
+            raise InvalidValue(grammar.param, "the grammar is too large")
+        vocabulary = self._vocabulary()
+        sources = [(name, _source(g)) for name, g in every]
+        # What a grammar forces is tokenized as text; llguidance would make a control token of text
+        # that spells one, and then refuse it.
+        if any(self._spells_control(g) for _, g in every):
+            sources = [("", {"lark_grammar": UNFORCED}), ("main", sources[0][1]), *sources[1:]]
+        matcher = LLMatcher(vocabulary, _assemble(sources), log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            for _, part in grammar.parts:
+                self._refuse_alone(part)
+            self._refuse(grammar, matcher.get_error())
+        self._refuse_dead_ends(grammar, matcher)
+        return matcher
+
+    def _spells_control(self, grammar: Grammar) -> bool:
+        text = grammar.text
+        if grammar.kind in ("json_schema", "choice"):  # unescaped
+            text = json.dumps(json.loads(text), ensure_ascii=False)
+        return any(name in text for name in self._control)
+
+    def _refuse_alone(self, part: Grammar) -> None:
+        """Raise if this part is at fault by itself."""
+        fault = self._fault(_source(part))
+        if fault:
+            self._refuse(part, fault)
+
+    def _refuse(self, grammar: Grammar, fault: str) -> None:
+        at = ""
+        if grammar.kind == "json_schema":
+            pointer, fault = locate(json.loads(grammar.text), fault, self._schema_fault)
+            at = f" at #{pointer}"
+        what = {"json_schema": "schema", "json_object": "schema"}.get(grammar.kind, grammar.kind)
+        raise InvalidValue(grammar.param, f"the {what} is not supported{at}: {_one_line(fault)}")
+
+    def _refuse_dead_ends(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        """A grammar that is well-formed and that no text satisfies."""
+        for part in (grammar, *(g for _, g in grammar.parts)):
+            if part.kind == "json_schema" and is_endless(json.loads(part.text)):
+                raise InvalidValue(part.param, "every value of this schema would contain itself")
+        first = matcher.deep_copy()
+        allowed = np.frombuffer(first.compute_bitmask(), dtype=np.uint8)
+        if first.is_error():
+            self._refuse(grammar, first.get_error())
+        if not allowed.any() or (first.is_stopped() and not first.is_accepting()):
+            raise InvalidValue(grammar.param, "no text can satisfy this grammar")
+
+    def _schema_fault(self, schema: Any) -> str:
+        return self._fault({"json_schema": schema})
+
+    def _fault(self, source: dict[str, Any]) -> str:
+        return str(LLMatcher.validate_grammar(_assemble([("", source)]), limits=LIMITS))
+
+    # --- the vocabulary --------------------------------------------------------------------
+
+    def _vocabulary(self) -> LLTokenizer:
+        with self._building:
+            if self._tokenizer is None:
+                found = self._read_vocabulary()
+                control = filter(found.is_special_token, sorted(self._hf.added))
+                names = (self._hf.token_bytes(t).decode("utf-8", "replace") for t in control)
+                self._control = tuple(n for n in names if n)
+                self._tokenizer = found
+            return self._tokenizer
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        eos = sorted(self._hf.eos)
+        if not eos:
+            raise BadRequest("This model has no end token: no reply of it can be constrained.")
+        # The logits decide: padding beyond the vocabulary is never allowed.
+        n_vocab = max(self._vocab_size, self._hf.n_ids)
+        definition = self._hf.definition
+        if definition is not None:
+            try:
+                found = LLTokenizer(_unpadded(definition), n_vocab=n_vocab, eos_token=eos)
+                if self._agrees(found):
+                    return found
+            except ValueError as e:
+                log.info("the tokenizer is read token by token: %s", e)
+        return LLTokenizer(_TokenTable(self._hf), n_vocab=n_vocab, eos_token=eos)  # type: ignore[arg-type]
+
+    def _agrees(self, tokenizer: LLTokenizer) -> bool:
+        """Whether it gives tokens the bytes that a reader of the reply will see."""
+        for token in range(self._hf.n_ids):
+            theirs = tokenizer.decode_bytes([token])
+            if theirs and not tokenizer.is_special_token(token):
+                ours = self._hf.token_bytes(token)
+                if theirs != ours:
+                    log.info("token %d is read as %r, not %r", token, ours, theirs)
+                    return False
+        return True
+
+
+class _TokenTable:
+    """A tokenizer as a list of byte strings: for those whose definition llguidance misreads."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, hf: HfTokenizer) -> None:
+        self._hf = hf
+        self.eos_token_id = min(hf.eos)
+        self.bos_token_id = None
+        self.tokens = [hf.token_bytes(i) for i in range(hf.n_ids)]
+        self.special_token_ids = sorted(hf.added | hf.special | hf.eos)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._hf.encode(text, add_special=False)
+
+
+def _unpadded(definition: str) -> str:
+    """Without the padding and truncation that transformers may have set."""
+    parsed = json.loads(definition)
+    return json.dumps({**parsed, "padding": None, "truncation": None})
+
+
+# --- llguidance's languages ----------------------------------------------------------------
+
+
+def _assemble(sources: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """The first is the grammar, the others are what it may refer to by name."""
+    grammars = [{"name": name, **source} if name else source for name, source in sources]
+    return json.dumps({"grammars": grammars})
+
+
+def _source(grammar: Grammar) -> dict[str, Any]:
+    match grammar.kind:
+        case "json_object":
+            return {"json_schema": _spaced({"type": "object"})}
+        case "json_schema":
+            return {"json_schema": _spaced(json.loads(grammar.text))}
+        case "regex":
+            return {"lark_grammar": f"start: /{regex_to_lark(grammar.text, use_ascii='')}/"}
+        case "choice":
+            words = [json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text)]
+            return {"lark_grammar": "start: " + " | ".join(words)}
+        case "lark":
+            return {"lark_grammar": grammar.text}
+
+
+def _spaced(schema: Any) -> Any:
+    """With our whitespace, unless the schema brings options of its own."""
+    if not isinstance(schema, dict):
+        return schema
+    options = schema.get("x-guidance")
+    own = options if isinstance(options, dict) else {}
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **own}}
+
+
+def _one_line(text: str) -> str:
+    """A message without its picture of the place; a regular expression's says what in one line."""
+    for line in text.splitlines():
+        if line.startswith("error: "):
+            text = line.removeprefix("error: ")
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"

@@ -1,0 +1,36 @@
+"""What a model is fed beside token ids. A text model: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from firn.core.values import Prompt
+from firn.models.batch import Row
+
+
+class Inputs(Protocol):
+    """Keyword arguments of the model's calls. Engine thread."""
+
+    def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
+        """For prompt tokens [start, end)."""
+        ...
+
+    def step(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """For the next token of each row."""
+        ...
+
+    def shift(self, prompt: Prompt) -> int:
+        """How far rotary positions are ahead of token counts behind this prompt."""
+        ...
+
+
+class IdsOnly:
+    def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
+        return {}
+
+    def step(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {}
+
+    def shift(self, prompt: Prompt) -> int:
+        return 0

@@ -1,0 +1,233 @@
+"""The model's own picture processor, called with one picture at a time.
+
+mlx-vlm and transformers want the whole prompt with all of its pictures. One picture by itself, in the
+markup that the chat template puts around it, gives the same tokens and the same pixel values; and what
+it gives does not depend on the pictures before and behind it, so a longer chat keeps its prefix.
+
+Used from the tokenize pool.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from firn.core.errors import SetupError, TemplateFailed
+from firn.core.ports import Tokenizer
+from firn.core.values import TokenArray
+from firn.models.picture import Picture
+
+Pixels = npt.NDArray[np.uint8]
+"""(height, width, 3)."""
+
+PROCESS_FAULTS = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OSError,
+    ArithmeticError, AssertionError, MemoryError,
+)  # fmt: skip
+"""What processors raise for pictures they cannot take."""
+TOKEN_NAMES = ("image_token", "boi_token", "image_placeholder", "img_context_token")
+KNOWN_PLACEHOLDERS = (
+    "<|image_pad|>", "<image>", "<start_of_image>", "<image_soft_token>", "<|image|>", "[IMG]",
+    "<|media_pad|>", "<|IMAGE_PLACEHOLDER|>", "<IMG_CONTEXT>", "<|patch|>", "<image_placeholder>",
+    "<im_patch>",
+)  # fmt: skip
+ID_NAMES = (
+    "image_token_id", "image_token_index", "media_placeholder_token_id", "img_context_token_id",
+    "image_patch_id", "im_patch_id",
+)  # fmt: skip
+NOT_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """text: what takes the placeholder's place in a rendered prompt, and becomes the tokens `ids`."""
+
+    text: str
+    inputs: Picture
+
+    @property
+    def ids(self) -> TokenArray:
+        return self.inputs.own_ids
+
+    @property
+    def nbytes(self) -> int:
+        tensors = self.inputs.tensors.values()
+        return sum(v.nbytes for v in tensors if isinstance(v, np.ndarray))
+
+
+class _Listener:
+    """The processor's tokenizer, with a note of the text that it was given last."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.heard: str | None = None
+
+    def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        one = text[0] if isinstance(text, list | tuple) and len(text) == 1 else text
+        self.heard = one if isinstance(one, str) else None
+        return self._tokenizer(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+class VisionProcessor:
+    """Thread-safe: one picture at a time.
+
+    placeholder: what stands for a picture in a rendered prompt. inline: the chat template knows no
+    pictures, so the placeholder has to be a part of the text.
+    """
+
+    def __init__(self, processor: Any, tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+        """Raises SetupError when pictures cannot be brought into a prompt."""
+        self._processor = processor
+        self._tokenizer = tokenizer
+        self._config = config
+        self._lock = threading.Lock()
+        self._listener = _Listener(processor.tokenizer)
+        processor.tokenizer = self._listener
+        self.settings = _settings(processor)
+        grey = np.full((64, 64, 3), 127, dtype=np.uint8)
+        faults = []
+        for placeholder, markup, inline in self._conventions():
+            self.placeholder, self._markup, self.inline = placeholder, markup, inline
+            try:
+                self.example = self.process(grey)
+                return
+            except PROCESS_FAULTS as e:
+                faults.append(f"{placeholder}: {e}")
+        why = faults[0] if faults else "it names no image token"
+        raise SetupError(f"The model's picture processor does not work: {_one_line(why)}")
+
+    def process(self, pixels: Pixels) -> Processed:
+        """Raises one of PROCESS_FAULTS."""
+        from PIL import Image
+
+        image = Image.fromarray(pixels)
+        with self._lock:
+            self._listener.heard = None
+            found = dict(self._processor(text=[self._markup], images=[image]))
+            heard = self._listener.heard
+        if "images" in found:
+            found["pixel_values"] = found.pop("images")
+        ids = np.array(found["input_ids"], dtype=np.int64).reshape(-1)
+        image_token = self._image_token(ids)
+        at = np.flatnonzero(ids == image_token)
+        if not len(at) or "pixel_values" not in found:
+            raise ValueError("the processor has put no picture into the prompt")
+        tensors = {k: _to_numpy(v) for k, v in found.items() if k not in NOT_TENSORS}
+        picture = Picture(ids, int(at[0]), int(at[-1]) + 1, image_token, tensors)
+        return Processed(self._own_text(heard, ids), picture)
+
+    def _own_text(self, heard: str | None, ids: TokenArray) -> str:
+        """The expanded markup, less what stands around the placeholder."""
+        text = heard if heard is not None else self._tokenizer.decode([int(t) for t in ids])
+        before, _, after = self._markup.partition(self.placeholder)
+        if not (text.startswith(before) and text.endswith(after)):
+            raise ValueError("the processor has changed the text around the picture")
+        return text[len(before) : len(text) - len(after)]
+
+    def _image_token(self, ids: TokenArray) -> int:
+        """The id that features take the place of."""
+        there = set(ids.tolist())
+        for source in (self._config, self._processor):
+            for name in ID_NAMES:
+                get = source.get if isinstance(source, Mapping) else _getter(source)
+                value = get(name)
+                if isinstance(value, int) and value in there:
+                    return value
+        values, counts = np.unique(ids, return_counts=True)
+        return int(values[counts.argmax()])
+
+    def _conventions(self) -> Iterator[tuple[str, str, bool]]:
+        """Ways to write a picture that may be this model's: placeholder, markup around it, inline."""
+        names = [getattr(self._processor, n, None) for n in TOKEN_NAMES]
+        names += [getattr(self._listener, n, None) for n in TOKEN_NAMES]
+        known = [n for n in KNOWN_PLACEHOLDERS if self._tokenizer.token_id(n) is not None]
+        candidates = list(dict.fromkeys([n for n in names if isinstance(n, str) and n] + known))
+        rendered = _render_pair(self._tokenizer)
+        if rendered is not None:
+            without, with_picture = rendered
+            for name in candidates:
+                if with_picture.count(name) == without.count(name) + 1:
+                    yield name, _inserted(without, with_picture, name), False
+        for name in candidates:
+            yield name, name, True
+
+
+def _render_pair(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """A message without and with a picture, as the chat template writes them."""
+    text = {"type": "text", "text": "alpha", "content": "alpha"}
+    pair: list[str] = []
+    for parts in ([text], [{"type": "image"}, text]):
+        try:
+            message = [{"role": "user", "content": parts}]
+            pair.append(tokenizer.render(message, tools=None, kwargs={}))
+        except TemplateFailed:
+            return None
+    return (pair[0], pair[1]) if all("alpha" in r for r in pair) else None
+
+
+def _inserted(without: str, with_picture: str, placeholder: str) -> str:
+    """What the picture has brought into the text; the placeholder itself where that is not clear."""
+    n_more = len(with_picture) - len(without)
+    n_before = 0
+    while n_before < len(without) and without[n_before] == with_picture[n_before]:
+        n_before += 1
+    markup = with_picture[n_before : n_before + n_more]
+    clean = with_picture[:n_before] + with_picture[n_before + n_more :] == without
+    return markup if clean and markup.count(placeholder) == 1 else placeholder
+
+
+def _settings(processor: Any) -> bytes:
+    """A digest of whatever decides how pixels become inputs."""
+    import mlx_vlm.version
+    import transformers
+
+    found = {
+        "mlx-vlm": mlx_vlm.version.__version__,
+        "transformers": transformers.__version__,
+        "processor": _plain(processor),
+        "image_processor": _plain(getattr(processor, "image_processor", None)),
+    }
+    return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=32).digest()
+
+
+def _plain(thing: Any) -> dict[str, Any]:
+    """An object's class and those of its fields that JSON can hold."""
+    fields = {k: v for k, v in vars(thing).items() if _is_plain(v)} if thing is not None else {}
+    return {"class": type(thing).__qualname__, **fields}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _to_numpy(value: Any) -> Any:
+    """Arrays of whatever kind as NumPy's; lists of arrays of one shape as one."""
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    if isinstance(value, Sequence):
+        items = [_to_numpy(v) for v in value]
+        shapes = {getattr(v, "shape", ()) for v in items}
+        return np.array(items) if len(shapes) == 1 else items
+    return np.array(value)
+
+
+def _getter(thing: Any) -> Any:
+    return lambda name: getattr(thing, name, None)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]

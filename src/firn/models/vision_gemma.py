@@ -1,0 +1,51 @@
+"""What Gemma's vision models do unlike the others.
+
+Gemma 4 can let the tokens of a picture see each other, later ones included. mlx-vlm lays that over the
+mask only if the whole prompt is read at once; here a chunk may come behind others, as long as no picture
+is cut.
+
+Gemma 3n's embeddings are scaled by the language model when it is given ids, and by nobody when it is
+given embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+
+VISUAL = "vision"
+
+
+def reads_whole_images(model: Any) -> bool:
+    """Whether a picture's tokens see each other."""
+    config = getattr(model.config, "text_config", None)
+    inner = getattr(model.language_model, "model", None)
+    return getattr(config, "use_bidirectional_attention", None) == VISUAL and hasattr(
+        inner, "_apply_blockwise_bidirectional_overlay"
+    )
+
+
+def see_whole_images(model: Any) -> None:
+    """Teach the model's mask to lie over a chunk that has a past."""
+    inner = model.language_model.model
+
+    def overlay(base: mx.array, kinds: mx.array | None) -> mx.array:
+        """`base` is (..., n, past + n): the last n columns are the chunk's own tokens."""
+        if kinds is None:
+            return base
+        n = kinds.shape[1]
+        block = inner._block_sequence_ids_for_mask(kinds)
+        same = (block[:, :, None] != -1) & (block[:, :, None] == block[:, None, :])
+        past = mx.zeros((*same.shape[:2], base.shape[-1] - n), dtype=mx.bool_)
+        return base | mx.concatenate([past, same], axis=-1)[:, None]
+
+    inner._apply_blockwise_bidirectional_overlay = overlay
+
+
+def text_scale(architecture: str, model: Any) -> float:
+    """What text embeddings lack when they are taken from the model by themselves."""
+    if architecture == "gemma3n":
+        return math.sqrt(model.config.text_config.hidden_size)
+    return 1.0

@@ -1,0 +1,169 @@
+"""Loading a vision checkpoint: its processor, its weights, and the proof that it can be driven by us.
+
+mlx-vlm has many families with as many habits. Rather than to trust a list, the model itself is asked:
+the same picture goes through mlx-vlm's own call and through ours, in chunks, and the logits must agree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from firn.core.errors import SetupError
+from firn.core.ports import Tokenizer
+from firn.core.values import MediaSpan, Prompt
+from firn.models.picture import Picture
+from firn.models.processor import VisionProcessor
+from firn.models.sampling import to_host
+from firn.models.vision import VisionModel, to_mlx
+
+log = logging.getLogger("firn.models")
+
+FAR = 0.05
+"""In units of the logits' spread. Rounding stays far below it, in bfloat16 too."""
+FAULTS = (Exception, SystemExit)
+"""A bad folder raises anything."""
+
+
+def require_extra(name: str) -> None:
+    """Raises SetupError where the vision packages are not installed."""
+    missing = [m for m in ("mlx_vlm", "PIL") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise SetupError(
+            f"{name} takes pictures, which needs more packages: pip install 'firn[vision]' "
+            "(or serve its text alone: --text-only)."
+        )
+
+
+def load_processor(
+    folder: Path,
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    trust_remote_code: bool = False,
+) -> VisionProcessor:
+    """Needs no weights and no particular thread. Raises SetupError."""
+    from mlx_vlm import utils
+    from transformers import AutoProcessor
+
+    try:
+        _refuse_code(folder, config, trust_remote_code)
+        # Importing the family's package teaches AutoProcessor its processor.
+        utils.get_model_and_args(dict(config))
+        found = AutoProcessor.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        if not hasattr(found, "tokenizer"):
+            raise SetupError(f"{folder} has no picture processor (preprocessor_config.json).")
+        return VisionProcessor(found, tokenizer, config)
+    except SetupError:
+        raise
+    except FAULTS as e:
+        raise SetupError(
+            f"The picture processor of {folder} cannot be loaded: {_first_line(e)}"
+        ) from e
+
+
+def load_weights(
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    adapter: Path | None,
+    trust_remote_code: bool,
+    feature_nbytes: int,
+) -> VisionModel:
+    """Reads the weights, once. Raises SetupError."""
+    from mlx_vlm import utils
+
+    kind = str(config["model_type"])
+    try:
+        _refuse_code(folder, config, trust_remote_code)
+        model = utils.load_model(folder)
+        if adapter is not None:
+            model = utils.apply_lora_layers(model, str(adapter))
+            model.eval()
+            mx.eval(model.parameters())
+    except SetupError:
+        raise
+    except FAULTS as e:
+        raise SetupError(f"{folder} ({kind}) cannot be loaded: {_first_line(e)}") from e
+    for part in ("language_model", "get_input_embeddings"):
+        if not hasattr(model, part):
+            raise SetupError(f"{kind}: mlx-vlm's model has no {part}, so it cannot be served.")
+    return VisionModel(model, architecture=kind, feature_nbytes=feature_nbytes)
+
+
+def check_pictures(model: VisionModel, picture: Picture, architecture: str) -> None:
+    """Raises SetupError where pictures do not come out as mlx-vlm has them."""
+    try:
+        fault = _fault(model, picture)
+    except FAULTS as e:
+        fault = _first_line(e)
+    model.features.clear()
+    if fault:
+        raise SetupError(
+            f"{architecture}: its pictures cannot be served ({fault}); "
+            "serve its text alone with --text-only."
+        )
+
+
+def _fault(model: VisionModel, picture: Picture) -> str | None:
+    text = mx.array([list(range(70, 133, 7))])  # control tokens are at either end of a vocabulary
+    by_ids = model(text, cache=model.make_cache())[0, -1]
+    features = model.text_features(text)
+    more = {} if features.per_layer is None else {"per_layer_inputs": features.per_layer}
+    by_embeds = model(text, cache=model.make_cache(), inputs_embeds=features.embeds, **more)[0, -1]
+    if _difference(by_ids, by_embeds) > FAR:
+        return "text comes out different by ids and by embeddings"
+    if _difference(_their_way(model, picture), _our_way(model, picture)) > FAR:
+        return "a picture that is read in chunks comes out different"
+    return None
+
+
+def _their_way(model: VisionModel, picture: Picture) -> mx.array:
+    """One call with everything that mlx-vlm's generator would give it."""
+    ids = mx.array(picture.ids.astype(np.int32))[None]
+    tensors = to_mlx(picture)
+    out = model.model.get_input_embeddings(input_ids=ids, mask=mx.ones_like(ids), **tensors)
+    tensors.pop("pixel_values")
+    given = {k: v for k, v in out.to_dict().items() if v is not None}
+    if model.whole_images:
+        given["mm_token_type_ids"] = (ids == picture.image_token).astype(mx.int32)
+    language = model.model.language_model
+    logits: mx.array = language(ids, cache=model.make_cache(), **{**tensors, **given}).logits[0, -1]
+    return logits
+
+
+def _our_way(model: VisionModel, picture: Picture) -> mx.array:
+    """In two chunks, the first of which ends in the middle of the picture if it may."""
+    span = MediaSpan(picture.first, picture.last, b"load-time check")
+    prompt = Prompt(picture.ids, media=(span,), images=(picture,))
+    middle = picture.first if model.whole_images else (picture.first + picture.last) // 2
+    layers = model.make_cache()
+    logits = mx.zeros((1, 1, 1))
+    for start, end in ((0, middle), (middle, len(prompt))):
+        if start < end:
+            ids = mx.array(picture.ids[start:end].astype(np.int32))[None]
+            logits = model(ids, cache=layers, **model.chunk(prompt, start, end))
+    return logits[0, -1]
+
+
+def _difference(a: mx.array, b: mx.array) -> float:
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    finite = mx.where(mx.isfinite(a), a, 0.0)
+    gap = mx.where(a == b, 0.0, mx.abs(a - b)).max() / (mx.std(finite) + 1e-6)
+    return float(to_host(gap))
+
+
+def _refuse_code(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> None:
+    if "model_file" in config and not trust_remote_code:
+        raise SetupError(f"{folder} brings Python code of its own; see --trust-remote-code.")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

@@ -1,0 +1,100 @@
+"""Positions of models whose rotary embedding has three axes: time, height, width.
+
+A picture takes fewer positions than it has tokens, so behind it positions and token counts part. The
+difference is a property of the prompt's pictures, all of them, restored or not. Positions are given to
+the model with each call; the ones that mlx-vlm keeps on the model are of no use to a batch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from firn.core.values import Prompt
+from firn.models.batch import Row
+from firn.models.picture import Picture
+
+N_AXES = 3
+MAX_KEPT = 1024
+"""Pictures whose positions are remembered."""
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A picture's positions, (axes, tokens), counted from where it begins, and where the next
+    token's is."""
+
+    relative: IntArray
+    length: int
+
+    @property
+    def shift(self) -> int:
+        return self.length - int(self.relative.shape[1])
+
+
+class RotaryPositions:
+    """Owner: the engine thread, through the vision model."""
+
+    def __init__(self, language: Any) -> None:
+        self._language = language
+        self._extents: OrderedDict[bytes, Extent] = OrderedDict()
+
+    def chunk(self, prompt: Prompt, start: int, end: int) -> mx.array:
+        """Of prompt tokens [start, end): (axes, 1, n)."""
+        found = np.tile(np.arange(start, end, dtype=np.int64), (N_AXES, 1))
+        shift = 0
+        for span, picture in zip(prompt.media, prompt.images, strict=True):
+            if span.start >= end:
+                break
+            extent = self._extent(span.digest, picture)
+            low, high = max(span.start, start), min(span.end, end)
+            if low < high:
+                part = extent.relative[:, low - span.start : high - span.start]
+                found[:, low - start : high - start] = span.start + shift + part
+            shift += extent.shift
+            found[:, max(span.end - start, 0) :] += extent.shift
+        return mx.array(found.astype(np.int32))[:, None]
+
+    def step(self, rows: Sequence[Row]) -> mx.array:
+        """Of each row's next token: (axes, rows, 1)."""
+        one_axis = mx.array([[row.n_tokens + row.shift] for row in rows], dtype=mx.int32)
+        return mx.broadcast_to(one_axis, (N_AXES, len(rows), 1))
+
+    def shift(self, prompt: Prompt) -> int:
+        pairs = zip(prompt.media, prompt.images, strict=True)
+        return sum(self._extent(span.digest, picture).shift for span, picture in pairs)
+
+    def of_text(self, layers: Sequence[Any], n_tokens: int) -> mx.array:
+        """Of text behind what these caches hold, without pictures: (axes, rows, n)."""
+        offset = next(layer.offset for layer in layers if hasattr(layer, "offset"))
+        begin = mx.array(offset).reshape(-1, 1)
+        one_axis = begin + mx.arange(n_tokens)[None]
+        return mx.broadcast_to(one_axis, (N_AXES, *one_axis.shape))
+
+    def _extent(self, digest: bytes, picture: Picture) -> Extent:
+        found = self._extents.get(digest)
+        if found is None:
+            found = self._extents[digest] = self._ask(picture)
+            if len(self._extents) > MAX_KEPT:
+                self._extents.popitem(last=False)
+        return found
+
+    def _ask(self, picture: Picture) -> Extent:
+        """The model's own function knows how a picture is laid out; the markup must be around it."""
+        n = picture.last - picture.first
+        grid = picture.tensors.get("image_grid_thw")
+        if grid is None:  # such a picture is counted like text
+            return Extent(np.tile(np.arange(n, dtype=np.int64), (N_AXES, 1)), n)
+        ids = mx.array(picture.ids.astype(np.int32))[None]
+        positions, _ = self._language.get_rope_index(ids, image_grid_thw=mx.array(grid))
+        all_axes = np.array(positions).reshape(N_AXES, -1).astype(np.int64)
+        own = all_axes[:, picture.first : picture.last] - picture.first
+        return Extent(own, int(own.max()) + 1)

@@ -1,0 +1,104 @@
+"""The grammar of Gemma's object notation: keys are bare, strings stand between quote tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from firn.core.values import Tool
+from firn.text.bare_values import as_root, limits, listed
+from firn.text.call_grammar import DEFINITIONS, CallGrammar, Parameter, parameters, plain
+from firn.text.schema import resolved, types_of
+
+_MAX_DEPTH = 6
+_KEY = "/[A-Za-z_][A-Za-z0-9_-]{0,63}/"
+
+
+def gemma_calls(g: CallGrammar, opening: str, quote: str, closer: str) -> str:
+    call = g.each(lambda param, tool: _Notation(g, quote, param).call(tool))
+    return g.several(g.lark.rule(f"{g.lark.mark(opening)} {call} {g.lark.mark(closer)}"))
+
+
+class _Notation:
+    """Owner: the writing of one tool. `param`: where its schema came from."""
+
+    def __init__(self, g: CallGrammar, quote: str, param: str) -> None:
+        self._lark = g.lark
+        self._quote = quote
+        self._param = param
+        self._any = ""
+
+    def call(self, tool: Tool) -> str:
+        head = self._lark.mark(f"call:{plain(tool.name, self._param)}")
+        return f"{head} {self._object(tool.parameters, depth=0)}"
+
+    def _object(self, schema: Mapping[str, Any], *, depth: int) -> str:
+        declared = parameters(Tool("", "", schema), self._param)
+        if declared is None:
+            pair = f'{self._lark.terminal(_KEY)} ":" {self._anything()}'
+            return f'"{{" ({pair} ("," {pair})*)? "}}"'
+        pairs = [(self._pair(p, depth), p.required) for p in declared]
+        return f'"{{" {self._lark.sequence(pairs, ",")} "}}"'
+
+    def _pair(self, p: Parameter, depth: int) -> str:
+        return self._lark.rule(f"{self._lark.mark(p.name + ':')} {self._value(p.schema, depth)}")
+
+    def _value(self, schema: Any, depth: int) -> str:
+        root = as_root(schema)
+        found = resolved(schema, root)
+        types = types_of(found, root)
+        if not isinstance(found, Mapping) or depth > _MAX_DEPTH:
+            return self._anything()
+        shared = {k: root[k] for k in DEFINITIONS if k in root}
+        values = listed(schema)
+        if values is not None:
+            return self._lark.any_of(map(self._literal, values))
+        options = found.get("anyOf") or found.get("oneOf")
+        if isinstance(options, list) and options:
+            each = [self._value(_with(option, shared), depth + 1) for option in options]
+            return self._lark.any_of(each)
+        if not types:
+            return self._anything()
+        return self._lark.any_of(self._typed(t, {**shared, **found}, depth) for t in sorted(types))
+
+    def _typed(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
+        if kind == "string":
+            return self._string(schema)
+        if kind == "object":
+            return self._object(schema, depth=depth + 1)
+        if kind == "array":
+            shared = {k: schema[k] for k in DEFINITIONS if k in schema}
+            item = self._value(_with(schema.get("items"), shared), depth + 1)
+            return f'"[" {_items(item, schema)} "]"'
+        return self._lark.json({**schema, "type": kind}, param=self._param)
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, str):
+            return self._lark.mark(f"{self._quote}{value}{self._quote}")
+        return self._lark.mark(json.dumps(value, ensure_ascii=False))
+
+    def _string(self, schema: Any = None) -> str:
+        text = self._lark.text_before(self._quote, where=limits(schema))
+        return f"{self._lark.mark(self._quote)} {text}"
+
+    def _anything(self) -> str:
+        if not self._any:
+            scalar = self._lark.json({"type": ["number", "boolean", "null"]}, param=self._param)
+            self._any = self._lark.any_of([scalar, self._string()])
+        return self._any
+
+
+def _items(item: str, schema: Mapping[str, Any]) -> str:
+    """Items with commas between them, as many as the schema says."""
+    least, most = schema.get("minItems"), schema.get("maxItems")
+    low = least if isinstance(least, int) else 0
+    if most == 0:
+        return '""'
+    more = f"{max(low - 1, 0)},{most - 1 if isinstance(most, int) else ''}"
+    run = f'{item} ("," {item}){{{more}}}'
+    return run if low else f"({run})?"
+
+
+def _with(schema: Any, shared: Mapping[str, Any]) -> Any:
+    return {**shared, **schema} if isinstance(schema, Mapping) else schema

@@ -1,0 +1,108 @@
+"""Lark grammars in the making: markup, literal text, free text and JSON, as llguidance reads them.
+
+Markup is written as the model writes it: what is one control token of its vocabulary is that token,
+and the rest is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from firn.core.ports import Tokenizer
+from firn.core.values import Grammar
+
+ANY_TEXT = "/(?s:.*)/"
+_IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$/]")
+
+
+class Lark:
+    """A grammar that is being written. Owner: the call that writes it.
+
+    Methods give expressions; `rule` and `json` also note down what those refer to. `control` are the
+    tokens that markup may be made of.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control: Iterable[str]) -> None:
+        ids = {text: tokenizer.token_id(text) for text in control if text}
+        self._ids = {text: token for text, token in ids.items() if token is not None}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._control = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._eos = tokenizer.eos
+        self._lines: list[str] = []
+        self._parts: list[tuple[str, Grammar]] = []
+
+    def is_token(self, text: str) -> bool:
+        return text in self._ids
+
+    def ends_reply(self, text: str) -> bool:
+        """This token ends a reply, so that it needs no place in a grammar."""
+        return self._ids.get(text) in self._eos
+
+    def mark(self, text: str) -> str:
+        """Fixed text, with its control tokens."""
+        pieces = [p for p in self._control.split(text) if p]
+        return " ".join(self._symbol(p) for p in pieces) or '""'
+
+    def _symbol(self, piece: str) -> str:
+        return f"<[{self._ids[piece]}]>" if piece in self._ids else literal(piece)
+
+    def rule(self, body: str, *, options: str = "") -> str:
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}{options}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """A regular expression by name, which others can build on."""
+        name = f"T{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def any_of(self, options: Iterable[str]) -> str:
+        return self.rule(" | ".join(options))
+
+    def sequence(self, items: Sequence[tuple[str, bool]], between: str) -> str:
+        """(item, whether it must be there) in this order, `between` those that are there."""
+        joint = literal(between)
+        first, rest = '""', '""'  # of what follows: as the first item, or as a later one
+        for item, required in reversed(items):
+            begins, goes_on = f"{item} {rest}", f"{joint} {item} {rest}"
+            if not required:
+                begins, goes_on = f"{begins} | {first}", f"{goes_on} | {rest}"
+            first, rest = self.rule(begins), self.rule(goes_on)
+        return first
+
+    def text_before(self, end: str, *, where: Iterable[str] = ()) -> str:
+        """Any text that does not contain `end`, and `end`. `where`: terminals the text must match."""
+        without = f"~/(?s:.*){escaped(end)}(?s:.*)/"
+        text = self.terminal(" & ".join([ANY_TEXT, without, *where]))
+        first, *rest = [p for p in self._control.split(end) if p]
+        if first in self._ids:
+            return " ".join([text, *map(self._symbol, (first, *rest))])
+        # As a part of one lexeme: the text would swallow an end that is text itself.
+        whole = self.rule(self.terminal(f"{text} {literal(first)}"), options="[lazy]")
+        return " ".join([whole, *map(self._symbol, rest)])
+
+    def part(self, grammar: Grammar) -> str:
+        """Another grammar, which keeps its own language."""
+        name = f"g{len(self._parts)}"
+        self._parts.append((name, grammar))
+        return f"@{name}"
+
+    def json(self, schema: Any, *, param: str) -> str:
+        return self.part(Grammar("json_schema", json.dumps(schema), param))
+
+    def grammar(self, start: str, *, param: str) -> Grammar:
+        text = "\n".join([f"start: {start}", *self._lines])
+        return Grammar("lark", text, param, tuple(self._parts))
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """Text as a regular expression between slashes."""
+    return _IN_REGEX.sub(lambda found: "\\" + found[0], text).replace("\n", "\\n")

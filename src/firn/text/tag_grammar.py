@@ -1,0 +1,97 @@
+"""The grammar of calls that are written as tags: strings as they are, everything else as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from firn.core.values import Tool
+from firn.text.bare_values import as_root, limits, listed
+from firn.text.call_grammar import CallGrammar, Parameter, parameters, plain
+from firn.text.lark import literal
+from firn.text.schema import types_of
+from firn.text.tag_calls import TagGrammar
+
+_KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+
+
+def tag_calls(g: CallGrammar, tags: TagGrammar, opening: str) -> str:
+    """Calls between `opening` and the section's end; one in each section, or all in one."""
+    return _Writer(g, tags, opening).calls()
+
+
+class _Writer:
+    """Owner: one call of `tag_calls`."""
+
+    def __init__(self, g: CallGrammar, tags: TagGrammar, opening: str) -> None:
+        self._g = g
+        self._lark = g.lark
+        self._tags = tags
+        self._line = tags.line
+        self._quote = '"' if tags.call.endswith("name=") else ""
+        self._opening = opening
+
+    def calls(self) -> str:
+        t, mark = self._tags, self._lark.mark
+        call = self._g.each(self._call)
+        before = self._opening + (self._line if t.call else "")
+        if self._opening == t.call:  # the call's own tag is all there is
+            before = ""
+        if t.shares_section:
+            run = self._g.several(call)
+            return f"{mark(before)} {run} {mark(t.section_end)}"
+        whole = self._lark.rule(f"{mark(before)} {call} {mark(t.section_end)}")
+        return self._g.several(whole, self._line)
+
+    def _call(self, param: str, tool: Tool) -> str:
+        t = self._tags
+        head = f"{t.call}{self._named(plain(tool.name, param))}{t.name_end}"
+        # A name that ends with its line has had its line break.
+        head += self._line if t.name_end != "\n" else ""
+        tail = f"{t.call_end}{self._line}" if t.call else ""
+        declared = parameters(tool, param)
+        body = [self._free()] if declared is None else [self._given(p, param) for p in declared]
+        return " ".join([self._lark.mark(head), *body, self._lark.mark(tail)])
+
+    def _named(self, name: str) -> str:
+        return f"{self._quote}{name}{self._quote}"
+
+    def _given(self, parameter: Parameter, param: str) -> str:
+        t = self._tags
+        types = types_of(parameter.schema, as_root(parameter.schema))
+        is_raw = not types or "string" in types
+        kind = f' string="{"true" if is_raw else "false"}"' if t.says_string else ""
+        head = self._lark.mark(f"{t.parameter}{self._named(parameter.name)}{kind}{self._opens()}")
+        one = self._lark.rule(f"{head} {self._value(parameter.schema, types, param)}")
+        return one if parameter.required else f"{one}?"
+
+    def _free(self) -> str:
+        """Any parameters, with any text: the schema says nothing about them."""
+        t, mark = self._tags, self._lark.mark
+        kind = ' string="true"' if t.says_string else ""
+        key = self._lark.terminal(_KEY)
+        head = f"{mark(t.parameter + self._quote)} {key} {mark(self._quote + kind + self._opens())}"
+        one = self._lark.rule(f"{head} {self._lark.text_before(self._closes())} {mark(self._line)}")
+        return f"{one}*"
+
+    def _opens(self) -> str:
+        t = self._tags
+        return t.key_end + (self._line + t.value_open if t.value_open else "") + self._pad
+
+    def _closes(self) -> str:
+        return self._pad + self._tags.parameter_end
+
+    @property
+    def _pad(self) -> str:
+        return "\n" if self._tags.trims else ""
+
+    def _value(self, schema: Any, types: frozenset[str], param: str) -> str:
+        end = self._lark.mark(self._closes() + self._line)
+        values = listed(schema)
+        if values is not None:
+            texts = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values)
+            return f"({' | '.join(map(literal, texts))}) {end}"
+        if types and "string" not in types:
+            return f"{self._lark.json(schema, param=param)} {end}"
+        text = self._lark.text_before(self._closes(), where=limits(schema))
+        return f"{text} {self._lark.mark(self._line)}"

@@ -1,0 +1,319 @@
+"""What the Responses dialect makes of a body, and of the items of earlier responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from firn.api.dialects import Head
+from firn.api.dialects._responses_items import seal
+from firn.api.dialects.openai_responses import OpenAIResponses, ResponsesCall
+from firn.core.errors import BadRequest, InvalidValue
+from firn.core.events import (
+    ChoiceFinished,
+    Ended,
+    Event,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+)
+from firn.core.values import (
+    Chat,
+    GenerateRequest,
+    Grammar,
+    ImagePart,
+    Message,
+    Namespace,
+    Reasoning,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+    Usage,
+)
+
+MINE, YOURS = Namespace("mine"), Namespace("yours")
+TOOL = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"a": 1}}
+
+
+def call(input: Any = "hi", **body: Any) -> ResponsesCall:
+    return OpenAIResponses().decode({"input": input} | body, namespace=MINE)
+
+
+def request(input: Any = "hi", **body: Any) -> GenerateRequest:
+    return call(input, **body).requests[0]
+
+
+def chat_of(made: ResponsesCall) -> Chat:
+    source = made.requests[0].source
+    assert isinstance(source, Chat)
+    return source
+
+
+def messages(*items: Any, **body: Any) -> tuple[Message, ...]:
+    return chat_of(call(list(items), **body)).messages
+
+
+def text(role: Any, said: str, **more: Any) -> Message:
+    return Message(role, (TextPart(said),), **more)
+
+
+def head(id: str) -> Head:
+    return Head(id=id, model="fake", created=7)
+
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": "sea"}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "waves"}
+
+# --- items ---------------------------------------------------------------------------------
+
+
+def test_a_string_is_a_users_message() -> None:
+    assert messages(USER) == chat_of(call("hi")).messages == (text("user", "hi"),)
+
+
+def test_instructions_come_first() -> None:
+    assert messages(USER, instructions="be brief")[0] == text("system", "be brief")
+    listed = [{"role": "developer", "content": "be brief"}]
+    assert messages(USER, instructions=listed)[0] == text("system", "be brief")
+
+
+def test_roles_and_parts() -> None:
+    found = messages(
+        {"role": "developer", "content": "a"},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "b"},
+                {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
+    )
+    image = ImagePart("data:image/png;base64,AAAA", param="input[1].content[1]")
+    assert found == (
+        text("system", "a"),
+        Message("user", (TextPart("b"), image)),
+        text("assistant", "c"),
+    )
+
+
+def test_a_turns_items_become_one_message() -> None:
+    second = CALL | {"call_id": "c2", "arguments": ""}
+    found = messages(
+        USER,
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": "I look."},
+        CALL,
+        second,
+        OUTPUT,
+        OUTPUT | {"call_id": "c2", "output": [{"type": "input_text", "text": "sky"}]},
+        {"type": "message", "role": "assistant", "content": "It is wet."},
+    )  # fmt: skip
+    assert found[1:] == (
+        text(
+            "assistant",
+            "I look.",
+            tool_calls=(ToolCall("c1", "look", {"at": "sea"}), ToolCall("c2", "look", {})),
+            reasoning="hm",
+        ),
+        text("tool", "waves", tool_call_id="c1"),
+        text("tool", "sky", tool_call_id="c2"),
+        text("assistant", "It is wet."),
+    )
+
+
+SUMMARY = [{"type": "summary_text", "text": "in short"}]
+
+
+@pytest.mark.parametrize(
+    ("item", "thought"),
+    [
+        ({"summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}, "hm"),
+        ({"summary": SUMMARY, "encrypted_content": seal("grüß")}, "grüß"),
+        ({"summary": SUMMARY, "encrypted_content": "gAAAA of another server"}, "in short"),
+        ({"summary": SUMMARY, "encrypted_content": seal("x") + "?"}, "in short"),
+        ({"summary": [], "content": None}, None),
+    ],
+)
+def test_reasoning_comes_back_in_any_of_its_forms(item: Any, thought: str | None) -> None:
+    found = messages(USER, {"type": "reasoning", "id": "rs", **item}, CALL, OUTPUT)
+    assert found[1].reasoning == thought
+
+
+def test_custom_tools_are_functions_of_one_text() -> None:
+    given = [{"type": "custom", "name": "patch", "description": "Patches.", "format": {
+        "type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}]  # fmt: skip
+    made = call("hi", tools=given)
+    (tool,) = chat_of(made).tools
+    assert tool.name == "patch"
+    assert tool.description == "Patches.\n\nstart: /.+/"
+    assert tool.parameters["required"] == ["input"]
+    history = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"}
+    answered = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
+    found = messages(USER, history, answered)
+    assert found[1].tool_calls == (ToolCall("c", "patch", {"input": "*** Begin"}),)
+    assert found[2] == text("tool", "done", tool_call_id="c")
+
+
+# --- options -------------------------------------------------------------------------------
+
+
+def test_tools_and_those_that_others_run() -> None:
+    made = call("hi", tools=[TOOL, {"type": "web_search"}])
+    assert chat_of(made).tools == (Tool("look", "Looks.", {"a": 1}),)
+    assert made.ignored == ("tools[1] (web_search)",)
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        ({}, ToolChoice()),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, ToolChoice(parallel=False)),
+        ({"tool_choice": "none"}, ToolChoice(ToolMode.NONE)),
+        ({"tool_choice": "required"}, ToolChoice(ToolMode.REQUIRED)),
+        (
+            {"tool_choice": {"type": "function", "name": "look"}},
+            ToolChoice(ToolMode.NAMED, name="look"),
+        ),
+    ],
+)
+def test_tool_choice(given: dict[str, Any], choice: ToolChoice) -> None:
+    assert chat_of(call("hi", tools=[TOOL], **given)).tool_choice == choice
+
+
+@pytest.mark.parametrize(
+    ("form", "grammar"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Grammar("json_object", param="text.format")),
+        (
+            {"type": "json_schema", "name": "n", "strict": True, "schema": {"type": "object"}},
+            Grammar("json_schema", json.dumps({"type": "object"}), param="text.format"),
+        ),
+    ],
+)
+def test_the_replys_form(form: dict[str, Any], grammar: Grammar | None) -> None:
+    assert request(text={"format": form, "verbosity": "low"}).grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("given", "reasoning"),
+    [
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, Reasoning(True, "high")),
+        ({"reasoning": {"effort": "none"}}, Reasoning(False)),
+        ({"thinking_budget": 9}, Reasoning(budget_tokens=9)),
+        ({"enable_thinking": False}, Reasoning(False)),
+    ],
+)
+def test_reasoning(given: dict[str, Any], reasoning: Reasoning) -> None:
+    assert request(**given).reasoning == reasoning
+
+
+def test_numbers_reach_the_sampler() -> None:
+    found = request(temperature=0, top_p=0.5, max_output_tokens=3, seed=4, top_logprobs=2)
+    assert (found.sampling.temperature, found.sampling.top_p, found.sampling.seed) == (0.0, 0.5, 4)
+    assert (found.max_tokens, found.top_logprobs) == (3, 2)
+    assert request(include=["message.output_text.logprobs"]).top_logprobs == 0
+
+
+def test_what_means_nothing_here_is_no_fault() -> None:
+    given = {"user": "x", "truncation": "auto", "prompt_cache_key": "k", "service_tier": "auto"}
+    assert call("hi", **given).ignored == ()
+
+
+@pytest.mark.parametrize("given", [{"conversation": "conv_1"}, {"prompt": {"id": "p"}}])
+def test_what_would_change_the_answer_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue, match="is not supported"):
+        call("hi", **given)
+
+
+def test_numbers_that_json_cannot_write_are_refused() -> None:
+    with pytest.raises(BadRequest, match="infinite"):
+        call("hi", metadata={"a": float("nan")})
+    with pytest.raises(BadRequest, match="infinite"):
+        call([USER | {"x": float("inf")}])
+
+
+# --- what was said before ------------------------------------------------------------------
+
+
+def reply(*, finish: Any = "stop") -> list[Event]:
+    return [
+        Started(5),
+        ReasoningDelta(0, "hm"),
+        TextDelta(0, "I look."),
+        ToolCallStarted(0, 0, "c1", "look"),
+        ToolCallDelta(0, 0, "{}"),
+        ChoiceFinished(0, finish),
+        Ended(Usage(5, 4, 3, 1)),
+    ]
+
+
+def ask(dialect: OpenAIResponses, id: str, *, namespace: Namespace = MINE, **body: Any) -> Chat:
+    """Answer a body, and return the conversation it was answered with."""
+    made = dialect.decode({"input": "hi"} | body, namespace=namespace)
+    made.fold(head(id), reply())
+    return chat_of(made)
+
+
+def test_a_response_goes_on_from_the_one_before() -> None:
+    dialect = OpenAIResponses()
+    ask(dialect, "a", instructions="only now")
+    output = [{"type": "function_call_output", "call_id": "c1", "output": "waves"}]
+    ask(dialect, "b", previous_response_id="resp_a", input=output)
+    found = ask(dialect, "c", previous_response_id="resp_b", input="and now?").messages
+    turn = text("assistant", "I look.", tool_calls=(ToolCall("c1", "look", {}),), reasoning="hm")
+    assert found == (
+        text("user", "hi"),
+        turn,
+        text("tool", "waves", tool_call_id="c1"),
+        turn,
+        text("user", "and now?"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("namespace", "stored"), [(YOURS, {}), (MINE, {"store": False})], ids=["others", "not stored"]
+)
+def test_what_is_not_there_cannot_be_continued(namespace: Namespace, stored: Any) -> None:
+    dialect = OpenAIResponses()
+    ask(dialect, "a", **stored)
+    with pytest.raises(InvalidValue) as caught:
+        ask(dialect, "b", namespace=namespace, previous_response_id="resp_a")
+    assert caught.value.param == "previous_response_id"
+
+
+def test_an_item_can_be_named_in_place_of_being_sent() -> None:
+    dialect = OpenAIResponses()
+    ask(dialect, "a")
+    items = [USER, {"type": "item_reference", "id": "msg_a_1"}, USER]
+    assert ask(dialect, "b", input=items).messages[1] == text("assistant", "I look.")
+    with pytest.raises(InvalidValue, match="there is no item"):
+        ask(dialect, "c", namespace=YOURS, input=items)
+
+
+def test_a_response_that_is_being_made_cannot_be_continued() -> None:
+    dialect = OpenAIResponses()
+    running = dialect.decode({"input": "hi", "background": True}, namespace=MINE)
+    assert running.fold(head("a"), [])["status"] == "queued"
+    with pytest.raises(InvalidValue, match="still being made"):
+        ask(dialect, "b", previous_response_id="resp_a")
+    assert running.fold(head("a"), reply())["status"] == "completed"
+    ask(dialect, "b", previous_response_id="resp_a")
+
+
+def test_a_fold_says_how_it_ended() -> None:
+    body = call("hi").fold(head("a"), reply(finish="length"))
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in body["output"]] == ["completed", "completed", "incomplete"]
+    assert body["usage"]["input_tokens_details"] == {"cached_tokens": 3, "cache_write_tokens": 1}

@@ -1,0 +1,71 @@
+"""The whole server as `firn serve` builds it, on a tiny random model in a folder, behind uvicorn."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import openai
+import uvicorn
+
+from firn import app
+from firn.api.server import create_app
+from firn.config import CacheConfig, Config, ModelConfig
+from firn.models.tokenizer import HfTokenizer
+from tests import zoo
+from tests.api.live import _Server
+from tests.text import held
+from tests.zoo import folder as zoo_folder
+
+
+@dataclass(frozen=True)
+class Real:
+    server: app.Server
+    port: int
+
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        found = self.server.services.tokenizer
+        assert isinstance(found, HfTokenizer)
+        return found
+
+    def openai(self) -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60)
+
+
+def write_model(path: Path, *, format: str, template: str) -> None:
+    """A tiny model that speaks one tool format: its control tokens, and a template that shows it."""
+    entry = zoo.ZOO["llama"]
+    tokenizer = held.tokenizer(format)
+    config = {**entry.config, "vocab_size": tokenizer.n_ids + 9, "eos_token_id": min(tokenizer.eos)}
+    zoo_folder.write(zoo.build_entry(replace(entry, config=config)), config, path)
+    definition = tokenizer.definition
+    assert definition is not None
+    held.write(path, definition, chat_template=template)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@contextmanager
+def serving(path: Path, *, config: Config | None = None) -> Iterator[Real]:
+    """config: without it, the defaults but for the cache, which is off."""
+    if config is None:
+        off = CacheConfig(disable_prefix_cache=True)
+        config = Config(model=ModelConfig(path=str(path)), cache=off)
+    built = app.build(config)
+    server = _Server(
+        uvicorn.Config(create_app(built.services), port=0, log_level="critical", access_log=False)
+    )
+    thread = threading.Thread(target=server.run, name="uvicorn")
+    thread.start()
+    try:
+        assert server.up.wait(30)
+        yield Real(built, server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+        built.close()

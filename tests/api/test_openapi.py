@@ -1,0 +1,96 @@
+"""Requests made up from /openapi.json: whatever fits it, or nearly does, is answered, never a 5xx."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.api.live import Live, serve
+from tests.api.test_token_routes import FakeEmbedder
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serve(embedder=FakeEmbedder()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def described(live: Live) -> Any:
+    return schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+
+
+SEARCH = settings(
+    max_examples=10,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_every_route_keeps_to_its_description(described: Any, mode: GenerationMode) -> None:
+    """Bodies that fit the description, then bodies that break it in one place."""
+    statuses: Counter[int] = Counter()
+    for found in described.get_all_operations():
+        operation = found.ok()
+        if mode is GenerationMode.NEGATIVE and not operation.body:
+            continue
+
+        @SEARCH
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: schemathesis.Case) -> None:
+            answer = case.call(timeout=60)
+            statuses[answer.status_code] += 1
+            case.validate_response(answer, checks=CHECKS)
+
+        check()
+    assert statuses[400] > 20
+    assert mode is GenerationMode.NEGATIVE or statuses[200] > 20
+
+
+def test_all_that_is_served_is_described(live: Live, described: Any) -> None:
+    paths = set(described.raw_schema["paths"])
+    assert {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/responses/{response_id}/input_items",
+        "/v1/responses/input_tokens",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/v1/embeddings",
+        "/v1/models",
+        "/health",
+        "/ready",
+        "/metrics",
+    } <= paths
+    for path, operations in described.raw_schema["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], (method, path)
+            names = {p["name"] for p in operation.get("parameters", ()) if p["in"] == "path"}
+            assert all(f"{{{name}}}" in path for name in names)

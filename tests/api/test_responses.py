@@ -1,0 +1,408 @@
+"""POST /v1/responses as the real openai client sees it, and as it is on the wire."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from firn.core.errors import StepFailed
+from tests.api.live import GREETING, Live, serve
+from tests.api.talking import PARAMETERS, SAID, THOUGHT, frames, post, talking
+
+TOOLS: list[Any] = [{"type": "function", "name": "look", "parameters": PARAMETERS}]
+ASK: dict[str, Any] = {"model": "fake", "input": "How is it outside?"}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with talking() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Live]:
+    with serve() as running:
+        running.engine.n_cached = 3
+        yield running
+
+
+# --- whole ---------------------------------------------------------------------------------
+
+
+def test_a_whole_response(plain: Live) -> None:
+    response = plain.openai().responses.create(**ASK, metadata={"k": "v"}, temperature=0.5)
+    assert response.output_text == GREETING
+    assert (response.object, response.status, response.model) == ("response", "completed", "fake")
+    assert response.id.startswith("resp_")
+    assert response._request_id == f"req_{response.id.removeprefix('resp_')}"
+    assert (response.error, response.incomplete_details) == (None, None)
+    assert (response.metadata, response.temperature) == ({"k": "v"}, 0.5)
+    assert response.usage is not None
+    assert response.usage.input_tokens_details.cached_tokens == 3
+    assert response.usage.output_tokens == len(GREETING.encode())
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+
+
+def test_reasoning_text_and_calls_are_items(live: Live) -> None:
+    response = live.openai().responses.create(**ASK, tools=TOOLS)
+    reasoning, message, *calls = response.output
+    assert reasoning.type == "reasoning"
+    assert [part.text for part in reasoning.content or []] == [THOUGHT]
+    assert reasoning.summary == []
+    assert message.type == "message"
+    assert response.output_text == SAID
+    found = [call for call in calls if call.type == "function_call"]
+    assert [json.loads(call.arguments) for call in found] == [{"at": "sky"}, {"at": "sea"}]
+    assert len({call.call_id for call in found}) == 2
+    assert all(call.call_id.startswith("call_") for call in found)
+    assert len({item.id for item in response.output}) == 4
+    assert {call.status for call in found} == {"completed"}
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_cut_short_it_is_incomplete(plain: Live) -> None:
+    client = plain.openai()
+    response = client.responses.create(**ASK, max_output_tokens=5)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output_text == GREETING[:5]
+    assert response.output[0].type == "message"
+    assert response.output[0].status == "incomplete"
+    events = list(client.responses.create(**ASK, max_output_tokens=5, stream=True))
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.incomplete_details == response.incomplete_details
+
+
+def test_a_turn_can_be_sent_back_as_it_came(live: Live) -> None:
+    client = live.openai()
+    first = client.responses.create(**ASK, tools=TOOLS, store=False)
+    items: list[Any] = [{"role": "user", "content": "How is it outside?"}]
+    items += [item.model_dump(exclude_none=True) for item in first.output]
+    items += [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "fine"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    client.responses.create(model="fake", input=items, tools=TOOLS)
+    rendered = live.tokenizer.rendered[-1]["messages"]
+    assert [m["role"] for m in rendered] == ["user", "assistant", "tool", "tool"]
+    assert rendered[1]["reasoning_content"] == THOUGHT
+    assert rendered[1]["content"] == SAID
+    assert rendered[2]["tool_call_id"] == rendered[1]["tool_calls"][0]["id"]
+
+
+def test_reasoning_survives_a_client_that_keeps_only_the_sealed_part(live: Live) -> None:
+    client = live.openai()
+    first = client.responses.create(
+        **ASK, tools=TOOLS, store=False, include=["reasoning.encrypted_content"]
+    )
+    items: list[Any] = [
+        {"role": "user", "content": "a"},
+        *(item.model_dump(exclude_none=True, exclude={"content"}) for item in first.output[:1]),
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    client.responses.create(model="fake", input=items)
+    assert live.tokenizer.rendered[-1]["messages"][1]["reasoning_content"] == THOUGHT
+
+
+def test_a_summary_that_is_asked_for_is_the_reasoning(live: Live) -> None:
+    client = live.openai()
+    reasoning: Any = {"summary": "auto"}
+    response = client.responses.create(**ASK, tools=TOOLS, reasoning=reasoning)
+    assert response.output[0].type == "reasoning"
+    assert [part.text for part in response.output[0].summary] == [THOUGHT]
+    kinds = [e.type for e in client.responses.create(**ASK, reasoning=reasoning, stream=True)]
+    assert [kind for kind in dict.fromkeys(kinds) if "reasoning" in kind] == [
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.done",
+        "response.reasoning_summary_part.done",
+    ]
+
+
+def test_custom_tools_are_called_with_a_text() -> None:
+    said = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+a"}}\n</tool_call>'
+    tools: list[Any] = [{"type": "custom", "name": "patch", "description": "Patches files."}]
+    with talking(said) as live:
+        client = live.openai()
+        (item,) = client.responses.create(**ASK, tools=tools).output
+        assert item.type == "custom_tool_call"
+        assert (item.name, item.input) == ("patch", "*** Begin\n+a")
+        events = list(client.responses.create(**ASK, tools=tools, stream=True))
+        done = [e for e in events if e.type == "response.custom_tool_call_input.done"]
+        assert [e.input for e in done] == ["*** Begin\n+a"]
+        deltas = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == "*** Begin\n+a"
+
+
+def test_logprobs(plain: Live) -> None:
+    client = plain.openai()
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = client.responses.create(**ASK, **asked, max_output_tokens=3)
+    assert response.output[0].type == "message"
+    part = response.output[0].content[0]
+    assert part.type == "output_text"
+    assert [lp.token for lp in part.logprobs or []] == ["H", "e", "l"]
+    assert [len(lp.top_logprobs) for lp in part.logprobs or []] == [2, 2, 2]
+    events = client.responses.create(**ASK, **asked, max_output_tokens=3, stream=True)
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    assert [lp.token for e in deltas for lp in e.logprobs] == ["H", "e", "l"]
+
+
+# --- streamed ------------------------------------------------------------------------------
+
+
+def test_the_order_of_the_events(live: Live) -> None:
+    raw = post(live, "/v1/responses", ASK | {"stream": True, "tools": TOOLS})
+    found = frames(raw.text)
+    assert [data["sequence_number"] for _, data in found] == list(range(len(found)))
+    kinds: list[str] = []
+    for name, data in found:
+        kind = name.removeprefix("response.")
+        if not kinds or kinds[-1] != kind:
+            kinds.append(kind)
+        if "item_id" in data:
+            assert data["item_id"].endswith(f"_{data['output_index']}")
+    text = ["output_text.delta", "output_text.done"]
+    thought = ["reasoning_text.delta", "reasoning_text.done"]
+    call = ["function_call_arguments.delta", "function_call_arguments.done"]
+    assert kinds == [
+        "created",
+        "in_progress",
+        *("output_item.added", "content_part.added", *thought),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", *text),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", *call, "output_item.done"),
+        *("output_item.added", *call, "output_item.done"),
+        "completed",
+    ]
+    assert "[DONE]" not in raw.text
+
+
+def test_a_stream_is_the_whole_response(live: Live) -> None:
+    client = live.openai()
+    whole = client.responses.create(**ASK, tools=TOOLS)
+    with client.responses.stream(**ASK, tools=TOOLS) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+
+    def shown(response: Any) -> Any:
+        ids = {"id", "call_id", "parsed", "parsed_arguments"}
+        return [item.model_dump(exclude=ids) for item in response.output], response.usage
+
+    assert json.dumps(shown(whole)[0]) == json.dumps(_without_parsed(shown(streamed)[0]))
+    assert shown(whole)[1] == shown(streamed)[1]
+    added = [e.item for e in events if e.type == "response.output_item.added"]
+    done = [e.item for e in events if e.type == "response.output_item.done"]
+    assert [item.id for item in added] == [item.id for item in done]
+    assert {item.status for item in added} == {"in_progress"}
+    snapshots = [e.snapshot for e in events if e.type == "response.output_text.delta"]
+    assert snapshots[-1] == SAID
+
+
+def _without_parsed(items: Any) -> Any:
+    return json.loads(
+        json.dumps(items),
+        object_hook=lambda found: {k: v for k, v in found.items() if k != "parsed"},
+    )
+
+
+def test_a_fault_inside_a_stream_fails_the_response(live: Live) -> None:
+    live.engine.hold("decode", after=40)
+
+    def break_it() -> None:
+        live.engine.wait_for(lambda e: e.n_sent() == 40)
+        live.engine.fail(StepFailed("the model broke"))
+        live.engine.release("decode")
+
+    thread = threading.Thread(target=break_it)
+    thread.start()
+    events = list(live.openai().responses.create(**ASK, stream=True))
+    thread.join()
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.status == "failed"
+    assert last.response.error is not None
+    assert (last.response.error.code, last.response.error.message) == (
+        "server_error",
+        "the model broke",
+    )
+    assert last.response.output[-1].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_a_fault_before_the_first_byte_is_a_status(plain: Live) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        plain.openai().responses.create(model="gpt-9", input="hi")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        plain.openai().responses.create(model="fake", input="x" * 5000)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
+
+
+# --- kept ----------------------------------------------------------------------------------
+
+
+def test_a_conversation_by_its_last_response(live: Live) -> None:
+    client = live.openai()
+    first = client.responses.create(**ASK, instructions="be brief", tools=TOOLS)
+    outputs: list[Any] = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "fine"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    with client.responses.stream(
+        model="fake", input=outputs, tools=TOOLS, previous_response_id=first.id
+    ) as stream:
+        second = stream.get_final_response()
+    assert second.previous_response_id == first.id
+    client.responses.create(model="fake", input="and?", previous_response_id=second.id)
+    roles = [m["role"] for m in live.tokenizer.rendered[-1]["messages"]]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "user"]
+
+
+def test_get_list_and_delete(plain: Live) -> None:
+    client = plain.openai()
+    made = client.responses.create(
+        model="fake",
+        input=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+    )
+    assert client.responses.retrieve(made.id).output_text == GREETING
+    listed = client.responses.input_items.list(made.id, order="asc", limit=1)
+    assert [item.content for item in listed.data] == ["a"]  # type: ignore[union-attr]
+    assert [item.content for item in listed] == ["a", "b"]  # type: ignore[union-attr]
+    client.responses.delete(made.id)
+    for gone in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            gone(made.id)
+
+
+def test_what_is_not_to_be_stored_is_not(plain: Live) -> None:
+    client = plain.openai()
+    made = client.responses.create(**ASK, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+    streamed = list(client.responses.create(**ASK, store=False, stream=True))[-1]
+    assert streamed.type == "response.completed"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(streamed.response.id)
+
+
+def test_one_that_is_done_cannot_be_cancelled(plain: Live) -> None:
+    client = plain.openai()
+    made = client.responses.create(**ASK)
+    with pytest.raises(openai.BadRequestError, match="nothing to cancel"):
+        client.responses.cancel(made.id)
+
+
+def test_counting(plain: Live) -> None:
+    client = plain.openai()
+    n_tokens = client.responses.input_tokens.count(**ASK, instructions="be brief").input_tokens
+    made = client.responses.create(**ASK, instructions="be brief")
+    assert made.usage is not None
+    assert made.usage.input_tokens == n_tokens
+
+
+# --- in the background ---------------------------------------------------------------------
+
+
+def test_in_the_background() -> None:
+    with serve() as live:
+        client = live.openai()
+        live.engine.hold("decode", after=4)
+        made = client.responses.create(**ASK, background=True)
+        assert made.status == "queued"
+        assert made.output == []
+        live.engine.wait_for(lambda e: e.n_sent() == 4)
+        assert client.responses.retrieve(made.id).status == "queued"
+        live.engine.release("decode")
+        line = live.log.wait_for("in the background")
+        assert "finish=stop" in line
+        done = client.responses.retrieve(made.id)
+        assert (done.status, done.output_text) == ("completed", GREETING)
+
+
+def test_cancelled_in_the_background() -> None:
+    with serve() as live:
+        client = live.openai()
+        live.engine.hold("decode", after=4)
+        made = client.responses.create(**ASK, background=True)
+        live.engine.wait_for(lambda e: e.n_sent() == 4)
+        assert client.responses.cancel(made.id).status == "cancelled"
+        live.engine.wait_for(lambda e: e.cancelled)
+        live.log.wait_for("in the background")
+        assert client.responses.retrieve(made.id).status == "cancelled"
+        assert live.n_calls() == 0
+
+
+def test_deleted_in_the_background() -> None:
+    with serve() as live:
+        client = live.openai()
+        live.engine.hold("decode", after=4)
+        made = client.responses.create(**ASK, background=True)
+        live.engine.wait_for(lambda e: e.n_sent() == 4)
+        client.responses.delete(made.id)
+        live.engine.wait_for(lambda e: e.cancelled)
+        live.log.wait_for("in the background")
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(made.id)
+
+
+def test_failed_in_the_background() -> None:
+    with serve() as live:
+        client = live.openai()
+        live.engine.hold("decode", after=4)
+        made = client.responses.create(**ASK, background=True)
+        live.engine.wait_for(lambda e: e.n_sent() == 4)
+        live.engine.fail(StepFailed("the model broke"))
+        live.log.wait_for("in the background")
+        failed = client.responses.retrieve(made.id)
+        assert failed.status == "failed"
+        assert failed.error is not None
+        assert failed.error.message == "the model broke"
+
+
+def test_a_bad_request_is_refused_before_it_goes_there(plain: Live) -> None:
+    with pytest.raises(openai.BadRequestError):
+        plain.openai().responses.create(model="fake", input="x" * 5000, background=True)
+
+
+def test_a_running_stream_can_be_cancelled_from_elsewhere() -> None:
+    with serve() as live:
+        client = live.openai()
+        live.engine.hold("decode", after=4)
+        events = []
+        for event in client.responses.create(**ASK, stream=True):
+            events.append(event)
+            if event.type == "response.output_text.delta" and len(event.delta) and len(events) == 8:
+                made = next(e for e in events if e.type == "response.created").response
+                assert client.responses.retrieve(made.id).status == "in_progress"
+                client.responses.cancel(made.id)
+        assert events[-1].type == "response.failed"
+        assert events[-1].response.status == "cancelled"
+        assert client.responses.retrieve(made.id).output_text == GREETING[:4]
+
+
+def test_a_client_that_went_away_leaves_no_running_response() -> None:
+    with serve() as live:
+        live.engine.hold("decode", after=4)
+        seen = ""
+        with httpx.stream(
+            "POST", f"{live.url}/v1/responses", json=ASK | {"stream": True}, timeout=60
+        ) as answer:
+            for piece in answer.iter_text():
+                seen += piece
+                if '"delta":"l"' in seen:
+                    break
+        live.log.wait_for("client gone")
+        id = frames(seen)[0][1]["response"]["id"]
+        assert live.openai().responses.retrieve(id).status == "cancelled"

@@ -1,0 +1,278 @@
+"""Structured output through the real server: the openai client, a model of noise, valid answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from firn.text.parsers import formats
+from tests.api.real import Real, serving, write_model
+from tests.text.held import TOOLS, WEATHER
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}assistant:\n"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}"
+)
+STYLES = (
+    "xml_functions",
+    "mistral",
+    "pythonic",
+    "glm",
+    "deepseek",
+    "python_tag",
+    "bare_json",
+    "gemma4",
+    "harmony",
+)
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+OFFER: list[Any] = [
+    {"type": "function", "function": {"name": t.name, "parameters": dict(t.parameters)}}
+    for t in TOOLS
+]
+POINT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "label": {"type": "string", "maxLength": 8},
+    },
+    "required": ["x", "label"],
+    "additionalProperties": False,
+}
+
+
+def as_format(schema: Any) -> Any:
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "strict": True, "schema": schema},
+    }
+
+
+def ask(live: Real, *, seed: int = 1, **options: Any) -> Any:
+    """A short answer: the bias is for what ends strings, lists, objects, thoughts and the reply."""
+    ids = [live.tokenizer.token_id(c) for c in ('"', "]", "}", "<|end|>")]
+    bias = {str(t): 4 for t in (*ids, *live.tokenizer.eos) if t is not None}
+    return live.openai().chat.completions.create(
+        model="",
+        messages=[{"role": "user", "content": "Where am I?"}],
+        max_tokens=500,
+        seed=seed,
+        logit_bias=bias,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    path = tmp_path_factory.mktemp("hermes")
+    example = formats()["json_tags"].example
+    write_model(path, format="json_tags", template=f"{TEMPLATE}{{# {example} </think> #}}")
+    with serving(path) as running:
+        yield running
+
+
+def content(reply: Any) -> Any:
+    (choice,) = reply.choices
+    assert choice.finish_reason == "stop"
+    return json.loads(choice.message.content)
+
+
+QUIET: dict[str, Any] = {"extra_body": {"enable_thinking": False}}
+
+
+# --- answers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_schema(live: Real, seed: int) -> None:
+    value = content(ask(live, response_format=as_format(POINT), seed=seed, **QUIET))
+    jsonschema.validate(value, POINT)
+
+
+def test_a_schema_in_a_stream(live: Real) -> None:
+    whole = content(ask(live, response_format=as_format(POINT), **QUIET))
+    stream = ask(live, response_format=as_format(POINT), stream=True, **QUIET)
+    text, reason, n_pieces = "", None, 0
+    for chunk in stream:
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        n_pieces += bool(choice.delta.content)
+        reason = choice.finish_reason or reason
+    assert reason == "stop"
+    assert n_pieces > 5
+    assert json.loads(text) == whole
+
+
+def test_the_clients_own_models(live: Real) -> None:
+    class Step(pydantic.BaseModel):
+        n: int = pydantic.Field(ge=0, le=9)
+        done: bool
+
+    class Plan(pydantic.BaseModel):
+        steps: list[Step] = pydantic.Field(min_length=1, max_length=2)
+        note: str | None = pydantic.Field(max_length=5)
+
+    reply = live.openai().chat.completions.parse(
+        model="",
+        messages=[{"role": "user", "content": "Plan."}],
+        response_format=Plan,
+        max_tokens=500,
+        seed=4,
+        extra_body={"enable_thinking": False},
+    )
+    plan = reply.choices[0].message.parsed
+    assert plan is not None
+    assert 1 <= len(plan.steps) <= 2
+
+
+def test_several_choices(live: Real) -> None:
+    reply = ask(live, response_format=as_format(POINT), n=3, **QUIET)
+    values = [json.loads(choice.message.content) for choice in reply.choices]
+    for value in values:
+        jsonschema.validate(value, POINT)
+    assert len(values) == 3
+
+
+def test_the_extensions(live: Real) -> None:
+    pick = {"type": "choice", "choices": ["one", "two words"]}
+    reply = ask(live, extra_body={"response_format": pick, "enable_thinking": False})
+    assert reply.choices[0].message.content in pick["choices"]
+    regex = {"type": "regex", "regex": "[a-c]{4}"}
+    reply = ask(live, extra_body={"response_format": regex, "enable_thinking": False})
+    assert set(reply.choices[0].message.content) <= set("abc")
+    lark = {"type": "lark", "grammar": 'start: "<" /[0-9]{2}/ ">"'}
+    reply = ask(live, extra_body={"response_format": lark, "enable_thinking": False})
+    assert reply.choices[0].message.content[1:3].isdigit()
+
+
+def test_ignore_eos_does_not_outlast_a_grammar(live: Real) -> None:
+    body = {"enable_thinking": False, "ignore_eos": True}
+    reply = ask(live, response_format=as_format({"type": "boolean"}), extra_body=body)
+    assert content(reply) in (True, False)
+
+
+def test_an_answer_behind_thoughts(live: Real) -> None:
+    """The template opens the tag: what the model thinks is free, what it says is not."""
+    token = live.tokenizer.token_id("</think>")
+    reply = live.openai().chat.completions.create(
+        model="",
+        messages=[{"role": "user", "content": "Think."}],
+        response_format=as_format({"enum": ["a", "b"]}),
+        max_tokens=500,
+        seed=1,
+        logit_bias={str(token): 3},
+        extra_body={"enable_thinking": True},
+    )
+    assert content(reply) in ("a", "b")
+    assert reply.choices[0].message.model_dump()["reasoning_content"]
+
+
+def test_a_thinking_budget_and_a_grammar(live: Real) -> None:
+    reply = ask(
+        live,
+        response_format=as_format(POINT),
+        extra_body={"enable_thinking": True, "thinking_budget": 12},
+    )
+    jsonschema.validate(content(reply), POINT)
+
+
+def test_a_cut_answer_says_length(live: Real) -> None:
+    reply = live.openai().chat.completions.create(
+        model="",
+        messages=[{"role": "user", "content": "Go on."}],
+        response_format={"type": "json_object"},
+        max_tokens=5,
+        extra_body={"enable_thinking": False},
+    )
+    assert reply.choices[0].finish_reason == "length"
+    assert (reply.choices[0].message.content or "").startswith("{")
+
+
+# --- refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "object", "properties": {"a": {"not": {}}}}, "#/properties/a"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, "greater than maximum"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ],
+)
+def test_a_schema_that_cannot_be_kept(live: Real, schema: Any, words: str, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(live, response_format=as_format(schema), stream=stream)
+    assert caught.value.status_code == 400
+    assert caught.value.param == "response_format"
+    assert words in caught.value.message
+
+
+# --- tools ---------------------------------------------------------------------------------
+
+
+def check_calls(reply: Any, names: set[str], *, at_most: int = 99) -> None:
+    (choice,) = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    assert 0 < len(choice.message.tool_calls) <= at_most
+    for call in choice.message.tool_calls:
+        assert call.function.name in names
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_call_is_required(live: Real, seed: int) -> None:
+    reply = ask(live, tools=OFFER, tool_choice="required", seed=seed, **QUIET)
+    check_calls(reply, set(SCHEMAS))
+
+
+def test_a_call_by_name_in_a_stream(live: Real) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    stream = ask(
+        live, tools=OFFER, tool_choice=named, parallel_tool_calls=False, stream=True, **QUIET
+    )
+    name = arguments = ""
+    for chunk in stream:
+        for call in chunk.choices[0].delta.tool_calls or ():
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert name == "get_weather"
+    jsonschema.validate(json.loads(arguments), WEATHER.parameters)
+
+
+def test_a_call_or_an_answer(live: Real) -> None:
+    n_calls = n_answers = 0
+    options = {**QUIET, "parallel_tool_calls": False}
+    for seed in range(6):
+        reply = ask(live, tools=OFFER, response_format=as_format(POINT), seed=seed, **options)
+        if reply.choices[0].message.tool_calls:
+            check_calls(reply, set(SCHEMAS))
+            n_calls += 1
+        else:
+            jsonschema.validate(content(reply), POINT)
+            n_answers += 1
+    assert n_calls
+    assert n_answers
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_of_calls(style: str, tmp_path: Path) -> None:
+    example = formats()[style].example
+    clue = '{"name": ..., "parameters": ...}' if style == "bare_json" else example
+    write_model(tmp_path, format=style, template=f"{TEMPLATE}{{# {clue} #}}")
+    with serving(tmp_path) as live:
+        assert live.server.services.reply_format.tool == style
+        options = {**QUIET, "tools": OFFER, "parallel_tool_calls": False}
+        reply = ask(live, tool_choice="required", seed=5, **options)
+        check_calls(reply, set(SCHEMAS), at_most=1)
+        named = {"type": "function", "function": {"name": "ping"}}
+        reply = ask(live, tool_choice=named, **options)
+        check_calls(reply, {"ping"}, at_most=1)

@@ -1,0 +1,48 @@
+"""A call that the parser does not know is text to the client, and a line in the log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from firn.text.formats import ReplyFormat
+from tests.api.live import Live
+from tests.api.talking import CALLS, PARAMETERS, post, talking
+
+TOOL: Any = {"name": "look", "input_schema": PARAMETERS}
+ASK: dict[str, Any] = {"max_tokens": 300, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def warnings(live: Live) -> list[str]:
+    return [r.getMessage() for r in live.log.records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("format", [ReplyFormat(), ReplyFormat(tool="mistral")])
+def test_an_unread_call_is_noted_once(format: ReplyFormat, stream: bool) -> None:
+    with talking(f"Sure.\n{CALLS}", format=format) as live:
+        answer = post(live, "/v1/messages", ASK | {"tools": [TOOL], "stream": stream})
+        assert answer.status_code == 200
+        (line,) = warnings(live)
+        assert line.startswith(answer.headers["request-id"])
+        assert "<tool_call>" in line
+        assert f"the parser {format.tool or 'none'} has read no call" in line
+        assert "--tool-call-parser" in line
+
+
+@pytest.mark.parametrize(
+    ("reply", "body"),
+    [
+        (CALLS, {"tools": [TOOL]}),
+        ("plain words", {"tools": [TOOL]}),
+        (f"[TOOL_CALLS]{CALLS}", {}),
+        (f"[TOOL_CALLS]{CALLS}", {"tools": [TOOL], "tool_choice": {"type": "none"}}),
+    ],
+    ids=["read", "no call", "no tools", "no calls wanted"],
+)
+def test_there_is_nothing_to_note(reply: str, body: dict[str, Any]) -> None:
+    with talking(reply) as live:
+        assert post(live, "/v1/messages", ASK | body).status_code == 200
+        assert warnings(live) == []

@@ -1,0 +1,365 @@
+"""The prefix cache over layers of plain tokens: what was restored can be read, and must be right.
+
+A `LabLayer` is the cache of a model without a model. It has pages, a window, a state, or any mixture of
+them, and each part knows its tokens by itself; a row whose parts disagree, or lack something, turns to
+garbage. On top of `HashRunner` that makes every wrong block a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from firn.cache.codecs import ALL_TOKENS, Arrays, At
+from firn.cache.estimates import Estimates
+from firn.cache.index import Node, Record
+from firn.cache.layout import Layout
+from firn.cache.parts import Needs, Part
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.core.keys import Key, KeyTokens, child_key
+from firn.core.ports import Restored
+from firn.core.values import Job, Prompt
+from tests.hash_runner import GARBAGE, Faults, HashEngine, HashGroup, HashLayer, HashRow, HashRunner
+
+
+def _nothing(where: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the model's layers are. `fault` is called by every cut and fill, and may raise."""
+
+    pages: bool = True
+    window: int = 0
+    state: bool = False
+    state_nbytes: int = 64
+    fault: Callable[[str], None] = _nothing
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        found = ((Part.PAGES, self.pages), (Part.WINDOW, self.window), (Part.STATE, self.state))
+        return tuple(part for part, wanted in found if wanted)
+
+    def layout(self) -> Layout:
+        codecs = tuple(LabCodec(part, self) for part in self.parts)
+        text = f"lab {self.pages} {self.window} {self.state}"
+        return Layout(codecs, text, self.window, self.window)
+
+
+DENSE = Shape()
+WINDOWED = Shape(window=6)
+HYBRID = Shape(state=True)
+RECURRENT = Shape(pages=False, state=True)
+ALL_KINDS = Shape(window=6, state=True)
+WINDOW_AND_STATE = Shape(pages=False, window=6, state=True)
+SHAPES = {
+    "dense": DENSE,
+    "windowed": WINDOWED,
+    "wide window": Shape(window=40),
+    "hybrid": HYBRID,
+    "recurrent": RECURRENT,
+    "all kinds": ALL_KINDS,
+    "window and state": WINDOW_AND_STATE,
+}
+
+
+@dataclass(eq=False)
+class LabLayer(HashLayer):
+    """`rows` is what the model computes with; `filled` what each part was restored to."""
+
+    shape: Shape = DENSE
+    grouped: bool = False
+    filled: dict[Part, list[int]] = field(default_factory=dict)
+
+    @property
+    def caches(self) -> tuple[View, ...]:
+        return tuple(View(self) for _ in self.shape.parts)
+
+    def fill(self, part: Part, tokens: list[int], n_tokens: int) -> None:
+        self.filled[part] = tokens
+        whole = self.filled.get(Part.PAGES, self.filled.get(Part.STATE))
+        agree = set(self.filled) == set(self.shape.parts) and whole is not None
+        for part, tokens in self.filled.items():
+            if part is Part.WINDOW:
+                n_held = len(tokens)
+                agree = agree and n_held >= min(self.shape.window, n_tokens)
+                agree = agree and whole is not None and whole[n_tokens - n_held :] == tokens
+            else:
+                agree = agree and tokens == whole and len(tokens) == n_tokens
+        self.rows[0] = list(whole) if agree and whole is not None else [GARBAGE] * n_tokens
+
+
+@dataclass(eq=False)
+class View:
+    """One part of a LabLayer, as the codecs see it."""
+
+    layer: LabLayer
+
+
+@dataclass(frozen=True)
+class LabCodec:
+    part: Part
+    shape: Shape
+    single: str = ""
+    batched: str | None = None
+
+    def describe(self, layer: Any) -> str | None:
+        return f"lab {self.part.value}"
+
+    def reach(self, layer: Any) -> int:
+        return {Part.PAGES: ALL_TOKENS, Part.WINDOW: self.shape.window, Part.STATE: 0}[self.part]
+
+    def cut(self, view: View, at: At, start: int, end: int) -> Arrays:
+        self.shape.fault("cut")
+        tokens = view.layer.rows[at.index]
+        assert len(tokens) >= at.n_tokens, "the row holds less than it says"
+        if self.part is Part.STATE:
+            assert end == len(tokens) == at.n_tokens, "a state is where the row is"
+            padding = mx.zeros((self.shape.state_nbytes,), dtype=mx.uint8)
+            return mx.array([tokens], dtype=mx.int32), padding, None
+        if (
+            self.part is Part.WINDOW
+            and view.layer.grouped
+            and at.n_tokens - start > self.shape.window
+        ):
+            raise AssertionError("the ring has overwritten these tokens")
+        array = mx.array(tokens[start:end], dtype=mx.int32).reshape(1, 1, -1, 1)
+        return (array, array + 1) if self.part is Part.PAGES else (array,)
+
+    def fill(self, view: View, pieces: Sequence[Arrays], n_tokens: int) -> None:
+        self.shape.fault("fill")
+        found: list[int] = []
+        for piece in pieces:
+            first = piece[0]
+            assert first is not None
+            found += np.array(first).ravel().tolist()
+        view.layer.fill(self.part, found, n_tokens)
+
+    def fixed_nbytes(self, layer: Any) -> int:
+        return 0
+
+    def token_nbytes(self, layer: Any) -> int:
+        return 0
+
+
+# --- rows and engines ----------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class LabRow:
+    """A lone row, for tests that drive the cache without an engine."""
+
+    layer: LabLayer
+    n_tokens: int = 0
+
+    @property
+    def live_layers(self) -> list[Any]:
+        return [self.layer]
+
+    @property
+    def index(self) -> int:
+        return 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.layer.rows[0]
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        self.tokens.extend(int(t) for t in tokens)
+        self.n_tokens += len(tokens)
+
+
+class LabRunner(HashRunner):
+    """HashRunner on LabLayers; counts the prompt tokens it computes."""
+
+    def __init__(self, shape: Shape, faults: Faults | None = None, **options: Any) -> None:
+        super().__init__(faults, **options)
+        self.shape = shape
+
+    @property
+    def n_prefilled(self) -> int:
+        return sum(end - start for start, end in self.prefills)
+
+    def start(self, restored: Restored | None) -> HashRow:
+        self.faults.start(restored)
+        layer = LabLayer([[]], self.shape)
+        if restored is None:
+            return HashRow(layer)
+        restored.fill([layer])
+        return HashRow(layer, restored.n_tokens)
+
+    def choices(self, row: HashRow, job: Any, indices: Sequence[int]) -> list[HashRow]:
+        rows = super().choices(row, job, indices)
+        for other in rows[1:]:
+            other.layer = LabLayer([list(row.tokens)], self.shape)
+        return rows
+
+    def _room_for(self, row: HashRow) -> HashGroup:
+        n_groups = len(self._groups)
+        group = super()._room_for(row)
+        if len(self._groups) > n_groups:
+            group.layer = LabLayer([], self.shape, grouped=True)
+        return group
+
+
+def tree(
+    shape: Shape,
+    *,
+    block: int = 8,
+    limit_nbytes: int = 1 << 40,
+    exact_chunk: int = 0,
+    clock: Callable[[], float] = lambda: 0.0,
+    fingerprint: bytes = b"lab",
+) -> PrefixTree:
+    settings = CacheSettings(limit_nbytes=limit_nbytes, block=block, exact_chunk=exact_chunk)
+    made = PrefixTree(
+        shape.layout(), settings, fingerprint=fingerprint, dtype="tokens", clock=clock
+    )
+    made.held.estimates = Steady()
+    return made
+
+
+class Steady(Estimates):
+    """Every token costs the same, however long the machine takes: who is evicted is no accident."""
+
+    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
+        pass
+
+
+class LabEngine(HashEngine):
+    """The real engine and the real cache over a LabRunner. Use as a context manager."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        faults: Faults | None = None,
+        *,
+        cache: PrefixTree | None = None,
+        group_rows: int = 1 << 30,
+        chunk: int = 16,
+        **options: Any,
+    ) -> None:
+        self._made = LabRunner(shape, faults, group_rows=group_rows)
+        self.tree = cache if cache is not None else tree(shape)
+        super().__init__(faults, cache=self.tree, chunk=chunk, **options)
+
+    @property
+    def runner(self) -> LabRunner:
+        return self._made
+
+    @runner.setter
+    def runner(self, _: HashRunner) -> None:
+        """The base class makes one of its own; ours knows the layers."""
+
+    def job(
+        self,
+        prompt: Sequence[int],
+        n_reply: int = 8,
+        *,
+        boundaries: Sequence[int] = (),
+        **more: Any,
+    ) -> Job:
+        job = super().job(prompt, n_reply, **more)
+        return replace(job, prompt=replace(job.prompt, boundaries=tuple(boundaries)))
+
+    def check(self) -> None:
+        """The tree is in order and nobody holds on to anything."""
+        self.between_steps(lambda: check_tree(self.tree))
+        assert self.between_steps(lambda: n_leases(self.tree)) == 0
+        assert self.leftovers() == {}
+
+
+def prompt_of(ids: Sequence[int], boundaries: Sequence[int] = ()) -> Prompt:
+    return Prompt(np.array(ids, dtype=np.int64), boundaries=tuple(boundaries))
+
+
+# --- what must always hold -----------------------------------------------------------------
+
+
+def records_of(tree: PrefixTree) -> list[Record]:
+    return [r for n in tree.held.index.nodes() for r in n.records.values()]
+
+
+def n_leases(tree: PrefixTree) -> int:
+    nodes = [*tree.held.index.roots(), *tree.held.index.nodes()]
+    return sum(n.n_leases + sum(r.n_leases for r in n.records.values()) for n in nodes)
+
+
+def check_tree(tree: PrefixTree) -> None:
+    """Every chain is whole, nothing lies about, and the pool's books are the sum of the records."""
+    for root in tree.held.index.roots():
+        assert root.children or root.n_leases, "an empty root was left behind"
+        _check_occupied(root)
+    for node in tree.held.index.nodes():
+        _check_node(node, tree)
+    held = [r for r in records_of(tree) if r.payload is not None]
+    for part in Part:
+        mine = [r for r in held if r.part is part]
+        assert tree.held.pool.held.n_records[part] == len(mine)
+        assert tree.held.pool.held.nbytes[part] == sum(r.nbytes for r in mine)
+        for record in mine:
+            nbytes = sum(a.nbytes for layer in record.payload for a in layer if a is not None)
+            assert nbytes == record.nbytes
+
+
+def _check_node(node: Node, tree: PrefixTree) -> None:
+    assert node.parent is not None
+    assert node.parent.children[node.key] is node
+    assert node.key == child_key(node.parent.key, node.values)
+    assert 0 < len(node.values) <= tree.settings.block
+    assert node.start % tree.settings.block == 0, "only whole blocks have children"
+    assert node.start == node.parent.end
+    assert node.records or node.children or node.n_leases, "an empty node was left behind"
+    assert node.n_leases >= 0
+    assert node.parent.parent is None or node.parent.expires_at >= node.expires_at
+    _check_occupied(node)
+    if tree.held.needs.pages and node.records:
+        for above in node.path():
+            assert above.has(Part.PAGES), "a child whose parent's pages are gone"
+    for part, record in node.records.items():
+        assert record.part is part
+        assert record.node is node
+
+
+def _check_occupied(node: Node) -> None:
+    assert node.n_occupied == sum(c.occupied for c in node.children.values())
+
+
+def longest(tree: PrefixTree, root: Key, values: KeyTokens) -> int:
+    """The longest resumable prefix, by trying every position on every chain of the tree."""
+    start = next((r for r in tree.held.index.roots() if r.key == root), None)
+    if start is None:
+        return 0
+    best = 0
+    for node in tree.held.index.below(start):
+        chain = list(reversed(list(node.path())))
+        agrees = all(np.array_equal(n.values, values[n.start : n.end]) for n in chain[:-1])
+        if not agrees or not chain:
+            continue
+        n_same = 0
+        for mine, theirs in zip(node.values, values[node.start :], strict=False):
+            if mine != theirs:
+                break
+            n_same += 1
+        for p in range(node.start + 1, min(node.start + n_same, len(values) - 1) + 1):
+            if p > best and _resumes(chain, p, tree.held.needs):
+                best = p
+    return best
+
+
+def _resumes(chain: Sequence[Node], p: int, needs: Needs) -> bool:
+    if p % needs.grid:
+        return False
+    if needs.grid > 1 and p != chain[-1].end:
+        return False  # exact mode takes whole records only
+    if needs.state and not (chain[-1].end == p and chain[-1].has(Part.STATE)):
+        return False
+    if needs.pages and not all(n.has(Part.PAGES) for n in chain):
+        return False
+    reached = [n for n in chain if n.end > p - needs.window]
+    return not needs.window or all(n.has(Part.WINDOW) for n in reached)

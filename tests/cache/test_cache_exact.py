@@ -1,0 +1,245 @@
+"""Exact mode: whatever the cache had a part in is, bit for bit, what computing it all gives.
+
+Full mode: the same tokens, away from ties. On tiny random models of every layer kind.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from firn.core.values import CacheControl
+from tests.cache.lab import check_tree, n_leases
+from tests.cache.specimens import all_same
+from tests.cache.tiny import (
+    WINDOW,
+    Reference,
+    cold_and_warm,
+    payloads,
+    same_bits,
+    tiny,
+    tokens,
+)
+from tests.harness import Harness, running
+from tests.sweep.checks import same_tokens
+
+CHUNK = 16
+KINDS = {
+    "dense": tiny("llama"),
+    "window": tiny("llama-sliding"),
+    "chunked": tiny("llama4"),
+    "hybrid": tiny("qwen3_5"),
+    "recurrent": tiny("mamba2"),
+    "state and window": tiny("recurrent_gemma"),
+    "quantised 8": tiny("llama", bits=8, head_dim=32),
+    "quantised 4": tiny("llama", bits=4, head_dim=32),
+    "quantised and window": tiny("llama-sliding", bits=4, head_dim=32),
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def check(harness: Harness) -> None:
+    """Nothing failed quietly, nothing is left behind."""
+    assert not harness.cache.stats.faults
+    harness.engine.call(lambda parts: check_tree(harness.cache)).result(60)
+    assert harness.engine.call(lambda parts: n_leases(harness.cache)).result(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [*((k, 8) for k in KINDS), *((k, b) for k in ("dense", "window", "hybrid") for b in (16, 32))],
+)
+def test_at_every_boundary_and_beside_it(kind: str, block: int) -> None:
+    """Lengths around blocks, chunks and windows: first sight, sent again, and grown by a little."""
+    around = sorted({m + d for m in (block, WINDOW, 2 * WINDOW) for d in (-1, 0, 1)})
+    base = tokens(1, 2 * WINDOW + 12)
+    with cold_and_warm(KINDS[kind], chunk=CHUNK, block=block, exact=True) as (cold, warm):
+        want = Reference(cold)
+        for n in around:
+            for ids in (base[:n], base[:n] + base[n : n + 9]):
+                got = warm.ask(ids, 2)
+                assert same_bits(got, want(ids)), (n, len(ids), got.n_cached)
+        for ids in (base[: WINDOW + 1], base[: 2 * WINDOW + 1]):
+            got = warm.ask(ids, 2)
+            assert same_bits(got, want(ids))
+            assert got.n_cached == len(ids) - 1
+        check(warm)
+
+
+@EACH
+def test_edited_branched_cut_and_continued(kind: str) -> None:
+    with cold_and_warm(KINDS[kind], chunk=CHUNK, block=8, exact=True) as (cold, warm):
+        want = Reference(cold)
+        first = tokens(1, 100)
+        reply = want(first, 12).reply
+        edited = [*first[:50], 7, *first[51:]]
+        conversation = first + reply + tokens(2, 15)
+        for ids in (
+            first,
+            conversation,
+            edited,
+            first[:77],
+            first[:64] + tokens(3, 20),
+            conversation + tokens(4, 9),
+            edited + tokens(5, 9),
+            first,
+        ):
+            got = warm.ask(ids, 3, boundaries=(33, 96))
+            assert same_bits(got, want(ids, 3)), (len(ids), got.n_cached)
+        assert warm.cache.stats.n_tokens_cached > 300
+        check(warm)
+
+
+@EACH
+def test_neighbours_leave_no_trace_in_what_is_stored(kind: str) -> None:
+    """Prompts read while others are read and decoded leave the records that each alone leaves."""
+    prompts = [tokens(i, n) for i, n in enumerate((90, 33, 64, 17, 70, 48))]
+    prompts.append(prompts[0][:64] + tokens(9, 20))
+    options: dict[str, Any] = {"chunk": CHUNK, "block": 8, "exact": True}
+    with running(KINDS[kind], **options) as alone, running(KINDS[kind], **options) as crowd:
+        for ids in prompts:
+            alone.ask(ids, 3, boundaries=(16,))
+        results = [crowd.submit(ids, 12, boundaries=(16,)) for ids in prompts for _ in range(2)]
+        for result in results:
+            assert result.wait().error is None
+        mine, theirs = payloads(crowd), payloads(alone)
+        common = set(mine) & set(theirs)
+        assert len(common) >= 0.7 * max(len(mine), len(theirs)) > 0
+        for key in common:
+            assert all_same(mine[key], theirs[key])
+        check(crowd)
+
+
+@EACH
+def test_what_was_stored_in_a_crowd_answers_bit_for_bit(kind: str) -> None:
+    with cold_and_warm(KINDS[kind], chunk=CHUNK, block=8, exact=True) as (cold, warm):
+        want = Reference(cold)
+        prompts = [tokens(i, n) for i, n in enumerate((90, 33, 64, 70))]
+        for result in [warm.submit(ids, 9, boundaries=(16,)) for ids in prompts]:
+            assert result.wait().error is None
+        for ids in prompts:
+            got = warm.ask(ids, 2)
+            assert got.n_cached >= (len(ids) - 1) // CHUNK * CHUNK
+            assert same_bits(got, want(ids))
+        check(warm)
+
+
+@EACH
+def test_evicted_and_committed_again(kind: str) -> None:
+    with cold_and_warm(KINDS[kind], chunk=CHUNK, block=8, exact=True) as (cold, warm):
+        want = Reference(cold)
+        ids = tokens(1, 90)
+        warm.ask(ids, 2)
+        before = {k: [mx.array(a) for a in v] for k, v in payloads(warm).items()}
+        whole = sum(a.nbytes for arrays in before.values() for a in arrays)
+        for room in (whole // 2, whole // 5, 0):
+            warm.engine.call(lambda _, room=room: warm.cache.set_room(room)).result(60)
+            warm.engine.call(lambda _: warm.cache.set_room(1 << 40)).result(60)
+            for _ in range(2):
+                got = warm.ask(ids, 2)
+                assert same_bits(got, want(ids)), (room, got.n_cached)
+            after = payloads(warm)
+            assert set(after) >= set(before), "a branch point may have been added"
+            assert all(all_same(after[k], before[k]) for k in before)
+        check(warm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exact"),
+    [("dense", True), ("window", False), ("window", True), ("hybrid", False), ("hybrid", True)],
+)
+def test_fifty_sessions_in_room_for_ten(kind: str, exact: bool) -> None:
+    """Interleaved, with evictions all the time: every answer is the uncached one."""
+    rng = random.Random(1)
+    sessions = [tokens(i, rng.randint(20, 60)) for i in range(50)]
+    with running(KINDS[kind], chunk=CHUNK, block=8, exact=exact) as one:
+        one.ask(sessions[0] + tokens(99, 20), 2)
+        room = 10 * one.cache.held.pool.held.total_nbytes
+    options: dict[str, Any] = {"chunk": CHUNK, "block": 8, "exact": exact, "cache_nbytes": room}
+    with cold_and_warm(KINDS[kind], **options) as (cold, warm):
+        n_reused = 0
+        order = [
+            max(i - back, 0) for i in range(50) for back in (0, rng.choice([3, 6, 12]))[: 1 + i % 2]
+        ]
+        for i in order:
+            ids = sessions[i]
+            a, b = cold.ask(ids, 2), warm.ask(ids, 2, boundaries=(16,))
+            assert same_bits(a, b) if exact else same_tokens(a, b), (i, b.n_cached)
+            n_reused += b.n_cached
+            sessions[i] = ids + a.reply + tokens(1000 + i, 7)
+            assert warm.cache.held.pool.held.total_nbytes <= room
+        assert n_reused > 0
+        assert warm.cache.held.pool.n_evicted > 40
+        check(warm)
+
+
+@EACH
+def test_full_mode_says_the_same_away_from_ties(kind: str) -> None:
+    """Token-exact reuse around every block boundary, in a block that ends anywhere."""
+    with cold_and_warm(KINDS[kind], chunk=32, block=8) as (cold, warm):
+        want = Reference(cold)
+        base = tokens(1, 80)
+        warm.ask(base, 3, boundaries=(40,))
+        for n in (1, 7, 8, 9, 31, 32, 33, 40, 41, 65, 79):
+            ids = base[:n] + tokens(n, 12)
+            got = warm.ask(ids, 3, control=CacheControl(write=False))
+            assert same_tokens(want(ids, 3), got), (n, got.n_cached)
+            if not warm.cache.held.needs.state:
+                assert got.n_cached >= n
+        check(warm)
+
+
+def test_the_two_modes_and_other_blocks_share_nothing() -> None:
+    """A record says how it was made: a server started otherwise does not touch it."""
+    roots = set()
+    for options in (
+        {"exact": True, "block": 8},
+        {"exact": False, "block": 8},
+        {"exact": True, "block": 16},
+        {"exact": True, "block": 8, "fingerprint": b"adapter"},
+        {"exact": False, "block": 8, "kv_bits": 8},
+        {"exact": False, "block": 8, "kv_bits": 4},
+    ):
+        with running(tiny("llama", head_dim=32), chunk=CHUNK, **options) as harness:
+            roots.add(harness.cache.held.identity.root(""))
+    assert len(roots) == 6
+
+
+# --- records kept quantised ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "ratio"), [(8, (8 + 2 * 32 / 64) / 32), (4, (4 + 1) / 32)])
+def test_quantised_records_are_smaller_and_answer_alike(bits: int, ratio: float) -> None:
+    """float32 heads of 64: `bits` a value, and a scale and a bias for each 64."""
+    build = tiny("llama", head_dim=64)
+    with (
+        running(build, chunk=32, block=16) as plain,
+        running(build, chunk=32, block=16, kv_bits=bits) as small,
+    ):
+        ids = tokens(1, 150)
+        for harness in (plain, small):
+            harness.ask(ids, 4)
+        sizes = [h.cache.held.pool.held.total_nbytes for h in (plain, small)]
+        assert sizes[1] / sizes[0] == pytest.approx(ratio, rel=1e-6)
+        grown = ids + tokens(2, 20)
+        a, b = plain.ask(grown, 1), small.ask(grown, 1)
+        assert a.n_cached == b.n_cached == 150
+        far = abs(a.logprobs[0][0] - b.logprobs[0][0])
+        assert far < {8: 0.05, 4: 1.0}[bits]
+        assert a.reply == b.reply or a.margins[0][0] < 2 * far
+        check(small)
+
+
+def test_layers_that_cannot_be_quantised_are_kept_as_they_are() -> None:
+    """Latent attention has parts too narrow for a group, an index has keys alone: both stay exact."""
+    for name in ("deepseek_v3", "deepseek_v32", "gpt_oss", "qwen3_5"):
+        with cold_and_warm(tiny(name), chunk=32, block=16, kv_bits=8) as (cold, warm):
+            ids = tokens(1, 70)
+            warm.ask(ids, 3, boundaries=(40,))
+            got = warm.ask(ids, 3)
+            assert got.n_cached == 69
+            assert same_tokens(cold.ask(ids, 3), got)
+            check(warm)

@@ -1,0 +1,326 @@
+"""The whole tree under random use: whatever requests, pins, lifetimes and limits do to it.
+
+The machine drives the cache as the engine does (open, restore, advance, commit, fork, close) with
+rows of plain tokens. After every step the tree must be in order, the pool's books must be the sum of the
+records, and a lookup must find what trying every position of every chain finds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from firn.cache import admin
+from firn.cache.index import Node, Record
+from firn.cache.parts import Part
+from firn.core.errors import BadRequest
+from firn.core.keys import key_tokens
+from firn.core.values import CacheControl, Namespace
+from firn.engine.scheduler import chunk_end
+from tests.cache.lab import (
+    SHAPES,
+    LabLayer,
+    LabRow,
+    Shape,
+    check_tree,
+    longest,
+    prompt_of,
+    records_of,
+    tree,
+)
+
+BLOCK, CHUNK = 4, 8
+NAMES = ("alice", "bob")
+BASES = [random.Random(seed).choices(range(1, 4), k=64) for seed in range(3)]
+"""Few texts of few words, so that prompts share much and diverge anywhere."""
+
+
+@dataclass(eq=False)
+class Choice:
+    trail: Any
+    row: LabRow
+    reply: list[int]
+
+
+@dataclass(eq=False)
+class Request:
+    ids: list[int]
+    trail: Any
+    row: LabRow | None = None
+    choices: list[Choice] = field(default_factory=list)
+
+
+class Machine(RuleBasedStateMachine):
+    shape: Shape
+    exact = False
+
+    @initialize(limit=st.sampled_from([60, 200, 600, 1 << 30]))
+    def start(self, limit: int) -> None:
+        self.now = 0.0
+        self.tree = tree(
+            self.shape,
+            block=BLOCK,
+            limit_nbytes=limit,
+            exact_chunk=CHUNK if self.exact else 0,
+            clock=lambda: self.now,
+        )
+        self.rng = random.Random(7)
+        self.requests: list[Request] = []
+        self.protected: dict[Record, Node] = {}
+        self.room = limit
+        self.n_held = 0
+
+    # --- requests --------------------------------------------------------------------------
+
+    @rule(
+        base=st.integers(0, 2),
+        n=st.integers(1, 60),
+        tail=st.lists(st.integers(1, 3), max_size=3),
+        name=st.sampled_from(NAMES),
+        ttl=st.sampled_from([None, None, 5.0, 20.0]),
+        read=st.sampled_from([True, True, True, False]),
+        write=st.sampled_from([True, True, True, False]),
+    )
+    def arrive(
+        self,
+        base: int,
+        n: int,
+        tail: list[int],
+        name: str,
+        ttl: float | None,
+        read: bool,
+        write: bool,
+    ) -> None:
+        ids = BASES[base][:n] + tail
+        control = CacheControl(read=read, write=write, ttl_s=ttl)
+        bounds = sorted({len(ids) // 3, len(ids) - 2} - {0, -1})
+        trail = self.tree.open(prompt_of(ids, bounds), Namespace(name), control)
+        self.requests.append(Request(ids, trail))
+        if read:
+            values = key_tokens(prompt_of(ids).ids)
+            want = longest(self.tree, self.tree.held.identity.root(Namespace(name)), values)
+            assert self.tree.look_up(prompt_of(ids), Namespace(name)).n_tokens == want
+
+    @precondition(lambda self: self.waiting())
+    @rule(pick=st.integers(0, 99))
+    def admit(self, pick: int) -> None:
+        request = self.one(self.waiting(), pick)
+        restored = self.tree.restore(request.trail)
+        request.row = self.row_of(restored)
+        if restored is not None:
+            assert request.row.tokens == request.ids[: restored.n_tokens]
+            assert restored.n_tokens < len(request.ids)
+            assert request.trail.control.read
+        assert request.trail.found.n_cached == request.row.n_tokens
+
+    @precondition(lambda self: self.reading())
+    @rule(pick=st.integers(0, 99))
+    def read_chunk(self, pick: int) -> None:
+        request = self.one(self.reading(), pick)
+        assert request.row is not None
+        ahead = self.tree.advance(request.trail, request.row.n_tokens)
+        if ahead is not None:
+            assert ahead.n_tokens > request.row.n_tokens
+            request.row = self.row_of(ahead)
+            assert request.row.tokens == request.ids[: ahead.n_tokens]
+        n_total = len(request.ids) - 1
+        if request.row.n_tokens < n_total:
+            stops = self.tree.stops(request.trail)
+            end = chunk_end(request.row.n_tokens, n_total, chunk=CHUNK, stops=stops)
+            request.row.consume(request.ids[request.row.n_tokens : end])
+            self.tree.commit(request.trail, request.row)
+
+    @precondition(lambda self: self.read())
+    @rule(pick=st.integers(0, 99), n=st.integers(1, 3))
+    def begin(self, pick: int, n: int) -> None:
+        request = self.one(self.read(), pick)
+        assert request.row is not None
+        for _ in range(n):
+            reply: list[int] = []
+            row = LabRow(
+                LabLayer([list(request.row.tokens)], self.shape, grouped=True),
+                request.row.n_tokens,
+            )
+            trail = self.tree.fork(request.trail, reply)
+            request.choices.append(Choice(trail, row, reply))
+        self.tree.close_trail(request.trail, None)
+
+    @precondition(lambda self: self.decoding())
+    @rule(pick=st.integers(0, 99), n=st.integers(1, 9))
+    def decode(self, pick: int, n: int) -> None:
+        """The row consumes a token, and then the next one is known; it may be one step ahead."""
+        request = self.one(self.decoding(), pick)
+        choice = request.choices[pick % len(request.choices)]
+        for _ in range(n):
+            choice.row.consume([([*request.ids, *choice.reply])[choice.row.n_tokens]])
+            choice.reply.append(self.rng.randint(1, 3))
+            if choice.trail.wants(choice.row.n_tokens):
+                self.tree.commit(choice.trail, choice.row)
+
+    @precondition(lambda self: self.decoding())
+    @rule(pick=st.integers(0, 99), ahead=st.booleans(), failed=st.booleans())
+    def finish(self, pick: int, ahead: bool, failed: bool) -> None:
+        request = self.one(self.decoding(), pick)
+        choice = request.choices.pop(pick % len(request.choices))
+        if ahead:
+            choice.row.consume([([*request.ids, *choice.reply])[choice.row.n_tokens]])
+        self.tree.close_trail(choice.trail, None if failed else choice.row)
+        if not request.choices:
+            self.leave(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99), failed=st.booleans())
+    def cancel(self, pick: int, failed: bool) -> None:
+        request = self.one(self.requests, pick)
+        for choice in request.choices:
+            self.tree.close_trail(choice.trail, None if failed else choice.row)
+        if not request.choices:
+            row = None if failed else request.row
+            self.tree.close_trail(request.trail, row)
+        self.tree.close_trail(request.trail, request.row)  # a second time does nothing
+        self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """The engine says how much room there is when a request is gone."""
+        self.requests.remove(request)
+        self.protect()
+        self.set_room(self.room)
+
+    # --- people ----------------------------------------------------------------------------
+
+    @rule(base=st.integers(0, 2), n=st.integers(1, 60), name=st.sampled_from(NAMES))
+    def pin(self, base: int, n: int, name: str) -> None:
+        prompt = prompt_of(BASES[base][:n])
+        before = admin.pinned_nbytes(self.tree)
+        try:
+            admin.pin(self.tree, prompt, Namespace(name), cap_nbytes=150)
+        except BadRequest:
+            assert admin.pinned_nbytes(self.tree) == before
+        assert admin.pinned_nbytes(self.tree) <= 150
+
+    @rule(base=st.integers(0, 2), n=st.integers(1, 60), name=st.sampled_from(NAMES))
+    def unpin(self, base: int, n: int, name: str) -> None:
+        admin.unpin(self.tree, prompt_of(BASES[base][:n]), Namespace(name))
+        self.protected = {}
+
+    @precondition(lambda self: self.rng.random() < 0.2)
+    @rule(name=st.sampled_from([*NAMES, None]))
+    def clear(self, name: str | None) -> None:
+        admin.clear(self.tree, None if name is None else Namespace(name))
+        self.protected = {}
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.tree.tick(busy=False)
+
+    @rule(nbytes=st.sampled_from([0, 30, 100, 400, 1 << 40]))
+    def set_room(self, nbytes: int) -> None:
+        self.room = nbytes
+        self.tree.set_room(nbytes)
+        pool = self.tree.held.pool
+        assert pool.limit_nbytes <= self.tree.settings.limit_nbytes
+        if pool.held.total_nbytes > pool.limit_nbytes:
+            left = [r for r in records_of(self.tree) if r.payload is not None]
+            assert not [r for r in left if pool._may_go(r)], "over the limit for no reason"
+
+    # --- what always holds -----------------------------------------------------------------
+
+    @invariant()
+    def in_order(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        check_tree(self.tree)
+        pool = self.tree.held.pool
+        assert pool.held.total_nbytes <= max(pool.limit_nbytes, self.n_held), "grew past the limit"
+        self.n_held = pool.held.total_nbytes
+        assert dict(self.tree.stats.faults) == {}
+        self.check_leases()
+        self.check_protected()
+
+    def check_leases(self) -> None:
+        trails = [r.trail for r in self.requests if not r.choices and not r.trail.closed]
+        trails += [c.trail for r in self.requests for c in r.choices]
+        want = Counter(t.node for t in trails if hasattr(t, "node"))
+        nodes = [*self.tree.held.index.roots(), *self.tree.held.index.nodes()]
+        assert {n: n.n_leases for n in nodes if n.n_leases} == want
+
+    def check_protected(self) -> None:
+        """What was pinned or led to a lease before this step is still there."""
+        for record, node in self.protected.items():
+            assert node.records.get(record.part) is record
+            assert record.payload is not None
+        self.protect()
+
+    def protect(self) -> None:
+        self.protected = {r: r.node for r in records_of(self.tree) if r.node.n_pins}
+        for node in self.tree.held.index.nodes():
+            if node.n_leases:
+                for above in node.path():
+                    if above.has(Part.PAGES):
+                        self.protected[above.records[Part.PAGES]] = above
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        while self.requests:
+            self.cancel(0, failed=False)
+        check_tree(self.tree)
+        admin.clear(self.tree)
+        assert records_of(self.tree) == []
+        assert list(self.tree.held.index.nodes()) == []
+        assert list(self.tree.held.index.roots()) == []
+        assert self.tree.held.pool.held.total_nbytes == 0
+
+    # --- who is where ----------------------------------------------------------------------
+
+    @staticmethod
+    def one(found: Sequence[Request], pick: int) -> Request:
+        return found[pick % len(found)]
+
+    def waiting(self) -> list[Request]:
+        return [r for r in self.requests if r.row is None]
+
+    def _begun(self) -> list[Request]:
+        return [r for r in self.requests if r.row is not None and not r.choices]
+
+    def reading(self) -> list[Request]:
+        return [r for r in self._begun() if r.row and r.row.n_tokens < len(r.ids) - 1]
+
+    def read(self) -> list[Request]:
+        return [r for r in self._begun() if r.row and r.row.n_tokens == len(r.ids) - 1]
+
+    def decoding(self) -> list[Request]:
+        return [r for r in self.requests if r.choices]
+
+    def row_of(self, restored: Any) -> LabRow:
+        row = LabRow(LabLayer([[]], self.shape))
+        if restored is not None:
+            restored.fill([row.layer])
+            row.n_tokens = restored.n_tokens
+        return row
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["full", "exact"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_random_use(shape: Shape, exact: bool) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    machine = type("M", (Machine,), {"shape": shape, "exact": exact})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=300,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,139 @@
+"""Dies at every step of the tier's work and looks at what is left. A program: see test_ssd_kill.py.
+
+For each step a child is forked that kills itself there; the parent then opens the folder as a fresh
+process would.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from firn.cache.container import Buffer
+from firn.cache.parts import Part
+from firn.cache.tiers import Entry
+from firn.cache.tiers._disk import Disk, path_of
+from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from tests.cache.tiers.records import beside, chain, holds, of_size
+from tests.cache.tiers.test_ssd_folder import du
+
+MIB = 1 << 20
+LIMIT = 2 * MIB
+CHANGES = {
+    "make_folder", "put", "open_lock", "try_lock", "unlock", "write_page", "create", "write",
+    "close", "rename", "unlink", "rmdir", "set_mtime",
+}  # fmt: skip
+OLD = chain(4, nbytes=200_000)
+OTHERS = [of_size(200_000, 40 + i) for i in range(4)]
+NEW = [of_size(500_000, 90), beside(OLD[3], Part.STATE)]
+BAD = OTHERS[0]
+
+
+class Dying(Disk):
+    """Kills its process before the k-th of the calls that change something."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        super().__init__(folder)
+        self.step = step
+        self.n_steps = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in CHANGES:
+            return found
+
+        def counted(*args: Any) -> Any:
+            self.n_steps += 1
+            if self.n_steps == self.step:
+                die()
+            return found(*args)
+
+        return counted
+
+
+class DyingHalfWay(Dying):
+    """Kills its process in the middle of writing a record."""
+
+    def write(self, fd: int, pieces: Sequence[Buffer]) -> None:
+        raw = b"".join(pieces)
+        os.write(fd, raw[: len(raw) * self.step // 8])
+        die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prepare(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    tier = SsdTier(SsdSettings(folder, LIMIT))
+    for one in (*OLD, *OTHERS):
+        tier.write(one.header, one.buffers)
+    tier.close()
+    path = folder / path_of(BAD.name)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def work(folder: Path, disk: Disk) -> None:
+    """A scan, writes that evict, a damaged read that quarantines, a delete, a touch."""
+    tier = SsdTier(SsdSettings(folder, LIMIT, touch_every_s=0.0), disk=disk)
+    list(tier.scan())
+    holds(tier, BAD)
+    for one in NEW:
+        tier.write(one.header, one.buffers)
+    tier.touch(r.name for r in OLD)
+    tier.delete(OTHERS[3].name)
+
+
+def look(folder: Path) -> None:
+    """What a restart must find, whatever happened."""
+    assert du(folder) <= LIMIT
+    tier = SsdTier(SsdSettings(folder, LIMIT))
+    found = {e.name for e in tier.scan() if isinstance(e, Entry)}
+    assert not any((folder / "tmp").iterdir()), "a temp file is left"
+    for one in (*OLD, *OTHERS, *NEW):
+        good = holds(tier, one)  # never other bytes than its own
+        assert good == (one.name in found) or one is BAD
+    assert tier.usage().n_orphans == 0
+    for one in NEW:
+        tier.write(one.header, one.buffers)
+    assert all(holds(tier, one) for one in NEW)
+    assert du(folder) <= LIMIT
+    assert tier.usage().nbytes <= LIMIT
+
+
+def child(run: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        run()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    return status
+
+
+def main(folder: Path) -> int:
+    counting = Dying(folder, 0)
+    prepare(folder)
+    work(folder, counting)
+    n_steps = counting.n_steps
+    n_killed = 0
+    dying = [Dying(folder, k) for k in range(1, n_steps + 1)]
+    dying += [DyingHalfWay(folder, k) for k in range(9)]
+    for disk in dying:
+        prepare(folder)
+        status = child(lambda disk=disk: work(folder, disk))  # type: ignore[misc]
+        if isinstance(disk, DyingHalfWay) or disk.step < n_steps - 5:
+            assert os.WIFSIGNALED(status), f"step {disk.step} was not reached"
+        n_killed += os.WIFSIGNALED(status)
+        look(folder)
+    print(n_steps, n_killed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

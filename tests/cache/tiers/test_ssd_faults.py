@@ -1,0 +1,310 @@
+"""Disk full, read-only, permission lost, folder gone: writing pauses, says so, and comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from firn.cache.faults import TierFault
+from firn.cache.tiers import Entry, Gone
+from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.cli.cache_work import Where
+from firn.core.errors import SetupError
+from tests.cache.tiers.records import chain, holds, of_size, record
+from tests.cache.tiers.test_ssd_folder import Clock, du, put
+from tests.faulty_tier import FaultyDisk
+
+MIB = 1 << 20
+NOBODY = 65534
+
+
+def faulty(folder: Path, clock: Clock, limit_nbytes: int = 8 * MIB) -> tuple[SsdTier, FaultyDisk]:
+    disk = FaultyDisk(folder)
+    return SsdTier(SsdSettings(folder, limit_nbytes), disk=disk, clock=clock), disk
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "disk full"),
+        (errno.EDQUOT, "disk full"),
+        (errno.EIO, "I/O error"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "no permission"),
+        (errno.EINVAL, "system error"),
+    ],
+)
+@pytest.mark.parametrize("op", ["create", "write", "write_page", "rename", "set_mtime"])
+def test_writing_pauses_and_recovers(tmp_path: Path, op: str, number: int, reason: str) -> None:
+    clock = Clock(0.0)
+    tier, disk = faulty(tmp_path, clock)
+    kept, wanted = of_size(1000, 0), of_size(1000, 1)
+    put(tier, kept)
+    disk.errors[op] = number
+    with pytest.raises(TierFault) as caught:
+        put(tier, wanted)
+    assert caught.value.reason == reason
+    assert list((tmp_path / "tmp").iterdir()) == []
+    status = tier.usage().status
+    assert status.state == "paused"
+    assert reason in status.reason
+    assert status.since > 0
+    assert holds(tier, kept)
+    n_tries = disk.calls[op]
+    with pytest.raises(TierFault) as caught:
+        put(tier, wanted)
+    assert caught.value.reason == "paused"
+    assert disk.calls[op] == n_tries, "it is too early for another try"
+    disk.errors.clear()
+    clock.step(1.0)
+    put(tier, wanted)
+    assert tier.usage().status.state == "ok"
+    assert holds(tier, wanted)
+    assert tier.usage().drops == {reason: 1, "paused": 1}
+
+
+def test_retries_come_ever_later_but_never_stop(tmp_path: Path) -> None:
+    clock = Clock(0.0)
+    tier, disk = faulty(tmp_path, clock)
+    disk.errors["create"] = errno.ENOSPC
+    tried_at: list[float] = []
+    since: set[float] = set()
+    for _ in range(300):
+        n = disk.calls["create"]
+        with pytest.raises(TierFault):
+            put(tier, record())
+        since.add(tier.usage().status.since)
+        if disk.calls["create"] > n:
+            tried_at.append(clock.now)
+        clock.step(1.0)
+    gaps = [b - a for a, b in itertools.pairwise(tried_at)]
+    assert gaps[:7] == [1, 2, 4, 8, 16, 32, 60]
+    assert set(gaps[6:]) == {60}
+    assert len(since) == 1, "the first failure is when it began"
+
+
+def test_a_failed_eviction_is_a_fault_and_the_limit_holds(tmp_path: Path) -> None:
+    clock = Clock(0.0)
+    tier, disk = faulty(tmp_path, clock, 2 * MIB)
+    put(tier, *[of_size(300_000, i) for i in range(6)])
+    disk.errors["unlink"] = errno.EACCES
+    with pytest.raises(TierFault):
+        put(tier, *[of_size(300_000, 10 + i) for i in range(3)])
+    assert du(tmp_path) <= 2 * MIB
+    disk.errors.clear()
+    clock.step(1.0)
+    put(tier, *[of_size(300_000, 20 + i) for i in range(3)])
+    assert du(tmp_path) <= 2 * MIB
+    assert all(holds(tier, of_size(300_000, 20 + i)) for i in range(3))
+
+
+def test_deletes_and_touches_do_not_hide_or_spread_faults(tmp_path: Path) -> None:
+    tier, disk = faulty(tmp_path, Clock(0.0))
+    one = record()
+    put(tier, one)
+    disk.errors["unlink"] = errno.EROFS
+    with pytest.raises(TierFault):
+        tier.delete(one.name)
+    disk.errors["set_mtime"] = errno.EROFS
+    tier.touch([one.name])
+    assert holds(tier, one)
+
+
+@pytest.mark.parametrize("op", ["make_folder", "open_lock"])
+def test_a_folder_that_cannot_be_locked_is_still_read(tmp_path: Path, op: str) -> None:
+    records = chain(3)
+    put(SsdTier(SsdSettings(tmp_path, MIB)), *records)
+    clock = Clock(0.0)
+    tier, disk = faulty(tmp_path, clock)
+    disk.errors[op] = errno.EROFS
+    assert len([e for e in tier.scan() if isinstance(e, Entry)]) == 3
+    assert all(holds(tier, r) for r in records)
+    assert tier.usage().status.state == "paused"
+    disk.errors.clear()
+    clock.step(1.0)
+    put(tier, of_size(10, 9))
+    assert tier.usage().status.state == "ok"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    clock = Clock(0.0)
+    tier = SsdTier(SsdSettings(tmp_path / "file" / "cache", MIB), clock=clock)
+    assert list(tier.scan()) == []
+    clock.step(1.0)
+    with pytest.raises(TierFault):
+        put(tier, record())
+    assert not holds(tier, record())
+    (tmp_path / "file").unlink()
+    clock.step(60.0)
+    put(tier, record())
+    assert holds(tier, record())
+
+
+def test_a_deleted_folder_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    tier, other = (SsdTier(SsdSettings(folder, MIB)) for _ in range(2))
+    records = chain(3)
+    put(tier, *records)
+    list(other.scan())
+    shutil.rmtree(folder)
+    assert not any(holds(tier, r) for r in records)
+    put(tier, *records)
+    assert all(holds(tier, r) for r in records)
+    shutil.rmtree(folder)
+    put(other, *records)
+    assert all(holds(tier, r) for r in records)
+    assert tier.usage().status.state == other.usage().status.state == "ok"
+
+
+def test_a_folder_deleted_half_way_through_a_write(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+
+    class Deleting(FaultyDisk):
+        n_times = 1
+
+        def rename(self, path: str, to: str) -> None:
+            if self.n_times:
+                self.n_times -= 1
+                shutil.rmtree(self.folder)
+            super().rename(path, to)
+
+    tier = SsdTier(SsdSettings(folder, MIB), disk=Deleting(folder))
+    put(tier, record())
+    assert holds(tier, record())
+    assert tier.usage().status.state == "ok"
+    assert len(list((folder / "tmp").iterdir())) == 0
+
+
+# --- real disks ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, size: str) -> Iterator[None]:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no small file system can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    clock = Clock(0.0)
+    with mounted(tmp_path / "small", "2m"):
+        tier = SsdTier(SsdSettings(tmp_path / "small" / "cache", 64 * MIB), clock=clock)
+        records = chain(12, nbytes=300_000)
+        n_written = 0
+        with pytest.raises(TierFault) as caught:
+            put(tier, *records)
+        assert caught.value.reason == "disk full"
+        n_written = int(tier.usage().counts["writes"])
+        assert n_written > 2
+        assert all(holds(tier, r) for r in records[:n_written])
+        tier.evict_to(800_000)
+        clock.step(1.0)
+        put(tier, of_size(300_000, 77))
+        assert tier.usage().status.state == "ok"
+        tier.close()
+
+
+def test_a_disk_that_becomes_read_only(tmp_path: Path) -> None:
+    clock = Clock(0.0)
+    small = tmp_path / "small"
+    with mounted(small, "4m"):
+        folder = small / "cache"
+        tier = SsdTier(SsdSettings(folder, 2 * MIB), clock=clock)
+        records = chain(3)
+        put(tier, *records)
+        tier.close()
+        remount = ["mount", "-o", "remount,ro", str(small)]
+        if subprocess.run(remount, capture_output=True, check=False).returncode:
+            pytest.skip("no file system can be made read-only here")
+        with pytest.raises(TierFault) as caught:
+            put(tier, of_size(10, 5))
+        assert caught.value.reason == "read-only"
+        assert all(holds(tier, r) for r in records)
+        fresh = SsdTier(SsdSettings(folder, 2 * MIB), clock=clock)
+        assert len(list(fresh.scan())) == 3
+        subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True, capture_output=True)
+        clock.step(1.0)
+        put(tier, of_size(10, 5))
+        assert tier.usage().status.state == "ok"
+        tier.close()
+
+
+@contextlib.contextmanager
+def as_nobody(folder: Path) -> Iterator[None]:
+    """Root may do everything; this one may not."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, NOBODY, NOBODY)
+    for path in folder.parents:
+        if path.stat().st_uid == 0 and path.stat().st_mode & 0o005 != 0o005:
+            if "pytest" not in str(path):
+                pytest.skip("an ordinary user cannot get at the test's folder")
+            path.chmod(0o755)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_permission_lost_and_given_back(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    clock = Clock(0.0)
+    records = chain(3)
+    put(SsdTier(SsdSettings(folder, MIB)), *records)
+    with as_nobody(folder):
+        tier = SsdTier(SsdSettings(folder, MIB), clock=clock)
+        assert len(list(tier.scan())) == 3
+        (folder / "tmp").chmod(0o500)
+        with pytest.raises(TierFault) as caught:
+            put(tier, of_size(10, 5))
+        assert caught.value.reason == "no permission"
+        assert all(holds(tier, r) for r in records)
+        (folder / "tmp").chmod(0o700)
+        clock.step(1.0)
+        put(tier, of_size(10, 5))
+        assert tier.usage().status.state == "ok"
+        folder.chmod(0)
+        try:
+            with pytest.raises(TierFault):
+                tier.read(records[0].name)
+            with pytest.raises(TierFault):
+                tier.scan()
+            with pytest.raises(SetupError):
+                Where(folder, None).take()
+        finally:
+            folder.chmod(0o700)
+        assert holds(tier, records[0])
+
+
+def test_what_was_evicted_for_a_write_that_failed_is_told_by_the_scan(tmp_path: Path) -> None:
+    clock = Clock(0.0)
+    tier, disk = faulty(tmp_path, clock, 2 * MIB)
+    old = [of_size(300_000, i) for i in range(6)]
+    put(tier, *old)
+    assert list(tier.scan()) == []
+    disk.errors["write"] = errno.ENOSPC
+    with pytest.raises(TierFault):
+        put(tier, of_size(600_000, 50))
+    gone = {r.name for r in old if not holds(tier, r)}
+    assert gone
+    assert {c.name for c in tier.scan() if isinstance(c, Gone)} == gone
+    assert list(tier.scan()) == []

@@ -1,0 +1,116 @@
+"""The folder against a plain dict: whatever two tiers do to it, it holds what the dict says, or less."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from firn.cache.faults import Refused
+from firn.cache.parts import Part
+from firn.cache.tiers import Entry, Gone, Name
+from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from tests.cache.tiers.records import Record, beside, chain, holds
+from tests.cache.tiers.test_ssd_folder import Clock, du
+
+LIMIT = 300_000
+TREES = [chain(4, first=1000 * i, nbytes=12_000 * (i + 1)) for i in range(3)]
+RECORDS = [r for tree in TREES for r in tree]
+RECORDS += [beside(tree[i], part) for tree in TREES for i in (1, 3) for part in list(Part)[1:]]
+BY_NAME = {r.name: r for r in RECORDS}
+
+records = st.sampled_from(RECORDS)
+sides = st.integers(0, 1)
+
+
+class FolderMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="firn-model-"))
+        self.wall = Clock()
+        self.tiers = [self.fresh(), self.fresh()]
+        self.stored: set[Name] = set()
+        self.heard: list[set[Name]] = [set(), set()]
+        self.expected_refusal = True
+
+    def fresh(self) -> SsdTier:
+        return SsdTier(SsdSettings(self.folder, LIMIT, touch_every_s=2.0), wall=self.wall)
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder)
+
+    @initialize()
+    def begin(self) -> None:
+        for tier in self.tiers:
+            assert list(tier.scan()) == []
+
+    @rule(side=sides, one=records)
+    def write(self, side: int, one: Record) -> None:
+        self.wall.step()
+        try:
+            stored = self.tiers[side].write(one.header, one.buffers)
+        except Refused as e:
+            parents = {n for n in self.stored if n.key == one.header.parent}
+            self.expected_refusal = e.reason == "full" or (e.reason == "no parent" and not parents)
+            return
+        assert stored.new == (one.name not in self.stored)
+        assert set(stored.evicted) <= self.stored
+        self.stored -= set(stored.evicted)
+        self.stored.add(one.name)
+        self.heard[side] -= set(stored.evicted)
+        self.heard[side].add(one.name)
+
+    @rule(side=sides, one=records)
+    def read(self, side: int, one: Record) -> None:
+        assert holds(self.tiers[side], one) == (one.name in self.stored)
+
+    @rule(side=sides, one=records)
+    def delete(self, side: int, one: Record) -> None:
+        self.tiers[side].delete(one.name)
+        self.stored.discard(one.name)
+        self.heard[side].discard(one.name)
+
+    @rule(side=sides, some=st.lists(records, max_size=4))
+    def touch(self, side: int, some: list[Record]) -> None:
+        self.wall.step()
+        self.tiers[side].touch(r.name for r in some)
+
+    @rule(side=sides)
+    def scan(self, side: int) -> None:
+        """After a scan a tier's caller knows exactly what is there."""
+        for change in self.tiers[side].scan():
+            if isinstance(change, Gone):
+                self.heard[side].discard(change.name)
+            else:
+                assert isinstance(change, Entry)
+                self.heard[side].add(change.name)
+        assert self.heard[side] == self.stored
+
+    @rule(side=sides)
+    def restart(self, side: int) -> None:
+        self.tiers[side].close()
+        self.tiers[side] = self.fresh()
+        self.heard[side] = {c.name for c in self.tiers[side].scan()}
+        assert self.heard[side] == self.stored
+
+    @rule(side=sides, share=st.floats(0.2, 1.0))
+    def shrink(self, side: int, share: float) -> None:
+        self.tiers[side].evict_to(int(LIMIT * share))
+        left = {n for n in self.stored if holds(self.tiers[side], BY_NAME[n])}
+        assert du(self.folder) <= LIMIT * share or not left
+        self.stored = left
+        self.heard[side] &= left
+
+    @invariant()
+    def the_limit_holds(self) -> None:
+        assert self.expected_refusal
+        assert du(self.folder) <= LIMIT
+        assert all(t.usage().nbytes <= LIMIT for t in self.tiers)
+
+
+TestFolder = FolderMachine.TestCase
+TestFolder.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

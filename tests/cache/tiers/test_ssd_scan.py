@@ -1,0 +1,130 @@
+"""A restart over many files: headers only, everything found, nothing read twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firn.cache.container import TensorSpec, pack
+from firn.cache.tiers import Entry
+from firn.cache.tiers._disk import SHELVES, Disk, path_of
+from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from tests.cache.tiers.records import Record, holds, record
+
+GIB = 1 << 30
+N_FILES = 10_000
+
+
+class Counting(Disk):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.n_opened = 0
+        self.n_read = 0
+
+    def open(self, path: str) -> int:
+        self.n_opened += 1
+        return super().open(path)
+
+    def first(self, fd: int, nbytes: int) -> bytes:
+        raw = super().first(fd, nbytes)
+        self.n_read += len(raw)
+        return raw
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Record]]:
+    """Chains of fifty blocks, as ten thousand files that are mostly tensors."""
+    folder = tmp_path_factory.mktemp("full")
+    for shelf in SHELVES:
+        (folder / shelf).mkdir()
+    body = b"\7" * 6_000
+    records: dict[str, Record] = {}
+    parent: Record | None = None
+    for i in range(N_FILES):
+        parent = None if i % 50 == 0 else parent
+        layers = ((TensorSpec("U8", (len(body),)),),)
+        one = record(range(i, i + 256), parent=parent, layers=layers)
+        fd = os.open(folder / path_of(one.name), os.O_WRONLY | os.O_CREAT, 0o600)
+        os.writev(fd, pack(one.header, [body]).pieces)
+        os.close(fd)
+        records[path_of(one.name)] = one
+        parent = one
+    return folder, records
+
+
+def test_ten_thousand_files(full: tuple[Path, dict[str, Record]]) -> None:
+    folder, records = full
+    disk = Counting(folder)
+    tier = SsdTier(SsdSettings(folder, 10 * GIB), disk=disk)
+    found = {path_of(e.name): e for e in tier.scan() if isinstance(e, Entry)}
+    assert found.keys() == records.keys()
+    assert tier.usage().n_orphans == 0
+    assert disk.n_opened == N_FILES
+    assert disk.n_read <= N_FILES * 4096, "the tensors are left alone"
+    some = list(records)[::997]
+    assert all(np.array_equal(found[p].label.tokens, records[p].header.tokens) for p in some)
+    disk.n_opened = 0
+    assert list(tier.scan()) == []
+    assert disk.n_opened == 0, "what is known is not read again"
+
+
+def test_another_process_reads_only_what_is_new(full: tuple[Path, dict[str, Record]]) -> None:
+    folder, _ = full
+    disk = Counting(folder)
+    tier = SsdTier(SsdSettings(folder, 10 * GIB), disk=disk)
+    list(tier.scan())
+    disk.n_opened = 0
+    new = [record(range(10**6 + i, 10**6 + i + 8)) for i in range(5)]
+    other = SsdTier(SsdSettings(folder, 10 * GIB))
+    list(other.scan())
+    for one in new:
+        other.write(one.header, one.buffers)
+    assert {e.name for e in tier.scan() if isinstance(e, Entry)} == {r.name for r in new}
+    assert disk.n_opened == 5
+    for one in new:
+        assert holds(tier, one)
+        other.delete(one.name)
+
+
+def test_temp_files_go_and_damaged_labels_are_set_aside(
+    full: tuple[Path, dict[str, Record]],
+) -> None:
+    folder, records = full
+    (folder / "tmp" / "left over").write_bytes(b"x")
+    victims = list(records)[49::2000]
+    originals = {p: (folder / p).read_bytes() for p in victims}
+    for path, raw in originals.items():
+        (folder / path).write_bytes(raw[:100] + b"\0\0\0" + raw[103:])
+    tier = SsdTier(SsdSettings(folder, 10 * GIB))
+    assert len(list(tier.scan())) == N_FILES - len(victims)
+    assert tier.usage().n_quarantined == len(victims)
+    assert list((folder / "tmp").iterdir()) == []
+    assert not any((folder / p).exists() for p in victims)
+
+
+def test_pieces_of_any_number_and_size_are_written(tmp_path: Path) -> None:
+    """What one system call cannot take: thousands of tensors, or gigabytes, in small."""
+
+    class Small(Disk):
+        max_call_nbytes = 1000
+        max_pieces = 3
+
+    layers = tuple((TensorSpec("U8", (n % 700,)), None) for n in range(300))
+    one = record(layers=layers)
+    tier = SsdTier(SsdSettings(tmp_path, GIB), disk=Small(tmp_path))
+    tier.write(one.header, one.buffers)
+    assert holds(tier, one)
+
+
+def test_short_writes_and_reads_are_completed(tmp_path: Path) -> None:
+    class Short(Disk):
+        def read(self, fd: int, buffer: memoryview) -> int:
+            return super().read(fd, buffer[:777])
+
+    one = record(layers=tuple((TensorSpec("U8", (n * 50,)),) for n in range(40)))
+    tier = SsdTier(SsdSettings(tmp_path, GIB), disk=Short(tmp_path))
+    tier.write(one.header, one.buffers)
+    assert holds(tier, one)

@@ -1,0 +1,85 @@
+"""Tiny random models of every layer kind, for tests that compare a cached answer with an uncached one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+
+from tests.harness import Harness, Result, running
+from tests.zoo import VOCAB_SIZE, ZOO, Entry, build_entry
+
+Build = Callable[[], tuple[Any, Callable[[], list[Any]]]]
+
+WINDOW = 32
+"""Of every windowed model of the zoo."""
+
+
+def tiny(name: str, *, bits: int = 0, **config: Any) -> Build:
+    """A builder for Harness. bits: plain attention is quantised live, as mlx-lm does it."""
+    base = ZOO[name]
+    entry = Entry(name, base.module, {**base.config, **config}, gains=base.gains)
+
+    def make() -> tuple[Any, Callable[[], list[Any]]]:
+        model = build_entry(entry)
+
+        def layers() -> list[Any]:
+            return [_quantised(layer, bits) for layer in make_prompt_cache(model)]
+
+        return model, layers
+
+    return make
+
+
+def _quantised(layer: Any, bits: int) -> Any:
+    if isinstance(layer, CacheList):
+        layer.caches = tuple(_quantised(c, bits) for c in layer.caches)
+    elif bits and type(layer) is KVCache:
+        return layer.to_quantized(group_size=32, bits=bits)
+    return layer
+
+
+def tokens(seed: int, n: int) -> list[int]:
+    return [random.Random(seed * 7919 + i).randrange(3, VOCAB_SIZE) for i in range(n)]
+
+
+@contextmanager
+def cold_and_warm(build: Build, *, chunk: int, **options: Any) -> Any:
+    """Two engines over the same model: one without a cache, one with."""
+    with (
+        running(build, cache_nbytes=None, chunk=chunk) as cold,
+        running(build, chunk=chunk, **options) as warm,
+    ):
+        yield cold, warm
+
+
+class Reference:
+    """The uncached answers, each computed once."""
+
+    def __init__(self, cold: Harness) -> None:
+        self._cold = cold
+        self._known: dict[tuple[int, ...], Result] = {}
+
+    def __call__(self, ids: Sequence[int], n_reply: int = 2) -> Result:
+        key = (n_reply, *ids)
+        if key not in self._known:
+            self._known[key] = self._cold.ask(ids, n_reply)
+        return self._known[key]
+
+
+def same_bits(a: Result, b: Result) -> bool:
+    return a.tokens == b.tokens and a.logprobs == b.logprobs
+
+
+def payloads(harness: Harness) -> dict[tuple[bytes, str], list[mx.array]]:
+    """Every record in memory, by its content address."""
+    found: dict[tuple[bytes, str], list[mx.array]] = {}
+    for node in harness.cache.held.index.nodes():
+        for part, record in node.records.items():
+            arrays = [a for layer in record.payload for a in layer if a is not None]
+            found[node.key, part.value] = arrays
+    return found

@@ -1,0 +1,177 @@
+"""Every kind of picture file: the right pixels, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from firn.media.decode import Undecodable, decode
+
+MANY = 1_000_000
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def colours(mode: str = "RGB", size: tuple[int, int] = (4, 2)) -> Image.Image:
+    """Red on the left, blue on the right."""
+    image = Image.new("RGB", size, (200, 20, 20))
+    image.paste((20, 20, 200), (size[0] // 2, 0, size[0], size[1]))
+    return image.convert(mode)
+
+
+def read(data: bytes) -> np.ndarray[Any, Any]:
+    return decode(data, max_pixels=MANY)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_formats_that_keep_every_pixel(kind: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {}
+    got = read(saved(colours(), kind, **options))
+    assert got.dtype == np.uint8
+    assert got.shape == (2, 4, 3)
+    np.testing.assert_array_equal(got, np.asarray(colours()))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK", "L"])
+def test_jpegs(mode: str) -> None:
+    image = Image.new("RGB", (16, 16), (180, 60, 60)).convert(mode)
+    got = read(saved(image, "JPEG", quality=95))
+    want = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(got.astype(int) - want).max() <= 4
+
+
+def test_palettes_and_bits() -> None:
+    np.testing.assert_array_equal(read(saved(colours().quantize(4)))[0, 0], [200, 20, 20])
+    bits = Image.new("1", (2, 1))
+    bits.putpixel((1, 0), 1)
+    np.testing.assert_array_equal(read(saved(bits))[0], [[0, 0, 0], [255, 255, 255]])
+
+
+def test_transparency_lies_over_white() -> None:
+    image = Image.new("RGBA", (3, 1), (200, 20, 20, 255))
+    image.putpixel((1, 0), (200, 20, 20, 0))
+    image.putpixel((2, 0), (0, 0, 0, 51))
+    np.testing.assert_array_equal(
+        read(saved(image))[0], [[200, 20, 20], [255, 255, 255], [204, 204, 204]]
+    )
+    grey = Image.new("LA", (1, 1), (0, 0))
+    np.testing.assert_array_equal(read(saved(grey))[0, 0], [255, 255, 255])
+
+
+def test_a_palette_with_a_see_through_colour() -> None:
+    image = Image.new("P", (2, 1), 0)
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    got = read(saved(image, transparency=0))
+    np.testing.assert_array_equal(got[0], [[255, 255, 255], [40, 50, 60]])
+
+
+def test_what_is_under_full_transparency_does_not_matter() -> None:
+    hidden = [Image.new("RGBA", (2, 2), (*rgb, 0)) for rgb in ((255, 0, 0), (0, 255, 0))]
+    one, two = (read(saved(image)) for image in hidden)
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled(kind: str) -> None:
+    values = np.array([[0, 256, 32768, 65535]], dtype=np.uint16)
+    got = read(saved(Image.fromarray(values), kind))
+    np.testing.assert_array_equal(got[0, :, 0], [0, 1, 128, 255])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_cameras_that_were_turned(orientation: int) -> None:
+    """All eight ways to hold a camera show the same picture."""
+    upright = np.zeros((24, 16, 3), dtype=np.uint8)
+    upright[:12, :8] = (255, 0, 0)
+    turns = {
+        1: lambda a: a, 2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud,
+        5: lambda a: np.transpose(a, (1, 0, 2)), 6: lambda a: np.rot90(a, 1),
+        7: lambda a: np.rot90(np.transpose(a, (1, 0, 2)), 2), 8: lambda a: np.rot90(a, -1),
+    }  # fmt: skip
+    stored = Image.fromarray(np.ascontiguousarray(turns[orientation](upright)))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    got = read(saved(stored, "PNG", exif=exif))
+    np.testing.assert_array_equal(got, upright)
+
+
+def test_a_camera_with_two_views_shows_the_first() -> None:
+    first, second = Image.new("RGB", (16, 16), (250, 0, 0)), Image.new("RGB", (16, 16))
+    got = read(saved(first, "MPO", save_all=True, append_images=[second], quality=95))
+    assert got[0, 0, 0] > 240
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A few bytes that promise many pixels."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = zlib.compress(b"\0" * 64)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    )
+
+
+PNG = saved(colours(size=(40, 30)))
+FAULTS = {
+    "nothing": (b"", "is no PNG"),
+    "a text": (b"hello, this is no picture", "is no PNG"),
+    "a web page": (b"<!doctype html><html></html>", "is no PNG"),
+    "a drawing": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no PNG"),
+    "cut off": (PNG[:60], "is damaged"),
+    "a flipped byte": (PNG[:50] + bytes([PNG[50] ^ 255]) + PNG[51:], "is damaged"),
+    "a bomb": (huge_png(60_000, 60_000), "pixels"),
+    "too many pixels": (saved(Image.new("1", (1001, 1000))), "1001 x 1000"),
+    "animated": (
+        saved(colours(), "GIF", save_all=True, append_images=[colours().rotate(180)]),
+        "animated",
+    ),
+    "animated too": (
+        saved(colours(), "WEBP", save_all=True, append_images=[colours().rotate(180)]),
+        "animated",
+    ),
+    "pages": (saved(colours(), "TIFF", save_all=True, append_images=[colours()]), "pages"),
+    "floating point": (saved(Image.new("F", (2, 2), 0.5), "TIFF"), "not supported"),
+    "32 bits": (saved(Image.fromarray(np.array([[1 << 20]], dtype=np.int32)), "TIFF"), "16 bits"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_is_named(what: str) -> None:
+    data, said = FAULTS[what]
+    with pytest.raises(Undecodable, match=said) as fault:
+        read(data)
+    assert "\n" not in str(fault.value)
+    assert "0x" not in str(fault.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@given(st.data())
+def test_damage_never_escapes(data: st.DataObject) -> None:
+    """Any cut and any change of bytes: pixels or Undecodable."""
+    kind = data.draw(st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"]))
+    file = bytearray(saved(colours(size=(8, 8)), kind))
+    for at in data.draw(st.lists(st.integers(0, len(file) - 1), max_size=4)):
+        file[at] = data.draw(st.integers(0, 255))
+    end = data.draw(st.integers(0, len(file)))
+    try:
+        got = decode(bytes(file[:end]), max_pixels=10_000)
+    except Undecodable:
+        return
+    assert got.ndim == 3
+    assert got.shape[2] == 3

@@ -1,0 +1,141 @@
+"""From a part of a message to a prepared picture: sources, limits, digests, what is kept."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from firn.core.errors import BadImage
+from firn.core.values import ImagePart
+from firn.media.decode import Pixels
+from firn.media.pictures import ImageLimits, Pictures, digest_of, read
+
+
+@dataclass
+class Shown:
+    text: str = "<image>"
+    ids: Any = field(default_factory=lambda: np.array([7]))
+    inputs: Any = None
+    nbytes: int = 100
+
+
+class FakeProcessor:
+    placeholder, inline, settings = "<image>", False, b"settings"
+
+    def __init__(self) -> None:
+        self.seen: list[Pixels] = []
+
+    def process(self, pixels: Pixels) -> Shown:
+        self.seen.append(pixels)
+        if pixels.shape[0] == 1:
+            raise ValueError("too\nflat")
+        return Shown(inputs=pixels.shape)
+
+
+def png(size: tuple[int, int] = (4, 3), colour: tuple[int, int, int] = (1, 2, 3)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def as_url(data: bytes, head: str = "data:image/png;base64,") -> str:
+    return head + base64.b64encode(data).decode()
+
+
+def album(**options: Any) -> tuple[Pictures, FakeProcessor]:
+    processor = FakeProcessor()
+    options = {"limits": ImageLimits(nbytes=10_000, pixels=1000), **options}
+    return Pictures(processor, whole=False, **options), processor
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        as_url(png()),
+        as_url(png(), "DATA:image/png;BASE64,"),
+        as_url(png(), "data:;base64,"),
+        as_url(png(), "data:image/png;charset=utf-8;base64,"),
+        as_url(png()).rstrip("="),
+        as_url(png())[:40] + "\n" + as_url(png())[40:] + "\n",
+        "data:image/png;base64," + quote(base64.b64encode(png()).decode()),
+        "data:image/png," + quote(png()),
+    ],
+    ids=range(8),
+)
+def test_data_urls(url: str) -> None:
+    assert read(ImagePart(url), max_nbytes=10_000) == png()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("/etc/passwd", "neither a data URL"),
+        ("file:///etc/passwd", "neither a data URL"),
+        ("~/.ssh/id_rsa", "neither a data URL"),
+        ("ftp://x/y", "neither a data URL"),
+        ("https://example.com/a.png", "fetches no images"),
+        ("HTTP://example.com/a.png", "fetches no images"),
+        ("data:image/png;base64", "malformed"),
+        ("data:image/png;base64,", "empty"),
+        ("data:image/png;base64,@@@@", "no valid base64"),
+        (as_url(b"x" * 20_000), "over the limit of"),
+        (as_url(b"hello"), "is no PNG"),
+        (as_url(png((1001, 1))), "1001 x 1"),
+        (as_url(png((9, 1))), "processor refuses the image: too flat"),
+    ],
+)
+def test_faults_name_the_part(url: str, said: str) -> None:
+    with pytest.raises(BadImage, match=said) as fault:
+        album()[0].prepare(ImagePart(url, param="messages[3].content[0]"))
+    assert fault.value.param == "messages[3].content[0]"
+    assert fault.value.message.startswith("messages[3].content[0]: ")
+    assert "\n" not in fault.value.message
+
+
+def test_fetched_bytes_have_the_same_limit() -> None:
+    part = ImagePart("https://example.com/", data=b"x" * 10_001)
+    with pytest.raises(BadImage, match="over the limit"):
+        read(part, max_nbytes=10_000)
+
+
+def test_a_picture_sent_again_is_not_processed_again() -> None:
+    pictures, processor = album()
+    first = pictures.prepare(ImagePart(as_url(png())))
+    second = pictures.prepare(ImagePart(as_url(png()), param="elsewhere"))
+    assert first is second
+    assert len(processor.seen) == 1
+
+
+def test_only_so_many_are_kept() -> None:
+    pictures, processor = album(keep_nbytes=250)
+    for colour in (1, 2, 3, 1):
+        pictures.prepare(ImagePart(as_url(png(colour=(colour, 0, 0)))))
+    assert len(processor.seen) == 4
+    pictures.prepare(ImagePart(as_url(png(colour=(3, 0, 0)))))
+    assert len(processor.seen) == 4
+
+
+def test_a_digest_is_of_what_is_seen() -> None:
+    """The same pixels in another file format, or fetched, are the same picture."""
+    pictures, _ = album()
+    one = pictures.prepare(ImagePart(as_url(png())))
+    file = io.BytesIO()
+    Image.new("RGB", (4, 3), (1, 2, 3)).save(file, "BMP")
+    assert pictures.prepare(ImagePart("https://x/", data=file.getvalue())).digest == one.digest
+
+
+def test_digests_differ_in_pixels_size_and_settings() -> None:
+    pixels = np.arange(36, dtype=np.uint8).reshape(4, 3, 3)
+    shapes = [pixels, pixels.reshape(3, 4, 3), pixels.reshape(2, 6, 3), pixels[::-1]]
+    shapes.append(pixels.transpose(1, 0, 2))
+    digests = [digest_of(np.ascontiguousarray(s), b"a") for s in shapes]
+    digests.append(digest_of(pixels, b"b"))
+    assert len(set(digests)) == len(digests)
+    assert digest_of(pixels.copy(), b"a") == digests[0]

@@ -1,0 +1,63 @@
+"""What a model says to a prompt by itself: a plain mlx-lm loop over one row, to compare with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from tests.zoo import VOCAB_SIZE, build
+
+TIE = 1e-3
+"""Where the best token wins by less, rounding decides: no two ways to compute need agree."""
+
+Built = tuple[Any, Callable[[], list[Any]]]
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(16, VOCAB_SIZE) for _ in range(length)]
+
+
+def plain(name: str) -> Callable[[], Built]:
+    """For the harness: builds the model on the engine's thread."""
+    return lambda: with_caches(build(name))
+
+
+def with_caches(model: Any) -> Built:
+    return model, lambda: make_prompt_cache(model)
+
+
+@cache
+def reference_model(name: str) -> Any:
+    return build(name)
+
+
+def steps(name: str, prompt: Sequence[int], replies: Sequence[int] = ()) -> mx.array:
+    """Logits (1 + replies, vocabulary): after the prompt, and after each given token of a reply."""
+    model = reference_model(name)
+    layers = make_prompt_cache(model)
+    if len(prompt) > 1:
+        model(mx.array([prompt[:-1]]), cache=layers)
+        mx.eval([layer.state for layer in layers])
+    found = []
+    for token in [prompt[-1], *replies]:
+        found.append(model(mx.array([[token]]), cache=layers)[0, -1])
+        mx.eval(found[-1])
+    return mx.stack(found)
+
+
+def assert_same(name: str, prompt: Sequence[int], said: Sequence[int]) -> int:
+    """`said` is the greedy reply of a single row; returns how many tokens could be compared."""
+    logits = steps(name, prompt, said[:-1])
+    want = mx.argmax(logits, axis=-1).tolist()
+    best = mx.sort(logits, axis=-1)
+    margins = (best[:, -1] - best[:, -2]).tolist()
+    for i, (got, token, margin) in enumerate(zip(said, want, margins, strict=True)):
+        if got != token:
+            assert margin < TIE, f"{name}: token {i} of {len(said)} after {len(prompt)}"
+            return i
+    return len(said)

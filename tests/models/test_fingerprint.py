@@ -1,0 +1,282 @@
+"""The same weights are the same model wherever they lie; other weights are another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from firn.core.errors import SetupError
+from firn.models.fingerprint import fingerprint
+
+CONFIG = {"model_type": "tiny", "hidden_size": 8, "rope_scaling": {"type": "linear", "factor": 2}}
+Tensors = dict[str, tuple[str, list[int], bytes]]
+
+
+def tensors_of(seed: int = 0) -> Tensors:
+    """dtype, shape and bytes by name: below, at and above what is sampled of a tensor."""
+    rng = np.random.default_rng(seed)
+    sizes = {"a": 4, "b.weight": 1024, "c.weight": 2048, "d.weight": 6000, "e": 0}
+    return {
+        name: ("U8", [size], rng.integers(0, 256, size, dtype=np.uint8).tobytes())
+        for name, size in sizes.items()
+    }
+
+
+def write_file(path: Path, tensors: Tensors, *, metadata: Mapping[str, str] | None = None) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for name, (dtype, shape, data) in tensors.items():
+        end = offset + len(data)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    body = b"".join(data for _, _, data in tensors.values())
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def write(
+    folder: Path,
+    tensors: Tensors,
+    *,
+    config: Mapping[str, Any] = CONFIG,
+    shards: Sequence[Sequence[str]] | None = None,
+) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards is None:
+        write_file(folder / "model.safetensors", tensors)
+    for i, names in enumerate(shards or ()):
+        path = folder / f"model-{i + 1:05}-of-{len(shards or ()):05}.safetensors"
+        write_file(path, {n: tensors[n] for n in names})
+    return folder
+
+
+def write_adapter(folder: Path, seed: int, *, rank: int = 8) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"rank": rank}))
+    write_file(folder / "adapters.safetensors", tensors_of(seed))
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write(tmp_path / "base", tensors_of())
+
+
+# --- the same model ------------------------------------------------------------------------
+
+
+def test_it_is_32_bytes(base: Path) -> None:
+    assert len(fingerprint(base)) == 32
+
+
+def test_another_folder_is_the_same_model(base: Path, tmp_path: Path) -> None:
+    assert fingerprint(write(tmp_path / "elsewhere" / "x", tensors_of())) == fingerprint(base)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [["a", "b.weight"], ["c.weight", "d.weight", "e"]],
+        [["e", "d.weight"], ["c.weight"], ["b.weight", "a"]],
+        [["d.weight", "c.weight", "e", "b.weight", "a"]],
+    ],
+)
+def test_shards_and_order_do_not_count(base: Path, tmp_path: Path, shards: list[list[str]]) -> None:
+    other = write(tmp_path / "sharded", tensors_of(), shards=shards)
+    assert fingerprint(other) == fingerprint(base)
+
+
+def test_metadata_and_other_files_do_not_count(base: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other", tensors_of())
+    write_file(other / "model.safetensors", tensors_of(), metadata={"format": "mlx"})
+    (other / "README.md").write_text("a readme")
+    (other / "generation_config.json").write_text("{}")
+    write_file(other / "consolidated.safetensors", tensors_of(5))  # which the loader never reads
+    assert fingerprint(other) == fingerprint(base)
+
+
+def test_what_tools_write_into_a_config_does_not_count(base: Path, tmp_path: Path) -> None:
+    noise = {"_name_or_path": "/home/me/x", "transformers_version": "9.9"}
+    shuffled = {**noise, **dict(reversed(CONFIG.items()))}
+    other = write(tmp_path / "other", tensors_of(), config=shuffled)
+    assert fingerprint(other) == fingerprint(base)
+
+
+def test_every_process_gives_the_same(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", 3)
+    script = (
+        "import sys, pathlib\n"
+        "from firn.models.fingerprint import fingerprint\n"
+        "print(fingerprint(pathlib.Path(sys.argv[1]), adapter=pathlib.Path(sys.argv[2])).hex())"
+    )
+    command = [sys.executable, "-c", script, str(base), str(adapter)]
+    for seed in ("0", "1234"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == fingerprint(base, adapter=adapter).hex()
+
+
+# --- another model -------------------------------------------------------------------------
+
+
+def flipped(name: str, at: int) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        dtype, shape, data = tensors[name]
+        changed = bytearray(data)
+        changed[at] ^= 1
+        tensors[name] = (dtype, shape, bytes(changed))
+
+    return change
+
+
+def swapped(tensors: Tensors) -> None:
+    tensors["c.weight"], tensors["x"] = tensors["c.weight"], tensors.pop("b.weight")
+
+
+def retyped(tensors: Tensors) -> None:
+    tensors["b.weight"] = ("I8", *tensors["b.weight"][1:])
+
+
+def reshaped(tensors: Tensors) -> None:
+    tensors["b.weight"] = ("U8", [32, 32], tensors["b.weight"][2])
+
+
+def exchanged(tensors: Tensors) -> None:
+    """Two tensors of one size change places."""
+    data = tensors["c.weight"][2]
+    tensors["c.weight"] = ("U8", [2048], data[1024:] + data[:1024])
+
+
+def dropped(tensors: Tensors) -> None:
+    del tensors["e"]
+
+
+def added(tensors: Tensors) -> None:
+    tensors["f"] = ("U8", [0], b"")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(flipped("a", i) for i in range(4)),
+        *(flipped("b.weight", i) for i in (0, 511, 1023)),
+        *(flipped("c.weight", i) for i in (0, 1023, 1024, 2047)),
+        *(flipped("d.weight", i) for i in (0, 1023, 6000 - 1024, 5999)),
+        swapped,
+        retyped,
+        reshaped,
+        exchanged,
+        dropped,
+        added,
+    ],
+)
+def test_other_tensors_are_another_model(
+    base: Path, tmp_path: Path, change: Callable[[Tensors], None]
+) -> None:
+    tensors = tensors_of()
+    change(tensors)
+    assert fingerprint(write(tmp_path / "other", tensors)) != fingerprint(base)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"hidden_size": 9},
+        {"rope_scaling": {"type": "linear", "factor": 4}},
+        {"quantization": {"bits": 4, "group_size": 64}},
+        {"model_type": "tinier"},
+    ],
+)
+def test_another_config_is_another_model(base: Path, tmp_path: Path, more: Any) -> None:
+    other = write(tmp_path / "other", tensors_of(), config={**CONFIG, **more})
+    assert fingerprint(other) != fingerprint(base)
+
+
+def test_weights_replaced_in_place_are_another_model(base: Path) -> None:
+    before = fingerprint(base)
+    write_file(base / "model.safetensors", tensors_of(1))
+    assert fingerprint(base) != before
+
+
+def test_custom_code_is_a_part_of_the_model(tmp_path: Path) -> None:
+    folder = write(tmp_path / "custom", tensors_of(), config={**CONFIG, "model_file": "model.py"})
+    (folder / "model.py").write_text("class Model: ...")
+    before = fingerprint(folder)
+    (folder / "model.py").write_text("class Model: pass")
+    assert fingerprint(folder) != before
+
+
+def test_adapters_count(base: Path, tmp_path: Path) -> None:
+    """Base, adapter, another one, and one replaced under the same name: four models."""
+    first = write_adapter(tmp_path / "adapter", 1)
+    found = [fingerprint(base), fingerprint(base, adapter=first)]
+    found.append(fingerprint(base, adapter=write_adapter(tmp_path / "other", 2)))
+    write_file(first / "adapters.safetensors", tensors_of(3))
+    found.append(fingerprint(base, adapter=first))
+    (first / "adapter_config.json").write_text(json.dumps({"rank": 16}))
+    found.append(fingerprint(base, adapter=first))
+    assert len(set(found)) == 5
+    again = write_adapter(tmp_path / "again" / "adapter", 1)
+    assert fingerprint(base, adapter=again) == found[1]
+
+
+def test_checkpoints_beside_an_adapter_do_not_count(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", 1)
+    before = fingerprint(base, adapter=adapter)
+    write_file(adapter / "0000100_adapters.safetensors", tensors_of(2))
+    assert fingerprint(base, adapter=adapter) == before
+
+
+# --- files that are none -------------------------------------------------------------------
+
+
+def header(value: object) -> bytes:
+    text = json.dumps(value).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        struct.pack("<Q", 1 << 60),
+        struct.pack("<Q", 100) + b"{}",
+        struct.pack("<Q", 2) + b"{]",
+        struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
+        header([]),
+        header({"a": 5}),
+        header({"a": {"dtype": "U8", "shape": [4]}}),
+        header({"a": {"dtype": "U8", "shape": [4], "data_offsets": 4}}),
+        header({"a": {"dtype": "U8", "shape": [4], "data_offsets": ["x", "y"]}}),
+        header({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}),
+        header({"a": {"dtype": "U8", "shape": [4], "data_offsets": [-9, 0]}}) + b"1234",
+        header({"a": {"dtype": "U8", "shape": [4], "data_offsets": [3, 1]}}) + b"1234",
+    ],
+)
+def test_a_broken_weight_file_is_one_line(base: Path, content: bytes) -> None:
+    (base / "model.safetensors").write_bytes(content)
+    with pytest.raises(SetupError) as caught:
+        fingerprint(base)
+    assert "model.safetensors" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "5", ""])
+def test_a_broken_adapter_config_is_one_line(base: Path, tmp_path: Path, text: str) -> None:
+    adapter = write_adapter(tmp_path / "adapter", 1)
+    (adapter / "adapter_config.json").write_text(text)
+    with pytest.raises(SetupError) as caught:
+        fingerprint(base, adapter=adapter)
+    assert "adapter_config.json" in caught.value.message
+    assert "\n" not in caught.value.message

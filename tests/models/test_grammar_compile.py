@@ -1,0 +1,262 @@
+"""From a grammar to a constraint: what is refused and where, what is kept, every kind of tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from firn.core.errors import BadRequest, InvalidValue
+from firn.core.values import Grammar
+from firn.models import grammar as grammars
+from firn.models.grammar import Compiler
+from firn.models.loader import load_tokenizer
+from firn.models.schema_faults import is_endless, locate
+from firn.models.tokenizer import HfTokenizer
+from tests.models.grammar_lab import N_VOCAB, compiled, compiler, wander
+from tests.models.grammar_lab import tokenizer as zoo_tokenizer
+from tests.text import trained
+
+DEEP = {"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}}}}}
+
+
+def refusal(kind: Any, text: str, param: str = "response_format") -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        compiler().compile(Grammar(kind, text, param))
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 600
+    return caught.value
+
+
+# --- refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "where", "what"),
+    [
+        (DEEP, "#/properties/a/items:", "not"),
+        ({"enum": []}, "#:", "empty"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "#:", "greater"),
+        ({"type": "whatever"}, "#:", "whatever"),
+        ({"type": "string", "format": "shoe-size"}, "#:", "shoe-size"),
+        ({"type": "string", "pattern": "("}, "#:", "unclosed group"),
+        ({"type": "string", "pattern": "(?=a)b"}, "#:", "look-around"),
+        ({"$ref": "#/$defs/nowhere"}, "#:", "nowhere"),
+        ({"$ref": "https://example.com/schema"}, "#:", "example.com"),
+        ({"anyOf": [{"type": "null"}, {"if": {}, "then": {}}]}, "#/anyOf/1:", "if"),
+        ({"properties": {"a/b~c": {"uniqueItems": True}}}, "#/properties/a~1b~0c:", "uniqueItems"),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"not": {}}},
+            },
+            "#/$defs/b:",
+            "not",
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {
+                    "fine": {"enum": []},
+                    "bad": {"type": "array", "items": {"enum": []}, "minItems": 1},
+                },
+                "required": ["bad"],
+            },
+            "#/properties/bad/items:",
+            "empty",
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#:", "oneOf"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "#:", "incompatible"),
+    ],
+)
+def test_a_schema_is_refused_with_its_place(schema: Any, where: str, what: str) -> None:
+    message = refusal("json_schema", json.dumps(schema)).message
+    assert message.startswith(f"response_format: the schema is not supported at {where}")
+    assert what in message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {
+                "a": {
+                    "type": "object",
+                    "properties": {"b": {"$ref": "#/$defs/b"}},
+                    "required": ["b"],
+                },
+                "b": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1},
+            },
+        },
+        {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]},
+    ],
+)
+def test_a_value_that_would_contain_itself_is_impossible(schema: Any) -> None:
+    assert is_endless(schema)
+    assert "contain itself" in refusal("json_schema", json.dumps(schema)).message
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "what"),
+    [
+        ("regex", "a(", "unclosed group"),
+        ("regex", "(?<=x)y", "look-around"),
+        ("regex", "(" * 3000 + ")" * 3000, "nest"),
+        ("lark", "start: missing", "missing"),
+        ("lark", 'begin: "a"', "start"),
+        ("lark", "start: <no_such_token>", "no_such_token"),
+        ("lark", "start: " + "(" * 5000, "nested"),
+        ("lark", "start: A\nA: /x/ & /y/", ""),
+        ("lark", "start: a\na: b\nb: a", ""),
+    ],
+)
+def test_other_languages_are_refused(kind: str, text: str, what: str) -> None:
+    assert what in refusal(kind, text).message
+
+
+def test_a_part_is_blamed_by_its_own_parameter() -> None:
+    parts = (
+        ("fine", Grammar("json_schema", '{"type": "null"}', "tools[0]")),
+        ("bad", Grammar("json_schema", json.dumps(DEEP), "tools[1]")),
+    )
+    with pytest.raises(InvalidValue) as caught:
+        compiler().compile(Grammar("lark", "start: @fine | @bad", "tool_choice", parts))
+    assert caught.value.param == "tools[1]"
+    assert "#/properties/a/items" in caught.value.message
+
+
+def test_a_huge_grammar_is_refused() -> None:
+    text = json.dumps({"enum": ["x" * 1000] * 5000})
+    assert "too large" in refusal("json_schema", text).message
+
+
+def test_a_model_without_an_end_cannot_be_held() -> None:
+    class Endless:
+        eos: frozenset[int] = frozenset()
+
+    with pytest.raises(BadRequest, match="no end token"):
+        Compiler(Endless(), vocab_size=10).compile(Grammar("json_object"))  # type: ignore[arg-type]
+
+
+def test_a_search_for_the_fault_is_bounded() -> None:
+    wide = {"anyOf": [{"type": "null"}] * 5000}
+    n_looks = 0
+
+    def fault_of(schema: Any) -> str:
+        nonlocal n_looks
+        n_looks += 1
+        return ""
+
+    assert locate(wide, "hm", fault_of) == ("", "hm")
+    assert n_looks <= 400
+
+
+# --- kept ----------------------------------------------------------------------------------
+
+
+def test_the_same_grammar_is_compiled_once() -> None:
+    first = compiled("json_schema", '{"type": "boolean"}')
+    assert compiled("json_schema", '{"type": "boolean"}') is first
+    assert compiled("json_schema", '{"type": "null"}') is not first
+
+
+def test_the_oldest_is_forgotten() -> None:
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    first = made.compile(Grammar("regex", "x"))
+    second = made.compile(Grammar("regex", "y"))
+    for i in range(grammars.MAX_KEPT - 1):
+        made.compile(Grammar("regex", f"a{i}"))
+        made.compile(Grammar("regex", "x"))
+    assert made.compile(Grammar("regex", "x")) is first
+    assert made.compile(Grammar("regex", "y")) is not second
+
+
+def test_many_threads_at_once() -> None:
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: made.compile(Grammar("regex", f"a{i % 5}")), range(60)))
+    assert all(f.start().fault is None for f in found)
+
+
+def test_a_start_is_a_start_of_its_own() -> None:
+    grammar = compiled("choice", '["ab", "cd"]')
+    first, second = grammar.start(), grammar.start()
+    first.take(zoo_tokenizer().encode("ab", add_special=False))
+    second.take(zoo_tokenizer().encode("cd", add_special=False))
+    assert first.fault is second.fault is None
+    assert grammar.start().fault is None
+
+
+# --- tokenizers ----------------------------------------------------------------------------
+
+
+def hf(path: Path, made: trained.TrainedTokenizer) -> HfTokenizer:
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (path / "tokenizer.json").write_text(made._tokenizer.to_str())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(path)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "where is it": {"enum": ["in the house", "été 雪", "<think>"]},
+        "size": {"type": "integer", "minimum": -50, "maximum": 5000},
+    },
+    "required": ["name", "where is it", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        trained.byte_level,
+        lambda: trained.fallback(strips=True),
+        lambda: trained.fallback(strips=False),
+    ],
+    ids=["byte-level", "byte fallback", "byte fallback behind marked spaces"],
+)
+def test_every_kind_of_tokenizer(
+    make: Callable[[], trained.TrainedTokenizer], tmp_path: Path
+) -> None:
+    """What a reader sees, by the tokenizer port's own bytes, is what the grammar says."""
+    tokenizer = hf(tmp_path, make())
+    made = Compiler(tokenizer, vocab_size=tokenizer.n_ids + 40)
+    schema = made.compile(Grammar("json_schema", json.dumps(SCHEMA)))
+    regex = made.compile(Grammar("regex", " ?[a-z ]{3,9}(雪|é|🙂)"))
+    for seed in range(12):
+        walk = wander(schema.start(), tokenizer.eos, seed=seed, n_most=400)
+        assert walk is not None
+        text = b"".join(map(tokenizer.token_bytes, walk)).decode()
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert not tokenizer.added & set(walk)
+        walk = wander(regex.start(), tokenizer.eos, seed=seed, n_most=400)
+        assert walk is not None
+        text = b"".join(map(tokenizer.token_bytes, walk)).decode()
+        assert re.fullmatch(" ?[a-z ]{3,9}(雪|é|🙂)", text)
+
+
+def test_several_end_tokens() -> None:
+    class TwoEnds(HfTokenizer):
+        eos = frozenset({0, 2})  # type: ignore[assignment]
+
+    two = TwoEnds(zoo_tokenizer()._wrapper)
+    start = Compiler(two, vocab_size=N_VOCAB).compile(Grammar("choice", '["a"]')).start()
+    start.take(two.encode("a", add_special=False))
+    assert wander(start, two.eos, seed=0, n_most=1) == []
+    start.take([0])
+    start.take([0, 2, 5])
+    assert start.fault is None

@@ -1,0 +1,45 @@
+"""Sessions with planted facts, interleaved and batched: every answer is that session's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.oracle import Oracle
+
+MODELS = ("firn-demo", "firn-demo-hybrid")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_batched_sessions_answer_for_themselves(model: str) -> None:
+    with Oracle(model, cache_nbytes=None) as oracle:
+        assert oracle.wrong([oracle.exam(seed, n_facts=8) for seed in range(12)]) == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fifty_sessions_in_memory_for_ten(model: str) -> None:
+    with Oracle(model) as measured:
+        one = measured.exam(0, n_facts=6)
+        assert measured.wrong([one]) == []
+        session_nbytes = measured.cache.held.pool.held.total_nbytes
+    with Oracle(model, cache_nbytes=10 * session_nbytes) as oracle:
+        exams = [oracle.exam(seed, n_facts=6) for seed in range(50)]
+        assert oracle.wrong(exams, rounds=2) == []
+        assert oracle.cache.stats.evictions
+        assert oracle.cache.held.pool.held.total_nbytes <= 10 * session_nbytes
+        assert not oracle.cache.stats.faults
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_namespaces_do_not_meet(model: str) -> None:
+    """The same questions in the same words under two keys, with different facts behind them."""
+    with Oracle(model) as oracle:
+        exams = [oracle.exam(seed, n_facts=6, namespace=f"user {seed % 2}") for seed in range(6)]
+        assert oracle.wrong(exams, rounds=2) == []
+
+
+def test_the_oracle_can_fail() -> None:
+    """A reply about another session's document is caught."""
+    with Oracle(cache_nbytes=None) as oracle:
+        mine, other = oracle.exam(1), oracle.exam(2)
+        question = mine.session.questions[0]
+        assert oracle.text(oracle.put(other, 0)) != question.answer

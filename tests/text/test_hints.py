@@ -1,0 +1,85 @@
+"""Messages that a caller has marked end at a position of the prompt where state is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from firn.core.values import Chat, Message, Prompt, TextPart, ToolCall
+from firn.text.messages import normalise
+from firn.text.prompt import PromptMaker
+from tests.text.test_prompt_maker import TEMPLATES
+from tests.text.trained import CHATML, byte_level
+
+SAID = ["Be brief, fox.", "Who are you?", "A fox.", "Sure?", "Very.", "And now?"]
+ROLES = ["system", "user", "assistant", "user", "assistant", "user"]
+SEPARATE = ["chatml", "llama", "unknown"]
+"""Templates in which the system prompt is a message of its own."""
+
+
+def conversation(*marked: int) -> tuple[Message, ...]:
+    return tuple(
+        Message(role, (TextPart(text),), checkpoint=i in marked)  # type: ignore[arg-type]
+        for i, (role, text) in enumerate(zip(ROLES, SAID, strict=True))
+    )
+
+
+def make(messages: tuple[Message, ...], template: str = CHATML) -> Prompt:
+    maker = PromptMaker(byte_level().with_template(template), context_length=4096)
+    return maker.make(Chat(messages))
+
+
+def front(prompt: Prompt, end: int) -> str:
+    return byte_level().decode(prompt.ids[:end].tolist())
+
+
+@pytest.mark.parametrize("marked", range(6))
+@pytest.mark.parametrize("name", SEPARATE)
+def test_a_hint_is_where_the_marked_message_ends(name: str, marked: int) -> None:
+    prompt = make(conversation(marked), TEMPLATES[name])
+    (hint,) = prompt.hints
+    assert hint in prompt.boundaries
+    shown = front(prompt, hint)
+    assert all(text in shown for text in SAID[: marked + 1])
+    assert not any(text in shown for text in SAID[marked + 1 :])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_hints_are_boundaries_in_order(name: str) -> None:
+    prompt = make(conversation(1, 3, 5), TEMPLATES[name])
+    assert list(prompt.hints) == sorted(prompt.hints)
+    assert set(prompt.hints) <= set(prompt.boundaries)
+
+
+def test_without_marks_there_are_none() -> None:
+    assert make(conversation()).hints == ()
+
+
+def test_a_template_without_marks_of_its_own_gives_none() -> None:
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    assert make(conversation(1), plain).hints == ()
+
+
+def test_equal_messages_are_told_apart() -> None:
+    twice = tuple(
+        Message(role, (TextPart("ok"),), checkpoint=i == 2)  # type: ignore[arg-type]
+        for i, role in enumerate(["user", "assistant", "user", "assistant", "user"])
+    )
+    prompt = make(twice)
+    assert front(prompt, prompt.hints[0]).count("ok") == 3
+
+
+def test_a_marked_message_without_text_is_no_fault() -> None:
+    call = Message("assistant", tool_calls=(ToolCall("a", "look", {}),), checkpoint=True)
+    first, *rest = conversation(5)[1:]
+    prompt = make((first, call, *rest))
+    assert len(prompt.hints) == 1
+
+
+def test_merged_messages_keep_the_mark_of_any() -> None:
+    one, two = conversation(1)[:2]
+    later = replace(two, parts=(TextPart("more"),), checkpoint=True)
+    _, merged = normalise((one, replace(two, checkpoint=False), later))
+    assert merged.checkpoint
+    assert merged.text == "Who are you?\n\nmore"

@@ -1,0 +1,53 @@
+"""A call in a format that the parser does not read is noticed, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+
+from firn.core.events import ChoiceFinished, TextDelta, ToolCallStarted
+from firn.core.values import Tool
+from firn.text.lookalikes import CallWatch, mark_of_call
+from firn.text.parsers import formats
+
+TOOLS = (Tool("get_weather"), Tool("a+b"))
+
+
+@pytest.mark.parametrize(
+    "form", [f for f in formats().values() if f.opens], ids=lambda form: form.name
+)
+def test_the_example_of_every_format_is_seen(form: object) -> None:
+    assert mark_of_call(f"Sure. {form.example}", TOOLS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "get_weather", "arguments": {}}',
+        '```json\n{"function":"get_weather"}\n```',
+        '[{"tool" : "a+b"}]',
+    ],
+)
+def test_a_tool_by_its_name(text: str) -> None:
+    assert mark_of_call(text, TOOLS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "get_weather is a tool", '{"name": "Ada"}', "<b>[1, 2]</b> {}", '{"name": "aab"}'],
+)
+def test_plain_text_is_no_call(text: str) -> None:
+    assert mark_of_call(text, TOOLS) is None
+
+
+def test_it_is_seen_across_deltas_and_said_at_the_end() -> None:
+    watch = CallWatch(TOOLS)
+    assert watch.see([TextDelta(0, "<tool_")]) is None
+    assert watch.see([TextDelta(0, "call>{")]) is None
+    assert watch.see([ChoiceFinished(0, "stop")]) == "<tool_call>"
+
+
+def test_where_a_call_was_read_nothing_is_missed() -> None:
+    watch = CallWatch(TOOLS)
+    events = [TextDelta(0, "<tool_call>"), ToolCallStarted(0, 0, "a", "get_weather")]
+    assert watch.see(events) is None
+    assert watch.see([ChoiceFinished(0, "tool_calls")]) is None

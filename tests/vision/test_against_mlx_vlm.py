@@ -1,0 +1,34 @@
+"""Vision models on the common engine say what mlx-vlm says, one request at a time, with the same weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import running
+from tests.vision import gallery
+from tests.vision.gallery import said, user
+
+CHATS = {
+    "no picture": [user("Who keeps the snow of last year?")],
+    "one": [user("Look: ", 1, " What is it?")],
+    "first and last": [user(2, "and at the end", 3)],
+    "three in two turns": [user("One ", 4, 5), said("Yes."), user("and one more ", 6, "?")],
+    "text after a picture's turn": [user(7, "Describe."), said("Firn."), user("Shorter.")],
+}
+
+
+@pytest.mark.parametrize("name", gallery.FAMILIES)
+def test_a_batch_says_what_mlx_vlm_says_alone(name: str) -> None:
+    wanted = {label: gallery.reference(name, chat, 10) for label, chat in CHATS.items()}
+    prompts = {label: gallery.prompt_of(name, *chat) for label, chat in CHATS.items()}
+    for label, (ids, _, _) in wanted.items():
+        assert prompts[label].ids.tolist() == ids, label
+        n_images = sum(len(m.parts) for m in CHATS[label])
+        assert len(prompts[label].media) == len(prompts[label].images) <= n_images
+    with running(gallery.build(name), chunk=16, cache_nbytes=None) as h:
+        results = {label: h.submit(p, 10) for label, p in prompts.items()}
+        for label, (_, tokens, margins) in wanted.items():
+            got = results[label].wait()
+            assert got.error is None, label
+            assert gallery.agree(got.reply, tokens, margins), label
+    assert len({tuple(tokens) for _, tokens, _ in wanted.values()}) == len(CHATS)

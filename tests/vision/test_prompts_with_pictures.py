@@ -1,0 +1,202 @@
+"""Where pictures stand in prompts: order, placeholders in a caller's own text, odd templates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from firn.core.errors import BadImage
+from firn.core.values import Chat, ImagePart, Message, Prompt, TextPart, Tool, ToolCall
+from firn.media.pictures import ImageLimits, Pictures
+from firn.models import loader
+from firn.text.prompt import PromptMaker
+from tests.vision import gallery
+from tests.vision.gallery import part, said, user
+from tests.zoo.vision import VISION
+from tests.zoo.vision_parts import TEXT_ONLY
+
+
+def text_of(name: str, prompt: Prompt) -> str:
+    """The prompt with each picture written as {}."""
+    pieces, at = [], 0
+    for span in prompt.media:
+        pieces += [gallery.tokenizer(name).decode(prompt.ids[at : span.start].tolist()), "{}"]
+        at = span.end
+    return "".join([*pieces, gallery.tokenizer(name).decode(prompt.ids[at:].tolist())])
+
+
+@pytest.mark.parametrize("name", gallery.FAMILIES)
+def test_every_picture_has_its_span(name: str) -> None:
+    chat = [user("one ", 1, " two ", 2), said("ok"), user(3, " three")]
+    prompt = gallery.prompt_of(name, *chat)
+    assert len(prompt.media) == 3
+    for span, picture in zip(prompt.media, prompt.images, strict=True):
+        own = prompt.ids[span.start : span.end]
+        np.testing.assert_array_equal(own, picture.own_ids)
+        assert own[0] == own[-1] == picture.image_token
+        assert 12 <= len(own) <= 80
+    assert len({m.digest for m in prompt.media}) == 3
+    assert all(a.end <= b.start for a, b in zip(prompt.media, prompt.media[1:], strict=False))
+
+
+def test_the_order_is_the_callers() -> None:
+    name = "qwen2_5_vl"
+    got = gallery.prompt_of(name, user("A", 1, "B", 2, 3, "C"), said("D"), user(4))
+    assert text_of(name, got) == (
+        "<|im_start|>user\nA<|vision_start|>{}<|vision_end|>B<|vision_start|>{}<|vision_end|>"
+        "<|vision_start|>{}<|vision_end|>C<|im_end|>\n<|im_start|>assistant\nD<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|>{}<|vision_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_newlines_around_a_picture_are_the_processors() -> None:
+    """Gemma's processor puts blank lines there, and they meet the text's own."""
+    got = text_of("gemma3", gallery.prompt_of("gemma3", user("look", 1, "now")))
+    assert "look\n\n<start_of_image>{}<end_of_image>\n\nnow" in got
+
+
+def test_a_new_picture_changes_nothing_before_it() -> None:
+    for name in gallery.FAMILIES:
+        chat = [user("first ", 1), said("yes")]
+        one = gallery.prompt_of(name, *chat, user("more"))
+        two = gallery.prompt_of(name, *chat, user("more", 2))
+        n = one.media[0].end
+        np.testing.assert_array_equal(one.ids[:n], two.ids[:n])
+        assert one.media[0] == two.media[0]
+
+
+def test_boundaries_are_outside_pictures() -> None:
+    prompt = gallery.prompt_of("qwen3_5", user("one ", 1), said("yes"), user("two ", 2))
+    assert len(prompt.boundaries) == 3
+    assert not any(m.start < b < m.end for b in prompt.boundaries for m in prompt.media)
+
+
+# --- a placeholder that is only text --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llava", "pixtral", "smolvlm"])
+def test_a_placeholder_in_a_callers_text_is_text(name: str) -> None:
+    mark = gallery.processor(name).placeholder
+    chat = [user(f"what is {mark} in ", 1, f"? {mark}{mark}"), said(f"a {mark}"), user("why")]
+    prompt = gallery.prompt_of(name, *chat)
+    assert len(prompt.media) == 1
+    own = prompt.media[0]
+    around = prompt.ids[own.start - 1 : own.start].tolist()  # Gemma's own markup has it too
+    n_more = gallery.tokenizer(name).decode(around).count(mark)
+    assert text_of(name, prompt).count(mark) == 4 + n_more
+    special = gallery.tokenizer(name).token_id(mark)
+    outside = np.ones(len(prompt), dtype=bool)
+    outside[prompt.media[0].start - 2 : prompt.media[0].end + 2] = False
+    assert special not in prompt.ids[outside]
+
+
+def test_a_placeholder_in_tools_and_calls_is_text() -> None:
+    name = "qwen2_5_vl"
+    mark = gallery.processor(name).placeholder
+    call = ToolCall("c1", "f", {"x": mark})
+    chat = Chat(
+        (
+            user("see ", 1),
+            Message("assistant", (TextPart("calling"),), tool_calls=(call,)),
+            Message("tool", (TextPart(f"<{mark}>"),), tool_call_id="c1"),
+        )
+    )
+    prompt = gallery.maker(name).make(chat)
+    assert len(prompt.media) == 1
+
+
+def test_a_request_without_pictures_is_plain() -> None:
+    name = "qwen2_5_vl"
+    mark = gallery.processor(name).placeholder
+    prompt = gallery.prompt_of(name, user(f"what is {mark}?"))
+    assert prompt.media == prompt.images == ()
+
+
+# --- templates ------------------------------------------------------------------------------
+
+
+def test_a_template_that_knows_no_pictures(tmp_path: Path) -> None:
+    entry = replace(VISION["lfm2_vl"], template=TEXT_ONLY)
+    for file in gallery.folder("lfm2_vl").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = entry.chat_template
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = loader.load_tokenizer(tmp_path)
+    processor = loader.load_processor(tmp_path, tokenizer)
+    assert processor is not None
+    assert processor.inline
+    pictures = Pictures(processor, whole=False, limits=ImageLimits())
+    maker = PromptMaker(tokenizer, context_length=4096, pictures=pictures)
+    got = maker.make(Chat((user("see ", 1, "<image> is text"),)))
+    assert len(got.media) == 1
+    text = tokenizer.decode(got.ids.tolist())
+    assert text.startswith("<|im_start|>user\nsee <|image_start|><image><image>")
+    assert text.endswith("<|image_end|>\n<image> is text<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_template_that_wants_lists_gets_them_for_text_too() -> None:
+    got = gallery.prompt_of("llava", user("only words"), said("yes"), user("more"))
+    text = gallery.tokenizer("llava").decode(got.ids.tolist())
+    assert text == "USER: only words ASSISTANT: yes USER: more ASSISTANT:"
+
+
+class Forgetful:
+    """A tokenizer whose template shows the text of user messages and no pictures elsewhere."""
+
+    chat_template = "{{ messages }}"
+    special: frozenset[int] = frozenset()
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def render(self, messages: Any, *, tools: Any, kwargs: Any) -> str:
+        kept = [m if m["role"] == "user" else {**m, "content": "..."} for m in messages]
+        return str(self._inner.render(kept, tools=tools, kwargs=kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_a_place_where_the_template_has_no_pictures() -> None:
+    tokenizer: Any = Forgetful(gallery.tokenizer("qwen2_5_vl"))
+    maker = PromptMaker(tokenizer, context_length=4096, pictures=gallery.pictures("qwen2_5_vl"))
+    message = Message("assistant", (TextPart("I saw "), part(1, "messages[1].content[1]")))
+    with pytest.raises(BadImage, match=r"^messages\[1\]\.content\[1\]: .* no place") as fault:
+        maker.make(Chat((user("hello"), message)))
+    assert fault.value.status == 400
+
+
+def test_faults_name_the_part_of_the_message() -> None:
+    bad = Message("user", (ImagePart("data:,x", param="messages[4].content[2]"),))
+    with pytest.raises(BadImage, match=r"^messages\[4\]\.content\[2\]: the image is no PNG"):
+        gallery.prompt_of("qwen2_5_vl", bad)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 300), (300, 2), (1, 1000), (640, 480)])
+@pytest.mark.parametrize("name", gallery.FAMILIES)
+def test_pictures_of_any_shape(name: str, size: tuple[int, int]) -> None:
+    """A prompt, or a 400 with the processor's reason."""
+    image = gallery.picture(1).resize(size)
+    try:
+        prompt = gallery.prompt_of(name, user("see ", image))
+    except BadImage as fault:
+        assert "processor refuses" in fault.message
+        return
+    assert len(prompt.media) == 1
+    span = prompt.media[0]
+    np.testing.assert_array_equal(prompt.ids[span.start : span.end], prompt.images[0].own_ids)
+
+
+def test_tools_and_pictures_together() -> None:
+    name = "qwen2_5_vl"
+    tools = (Tool("f", "does f"),)
+    maker = gallery.maker(name)
+    traits: Any = maker._traits
+    chat = Chat((user("see ", 1),), tools=() if not traits.takes_tools else tools)
+    assert len(maker.make(chat).media) == 1

@@ -1,0 +1,129 @@
+"""Reuse of prompts with pictures: warm equals cold, bit for bit in exact mode; fault 11 in full.
+
+The requests have 0, 1 and 3 pictures before and behind the point where they resume.
+"""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image, ImageOps
+
+from firn.core.values import Message, Prompt, TextPart
+from tests.harness import Harness, Result, running
+from tests.sweep.checks import same_tokens
+from tests.vision import gallery
+from tests.vision.gallery import picture, said, user
+
+CHUNK, BLOCK = 16, 16
+SYSTEM = Message("system", (TextPart("You read layers of snow, older than this winter, and say so."),))
+LONG = "Snow that outlives its season becomes firn: grains packed by their own weight, not yet ice. "
+every_family = pytest.mark.parametrize("name", gallery.FAMILIES)
+
+
+class Pair:
+    """The same requests with and without the cache."""
+
+    def __init__(self, name: str, cold: Harness, warm: Harness, *, exact: bool) -> None:
+        self.name, self.cold, self.warm, self.exact = name, cold, warm, exact
+
+    def ask(self, *messages: Message) -> tuple[Prompt, Result]:
+        prompt = gallery.prompt_of(self.name, SYSTEM, *messages)
+        a, b = self.cold.ask(prompt, 8), self.warm.ask(prompt, 8)
+        if self.exact:
+            assert b.n_cached % CHUNK == 0
+            assert (a.logprobs, a.tokens) == (b.logprobs, b.tokens), f"after {b.n_cached}"
+        else:
+            assert same_tokens(a, b), f"after {b.n_cached} of {len(prompt)}"
+        if prompt.whole_images:
+            assert not any(m.start < b.n_cached < m.end for m in prompt.media)
+        return prompt, b
+
+
+def script(pair: Pair) -> None:
+    one = [user(LONG, 1, "What is it?")]
+    three = [user(LONG, 1, " and ", 2, " and ", 3, "?")]
+    first, seen = pair.ask(*one)
+    assert seen.n_cached == 0
+    _, again = pair.ask(*one)
+    assert again.n_cached >= len(first) - 1 - (CHUNK if pair.exact else 0)
+    # a picture behind the resume point, and one before it
+    grown = [*one, said("It is firn."), user("Look at this too: ", 2, LONG)]
+    _, later = pair.ask(*grown)
+    assert later.n_cached > 0
+    _, no_more = pair.ask(*grown, said("Yes."), user("Thank you. " + LONG))
+    assert no_more.n_cached > gallery.prompt_of(pair.name, SYSTEM, *grown).media[1].start
+    # three before, one of them new, and text alone
+    shared, _ = pair.ask(*three)
+    _, repeated = pair.ask(*three, said("Three."), user("And now?"))
+    if not (pair.exact and shared.whole_images):  # its pictures lie on nearly every boundary
+        assert repeated.n_cached > shared.media[2].start
+    whole, other = pair.ask(user(LONG, 1, " and ", 2, " and ", 4, "?"))
+    assert other.n_cached <= whole.media[2].start
+    pair.ask(user(LONG))
+    pair.ask(user(LONG), said("Snow."), user(5, "?"))
+    assert not pair.warm.cache.stats.faults
+
+
+@every_family
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "full"])
+def test_warm_equals_cold(name: str, exact: bool) -> None:
+    build = gallery.build(name)
+    with (
+        running(build, cache_nbytes=None, chunk=CHUNK) as cold,
+        running(build, chunk=CHUNK, block=BLOCK, exact=exact) as warm,
+    ):
+        script(Pair(name, cold, warm, exact=exact))
+
+
+def variants() -> dict[str, list[Message]]:
+    """Prompts that differ in nothing but their pictures."""
+    base = picture(11, 64, 64)
+    see_through = base.convert("RGBA")
+    see_through.putalpha(Image.linear_gradient("L").resize(base.size))
+    text = (LONG, "What is it?")
+    return {
+        "base": [user(text[0], base, text[1])],
+        "another picture": [user(text[0], picture(12, 64, 64), text[1])],
+        "transposed": [user(text[0], base.transpose(Image.Transpose.TRANSPOSE), text[1])],
+        "mirrored": [user(text[0], ImageOps.mirror(base), text[1])],
+        "alpha": [user(text[0], see_through, text[1])],
+        "elsewhere": [user(base, *text)],
+        "two": [user(text[0], base, picture(12, 64, 64), text[1])],
+        "two, swapped": [user(text[0], picture(12, 64, 64), base, text[1])],
+    }
+
+
+@every_family
+def test_a_picture_is_its_content(name: str) -> None:
+    """Fault 11: whatever was asked before, each prompt gets its own answer."""
+    build = gallery.build(name)
+    cold: dict[str, Result] = {}
+    prompts = {k: gallery.prompt_of(name, SYSTEM, *chat) for k, chat in variants().items()}
+    with running(build, cache_nbytes=None, chunk=CHUNK) as h:
+        for label, prompt in prompts.items():
+            cold[label] = h.ask(prompt, 8)
+    # LLaVA's template puts pictures first, wherever they were.
+    n_different = len({(p.ids.tobytes(), p.media) for p in prompts.values()})
+    assert n_different >= len(prompts) - 1
+    assert len({tuple(r.logprobs[0]) for r in cold.values()}) == n_different
+    with running(build, chunk=CHUNK, block=BLOCK, exact=True) as h:
+        for _ in range(2):
+            for label, prompt in prompts.items():
+                warm = h.ask(prompt, 8)
+                assert warm.logprobs == cold[label].logprobs, label
+        assert h.ask(prompts["base"], 8).n_cached > 0
+
+
+@every_family
+def test_the_text_before_a_picture_hits_whatever_the_picture_is(name: str) -> None:
+    with running(gallery.build(name), chunk=CHUNK, block=BLOCK) as h:
+        chats = variants()
+        prompts = {k: gallery.prompt_of(name, SYSTEM, *chats[k]) for k in ("base", "another picture")}
+        start = prompts["base"].media[0].start
+        assert prompts["another picture"].media[0].start == start
+        h.ask(prompts["base"], 4)
+        h.ask(prompts["another picture"], 4)
+        third = gallery.prompt_of(name, SYSTEM, *chats["mirrored"])
+        seen = h.ask(third, 4)
+        # A recurrent model resumes at the branch that the second prompt has shown.
+        assert start - 4 <= seen.n_cached <= start
