@@ -7,7 +7,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 # What is installed besides MLX, comma-separated extras of pyproject.toml.
-EXTRAS := dev
+EXTRAS := dev,vision
 SOURCES = $(wildcard src tests benchmarks tools)
 
 ifeq ($(shell uname -s),Darwin)

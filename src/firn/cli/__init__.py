@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -108,6 +109,12 @@ def _chat(
     temperature: Annotated[
         float | None, typer.Option(help="0 always takes the likeliest token.", min=0, metavar="X")
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Picture to show with the first message; repeat it for several.", metavar="FILE"
+        ),
+    ] = None,
 ) -> None:
     """Talk to a running server in the terminal.
 
@@ -120,7 +127,7 @@ def _chat(
         model=model, system=system, max_tokens=max_tokens, temperature=temperature
     )
     with ChatClient(url, api_key=api_key) as client:
-        raise typer.Exit(chat(client, options, prompt=prompt))
+        raise typer.Exit(chat(client, options, prompt=prompt, images=image or ()))
 
 
 def _doctor(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
@@ -25,6 +26,7 @@ from firn.cli.client import (
     ServerFault,
     Thought,
     Turn,
+    image_url,
 )
 from firn.config import UsageError
 from firn.core.values import Usage
@@ -32,6 +34,7 @@ from firn.core.values import Usage
 INTERRUPTED = 130
 HELP = """\
 /system TEXT  set the system prompt (without TEXT: show it)
+/image FILE   show a picture with the next message
 /reset        forget the conversation
 /exit         leave (Ctrl-D does the same)
 Ctrl-C        stop the reply"""
@@ -39,10 +42,14 @@ Ctrl-C        stop the reply"""
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
-def chat(client: ChatClient, options: ChatOptions, *, prompt: str | None) -> int:
+def chat(
+    client: ChatClient, options: ChatOptions, *, prompt: str | None, images: Sequence[Path] = ()
+) -> int:
     """Returns the exit code; raises ServerFault where there is no conversation to go on with."""
+    shown = [image_url(path) for path in images]
     model = options.model or client.served_model()
     conversation = Conversation(client, replace(options, model=model), Screen())
+    conversation.show(shown)
     if sys.stdin.isatty() and prompt is None:
         return _talk(conversation)
     parts = [prompt or "", "" if sys.stdin.isatty() else sys.stdin.read()]
@@ -104,14 +111,20 @@ class Conversation:
         self.screen = screen
         self._client = client
         self._turns: list[Turn] = []
+        self._images: list[str] = []
+
+    def show(self, images: Sequence[str]) -> None:
+        """Pictures for the next question, as data URLs."""
+        self._images += images
 
     def ask(self, text: str) -> Reply:
         """Shows the reply as it comes. A turn that brought no text at all is forgotten."""
-        question = Turn("user", text)
+        question = Turn("user", text, tuple(self._images))
         pieces = self._client.ask([*self._turns, question], options=self.options)
         reply = listen(pieces, self.screen)
         if reply.text:
             self._turns += [question, Turn("assistant", reply.text)]
+            self._images.clear()
         self.screen.summary(reply)
         return reply
 
@@ -119,11 +132,18 @@ class Conversation:
         name, _, rest = line.partition(" ")
         if name == "/reset":
             self._turns.clear()
+            self._images.clear()
             self.screen.note("The conversation is forgotten.")
         elif name == "/system":
             if rest.strip():
                 self.options = replace(self.options, system=rest.strip())
             self.screen.note(f"System prompt: {self.options.system or 'none'}")
+        elif name == "/image":
+            try:
+                self.show([image_url(Path(rest.strip()))])
+                self.screen.note("It goes with the next message.")
+            except UsageError as error:
+                self.screen.note(error.message)
         elif name == "/help":
             self.screen.note(HELP)
         else:

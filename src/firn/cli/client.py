@@ -5,15 +5,19 @@ Speaks the OpenAI API over httpx. Faults of the server or the connection are Ser
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import httpx
 
+from firn.config import UsageError
 from firn.core.errors import FirnError
 from firn.core.values import Usage
 from firn.machine import is_loopback
@@ -40,10 +44,11 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of the conversation."""
+    """One message of the conversation. `images` are data URLs; they come before the text."""
 
     role: str
     content: str
+    images: tuple[str, ...] = ()
 
 
 # --- what comes back -----------------------------------------------------------------------
@@ -210,7 +215,7 @@ class ChatClient:
 
 
 def _body(turns: Sequence[Turn], options: ChatOptions) -> dict[str, Any]:
-    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    messages = [{"role": turn.role, "content": _content(turn)} for turn in turns]
     if options.system:
         messages.insert(0, {"role": "system", "content": options.system})
     body: dict[str, Any] = {
@@ -224,6 +229,23 @@ def _body(turns: Sequence[Turn], options: ChatOptions) -> dict[str, Any]:
     if options.temperature is not None:
         body["temperature"] = options.temperature
     return body
+
+
+def _content(turn: Turn) -> str | list[dict[str, Any]]:
+    if not turn.images:
+        return turn.content
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in turn.images]
+    return [*images, {"type": "text", "text": turn.content}]
+
+
+def image_url(path: Path) -> str:
+    """A picture file as a data URL. Raises UsageError."""
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: the image cannot be read: {error.strerror}") from error
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _message(response: httpx.Response) -> str:
