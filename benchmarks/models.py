@@ -8,7 +8,8 @@
     ssm      mamba2        three recurrent layers                   a state
 
 Float32, 2,048 tokens of vocabulary, a few MB each: any MLX server loads such a folder. The tokenizer is
-trained on the spot on Python's own sources, so nothing is downloaded.
+trained on the spot on Python's own sources, so nothing is downloaded. It knows ASCII only: a random
+model would pick halves of other characters, which streams hold back, and first tokens would seem late.
 """
 
 from __future__ import annotations
@@ -149,17 +150,15 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(str(f) for package in CORPUS for f in (library / package).glob("*.py"))
+    files = sorted(f for package in CORPUS for f in (library / package).glob("*.py"))
+    lines = [x for f in files for x in f.read_text("utf-8").splitlines(True) if x.isascii()]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, show_progress=False
     )
-    tokenizer.train(files, trainer)
+    tokenizer.train_from_iterator(lines, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

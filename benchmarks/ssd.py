@@ -1,6 +1,6 @@
 """The SSD tier against the bare disk, and what writing costs decoding.
 
-    python benchmarks/ssd.py                       records of real models' shapes; 3 GB are written
+    python benchmarks/ssd.py                       real models' records; writes 13 GB, 1 GB at a time
     python benchmarks/ssd.py --decode              tokens/s while records are written, and without
     python benchmarks/ssd.py --device-run --out X  on a GPU: an 8B model, computed, from memory, from SSD
 
@@ -296,7 +296,7 @@ def main() -> None:
     device.add_argument("--model", choices=["8b", "tiny"], default="8b", help="tiny: to try it out")
     device.add_argument("--tokens", type=numbers, default=[4096, 16_384, 32_768], metavar="N,..")
     device.add_argument("--repeats", type=int, default=3)
-    device.add_argument("--seconds", type=float, default=400, help="begin nothing new after these")
+    device.add_argument("--seconds", type=float, default=360, help="begin nothing new after these")
     args = options.parse_args()
     if args.rounds < 1 or args.repeats < 1:
         raise BenchError("at least one round, please")

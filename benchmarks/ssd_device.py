@@ -182,12 +182,13 @@ def run(
 
 
 def _table(points: Sequence[Point]) -> str:
-    head = ["tokens", "cold s", "memory s", "SSD s", "compute s", "chosen s", "cached", "/ better"]
-    rows = [head]
+    head = ["tokens", "cold s", "memory s", "SSD s", "compute s", "chosen s"]
+    rows = [[*head, "SSD tokens", "chosen tokens", "chosen / better"]]
     for p in points:
         rows.append([f"{p.n_tokens:,}", f"{p.cold_s:.3f}"])
         for values in (p.memory_s, p.load_s, p.compute_s, p.chosen_s):
             rows[-1].append(f"{statistics.median(values):.3f}" if values else "-")
-        rows[-1].append(f"{statistics.median(p.chosen_cached):,.0f}" if p.chosen_cached else "-")
+        for counts in (p.loaded, p.chosen_cached):
+            rows[-1].append(f"{statistics.median(counts):,.0f}" if counts else "-")
         rows[-1].append("-" if p.worse is None else f"{p.worse:.2f}")
     return grid(rows)

@@ -197,9 +197,7 @@ class FakeEngine:
                 self._rows[request].over.add(choice)
             self._changed.notify_all()
 
-    def force(
-        self, request: RequestId, choice: int, tokens: Sequence[int], *, at: int
-    ) -> None:
+    def force(self, request: RequestId, choice: int, tokens: Sequence[int], *, at: int) -> None:
         """The reply goes on behind them where it was; what was not sent yet can be taken back."""
         with self._changed:
             self.forced.append((choice, tuple(tokens), at))

@@ -89,9 +89,7 @@ class Harness:
             model, make_layers = build()
             info = model_info(model, make_layers)
             inputs = model if hasattr(model, "chunk") else None  # a vision model
-            runner = Runner(
-                model, info, make_layers=make_layers, max_rows=max_rows, inputs=inputs
-            )
+            runner = Runner(model, info, make_layers=make_layers, max_rows=max_rows, inputs=inputs)
             cache: Any = CacheOff()
             if cache_nbytes is not None:
                 settings = CacheSettings(cache_nbytes, block, chunk if exact else 0)

@@ -46,6 +46,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
     "mlx_lm": ("models", "demo"),
     "mlx_vlm": ("models", "demo"),
     "PIL": ("media", "models"),
+    "llguidance": ("models",),
 }
 HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
 

@@ -235,15 +235,25 @@ def _build_parts(
     cache = _build_cache(config, loaded, machine, limits.prefill_chunk)
     if isinstance(cache, PrefixTree):
         _add_ssd(config, cache, info, wake)
-    embeds = None
-    if recipe is not None:
-        embeds = embedder.from_decoder(loaded.model, recipe, context_length=info.context_length)
-    return Parts(runner, cache, budget, limits, embedder=embeds)
+    return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
 
 
 def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
     try:
         return embedder.read_recipe(folder)
+    except SetupError as e:
+        log.warning("no embeddings: %s", e)
+        return None
+
+
+def _decoder_embedder(
+    recipe: embedder.Recipe | None, loaded: loader.LoadedModel
+) -> embedder.TextEmbedder | None:
+    if recipe is None:
+        return None
+    try:
+        limit = loaded.info.context_length
+        return embedder.from_decoder(loaded.model, recipe, context_length=limit)
     except SetupError as e:
         log.warning("no embeddings: %s", e)
         return None

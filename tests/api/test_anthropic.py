@@ -327,6 +327,14 @@ def test_a_full_queue_is_a_rate_limit() -> None:
         assert caught.value.response.headers["retry-after"] == "3"
 
 
+def test_a_large_body_is_too_large() -> None:
+    with serve(limits=Limits(body_nbytes=1000)) as live:
+        with pytest.raises(anthropic.RequestTooLargeError) as caught:
+            live.anthropic().messages.create(**ASK, system="x" * 1000)
+        body: Any = caught.value.body
+        assert body["error"]["type"] == "request_too_large"
+
+
 def test_a_stopping_server_is_overloaded() -> None:
     with serve() as live:
         live.on_loop(live.mailroom.drain)

@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from firn.cache import admin
 from firn.cache.index import Node, Record
@@ -309,18 +316,30 @@ class Machine(RuleBasedStateMachine):
         return row
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["full", "exact"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_random_use(shape: Shape, exact: bool) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
+EACH = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+MODE = pytest.mark.parametrize("exact", [False, True], ids=["full", "exact"])
 
-    machine = type("M", (Machine,), {"shape": shape, "exact": exact})
+
+def run(shape: Shape, exact: bool, *, n_examples: int) -> None:
     run_state_machine_as_test(
-        machine,
+        type("M", (Machine,), {"shape": shape, "exact": exact}),
         settings=settings(
-            max_examples=300,
+            max_examples=n_examples,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@MODE
+@EACH
+def test_random_use(shape: Shape, exact: bool) -> None:
+    run(shape, exact, n_examples=20)
+
+
+@pytest.mark.soak
+@MODE
+@EACH
+def test_much_random_use(shape: Shape, exact: bool) -> None:
+    run(shape, exact, n_examples=2000)

@@ -1,4 +1,4 @@
-"""Tiny random models of every layer kind, for tests that compare a cached answer with an uncached one."""
+"""Tiny random models of every layer kind, to compare a cached answer with an uncached one."""
 
 from __future__ import annotations
 

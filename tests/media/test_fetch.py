@@ -188,7 +188,7 @@ def test_a_server_that_says_nothing() -> None:
     fetcher = Fetcher(
         FetchLimits(nbytes=10, timeout_s=0.05), resolve=Web(ok).resolve, transport=Slow()
     )
-    with pytest.raises(BadImage, match="within 0.05 seconds"):
+    with pytest.raises(BadImage, match=r"within 0\.05 seconds"):
         asyncio.run(fetcher.fetch(ImagePart("https://pictures.example/")))
 
 

@@ -1,82 +1,166 @@
 """What a supported architecture must do: the same requests with and without the cache.
 
 In exact mode every logit that the cache had a part in must be bit for bit the uncached one; in full
-mode the tokens must be the same away from ties. The requests re-send, grow, branch, shorten and continue
-past a reply, at lengths that cross windows and blocks.
+mode the tokens must be the same away from ties. The requests re-send, grow, branch, edit, shorten and
+continue past a reply, at lengths around blocks, chunks and windows, and in a batch where the model has
+one; blocks are smaller than chunks, larger, and equal.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from firn.cache.layout import Layout
 from firn.core.errors import UnknownCacheLayer
-from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.batch import can_batch
+from firn.models.selfcheck import CHUNKS_MATTER, batch_fault
 from tests.harness import Harness, Result, running
 
-CHUNK, BLOCK = 32, 16
+WINDOW = 32
+"""Of every windowed model of the zoo."""
 TIE = 1e-3
 """A smaller margin between the two likeliest tokens is rounding's to decide."""
+N_REPLY = 3
 
 Build = Callable[[], tuple[Any, Callable[[], list[Any]]]]
 
 
 @dataclass(frozen=True, slots=True)
+class Mode:
+    chunk: int
+    block: int
+    exact: bool
+
+    @property
+    def step(self) -> int:
+        """Reuse is by this many tokens, where every layer can be cut."""
+        return max(self.chunk, self.block) if self.exact else 1
+
+    def __str__(self) -> str:
+        name = "exact" if self.exact else "full"
+        return f"{name} mode, chunks of {self.chunk}, blocks of {self.block}"
+
+
+MODES = (
+    Mode(32, 16, exact=True),
+    Mode(16, 32, exact=True),
+    Mode(32, 32, exact=True),
+    Mode(32, 16, exact=False),
+    Mode(16, 24, exact=False),
+)
+QUICK = (MODES[0], MODES[4])
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """status: supported, no reuse (served without it), or wrong."""
+    """status: supported, chunks only, no reuse (served without it), or wrong.
+
+    row_by_row: why rows are not decoded together; empty where they are.
+    """
 
     status: str
     detail: str = ""
+    row_by_row: str = ""
 
 
-def check(build: Build, architecture: str, *, vocab: int, seed: int = 0) -> Verdict:
-    """Run the whole script on one model."""
-    _, make_layers = build()
+def check(
+    build: Build, architecture: str, *, vocab: int, modes: Sequence[Mode] = MODES, seed: int = 0
+) -> Verdict:
+    """Run the whole script on one model, in those of the modes that it is served in."""
+    model, make_layers = build()
+    alone = can_batch(make_layers()) or batch_fault(model, make_layers, architecture) or ""
     try:
-        Layout.of(make_layers())
+        layout = Layout.of(make_layers())
     except UnknownCacheLayer as e:
-        return Verdict("no reuse", str(e))
-    modes = (True,) if architecture in CHUNKS_MATTER else (True, False)
-    for exact in modes:
-        with (
-            running(build, cache_nbytes=None, chunk=CHUNK) as cold,
-            running(build, chunk=CHUNK, block=BLOCK, exact=exact) as warm,
-        ):
-            fault = Script(cold, warm, vocab, exact=exact, seed=seed).run()
-            if fault:
-                return Verdict("wrong", f"{'exact' if exact else 'full'} mode: {fault}")
-            faults = dict(warm.cache.stats.faults)
-            if faults:
-                return Verdict("wrong", f"the cache failed: {faults}")
-    why = CHUNKS_MATTER.get(architecture)
-    return Verdict("supported", f"on prefill chunks only: {why}" if why else "")
+        return Verdict("no reuse", str(e), alone)
+    only_chunks = CHUNKS_MATTER.get(architecture, "")
+    colds: dict[int, Cold] = {}
+    try:
+        for mode in modes:
+            if only_chunks and not mode.exact:
+                continue
+            if mode.chunk not in colds:
+                colds[mode.chunk] = Cold(Harness(build, cache_nbytes=None, chunk=mode.chunk))
+            options = {"chunk": mode.chunk, "block": mode.block, "exact": mode.exact}
+            with running(build, **options) as warm:
+                stateful = layout.needs().state
+                script = Script(colds[mode.chunk], warm, vocab, mode, stateful, seed)
+                fault = script.run() or (None if alone else script.run_crowd())
+                if fault:
+                    return Verdict("wrong", f"{mode}: {fault}", alone)
+                if warm.cache.stats.faults:
+                    faults = dict(warm.cache.stats.faults)
+                    return Verdict("wrong", f"{mode}: the cache failed: {faults}", alone)
+    finally:
+        for cold in colds.values():
+            cold.harness.close()
+    return Verdict("chunks only" if only_chunks else "supported", only_chunks, alone)
+
+
+class Cold:
+    """The uncached answers, each computed once."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self._known: dict[tuple[int, ...], Result] = {}
+
+    def ask(self, ids: Sequence[int], n_reply: int = N_REPLY) -> Result:
+        key = (n_reply, *ids)
+        if key not in self._known:
+            self._known[key] = self.harness.ask(ids, n_reply)
+        return self._known[key]
 
 
 class Script:
     """One conversation and its variations, asked of two engines."""
 
-    def __init__(self, cold: Harness, warm: Harness, vocab: int, *, exact: bool, seed: int) -> None:
-        self._cold, self._warm, self._exact = cold, warm, exact
+    def __init__(
+        self, cold: Cold, warm: Harness, vocab: int, mode: Mode, stateful: bool, seed: int
+    ) -> None:
+        self._cold, self._warm, self._mode, self._stateful = cold, warm, mode, stateful
         self._rng = random.Random(seed)
         self._vocab = vocab
+        self._asked: list[list[int]] = []
 
     def run(self) -> str | None:
+        """None, or the first thing that went wrong."""
         first = self._tokens(150)
+        other = self._tokens(2 * WINDOW + 8)
         system = 70
-        steps: list[tuple[str, list[int], tuple[int, ...], int]] = []
-        reply = self._cold.ask(first, 12).reply
-        grown = first + reply + self._tokens(20)
-        steps.append(("first sight", first, (system, 147), 0))
-        steps.append(("sent again", first, (system, 147), 149))
-        steps.append(("next turn", grown, (system, 147, len(grown) - 3), 149))
-        steps.append(("same system prompt", first[:system] + self._tokens(40), (system,), system))
-        steps.append(("branch", first[:101] + self._tokens(30), (system,), system))
-        steps.append(("shortened", grown[:160], (system, 147), 149))
+        grown = first + self._cold.ask(first).reply + self._tokens(20)
+        steps: list[tuple[str, list[int], tuple[int, ...], int]] = [
+            ("first sight", first, (system, 147), 0),
+            ("sent again", first, (system, 147), 149),
+            ("next turn", grown, (system, 147, len(grown) - 3), 149),
+            ("the turn after", grown + self._tokens(9), (system, len(grown)), len(grown) - 3),
+            ("same system prompt", first[:system] + self._tokens(40), (system,), system),
+            ("branch", first[:101] + self._tokens(30), (system,), system),
+            ("edited middle", [*first[:80], 7, *first[81:]], (system, 147), system),
+            ("shortened", grown[:160], (system, 147), 149),
+        ]
+        around = {m + d for m in (self._mode.block, WINDOW, 2 * WINDOW) for d in (-1, 0, 1)}
+        for n in sorted(around):
+            steps.append((f"a new prompt of {n}", other[:n], (), 0))
+            steps.append((f"cut at {n}", first[:n] + self._tokens(5), (), 0))
         for label, ids, boundaries, at_least in steps:
             fault = self._compare(label, ids, boundaries, at_least)
+            if fault:
+                return fault
+        return None
+
+    def run_crowd(self) -> str | None:
+        """Prompts read and decoded together; then each goes on alone."""
+        prompts = [self._tokens(n) for n in (90, 40, 65)]
+        results = [self._warm.submit(ids, 20) for ids in prompts]
+        replies = [r.wait().reply for r in results]
+        if any(r.error for r in results):
+            return f"in a batch: {next(r.error for r in results if r.error)}"
+        for ids, reply in zip(prompts, replies, strict=True):
+            n_stored = len(ids) - 1 + (0 if self._mode.exact else len(reply))
+            fault = self._compare("after a batch", [*ids, *reply, 5, 9], (), n_stored)
             if fault:
                 return fault
         return None
@@ -87,17 +171,36 @@ class Script:
     def _compare(
         self, label: str, ids: list[int], boundaries: tuple[int, ...], at_least: int
     ) -> str | None:
-        a = self._cold.ask(ids, 8, boundaries=boundaries)
-        b = self._warm.ask(ids, 8, boundaries=boundaries)
-        if self._exact:
-            at_least -= at_least % CHUNK
+        a = self._cold.ask(ids)
+        b = self._warm.ask(ids, N_REPLY, boundaries=boundaries)
+        if self._mode.exact:
             if a.logprobs != b.logprobs or a.tokens != b.tokens:
                 return f"{label}: logits differ after resuming at {b.n_cached} of {len(ids)}"
+            at_least -= at_least % (self._mode.chunk if self._stateful else self._mode.step)
         elif not same_tokens(a, b):
             return f"{label}: tokens differ after resuming at {b.n_cached} of {len(ids)}"
+        if not self._stateful:
+            at_least = max(at_least, self._stored(ids))
+        self._asked.append(ids)
         if b.n_cached < at_least:
             return f"{label}: reused {b.n_cached} tokens of at least {at_least}"
         return None
+
+    def _stored(self, ids: list[int]) -> int:
+        """What layers that can be cut anywhere must reuse: the most that any earlier prompt shares."""
+        step = self._mode.step
+        best = 0
+        for earlier in self._asked:
+            n = common(ids, earlier)
+            if self._mode.exact:
+                n = min(n, len(earlier) - 1)
+            best = max(best, min(n, len(ids) - 1))
+        return best - best % step
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def same_tokens(reference: Result, other: Result) -> bool:

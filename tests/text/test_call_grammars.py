@@ -12,6 +12,7 @@ from firn.core.values import Grammar, Tool, ToolChoice, ToolMode
 from firn.text.formats import ReplyFormat
 from firn.text.parsers import ToolFormat, formats
 from tests.models.grammar_lab import wander
+from tests.text import held
 from tests.text.held import (
     PING,
     SAY,
@@ -163,8 +164,6 @@ def test_other_text_is_refused(format: ToolFormat) -> None:
     ],
 )
 def test_the_template_says_which_dialect(format: str, template: str, reply: str) -> None:
-    from tests.text import held
-
     class Taught:
         """The format's tokenizer behind another template."""
 
@@ -226,8 +225,6 @@ def test_an_answer_behind_reasoning() -> None:
 
 def test_tags_that_are_no_tokens() -> None:
     """The closing tag is spelled out; a token that spells its end and more counts as both."""
-    from tests.text import held
-
     request = asked(required(), thinks=None)
     found = held.constraint(
         request,
@@ -331,3 +328,13 @@ def test_arguments_have_no_members_but_the_declared() -> None:
         call = f'{{"name": "get_weather", "arguments": {{"city": "x", "days": 1{more}}}}}'
         text = f"<tool_call>\n{call}\n</tool_call>"
         assert accepts("json_tags", start("json_tags", request), text) is is_right
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools"),
+    [(required(), ()), (ToolChoice(ToolMode.NAMED, name="nobody"), TOOLS)],
+)
+def test_a_call_needs_a_tool(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        grammar_of("json_tags", asked(choice, tools=tools))
+    assert caught.value.param == "tool_choice"

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from PIL import Image
 
 from firn.core.values import Chat, ImagePart, Message, Part, Prompt, TextPart
@@ -23,9 +24,13 @@ from firn.models.tokenizer import HfTokenizer
 from firn.models.vision import VisionModel
 from firn.models.vision_gemma import reads_whole_images
 from firn.text.prompt import PromptMaker
-from tests.zoo.vision import VISION, picture, write_vision_folder
+from tests.zoo.vision import MORE_VISION, VISION, picture, write_vision_folder
 
 FAMILIES = tuple(VISION)
+MORE = tuple(MORE_VISION)
+every_family = pytest.mark.parametrize(
+    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.sweep) for name in MORE)]
+)
 TIE = 1e-3
 
 
@@ -83,7 +88,9 @@ def prompt_of(name: str, *messages: Message) -> Prompt:
     return maker(name).make(Chat(messages))
 
 
-def build(name: str, *, feature_nbytes: int = 1 << 30) -> Callable[[], tuple[Any, Callable[[], Any]]]:
+def build(
+    name: str, *, feature_nbytes: int = 1 << 30
+) -> Callable[[], tuple[Any, Callable[[], Any]]]:
     """For tests.harness."""
 
     def make() -> tuple[Any, Callable[[], list[Any]]]:

@@ -1,8 +1,6 @@
-"""Vision models on the common engine say what mlx-vlm says, one request at a time, with the same weights."""
+"""Vision models in a batch say what mlx-vlm says, one request at a time, with the same weights."""
 
 from __future__ import annotations
-
-import pytest
 
 from tests.harness import running
 from tests.vision import gallery
@@ -11,19 +9,22 @@ from tests.vision.gallery import said, user
 CHATS = {
     "no picture": [user("Who keeps the snow of last year?")],
     "one": [user("Look: ", 1, " What is it?")],
+    "text after a picture's turn": [user(7, "Describe."), said("Firn."), user("Shorter.")],
     "first and last": [user(2, "and at the end", 3)],
     "three in two turns": [user("One ", 4, 5), said("Yes."), user("and one more ", 6, "?")],
-    "text after a picture's turn": [user(7, "Describe."), said("Firn."), user("Shorter.")],
 }
+ONE_PICTURE = {"paddleocr_vl"}
+"""mlx-vlm's own processor of these fails on several pictures."""
 
 
-@pytest.mark.parametrize("name", gallery.FAMILIES)
+@gallery.every_family
 def test_a_batch_says_what_mlx_vlm_says_alone(name: str) -> None:
-    wanted = {label: gallery.reference(name, chat, 10) for label, chat in CHATS.items()}
-    prompts = {label: gallery.prompt_of(name, *chat) for label, chat in CHATS.items()}
+    asked = dict(list(CHATS.items())[:3]) if name in ONE_PICTURE else CHATS
+    wanted = {label: gallery.reference(name, chat, 10) for label, chat in asked.items()}
+    prompts = {label: gallery.prompt_of(name, *chat) for label, chat in asked.items()}
     for label, (ids, _, _) in wanted.items():
         assert prompts[label].ids.tolist() == ids, label
-        n_images = sum(len(m.parts) for m in CHATS[label])
+        n_images = sum(len(m.parts) for m in asked[label])
         assert len(prompts[label].media) == len(prompts[label].images) <= n_images
     with running(gallery.build(name), chunk=16, cache_nbytes=None) as h:
         results = {label: h.submit(p, 10) for label, p in prompts.items()}
@@ -31,4 +32,4 @@ def test_a_batch_says_what_mlx_vlm_says_alone(name: str) -> None:
             got = results[label].wait()
             assert got.error is None, label
             assert gallery.agree(got.reply, tokens, margins), label
-    assert len({tuple(tokens) for _, tokens, _ in wanted.values()}) == len(CHATS)
+    assert len({tuple(tokens) for _, tokens, _ in wanted.values()}) == len(asked)

@@ -14,6 +14,7 @@ import pytest
 
 from firn.core.errors import SetupError
 from firn.models import loader, vision_load
+from firn.models.inspect import inspect_folder
 from firn.models.recognise import is_vision
 from tests.vision import gallery
 from tests.zoo import ZOO
@@ -199,10 +200,18 @@ except Exception as e:
 print("text:", loader.load(folder, served_name="x").info.vision)
 print("loaded:", [m for m in ("mlx_vlm", "PIL") if m in sys.modules])
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     lines = dict(line.split(": ", 1) for line in run.stdout.splitlines())
     assert "pip install 'firn[vision]'" in lines["said"]
     assert "--text-only" in lines["said"]
     assert lines["text"] == "False"
     assert lines["loaded"] == "[]"
+
+
+def test_doctor_knows_a_vision_folder() -> None:
+    report = inspect_folder(gallery.folder("qwen3_5"))
+    assert report.library == "mlx-vlm"
+    assert report.problems == ()

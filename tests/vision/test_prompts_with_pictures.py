@@ -186,7 +186,8 @@ def test_pictures_of_any_shape(name: str, size: tuple[int, int]) -> None:
     try:
         prompt = gallery.prompt_of(name, user("see ", image))
     except BadImage as fault:
-        assert "processor refuses" in fault.message
+        if "processor refuses" not in fault.message:
+            raise
         return
     assert len(prompt.media) == 1
     span = prompt.media[0]

@@ -12,12 +12,15 @@ from firn.core.values import Message, Prompt, TextPart
 from tests.harness import Harness, Result, running
 from tests.sweep.checks import same_tokens
 from tests.vision import gallery
-from tests.vision.gallery import picture, said, user
+from tests.vision.gallery import every_family, picture, said, user
 
 CHUNK, BLOCK = 16, 16
-SYSTEM = Message("system", (TextPart("You read layers of snow, older than this winter, and say so."),))
-LONG = "Snow that outlives its season becomes firn: grains packed by their own weight, not yet ice. "
-every_family = pytest.mark.parametrize("name", gallery.FAMILIES)
+SYSTEM = Message(
+    "system", (TextPart("You read layers of snow, older than this winter, and say so."),)
+)
+LONG = (
+    "Snow that outlives its season becomes firn: grains packed by their own weight, not yet ice. "
+)
 
 
 class Pair:
@@ -118,7 +121,9 @@ def test_a_picture_is_its_content(name: str) -> None:
 def test_the_text_before_a_picture_hits_whatever_the_picture_is(name: str) -> None:
     with running(gallery.build(name), chunk=CHUNK, block=BLOCK) as h:
         chats = variants()
-        prompts = {k: gallery.prompt_of(name, SYSTEM, *chats[k]) for k in ("base", "another picture")}
+        prompts = {
+            k: gallery.prompt_of(name, SYSTEM, *chats[k]) for k in ("base", "another picture")
+        }
         start = prompts["base"].media[0].start
         assert prompts["another picture"].media[0].start == start
         h.ask(prompts["base"], 4)

@@ -20,7 +20,9 @@ from tests.vision import gallery
 from tests.vision.gallery import picture, said, user
 
 NAME = "qwen3_vl"
-LONG = "Snow that outlives its season becomes firn: grains packed by their own weight, not ice. " * 3
+LONG = (
+    "Snow that outlives its season becomes firn: grains packed by their own weight, not ice. " * 3
+)
 
 
 def config(folder: Path, **cache: Any) -> Config:

@@ -1,4 +1,4 @@
-"""What every tiny vision model is made of: the `VisionEntry` record, its tokenizer, its chat template."""
+"""What every tiny vision model is made of: its record, its tokenizer, its chat template."""
 
 import functools
 import json
@@ -53,6 +53,14 @@ SPECIAL_TOKENS = (
     "<img>",
     "</img>",
     "<IMG_CONTEXT>",
+    "<|START_OF_IMG|>",
+    "<|END_OF_IMG|>",
+    "<|IMG_PATCH|>",
+    "<|IMG_LINE_BREAK|>",
+    "<|media_start|>",
+    "<|media_content|>",
+    "<|media_pad|>",
+    "<|media_end|>",
 )
 
 

@@ -73,7 +73,8 @@ class Closed(TierError):
 class IoThreads:
     """Owner: whoever built it. Every method may be called from any thread; none waits but close().
 
-    With more than one thread one is kept free of writes, so that a read never waits for a long one.
+    One thread writes at a time, in the order of the orders: a record is refused below while its parent
+    is not there, so a child must not overtake it. The other threads are free for reads.
     """
 
     def __init__(
@@ -85,7 +86,6 @@ class IoThreads:
         name: str = "firn-io",
     ) -> None:
         self._max_write_nbytes = max_write_nbytes
-        self._max_writers = max(n_threads - 1, 1)
         self._clock = clock
         self._changed = threading.Condition()
         self._queues: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
@@ -123,6 +123,12 @@ class IoThreads:
             self._queues[Kind.WRITE].append(Job(Kind.WRITE, work, done, nbytes))
             self._changed.notify_all()
             return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a write of so many bytes would be taken now."""
+        with self._changed:
+            is_full = self._write_nbytes and self._write_nbytes + nbytes > self._max_write_nbytes
+            return not is_full and not self._closing
 
     def cancel(self, job: Job) -> bool:
         """Take back a job that waits; its callback is not called. False: it runs, or has run."""
@@ -221,7 +227,7 @@ class IoThreads:
                 for kind, waiting in self._queues.items():
                     if not waiting:
                         continue
-                    if kind is Kind.WRITE and self._running[kind] >= self._max_writers:
+                    if kind is Kind.WRITE and self._running[kind]:
                         continue
                     self._running[kind] += 1
                     return waiting.popleft()
@@ -278,6 +284,9 @@ class TierIo:
         return self.threads.try_write(
             lambda: self._tier.write(header, buffers), done, nbytes=nbytes
         )
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.threads.has_room(nbytes)
 
     def read(self, name: Name, expect: KeyTokens, done: Done) -> None:
         with self._guard:

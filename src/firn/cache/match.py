@@ -80,15 +80,15 @@ def options(
     best, n_best = _closest_child(branch, values)
     n_shared = branch.end + n_best
     limit = _before(min(n_shared, len(values) - 1), unbroken)
+    stock = _Stock.of(path, needs, have)
     for p, tail in _candidates(root, path, best, values, limit, needs):
         if _before(p, unbroken) != p:
             continue
-        segments = _segments(path, tail, p)
-        records = _records(segments, p, needs, have)
+        records = stock.records(p, tail)
         if records is not None:
             whole = p >= len(values) - 1
             why = "" if whole else _reason(p, n_shared, limit, needs)
-            yield Match(p, segments, records, n_shared, why)
+            yield Match(p, stock.segments(p, tail), records, n_shared, why)
     yield Match(0, (), (), n_shared, _reason(0, n_shared, limit, needs))
 
 
@@ -166,31 +166,74 @@ def _state_positions(
     return sorted(found, key=lambda c: -c[0])
 
 
-def _segments(path: Sequence[Node], tail: Node | None, p: int) -> tuple[Segment, ...]:
-    """The whole blocks before p, then the node that covers the rest."""
-    end = p if tail is None else tail.start
-    whole = [Segment(n, len(n.values)) for n in path if n.end <= end]
-    return (*whole, Segment(tail, p - tail.start)) if tail else tuple(whole)
+@dataclass(frozen=True, slots=True)
+class _Stock:
+    """What can be had of the path, found out once: a long path has hundreds of resume points.
 
+    pages: of the first blocks, up to the first that is missing.
+    unbroken_from: for i blocks, the first from which on all their windows can be had.
+    """
 
-def _records(
-    segments: Sequence[Segment], p: int, needs: Needs, have: Have
-) -> tuple[Record, ...] | None:
-    """What a resume at p reads; None if some of it cannot be had."""
-    found: list[Record | None] = []
-    covered = 0
-    for s in segments:
-        covered += s.n_tokens
+    needs: Needs
+    have: Have
+    path: Sequence[Node]
+    whole: tuple[Segment, ...]
+    pages: tuple[Record, ...]
+    windows: tuple[Record | None, ...]
+    unbroken_from: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: Sequence[Node], needs: Needs, have: Have) -> _Stock:
+        def of_part(part: Part) -> Iterator[Record | None]:
+            found = (node.records.get(part) for node in path)
+            return (r if r is not None and have(r) else None for r in found)
+
+        pages: list[Record] = []
         if needs.pages:
-            found.append(s.node.records.get(Part.PAGES))
-        if needs.window and covered > p - needs.window:
-            found.append(s.node.records.get(Part.WINDOW))
-    if needs.state:
-        found.append(segments[-1].node.records.get(Part.STATE))
-    if covered != p:
-        return None
-    records = tuple(r for r in found if r is not None and have(r))
-    return records if len(records) == len(found) else None
+            for record in of_part(Part.PAGES):
+                if record is None:
+                    break
+                pages.append(record)
+        windows = tuple(of_part(Part.WINDOW)) if needs.window else ()
+        unbroken_from = [0]
+        for i, window in enumerate(windows):
+            unbroken_from.append(unbroken_from[-1] if window is not None else i + 1)
+        whole = tuple(Segment(n, len(n.values)) for n in path)
+        return cls(needs, have, path, whole, tuple(pages), windows, tuple(unbroken_from))
+
+    def segments(self, p: int, tail: Node | None) -> tuple[Segment, ...]:
+        """The whole blocks before p, then the node that covers the rest."""
+        if tail is None:
+            return self.whole[: self._n_whole(p)]
+        return (*self.whole[: self._n_whole(tail.start)], Segment(tail, p - tail.start))
+
+    def records(self, p: int, tail: Node | None) -> tuple[Record, ...] | None:
+        """What a resume at p reads; None if some of it cannot be had."""
+        n = self._n_whole(p if tail is None else tail.start)
+        last = tail or (self.path[n - 1] if n else None)
+        if (
+            last is None
+            or (tail is None and last.end != p)
+            or len(self.pages) < n * self.needs.pages
+        ):
+            return None
+        found = list(self.pages[:n])
+        if self.needs.window:
+            first = max(p - self.needs.window, 0) // len(self.path[0].values) if n else 0
+            if self.unbroken_from[n] > first:
+                return None
+            found += [w for w in self.windows[first:n] if w is not None]
+        wanted = self.needs.by_block if tail is not None else ()
+        for part in (*wanted, *((Part.STATE,) if self.needs.state else ())):
+            record = last.records.get(part)
+            if record is None or not self.have(record):
+                return None
+            found.append(record)
+        return tuple(found)
+
+    def _n_whole(self, end: int) -> int:
+        """How many blocks of the path lie before this position."""
+        return min(end // len(self.path[0].values), len(self.path)) if self.path else 0
 
 
 def _reason(p: int, n_shared: int, limit: int, needs: Needs) -> str:

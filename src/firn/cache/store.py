@@ -42,6 +42,8 @@ class Io(Protocol):
         """False: the queue is full."""
         ...
 
+    def has_room(self, nbytes: int) -> bool: ...
+
     def read(self, name: Name, expect: KeyTokens, done: Callable[[Any], None]) -> None: ...
 
     def delete(self, names: Iterable[Name]) -> None: ...
@@ -184,8 +186,8 @@ class Store:
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to spill."""
-        return not self._to_spill
+        """Nothing can be spilled now: none is left, or the queue is full and a write will wake us."""
+        return not self._to_spill or not self._io.has_room(self._to_spill[0].nbytes)
 
     def _take_results(self, until: float) -> Iterator[News]:
         while True:
@@ -230,6 +232,8 @@ class Store:
         return False
 
     def _write(self, record: Record) -> bool:
+        if not self._io.has_room(record.nbytes):
+            return False
         layers, buffers = to_host(record.payload)
         accepted = self._io.try_write(self._header_of(record, layers), buffers, self._done(record))
         record.writing = accepted

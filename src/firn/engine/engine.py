@@ -239,9 +239,7 @@ class Engine:
         """Compare what admission thought the decoding rows would take with what they take."""
         budget = self._parts.budget
         estimated = sum(budget.cost.of(row.n_tokens) for row in self._rows)
-        budget.learn(
-            estimated_nbytes=estimated, used_nbytes=self._parts.runner.live_nbytes()
-        )
+        budget.learn(estimated_nbytes=estimated, used_nbytes=self._parts.runner.live_nbytes())
 
     def _drain(self) -> None:
         """Take what is in the inbox; with nothing else to do, wait for it."""

@@ -112,6 +112,11 @@ class Group:
         self.rows.append(row)
         row.layers, row.group = [], self
 
+    def read_all(self) -> None:
+        """Have every dispatched token on the host; the grammars of the rows then know them."""
+        for step in self.unread:
+            step.read()
+
     def leave(self, gone: Sequence[Row]) -> None:
         keep = [i for i, r in enumerate(self.rows) if r not in gone]
         for row in gone:

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes
+from mlx_lm.utils import MODEL_REMAPPING
 
 from firn.core.errors import BadRequest, SetupError
 from firn.core.values import ModelInfo
@@ -97,19 +98,25 @@ def _pooling_mode(config: Mapping[str, Any], folder: Path) -> Pooling:
 
 def needs_encoder(folder: Path, config: Mapping[str, Any]) -> bool:
     """mlx-lm has no such model, or would run it with a mask that it was trained without."""
-    both_ways = config.get("use_bidirectional_attention") or config.get("is_causal") is False
+    kind = str(config["model_type"])
     try:
-        _get_classes(config=dict(config))
-    except (ValueError, KeyError, TypeError, ImportError):
+        if find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
+            return True
+    except (ImportError, ValueError):  # the name is none
         return True
-    return bool(both_ways) or not _has_body(folder)
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        return True
+    return not _has_body(folder)
 
 
 def _has_body(folder: Path) -> bool:
     """Whether the weights are named as a generating model's are; sentence-transformers drops that."""
     for path in folder.glob("model*.safetensors"):
-        with path.open("rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        try:
+            with path.open("rb") as f:
+                header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        except (OSError, ValueError):  # for the loader to explain
+            return True
         if any(name.startswith("layers.") for name in header):
             return False
     return True
@@ -161,7 +168,7 @@ def from_decoder(model: Any, recipe: Recipe, *, context_length: int) -> TextEmbe
     limit = min(recipe.max_tokens or context_length, context_length)
     try:
         return TextEmbedder(encode, normalises=recipe.normalises, max_tokens=limit)
-    except (ValueError, TypeError, AttributeError) as e:
+    except (ValueError, TypeError, AttributeError, RuntimeError) as e:
         raise SetupError(f"this architecture gives no hidden states: {e}") from e
 
 

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make
 
 from firn.core.errors import SetupError
 from firn.models.loader import CONTEXT_KEYS, read_config
+from firn.models.recognise import is_vision
 
 DTYPES = {
     "F64": "float64",
@@ -280,6 +281,12 @@ def _library(config: Mapping[str, Any], found: _Findings) -> Literal["mlx-lm", "
     if "model_file" in config:
         found.notes.append("It brings Python code of its own: serve it with --trust-remote-code.")
         return "mlx-lm"
+    if is_vision(config):
+        if _is_there("mlx_vlm"):
+            return "mlx-vlm"
+        found.notes.append(
+            "It takes pictures: install firn[vision], or serve its text alone with --text-only."
+        )
     if _is_there(f"mlx_lm.models.{module}"):
         return "mlx-lm"
     if _is_there(f"mlx_vlm.models.{module}"):

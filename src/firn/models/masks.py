@@ -1,16 +1,16 @@
-"""Which tokens each row may pick next: bits on the host, then plain array operations on any device.
+"""Which tokens each row may pick next. Made on the host, used on any device as a plain array.
 
-llguidance fills one bit a token. Its own kernels for MLX are Metal only, so the bits are spread with
-operations that every backend has.
+llguidance fills one bit a token. Its own kernels for MLX are Metal only; here the bits are spread on the
+host, in the time that the model takes for its forward pass anyway.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor
@@ -18,6 +18,7 @@ from llguidance import LLExecutor
 from firn.models.grammar import Constraint
 
 Bits = npt.NDArray[np.uint32]
+Allowed = npt.NDArray[np.bool_]
 BITS = 32
 ALL = np.uint32(0xFFFFFFFF)
 MAX_THREADS = 4
@@ -26,23 +27,29 @@ MANY_ROWS = 8
 
 
 class Masks:
-    """Owner: the runner, on the engine thread. The threads it keeps touch bits, never arrays of mlx."""
+    """Owner: the runner. Its threads touch constraints and bits; arrays are the engine thread's."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="firn-masks")
 
-    def allowed(self, constraints: Sequence[Constraint | None]) -> mx.array:
+    def start(self, constraints: Sequence[Constraint | None]) -> Future[Allowed]:
+        """Begin to fill the masks of a group's rows. Nobody else touches the constraints meanwhile."""
+        return self._thread.submit(self.fill, constraints)
+
+    def fill(self, constraints: Sequence[Constraint | None]) -> Allowed:
         """(rows, vocabulary), true where a token may be picked; all of a row without a constraint.
 
         A constraint that fails gets its fault set; its row's mask then means nothing.
         """
         found = [(i, c) for i, c in enumerate(constraints) if c is not None]
-        bits = self._fill(found, len(constraints))
+        bits = self._compute(found, len(constraints)).view(np.uint8)
         for _, constraint in found:
             constraint.check()
-        return self._spread(bits)
+        each = np.unpackbits(bits, axis=1, count=self._vocab_size, bitorder="little")
+        return each.view(np.bool_)
 
-    def _fill(self, found: list[tuple[int, Constraint]], n_rows: int) -> Bits:
+    def _compute(self, found: list[tuple[int, Constraint]], n_rows: int) -> Bits:
         n_words = max(-(-c.n_tokens // BITS) for _, c in found)
         bits = np.full((n_rows, n_words), ALL, dtype=np.uint32)
         start, stride = bits.ctypes.data, bits.strides[0]
@@ -54,14 +61,9 @@ class Masks:
                 constraint.matcher.unsafe_compute_mask_ptr(start + i * stride, stride)
         return bits
 
-    def _spread(self, bits: Bits) -> mx.array:
-        each = mx.array(bits[:, :, None]) & self._each_bit
-        return each.reshape(bits.shape[0], -1)[:, : self._vocab_size].astype(mx.bool_)
+    def close(self) -> None:
+        self._thread.shutdown()
 
     @cached_property
     def _threads(self) -> LLExecutor:
         return LLExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2)))
-
-    @cached_property
-    def _each_bit(self) -> mx.array:
-        return mx.array(np.uint32(1) << np.arange(BITS, dtype=np.uint32))

@@ -60,6 +60,7 @@ class Runner:
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
+        self._on_cpu = mx.default_device() == mx.Device(mx.cpu)
         self._groups: list[Group] = []
 
     # --- prefill ---------------------------------------------------------------------------
@@ -141,16 +142,27 @@ class Runner:
         pickers = [_picker(r) for r in group.rows]
         allowed = None
         if any(p.constraint for p in pickers):
-            mx.async_eval(logits)
-            for step in group.unread:
-                step.read()
-            allowed = self._masks.allowed([p.constraint for p in pickers])
+            allowed = self._allowed(group, logits)
         picks = pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
         group.inputs = picks.tokens
         group.unread.append(Launched(tuple(group.rows), picks))
         for row in group.rows:
             row.n_tokens += 1
+
+    def _allowed(self, group: Group, logits: mx.array) -> mx.array:
+        """Dispatch the forward pass, and make the masks of its step while it runs."""
+        constraints = [_picker(r).constraint for r in group.rows]
+        if self._on_cpu:
+            # There a dispatch returns when most of the work is done, as was the step before: its
+            # tokens can be read at once, and the masks made during the dispatch.
+            group.read_all()
+            filling = self._masks.start(constraints)
+            mx.async_eval(logits)
+            return mx.array(filling.result())
+        mx.async_eval(logits)
+        group.read_all()
+        return mx.array(self._masks.fill(constraints))
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
         """Read the tokens of this group's steps, but for the newest `keep_in_flight`.
@@ -173,6 +185,7 @@ class Runner:
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
         self._groups = []
+        self._masks.close()
         mx.synchronize()
         mx.clear_streams()
 

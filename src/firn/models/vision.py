@@ -17,18 +17,17 @@ import numpy as np
 from firn.core.values import MediaSpan, Prompt
 from firn.models.batch import Row
 from firn.models.picture import FeatureCache, Features, Picture
-from firn.models.vision_gemma import reads_whole_images, see_whole_images, text_scale
+from firn.models.vision_gemma import reads_whole_images, see_whole_images
 from firn.models.vision_rope import RotaryPositions
 
 
 class VisionModel:
     """Callable like mlx-lm's models; implements models.inputs.Inputs. Owner: the engine thread."""
 
-    def __init__(self, model: Any, *, architecture: str, feature_nbytes: int) -> None:
+    def __init__(self, model: Any, *, feature_nbytes: int) -> None:
         self.model = model
         self.features = FeatureCache(feature_nbytes)
         self._language = model.language_model
-        self._text_scale = text_scale(architecture, model)
         self._rope: RotaryPositions | None = None
         if hasattr(self._language, "get_rope_index"):
             self._rope = RotaryPositions(self._language)
@@ -124,10 +123,7 @@ class VisionModel:
     def text_features(self, ids: mx.array) -> Features:
         """The embeddings of text as the language model would make them of the ids."""
         out = self.model.get_input_embeddings(input_ids=ids, pixel_values=None)
-        embeds = out.inputs_embeds
-        if self._text_scale != 1.0:
-            embeds = embeds * self._text_scale
-        return Features(embeds, out.per_layer_inputs)
+        return Features(out.inputs_embeds, out.per_layer_inputs)
 
     def _features_of(self, span: MediaSpan, picture: Picture) -> Features:
         """Runs the vision tower, unless its result for this picture is still held."""

@@ -1,16 +1,12 @@
-"""What Gemma's vision models do unlike the others.
+"""Pictures whose tokens see each other.
 
 Gemma 4 can let the tokens of a picture see each other, later ones included. mlx-vlm lays that over the
 mask only if the whole prompt is read at once; here a chunk may come behind others, as long as no picture
 is cut.
-
-Gemma 3n's embeddings are scaled by the language model when it is given ids, and by nobody when it is
-given embeddings.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import mlx.core as mx
@@ -42,10 +38,3 @@ def see_whole_images(model: Any) -> None:
         return base | mx.concatenate([past, same], axis=-1)[:, None]
 
     inner._apply_blockwise_bidirectional_overlay = overlay
-
-
-def text_scale(architecture: str, model: Any) -> float:
-    """What text embeddings lack when they are taken from the model by themselves."""
-    if architecture == "gemma3n":
-        return math.sqrt(model.config.text_config.hidden_size)
-    return 1.0

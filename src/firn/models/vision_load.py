@@ -94,7 +94,7 @@ def load_weights(
     for part in ("language_model", "get_input_embeddings"):
         if not hasattr(model, part):
             raise SetupError(f"{kind}: mlx-vlm's model has no {part}, so it cannot be served.")
-    return VisionModel(model, architecture=kind, feature_nbytes=feature_nbytes)
+    return VisionModel(model, feature_nbytes=feature_nbytes)
 
 
 def check_pictures(model: VisionModel, picture: Picture, architecture: str) -> None:

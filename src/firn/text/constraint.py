@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from firn.core.errors import BadRequest
+from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Tokenizer
 from firn.core.values import Chat, GenerateRequest, Grammar, ToolMode
 from firn.text.call_grammar import CallGrammar
@@ -29,11 +29,13 @@ def constraint(
         return None
     known = formats()[format.tool] if format.tool else None
     lark = Lark(tokenizer, _control(format, known))
-    calls = None
-    if chat.tools and mode is not ToolMode.NONE:
-        calls = _calls(chat, known, lark, tokenizer.chat_template or "", must=must_call)
     answer = None if must_call else request.grammar
     param = "tool_choice" if answer is None else answer.param
+    calls = None
+    if must_call and not chat.tools:
+        raise InvalidValue("tool_choice", "there are no tools to choose from")
+    if chat.tools and mode is not ToolMode.NONE:
+        calls = _calls(chat, known, lark, tokenizer.chat_template or "", param)
     if known and known.reply:
         part = lark.part(answer) if answer else None
         return lark.grammar(known.reply(lark, calls, part), param=param)
@@ -53,24 +55,23 @@ def _control(format: ReplyFormat, known: ToolFormat | None) -> Iterator[str]:
         yield from tokens_of(format.think)
 
 
-def _calls(chat: Chat, known: ToolFormat | None, lark: Lark, template: str, *, must: bool) -> str:
+def _calls(chat: Chat, known: ToolFormat | None, lark: Lark, template: str, param: str) -> str:
+    """param: what asks for calls of a sure form."""
     if known is None or known.grammar is None:
-        what = f"{known.name!r}" if known else "this model's"
-        ask = (
-            "tool_choice: a call cannot be enforced"
-            if must
-            else ("response_format: tools beside it cannot be held to a form")
+        which = (
+            f"The tool-call format {known.name!r}" if known else "This model's way to call tools"
         )
-        raise BadRequest(
-            f"{ask}: the tool-call format {what} has no grammar here.",
-            param="tool_choice" if must else "response_format",
-        )
+        raise BadRequest(f"{param}: {which} has no grammar to hold the model to.", param=param)
     named = chat.tool_choice.name if chat.tool_choice.mode is ToolMode.NAMED else None
-    tools = [(f"tools[{i}]", tool) for i, tool in enumerate(chat.tools)]
+    tools = [
+        (f"tools[{i}]", tool) for i, tool in enumerate(chat.tools) if named in (None, tool.name)
+    ]
+    if not tools:
+        raise InvalidValue("tool_choice", f"no tool is named {named!r}")
     return known.grammar(
         CallGrammar(
             lark=lark,
-            tools=tuple((p, t) for p, t in tools if named is None or t.name == named),
+            tools=tuple(tools),
             parallel=chat.tool_choice.parallel,
             template=template,
         )

@@ -195,6 +195,8 @@ class ResponseEncoder:
         self._look = look
         self._keep = keep
         self._n_events = 0
+        self._current = ("", "")
+        """Where the open block's frames belong, and what they are called."""
 
     def feed(self, events: Sequence[Event]) -> bytes:
         if not events:
@@ -232,11 +234,12 @@ class ResponseEncoder:
             case Opened():
                 return self._opened(block)
             case Grown() if not custom:
-                where, part = self._place(block)
+                where, part = self._current
                 logprobs = ""
-                if block.kind == "text":
-                    shown = _logprobs(step.logprobs) if self._look.with_logprobs else []
-                    logprobs = f',"logprobs":{dumps(shown)}'
+                if self._look.with_logprobs and block.kind == "text":
+                    logprobs = f',"logprobs":{dumps(_logprobs(step.logprobs))}'
+                elif block.kind == "text":
+                    logprobs = ',"logprobs":[]'
                 return self._frame(
                     f"{part}.delta", f'{where},"delta":{quote(step.piece)}{logprobs}'
                 )
@@ -250,15 +253,16 @@ class ResponseEncoder:
         block = Block(block.index, block.kind, block.id, block.name)
         item = dumps(self._reply.item(block, "in_progress"))
         added = self._frame("output_item.added", f'"output_index":{block.index},"item":{item}')
+        self._current = self._place(block)
         part = self._part(block)
         if part is None:
             return added
         kind, shown = part
-        where = self._place(block)[0]
+        where = self._current[0]
         return added + self._frame(f"{kind}.added", f'{where},"part":{dumps(shown)}')
 
     def _closed(self, block: Block, *, custom: bool) -> str:
-        where, kind = self._place(block)
+        where, kind = self._current
         text = custom_input(block) if custom else block.text
         frames = ""
         if custom:

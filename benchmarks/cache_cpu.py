@@ -1,0 +1,243 @@
+"""What the prefix cache itself costs: matching, committing, and decoding with it on.
+
+    python benchmarks/cache_cpu.py [--rounds 5] [--only match,commit,decode]
+
+All in one process. `match` looks a prompt of 100,000 tokens up among 10,000 records, without a model.
+`commit` reads prompts on small random models (dense, window, hybrid) through the real engine and
+compares the time inside the cache's commit with that of the prefill it follows. `decode` generates with
+the cache on and off in alternating rounds. Elapsed times on a busy machine are the machine's; the ratios
+of processor times are the work alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from firn.cache.index import Mark
+from firn.cache.match import find
+from firn.cache.parts import Part
+from firn.cache.prefix import PrefixTree
+from firn.core.keys import block_keys, child_key, key_tokens
+from firn.core.values import Namespace, Prompt
+from tests.cache.lab import Shape, tree
+from tests.cache.tiny import Build, tiny, tokens
+from tests.harness import Harness, running
+
+BLOCK, N_PROMPT, N_RECORDS = 256, 100_000, 10_000
+SIZE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+GATED_DELTA = {
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+
+
+def models() -> dict[str, Build]:
+    hybrid = {**_text_config("qwen3_5"), **SIZE, **GATED_DELTA}
+    return {
+        "dense": tiny("llama", num_hidden_layers=6, **SIZE),
+        "window": tiny("llama-sliding", sliding_window=512, **SIZE),
+        "hybrid": tiny("qwen3_5", text_config=hybrid),
+    }
+
+
+def _text_config(name: str) -> dict[str, Any]:
+    from tests.zoo import ZOO
+
+    return dict(ZOO[name].config["text_config"])
+
+
+# --- match ---------------------------------------------------------------------------------
+
+
+def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[PrefixTree, Prompt]:
+    """10,000 blocks: the prompt's own 390, and other conversations that branch off it."""
+    cache = tree(shape, block=BLOCK)
+    ids = np.random.default_rng(1).integers(0, 150_000, N_PROMPT, dtype=np.int64)
+    values = key_tokens(ids)
+    root = cache.held.root(Namespace(""))
+    array = mx.zeros((1, 1, 1, 1))
+    mx.eval(array)
+
+    def add(node: Any, part: Part) -> None:
+        cache.held.add(node, part, [(array,)], Mark.TURN)
+
+    def grow(node: Any, tokens: Any) -> Any:
+        child = cache.held.index.child(node, tokens, key=child_key(node.key, tokens))
+        if shape.pages:
+            add(child, Part.PAGES)
+        if shape.window and (windows or n < 20):
+            add(child, Part.WINDOW)
+        return child
+
+    cache.held.lease(root)
+    path, node, n = [], root, 0
+    for start in range(0, N_PROMPT - BLOCK + 1, BLOCK):
+        node = grow(node, values[start : start + BLOCK])
+        path.append(node)
+        n += 1
+    for i in range(1, states + 1):
+        add(path[i * len(path) // states - 1], Part.STATE)
+    rng = np.random.default_rng(2)
+    while n < N_RECORDS:
+        node = path[rng.integers(len(path))]
+        for _ in range(24):
+            node = grow(node, rng.integers(0, 150_000, BLOCK, dtype=np.uint64))
+            n += 1
+    return cache, Prompt(ids)
+
+
+class Times(NamedTuple):
+    keys_ms: float
+    match_ms: float
+    n_cached: int
+
+
+def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
+    root = cache.held.root(Namespace(""))
+    needs = cache.held.needs
+
+    def have(record: Any) -> bool:
+        return record.payload is not None
+
+    keys_s, match_s = [], []
+    for _ in range(rounds):
+        began = time.process_time()
+        values = key_tokens(prompt.ids)
+        keys = block_keys(root.key, values, BLOCK)
+        middle = time.process_time()
+        match = find(root, values, keys, needs, have)
+        match_s.append(time.process_time() - middle)
+        keys_s.append(middle - began)
+    return Times(1e3 * statistics.median(keys_s), 1e3 * statistics.median(match_s), match.n_tokens)
+
+
+def match(rounds: int) -> None:
+    cases: list[tuple[str, Shape, dict[str, Any]]] = [
+        ("dense", Shape(), {}),
+        ("window", Shape(window=4096), {}),
+        ("window, evicted inside the chain", Shape(window=4096), {"windows": False}),
+        ("hybrid, 8 states", Shape(state=True), {"states": 8}),
+        ("hybrid, 390 states", Shape(state=True), {"states": 390}),
+        ("hybrid, no state", Shape(state=True), {"states": 0}),
+        ("recurrent, 8 states", Shape(pages=False, state=True), {"states": 8}),
+    ]
+    print(f"match: {N_PROMPT:,} tokens against {N_RECORDS:,} blocks of {BLOCK}; under 5 ms wanted")
+    for label, shape, options in cases:
+        cache, prompt = filled(shape, **options)
+        half = np.concatenate([prompt.ids[: N_PROMPT // 2], prompt.ids[: N_PROMPT // 2] + 1])
+        cold = prompt.ids + 1
+        for what, ids in (("again", prompt.ids), ("diverges half-way", half), ("cold", cold)):
+            found = time_match(cache, Prompt(ids), max(rounds, 5))
+            total = found.keys_ms + found.match_ms
+            print(
+                f"  {label:34} {what:18} keys {found.keys_ms:5.2f} ms  match {found.match_ms:6.2f} ms"
+                f"  total {total:6.2f} ms  cached {found.n_cached:6}"
+            )
+
+
+# --- commit --------------------------------------------------------------------------------
+
+
+class Watch:
+    """Adds up the elapsed and the processor time of a method's calls."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.elapsed_s = self.cpu_s = 0.0
+        self._real: Callable[..., Any] = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        elapsed, cpu = time.perf_counter(), time.process_time()
+        try:
+            return self._real(*args, **kwargs)
+        finally:
+            self.elapsed_s += time.perf_counter() - elapsed
+            self.cpu_s += time.process_time() - cpu
+
+
+def commit(rounds: int, n_prompt: int = 3000) -> None:
+    print(f"commit: prompts of {n_prompt} tokens, chunks of 512; under 2% of prefill wanted")
+    for name, build in models().items():
+        with running(build, chunk=512, block=BLOCK) as warm:
+            warm.ask(tokens(0, 600), 2)
+            commits = Watch(warm.cache, "commit")
+            prefill = Watch(warm.runner, "prefill")
+            settle = Watch(warm.runner, "settle")
+            for i in range(rounds):
+                warm.ask(tokens(i + 1, n_prompt), 2, boundaries=(n_prompt // 2,))
+            cpu = commits.cpu_s / (prefill.cpu_s + settle.cpu_s)
+            elapsed = commits.elapsed_s / (prefill.elapsed_s + settle.elapsed_s)
+            n_states = warm.cache.held.pool.held.n_records[Part.STATE]
+            per_token = 1e6 * commits.cpu_s / (rounds * n_prompt)
+            print(
+                f"  {name:8} {100 * cpu:5.2f}% of processor time, {100 * elapsed:5.2f}% of elapsed"
+                f"  ({per_token:.1f} us a token, {n_states} states)"
+            )
+
+
+# --- decode --------------------------------------------------------------------------------
+
+
+def decode(rounds: int, n_rows: int = 4, n_reply: int = 600) -> None:
+    print(f"decode: {n_rows} rows, {n_reply} tokens each; on / off at least 0.98 wanted")
+    for name, build in models().items():
+        with (
+            running(build, chunk=512, block=BLOCK, cache_nbytes=None) as off,
+            running(build, chunk=512, block=BLOCK) as on,
+        ):
+            times: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
+            for i in range(rounds + 1):
+                both = [("off", off), ("on", on)]
+                for label, harness in both if i % 2 else reversed(both):
+                    times[label].append(_decode(harness, i, n_rows, n_reply))
+            ratios = []
+            for k in (0, 1):
+                mine, theirs = ([t[k] for t in times[x][1:]] for x in ("on", "off"))
+                ratios.append(statistics.median(theirs) / statistics.median(mine))
+            speed = n_rows * n_reply / statistics.median(t[0] for t in times["on"][1:])
+            print(
+                f"  {name:8} {ratios[1]:.3f} by processor time, {ratios[0]:.3f} by elapsed time"
+                f"  ({speed:.0f} tokens/s with the cache on)"
+            )
+
+
+def _decode(harness: Harness, seed: int, n_rows: int, n_reply: int) -> tuple[float, float]:
+    elapsed, cpu = time.perf_counter(), time.process_time()
+    results = [harness.submit(tokens(100 * seed + i, 40), n_reply) for i in range(n_rows)]
+    for result in results:
+        assert result.finished.wait(600)
+        assert result.error is None
+    return time.perf_counter() - elapsed, time.process_time() - cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="match,commit,decode")
+    given = parser.parse_args()
+    parts = {"match": match, "commit": commit, "decode": decode}
+    for name in given.only.split(","):
+        parts[name](given.rounds)
+
+
+if __name__ == "__main__":
+    main()
