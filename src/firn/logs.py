@@ -37,4 +37,6 @@ def configure(level: LogLevel, *, stream: TextIO | None = None) -> None:
     handler.setFormatter(LineFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("firn").setLevel(level.upper())
+    for name in ("uvicorn", "uvicorn.error"):  # whatever was set before: warnings and worse
+        logging.getLogger(name).setLevel(logging.NOTSET)
     logging.getLogger("uvicorn.access").disabled = True

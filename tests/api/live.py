@@ -146,7 +146,7 @@ def serve(
                 **options,
             )
         )
-        config = uvicorn.Config(app, port=0, log_level="critical", access_log=False)
+        config = uvicorn.Config(app, port=0, log_config=None, access_log=False)
         server = _Server(config)
         thread = threading.Thread(target=server.run, name="uvicorn")
         thread.start()

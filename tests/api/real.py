@@ -58,7 +58,7 @@ def serving(path: Path, *, config: Config | None = None) -> Iterator[Real]:
         config = Config(model=ModelConfig(path=str(path)), cache=off)
     built = app.build(config)
     server = _Server(
-        uvicorn.Config(create_app(built.services), port=0, log_level="critical", access_log=False)
+        uvicorn.Config(create_app(built.services), port=0, log_config=None, access_log=False)
     )
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()

@@ -60,6 +60,7 @@ WINDOW_AND_STATE = Shape(pages=False, window=6, state=True)
 SHAPES = {
     "dense": DENSE,
     "windowed": WINDOWED,
+    "narrow window": Shape(window=3),
     "wide window": Shape(window=40),
     "hybrid": HYBRID,
     "recurrent": RECURRENT,

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
+from mlx_vlm.models import cache as vlm_cache
 
 from firn.cache.codecs import Arrays, At, LayerCodec, name_of, registry
 from firn.cache.codecs.pages import QuantizingKVCodec
@@ -104,8 +105,8 @@ def _feed_kv(dtype: mx.Dtype) -> Callable[[Any, Sequence[int], Sequence[int], in
 
 
 def _sees_pages(layer: Any, n: int) -> Arrays:
-    found = layer.keys_and_values()
-    flat = [a for side in found for a in (side if isinstance(side, tuple) else (side,))]
+    found = (layer.keys, layer.values)
+    flat = [a for side in found for a in (side if isinstance(side, tuple | list) else (side,))]
     return tuple(a[..., :n, :] for a in flat)
 
 
@@ -116,8 +117,8 @@ def _sees_window(layer: Any, n: int) -> Arrays:
 
 
 def _sees_chunk(layer: Any, n: int) -> Arrays:
-    held = min(n, layer.chunk_size)
-    return tuple(a[..., -held:, :] for a in layer.keys_and_values())
+    held, end = min(n, layer.chunk_size), layer.offset - layer.start_position
+    return tuple(a[..., end - held : end, :] for a in (layer.keys, layer.values))
 
 
 def _feed_arrays(layer: Any, rows: Sequence[int], starts: Sequence[int], n: int) -> None:
@@ -151,35 +152,51 @@ def _kv(label: str, make: Callable[[], Any], *, dtype: mx.Dtype = mx.float32) ->
     return Specimen(label, codec, make, _feed_kv(dtype), _sees_pages)
 
 
-def _quantised(bits: int, group_size: int) -> Specimen:
+def _quantised(bits: int, group_size: int, *, home: Any = mlx_cache, of: str = "") -> Specimen:
     def make() -> Any:
-        return mlx_cache.QuantizedKVCache(group_size=group_size, bits=bits)
+        return home.QuantizedKVCache(group_size=group_size, bits=bits)
 
-    return _kv(f"quantised {bits} bits in groups of {group_size}", make)
+    return _kv(f"{of}quantised {bits} bits in groups of {group_size}", make)
 
 
-def _window(size: int) -> Specimen:
+def _window(size: int, *, home: Any = mlx_cache, of: str = "") -> Specimen:
     def make() -> Any:
-        return mlx_cache.RotatingKVCache(size)
+        return home.RotatingKVCache(size)
 
     codec = registry()[name_of(make())]
-    return Specimen(f"window of {size}", codec, make, _feed_kv(mx.float32), _sees_window)
+    return Specimen(f"{of}window of {size}", codec, make, _feed_kv(mx.float32), _sees_window)
 
 
-def _chunked(size: int) -> Specimen:
+def _chunked(size: int, *, home: Any = mlx_cache, of: str = "") -> Specimen:
     def make() -> Any:
-        return mlx_cache.ChunkedKVCache(size)
+        return home.ChunkedKVCache(size)
 
     codec = registry()[name_of(make())]
-    return Specimen(f"chunk of {size}", codec, make, _feed_kv(mx.float32), _sees_chunk)
+    return Specimen(f"{of}chunk of {size}", codec, make, _feed_kv(mx.float32), _sees_chunk)
 
 
-def _arrays(label: str, n_slots: int) -> Specimen:
+def _arrays(label: str, n_slots: int, *, home: Any = mlx_cache) -> Specimen:
     def make() -> Any:
-        return mlx_cache.ArraysCache(n_slots)
+        return home.ArraysCache(n_slots)
 
     codec = registry()[name_of(make())]
     return Specimen(label, codec, make, _feed_arrays, lambda layer, n: tuple(layer.cache))
+
+
+def _of_mlx_vlm() -> tuple[Specimen, ...]:
+    """The same classes once more: other modules, other `state`."""
+    of = "mlx-vlm: "
+    return (
+        _kv(f"{of}float32", vlm_cache.KVCache),
+        _kv(f"{of}bfloat16", vlm_cache.KVCache, dtype=mx.bfloat16),
+        _kv(f"{of}concatenated", vlm_cache.ConcatenateKVCache),
+        _quantised(8, 32, home=vlm_cache, of=of),
+        _window(WINDOW, home=vlm_cache, of=of),
+        _window(300, home=vlm_cache, of=of),
+        _chunked(WINDOW, home=vlm_cache, of=of),
+        _arrays(f"{of}arrays", 2, home=vlm_cache),
+        _arrays(f"{of}arrays with an empty slot", 3, home=vlm_cache),
+    )
 
 
 SPECIMENS: tuple[Specimen, ...] = (
@@ -202,6 +219,7 @@ SPECIMENS: tuple[Specimen, ...] = (
         _feed_v41,
         _sees_v41,
     ),
+    *_of_mlx_vlm(),
 )
 LOSSY = tuple(
     Specimen(

@@ -50,7 +50,7 @@ def check(harness: Harness) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "block"),
-    [*((k, 8) for k in KINDS), *((k, b) for k in ("dense", "window", "hybrid") for b in (16, 32))],
+    [*((k, 8) for k in KINDS), *((k, 32) for k in ("dense", "window", "hybrid"))],
 )
 def test_at_every_boundary_and_beside_it(kind: str, block: int) -> None:
     """Lengths around blocks, chunks and windows: first sight, sent again, and grown by a little."""
@@ -96,13 +96,12 @@ def test_edited_branched_cut_and_continued(kind: str) -> None:
 @EACH
 def test_neighbours_leave_no_trace_in_what_is_stored(kind: str) -> None:
     """Prompts read while others are read and decoded leave the records that each alone leaves."""
-    prompts = [tokens(i, n) for i, n in enumerate((90, 33, 64, 17, 70, 48))]
+    prompts = [tokens(i, n) for i, n in enumerate((90, 33, 64, 70))]
     prompts.append(prompts[0][:64] + tokens(9, 20))
     options: dict[str, Any] = {"chunk": CHUNK, "block": 8, "exact": True}
     with running(KINDS[kind], **options) as alone, running(KINDS[kind], **options) as crowd:
-        for ids in prompts:
-            alone.ask(ids, 3, boundaries=(16,))
-        results = [crowd.submit(ids, 12, boundaries=(16,)) for ids in prompts for _ in range(2)]
+        want = [alone.ask(ids, 2, boundaries=(16,)) for ids in prompts]
+        results = [crowd.submit(ids, 9, boundaries=(16,)) for ids in prompts for _ in range(2)]
         for result in results:
             assert result.wait().error is None
         mine, theirs = payloads(crowd), payloads(alone)
@@ -110,21 +109,11 @@ def test_neighbours_leave_no_trace_in_what_is_stored(kind: str) -> None:
         assert len(common) >= 0.7 * max(len(mine), len(theirs)) > 0
         for key in common:
             assert all_same(mine[key], theirs[key])
-        check(crowd)
-
-
-@EACH
-def test_what_was_stored_in_a_crowd_answers_bit_for_bit(kind: str) -> None:
-    with cold_and_warm(KINDS[kind], chunk=CHUNK, block=8, exact=True) as (cold, warm):
-        want = Reference(cold)
-        prompts = [tokens(i, n) for i, n in enumerate((90, 33, 64, 70))]
-        for result in [warm.submit(ids, 9, boundaries=(16,)) for ids in prompts]:
-            assert result.wait().error is None
-        for ids in prompts:
-            got = warm.ask(ids, 2)
+        for ids, cold in zip(prompts, want, strict=True):
+            got = crowd.ask(ids, 2)
             assert got.n_cached >= (len(ids) - 1) // CHUNK * CHUNK
-            assert same_bits(got, want(ids))
-        check(warm)
+            assert same_bits(got, cold)
+        check(crowd)
 
 
 @EACH
@@ -149,12 +138,12 @@ def test_evicted_and_committed_again(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "exact"),
-    [("dense", True), ("window", False), ("window", True), ("hybrid", False), ("hybrid", True)],
+    [("dense", True), ("window", False), ("hybrid", True)],
 )
 def test_fifty_sessions_in_room_for_ten(kind: str, exact: bool) -> None:
     """Interleaved, with evictions all the time: every answer is the uncached one."""
     rng = random.Random(1)
-    sessions = [tokens(i, rng.randint(20, 60)) for i in range(50)]
+    sessions = [tokens(i, rng.randint(20, 45)) for i in range(50)]
     with running(KINDS[kind], chunk=CHUNK, block=8, exact=exact) as one:
         one.ask(sessions[0] + tokens(99, 20), 2)
         room = 10 * one.cache.held.pool.held.total_nbytes
@@ -176,7 +165,7 @@ def test_fifty_sessions_in_room_for_ten(kind: str, exact: bool) -> None:
         check(warm)
 
 
-@EACH
+@pytest.mark.parametrize("kind", ["dense", "window", "chunked", "hybrid", "quantised and window"])
 def test_full_mode_says_the_same_away_from_ties(kind: str) -> None:
     """Token-exact reuse around every block boundary, in a block that ends anywhere."""
     with cold_and_warm(KINDS[kind], chunk=32, block=8) as (cold, warm):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from firn.cache import admin
+from firn.cache import admin, codecs, commit
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.core.values import CacheControl, Namespace, Sampling
@@ -131,7 +131,7 @@ SHAPES = {"dense": DENSE, "hybrid": HYBRID, "all kinds": ALL_KINDS, "no pages": 
 BOOKS = {"pool.admit", "pool.touch", "pool.drop", "index.set_payload", "index.remove"}
 BOOKS |= {"index.prune", "held.forget", "pool.rejoin"}
 """Halves of one entry in the books: if one of them fails the books are off, and only those."""
-N_OF_EACH = 8
+N_OF_EACH = 5
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -180,6 +180,35 @@ def test_a_codec_that_always_fails_costs_the_reuse_and_nothing_else(
         lab.check()
         if where == "cut":
             assert records_of(cache) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_records_that_could_not_be_computed_are_not_kept(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device says that it is out of memory when copies are evaluated: they are in the tree by then."""
+    fails = [False]
+
+    def evaluate(payloads: Any) -> None:
+        if fails[0]:
+            raise RuntimeError("out of memory")
+        codecs.evaluate(payloads)
+
+    monkeypatch.setattr(commit, "evaluate", evaluate)
+    cache = tree(shape, block=8)
+    with LabEngine(shape, cache=cache, chunk=64) as lab:
+        ids = prompt_of(1, 45)
+        lab.submit(ids[:20], 8).wait().check()
+        before = set(lab.between_steps(partial(records_of, cache)))
+        fails[0] = True
+        lab.submit(ids, 8).wait().check()
+        assert sum(cache.stats.faults.values()) == 1
+        lab.check()
+        assert set(lab.between_steps(partial(records_of, cache))) <= before
+        fails[0] = False
+        lab.submit(ids, 8).wait().check()
+        assert lab.submit(ids, 8).wait().n_cached == 44
+        lab.check()
 
 
 # --- evicted between lookup and use --------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import cache as mlx_cache
+from mlx_vlm.models import cache as vlm_cache
 
 from firn.cache.codecs import (
     ALL_TOKENS,
@@ -48,7 +49,7 @@ BATCHED = pytest.mark.parametrize(
     [s for s in SPECIMENS if s.codec.batched and "empty" not in s.label],
     ids=lambda s: s.label,
 )
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = settings(max_examples=20, deadline=None)
 CHUNKS = st.lists(st.one_of(st.just(1), st.integers(1, 30)), min_size=1, max_size=9)
 
 
@@ -453,13 +454,14 @@ def test_an_unknown_layer_is_named(layer: Any) -> None:
 
 
 def test_a_namesake_of_another_package_is_not_taken_for_ours() -> None:
-    namesake = type("KVCache", (), {"__module__": "mlx_vlm.models.cache"})
-    with pytest.raises(UnknownCacheLayer, match=r"mlx_vlm\.models\.cache\.KVCache"):
+    namesake = type("KVCache", (), {"__module__": "another.models.cache"})
+    with pytest.raises(UnknownCacheLayer, match=r"another\.models\.cache\.KVCache"):
         codec_for(namesake())
 
 
-def test_codecs_name_classes_that_exist() -> None:
-    """What we rely on in mlx-lm: an upgrade that moves or changes a class fails here."""
+@pytest.mark.parametrize("home", [mlx_cache, vlm_cache], ids=["mlx-lm", "mlx-vlm"])
+def test_codecs_name_classes_that_exist(home: Any) -> None:
+    """What we rely on: an upgrade that moves or changes a class fails here."""
     for name, fields in (
         ("KVCache", {"keys", "values", "offset"}),
         ("BatchKVCache", {"keys", "values", "offset", "left_padding", "_idx"}),
@@ -469,13 +471,13 @@ def test_codecs_name_classes_that_exist() -> None:
         ("ChunkedKVCache", {"keys", "values", "offset", "chunk_size", "start_position"}),
         ("ArraysCache", {"cache", "left_padding", "lengths"}),
     ):
-        cls = getattr(mlx_cache, name)
+        cls = getattr(home, name)
         arguments = {"RotatingKVCache": (8,), "ChunkedKVCache": (8,), "ArraysCache": (2,)}
         batch = {"BatchKVCache": ([0],), "BatchRotatingKVCache": (8, [0])}
         layer = cls(*arguments.get(name, batch.get(name, ())))
-        assert fields <= set(vars(layer))
+        assert all(hasattr(layer, f) for f in fields)
     known = {s.codec.batched for s in SPECIMENS if s.codec.batched}
-    assert known == {
-        f"mlx_lm.models.cache.{n}" for n in ("BatchKVCache", "BatchRotatingKVCache", "ArraysCache")
-    }
+    names = ("BatchKVCache", "BatchRotatingKVCache", "ArraysCache")
+    assert {f"{home.__name__}.{n}" for n in names} <= known
+    assert len(known) == 2 * len(names)
     assert type(KVCodec().describe(mlx_cache.KVCache())) is str

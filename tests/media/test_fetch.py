@@ -212,3 +212,27 @@ def test_a_request_is_filled_in() -> None:
     again = asyncio.run(fetcher.gather(got))
     assert again is got
     assert len(web.asked) == 1
+
+
+def test_one_fault_ends_the_request() -> None:
+    """The first fault is told, and nothing of the other fetches goes on."""
+
+    async def run() -> None:
+        never = asyncio.Event()
+
+        class Stuck(httpx.AsyncBaseTransport):
+            async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+                if request.url.path == "/bad":
+                    return httpx.Response(500)
+                await never.wait()
+                raise AssertionError
+
+        fetcher = Fetcher(FetchLimits(nbytes=10), resolve=Web(ok).resolve, transport=Stuck())
+        urls = ("https://pictures.example/slow", "https://pictures.example/bad")
+        parts = tuple(ImagePart(url, param=url) for url in urls)
+        with pytest.raises(BadImage, match="answers 500") as fault:
+            await fetcher.gather(GenerateRequest("m", Chat((Message("user", parts),))))
+        assert fault.value.param == urls[1]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())

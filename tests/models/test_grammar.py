@@ -297,7 +297,25 @@ def test_a_failed_step_takes_up_the_grammar_where_it_was() -> None:
     assert replies[0] == replies[1]
 
 
-# --- vocabularies --------------------------------------------------------------------------
+# --- models and vocabularies --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", "falcon_h1"]
+)
+def test_every_kind_of_layer(name: str) -> None:
+    """Windows, gated deltas, states, latent pages, lists of caches; held and free rows together."""
+    running = Harness(plain(name), cache_nbytes=None)
+    grammars = [compiled("regex", "[a-f]{6}!"), None, compiled("choice", '["yes", "no"]')]
+    asked = [
+        running.submit(PROMPT[: 8 + i], 12, eos=EOS, grammar=grammar)
+        for i, grammar in enumerate(grammars)
+    ]
+    for each in asked:
+        assert each.wait().error is None
+    assert re.fullmatch("[a-f]{6}!", text_of(asked[0].reply))
+    assert text_of(asked[2].reply) in ("yes", "no")
+    running.close()
 
 
 def test_padding_beyond_the_vocabulary_is_never_picked() -> None:

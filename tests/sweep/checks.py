@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from firn.cache.layout import Layout
@@ -33,6 +33,8 @@ class Mode:
     chunk: int
     block: int
     exact: bool
+    near: tuple[int, ...] = (WINDOW, 2 * WINDOW)
+    """Lengths around which prompts end, besides the block's."""
 
     @property
     def step(self) -> int:
@@ -51,7 +53,8 @@ MODES = (
     Mode(32, 16, exact=False),
     Mode(16, 24, exact=False),
 )
-QUICK = (MODES[0], MODES[4])
+QUICK = (replace(MODES[0], near=(WINDOW,)), replace(MODES[4], near=()))
+"""For every run of the tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class Script:
             ("edited middle", [*first[:80], 7, *first[81:]], (system, 147), system),
             ("shortened", grown[:160], (system, 147), 149),
         ]
-        around = {m + d for m in (self._mode.block, WINDOW, 2 * WINDOW) for d in (-1, 0, 1)}
+        around = {m + d for m in (self._mode.block, *self._mode.near) for d in (-1, 0, 1)}
         for n in sorted(around):
             steps.append((f"a new prompt of {n}", other[:n], (), 0))
             steps.append((f"cut at {n}", first[:n] + self._tokens(5), (), 0))

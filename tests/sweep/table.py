@@ -89,7 +89,8 @@ def render(rows: Sequence[Row]) -> str:
     summary = ", ".join(f"{n} {REUSE[status]}" for status, n in sorted(counts.items()))
     alone = sum(bool(r.verdict.row_by_row) for r in ordered)
     lines = [
-        f"{len(ordered)} architectures: {summary}; {alone} decode row by row.",
+        f"{len({r.module for r in ordered})} modules, {len(ordered)} architectures with variants: "
+        f"{summary}. {alone} decode row by row.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),

@@ -18,7 +18,7 @@ from firn.models.inspect import inspect_folder
 from firn.models.recognise import is_vision
 from tests.vision import gallery
 from tests.zoo import ZOO
-from tests.zoo.vision import VISION
+from tests.zoo.vision import REFUSED_VISION, VISION
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -161,6 +161,12 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     tokenizer = loader.load_tokenizer(gallery.folder("llava"))
     with pytest.raises(SetupError, match="trust-remote-code"):
         loader.load_processor(folder, tokenizer)
+
+
+@pytest.mark.parametrize("name", REFUSED_VISION)
+def test_a_family_that_cannot_be_driven_in_chunks(name: str) -> None:
+    with pytest.raises(SetupError, match=f"^{name}: its pictures cannot be served .*--text-only"):
+        load_all(gallery.folder(name))
 
 
 def test_pictures_that_come_out_wrong_are_refused() -> None:

@@ -201,3 +201,9 @@ def test_tools_and_pictures_together() -> None:
     traits: Any = maker._traits
     chat = Chat((user("see ", 1),), tools=() if not traits.takes_tools else tools)
     assert len(maker.make(chat).media) == 1
+
+
+def test_only_so_many_pictures() -> None:
+    shown = part(1, "messages[0].content[256]")
+    with pytest.raises(BadImage, match=r"^messages\[0\]\.content\[256\]: more than 256 images"):
+        gallery.prompt_of("qwen2_5_vl", Message("user", (shown,) * 257))

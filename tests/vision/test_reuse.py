@@ -23,6 +23,20 @@ LONG = (
 )
 
 
+KINDS = ("qwen3_vl", "qwen3_5", "gemma4", "lfm2_vl", "idefics3")
+every_kind = pytest.mark.parametrize(
+    "name",
+    [
+        *KINDS,
+        *(
+            pytest.param(name, marks=pytest.mark.sweep)
+            for name in (*gallery.FAMILIES, *gallery.MORE)
+            if name not in KINDS
+        ),
+    ],
+)
+
+
 class Pair:
     """The same requests with and without the cache."""
 
@@ -96,7 +110,7 @@ def variants() -> dict[str, list[Message]]:
     }
 
 
-@every_family
+@every_kind
 def test_a_picture_is_its_content(name: str) -> None:
     """Fault 11: whatever was asked before, each prompt gets its own answer."""
     build = gallery.build(name)
@@ -117,7 +131,7 @@ def test_a_picture_is_its_content(name: str) -> None:
         assert h.ask(prompts["base"], 8).n_cached > 0
 
 
-@every_family
+@every_kind
 def test_the_text_before_a_picture_hits_whatever_the_picture_is(name: str) -> None:
     with running(gallery.build(name), chunk=CHUNK, block=BLOCK) as h:
         chats = variants()

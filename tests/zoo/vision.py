@@ -16,13 +16,15 @@ from mlx.utils import tree_flatten
 
 from . import weights
 from .vision_main import MAIN
-from .vision_more import MORE
+from .vision_more import MORE, REFUSED
 from .vision_parts import VisionEntry, token_id, tokenizer_config, tokenizer_json
 
 VISION: dict[str, VisionEntry] = {entry.name: entry for entry in MAIN}
 """Tested on every run."""
 MORE_VISION: dict[str, VisionEntry] = {entry.name: entry for entry in MORE}
 """Tested with -m sweep."""
+REFUSED_VISION: dict[str, VisionEntry] = {entry.name: entry for entry in REFUSED}
+"""Recognised, and refused at load."""
 
 
 def _make_model(entry: VisionEntry) -> Any:
@@ -42,7 +44,7 @@ def _make_model(entry: VisionEntry) -> Any:
 
 def write_vision_folder(name: str, path: Path, *, seed: int = 0) -> Path:
     """A folder for `mlx_vlm.load`."""
-    entry = {**VISION, **MORE_VISION}[name]
+    entry = {**VISION, **MORE_VISION, **REFUSED_VISION}[name]
     importlib.import_module("mlx_vlm")
     model = _make_model(entry)
     weights.fill(model, seed=seed, dtype=mx.float32, gains=entry.gains, sanitize=False)

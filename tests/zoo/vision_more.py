@@ -14,7 +14,7 @@ from .vision_main import (
     VISION_BY_NAME,
     qwen,
 )
-from .vision_parts import CHATML, VOCAB_SIZE, VisionEntry, token_id
+from .vision_parts import CHATML, LLAVA, VOCAB_SIZE, VisionEntry, token_id
 
 PINPOINTS = [[48, 48], [48, 96], [96, 48]]
 
@@ -219,3 +219,39 @@ MORE: tuple[VisionEntry, ...] = (
         extra_tokens={"image_token": "<|image_pad|>"},
     ),
 )
+
+REFUSED: tuple[VisionEntry, ...] = (
+    VisionEntry(
+        "llava_next",
+        {
+            "model_type": "llava_next",
+            "vocab_size": VOCAB_SIZE,
+            "image_token_index": token_id("<image>"),
+            "text_config": {**TEXT, "model_type": "mistral"},
+            "vision_config": {
+                **SIGLIP,
+                "model_type": "clip_vision_model",
+                "projection_dim": 32,
+                "image_size": 48,
+                "vocab_size": 32,
+            },
+        },
+        "<image>\n",
+        LLAVA,
+        preprocessor={
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 48},
+            "crop_size": {"height": 48, "width": 48},
+            "image_grid_pinpoints": PINPOINTS,
+            **MEAN_STD,
+        },
+        processor={
+            "processor_class": "LlavaNextProcessor",
+            "patch_size": 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        notes="the model puts in another number of features than there are placeholders",
+    ),
+)
+"""Families that cannot be driven in chunks: recognised, and refused at load."""

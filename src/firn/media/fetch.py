@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import httpx
 
 from firn.core.errors import BadImage
-from firn.core.values import Chat, GenerateRequest, ImagePart, Message, Part
+from firn.core.values import Chat, GenerateRequest, ImagePart, Part
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -62,18 +62,28 @@ class Fetcher:
             return request
         gate = asyncio.Semaphore(MAX_AT_ONCE)
 
-        async def filled(part: Part) -> Part:
-            if not isinstance(part, ImagePart) or not _is_remote(part):
-                return part
+        async def fetched(part: ImagePart) -> bytes:
             async with gate:
-                return replace(part, data=await self.fetch(part))
+                return await self.fetch(part)
 
-        async def filled_message(message: Message) -> Message:
-            parts = await asyncio.gather(*(filled(p) for p in message.parts))
-            return replace(message, parts=tuple(parts))
+        try:
+            async with asyncio.TaskGroup() as group:
+                found = {
+                    id(part): group.create_task(fetched(part))
+                    for part in _parts(source)
+                    if isinstance(part, ImagePart) and _is_remote(part)
+                }
+        except* BadImage as faults:
+            raise faults.exceptions[0] from None
 
-        messages = await asyncio.gather(*(filled_message(m) for m in source.messages))
-        return replace(request, source=replace(source, messages=tuple(messages)))
+        def filled(part: Part) -> Part:
+            task = found.get(id(part))
+            return (
+                replace(part, data=task.result()) if task and isinstance(part, ImagePart) else part
+            )
+
+        messages = tuple(replace(m, parts=tuple(map(filled, m.parts))) for m in source.messages)
+        return replace(request, source=replace(source, messages=messages))
 
     async def fetch(self, part: ImagePart) -> bytes:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
@@ -27,15 +26,10 @@ MANY_ROWS = 8
 
 
 class Masks:
-    """Owner: the runner. Its threads touch constraints and bits; arrays are the engine thread's."""
+    """Owner: the runner. Its threads, for many rows, touch constraints and bits, never arrays."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="firn-masks")
-
-    def start(self, constraints: Sequence[Constraint | None]) -> Future[Allowed]:
-        """Begin to fill the masks of a group's rows. Nobody else touches the constraints meanwhile."""
-        return self._thread.submit(self.fill, constraints)
 
     def fill(self, constraints: Sequence[Constraint | None]) -> Allowed:
         """(rows, vocabulary), true where a token may be picked; all of a row without a constraint.
@@ -60,9 +54,6 @@ class Masks:
             for i, constraint in found:
                 constraint.matcher.unsafe_compute_mask_ptr(start + i * stride, stride)
         return bits
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
     @cached_property
     def _threads(self) -> LLExecutor:

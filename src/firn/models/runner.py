@@ -8,10 +8,10 @@ next step while the device computes this one. A row that ends has therefore cons
 already, which is what the next turn of the conversation wants of its state.
 
 A row with a grammar needs its last token on the host before its next mask exists. Its group's forward
-pass needs only the token on the device, so that is dispatched first; the masks are made while it runs:
+pass needs it on the device only, so half of that is dispatched first, and the masks are made meanwhile:
 
-    device   forward n | pick n | forward n+1            | pick n+1 | forward n+2 ...
-    host                 read n -> masks -> dispatch pick n+1, forward n+2 -> read n+1 ...
+    device   pick n | first half of forward n+1     | second half  | pick n+1 | first half ...
+    host              read n -> masks -> dispatch the second half and pick n+1 -> first half of n+2 ...
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Runner:
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
-        self._on_cpu = mx.default_device() == mx.Device(mx.cpu)
         self._groups: list[Group] = []
 
     # --- prefill ---------------------------------------------------------------------------
@@ -142,27 +141,15 @@ class Runner:
         pickers = [_picker(r) for r in group.rows]
         allowed = None
         if any(p.constraint for p in pickers):
-            allowed = self._allowed(group, logits)
+            mx.async_eval(group.layers[len(group.layers) // 2].state)
+            group.read_all()
+            allowed = mx.array(self._masks.fill([p.constraint for p in pickers]))
         picks = pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
         group.inputs = picks.tokens
         group.unread.append(Launched(tuple(group.rows), picks))
         for row in group.rows:
             row.n_tokens += 1
-
-    def _allowed(self, group: Group, logits: mx.array) -> mx.array:
-        """Dispatch the forward pass, and make the masks of its step while it runs."""
-        constraints = [_picker(r).constraint for r in group.rows]
-        if self._on_cpu:
-            # There a dispatch returns when most of the work is done, as was the step before: its
-            # tokens can be read at once, and the masks made during the dispatch.
-            group.read_all()
-            filling = self._masks.start(constraints)
-            mx.async_eval(logits)
-            return mx.array(filling.result())
-        mx.async_eval(logits)
-        group.read_all()
-        return mx.array(self._masks.fill(constraints))
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
         """Read the tokens of this group's steps, but for the newest `keep_in_flight`.
@@ -185,7 +172,6 @@ class Runner:
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
         self._groups = []
-        self._masks.close()
         mx.synchronize()
         mx.clear_streams()
 

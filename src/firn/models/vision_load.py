@@ -51,7 +51,9 @@ def load_processor(
     """Needs no weights and no particular thread. Raises SetupError."""
     from mlx_vlm import utils
     from transformers import AutoProcessor
+    from transformers.utils import logging as hf_logging
 
+    hf_logging.set_verbosity_error()  # it has much to say about checkpoints that work
     try:
         _refuse_code(folder, config, trust_remote_code)
         # Importing the family's package teaches AutoProcessor its processor.

@@ -21,6 +21,9 @@ from firn.core.errors import BadImage
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import ImagePart, MediaSpan, Message, PreparedImage, TokenArray
 
+MAX_IMAGES = 256
+"""In one prompt. Each is decoded before the prompt's length is known."""
+
 
 def images_of(messages: Sequence[Message]) -> list[ImagePart]:
     return [p for m in messages for p in m.parts if isinstance(p, ImagePart)]
@@ -32,6 +35,8 @@ class Illustration:
     def __init__(self, messages: Sequence[Message], pictures: Pictures) -> None:
         """Raises BadImage."""
         self._parts = images_of(messages)
+        if len(self._parts) > MAX_IMAGES:
+            raise BadImage(self._parts[MAX_IMAGES].param, f"more than {MAX_IMAGES} images.")
         self._placeholder = pictures.placeholder
         self._inline = pictures.inline
         self._mark = ""

@@ -1,0 +1,82 @@
+"""Resume points around ranges that must be read in one piece."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from firn.cache.index import Node, Record
+from firn.cache.match import find, options
+from firn.cache.parts import Needs, Part
+from firn.core.keys import Key, KeyTokens, block_keys, child_key
+
+BLOCK = 8
+ROOT = Key(b"r" * 32)
+PROMPT: KeyTokens = np.arange(100, dtype=np.uint64)
+
+
+def stored(n_tokens: int, *parts: Part) -> Node:
+    """A tree that holds the prompt's first tokens: whole blocks, then a tail."""
+    root = Node(ROOT, None, 0, np.empty(0, dtype=np.uint64))
+    parent = root
+    for start in range(0, n_tokens, BLOCK):
+        values = PROMPT[start : min(start + BLOCK, n_tokens)]
+        node = Node(child_key(parent.key, values), parent, start, values)
+        node.records = {part: Record(node, part, 1, payload=[]) for part in parts}
+        parent.children[node.key] = node
+        parent = node
+    return root
+
+
+def resume(root: Node, needs: Needs, *unbroken: tuple[int, int]) -> int:
+    keys = block_keys(ROOT, PROMPT, BLOCK)
+    return find(root, PROMPT, keys, needs, lambda r: True, unbroken=unbroken).n_tokens
+
+
+PAGES = Needs(pages=True, window=0, state=False)
+WINDOW = Needs(pages=True, window=16, state=False)
+STATE = Needs(pages=True, window=0, state=True)
+GRID = Needs(pages=True, window=0, state=False, grid=8)
+
+
+@pytest.mark.parametrize(
+    ("n_stored", "unbroken", "want"),
+    [
+        (40, [], 40),
+        (40, [(30, 50)], 30),  # stored to the picture's middle
+        (44, [(30, 50)], 30),  # ... in a tail
+        (40, [(30, 40)], 40),  # whole
+        (40, [(40, 50)], 40),  # not begun
+        (40, [(2, 60)], 2),
+        (40, [(0, 60)], 0),
+        (40, [(10, 20), (30, 50)], 30),
+        (99, [(90, 100)], 90),
+    ],
+)
+def test_pages_resume_where_the_picture_begins(
+    n_stored: int, unbroken: list[tuple[int, int]], want: int
+) -> None:
+    assert resume(stored(n_stored, Part.PAGES), PAGES, *unbroken) == want
+    both = stored(n_stored, Part.PAGES, Part.WINDOW)
+    assert resume(both, WINDOW, *unbroken) == want
+
+
+def test_states_inside_a_picture_are_passed_over() -> None:
+    root = stored(40, Part.PAGES, Part.STATE)
+    assert resume(root, STATE) == 40
+    assert resume(root, STATE, (30, 50)) == 24
+    assert resume(root, STATE, (24, 50)) == 24
+
+
+def test_the_grid_is_kept() -> None:
+    root = stored(40, Part.PAGES)
+    assert resume(root, GRID, (30, 50)) == 24
+    assert resume(root, GRID, (23, 50)) == 16
+
+
+def test_no_option_lies_inside() -> None:
+    root = stored(64, Part.PAGES)
+    keys = block_keys(ROOT, PROMPT, BLOCK)
+    unbroken = [(10, 30), (33, 62)]
+    found = options(root, PROMPT, keys, PAGES, lambda r: True, unbroken=unbroken)
+    assert [m.n_tokens for m in found] == [64, 32, 8, 0]

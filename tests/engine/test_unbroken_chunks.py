@@ -1,0 +1,73 @@
+"""Prefill chunks around ranges that must not be cut: pictures whose tokens see each other."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firn.engine.scheduler import chunk_end
+
+
+def cuts(n_total: int, *, start: int = 0, **options: object) -> list[int]:
+    found, at = [], start
+    while at < n_total:
+        end = chunk_end(at, n_total, **options)  # type: ignore[arg-type]
+        assert at < end <= n_total
+        found.append(end)
+        at = end
+    return found
+
+
+def test_a_picture_on_a_boundary_is_moved_behind_it() -> None:
+    # 0     8     16    24
+    # |-----|--[====]--|
+    assert cuts(30, chunk=8, unbroken=[(10, 20)]) == [8, 10, 20, 24, 30]
+
+
+def test_a_picture_within_a_chunk_changes_nothing() -> None:
+    assert cuts(30, chunk=8, unbroken=[(9, 15)]) == [8, 16, 24, 30]
+    assert cuts(30, chunk=8, unbroken=[(8, 16)]) == [8, 16, 24, 30]
+
+
+def test_a_picture_larger_than_a_chunk_is_one() -> None:
+    assert cuts(40, chunk=8, unbroken=[(8, 33)]) == [8, 33, 40]
+
+
+def test_pictures_one_behind_the_other() -> None:
+    assert cuts(40, chunk=8, unbroken=[(3, 12), (12, 30)]) == [3, 12, 30, 32, 40]
+
+
+def test_a_stop_inside_a_picture_is_none() -> None:
+    assert cuts(30, chunk=16, stops=[5, 10, 20], unbroken=[(8, 14)]) == [5, 16, 20, 30]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int]]]:
+    at, ranges = 0, []
+    for _ in range(draw(st.integers(0, 5))):
+        start = at + draw(st.integers(0, 20))
+        at = start + draw(st.integers(1, 40))
+        ranges.append((start, at))
+    return at + draw(st.integers(1, 30)), draw(st.integers(1, 20)), ranges
+
+
+@given(layouts())
+def test_no_cut_lies_inside(layout: tuple[int, int, list[tuple[int, int]]]) -> None:
+    n_total, chunk, unbroken = layout
+    found = cuts(n_total, chunk=chunk, unbroken=unbroken)
+    assert not any(start < cut < end for cut in found for start, end in unbroken)
+
+
+@given(layouts())
+def test_cuts_do_not_depend_on_where_reading_resumed(
+    layout: tuple[int, int, list[tuple[int, int]]],
+) -> None:
+    """From any boundary of the grid that is no picture's inside, the rest is cut alike."""
+    n_total, chunk, unbroken = layout
+    whole = cuts(n_total, chunk=chunk, unbroken=unbroken)
+    for start in range(chunk, n_total, chunk):
+        if any(first < start < last for first, last in unbroken):
+            continue
+        assert start in whole
+        rest = cuts(n_total, start=start, chunk=chunk, unbroken=unbroken)
+        assert rest == [cut for cut in whole if cut > start]

@@ -1,0 +1,92 @@
+"""The table of vision families in docs/vision.md: one row for each tiny model.
+
+python -m tests.vision.table      writes it
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.sweep.checks import MODES, check
+from tests.vision import gallery
+from tests.zoo.probe import layout
+from tests.zoo.vision import MORE_VISION, VISION
+from tests.zoo.vision_parts import VOCAB_SIZE
+
+PATH = Path(__file__).parents[2] / "docs" / "vision.md"
+HEAD = """# Vision models
+
+Families of mlx-vlm, built tiny with random weights. Each is served by the same engine, batch and prefix
+cache as text models. For each of them these hold (`make sweep` runs it, `python -m tests.vision.table`
+writes this file):
+
+- requests with 0, 1, 2 and 3 pictures, in one batch, give what mlx-vlm gives for each alone;
+- text and pictures are reused: warm logits are bit for bit the cold ones in exact mode, with pictures
+  before and behind the resume point; tokens are the same in full mode, away from ties;
+- a changed, transposed, mirrored, moved, swapped or half transparent picture is another picture.
+
+A family that is not listed works if its model follows mlx-vlm's common contract. That is not taken on
+trust: at load one small picture goes through mlx-vlm's own call and through firn's, in chunks, and a
+model whose answers differ is refused with one line (`--text-only` serves its text part). So are families
+whose model changes the number of tokens (llava_next is one), encoder-decoder and cross-attention models,
+and models whose text comes out different by ids and by embeddings.
+
+"""
+COLUMNS = ("family", "layers", "tokens of a picture", "decoding", "reuse", "notes")
+NOTES = {
+    "gemma4": "a picture's tokens see each other: it is read in one piece",
+    "qwen3_5": "positions on three axes, recurrent layers",
+    "qwen3_vl": "positions on three axes, features in the first layers too",
+    "paddleocr_vl": "mlx-vlm's own processor takes one picture only",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    layers: str
+    n_tokens: int
+    row_by_row: str
+    reuse: str
+
+    def __str__(self) -> str:
+        decoding = "row by row" if self.row_by_row else "batched"
+        cells = (self.name, self.layers, str(self.n_tokens), decoding, self.reuse)
+        return "| " + " | ".join((*cells, NOTES.get(self.name, ""))) + " |"
+
+
+def row_of(name: str) -> Row:
+    build = gallery.build(name)
+    verdict = check(build, name, vocab=VOCAB_SIZE, modes=MODES)
+    _, make_layers = build()
+    prompt = gallery.prompt_of(name, gallery.user(2))
+    (span,) = prompt.media
+    layers = layout(make_layers())
+    reuse = verdict.status if verdict.status == "supported" else verdict.detail
+    return Row(name, layers, span.end - span.start, verdict.row_by_row, reuse)
+
+
+def render(rows: list[Row]) -> str:
+    head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    return HEAD + "\n".join([*head, *(str(r) for r in sorted(rows, key=lambda r: r.name))]) + "\n"
+
+
+def written() -> dict[str, str]:
+    lines = PATH.read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ")][1:]
+    return {line.split("|")[1].strip(): line for line in rows}
+
+
+def main() -> int:
+    rows = []
+    for name in (*VISION, *MORE_VISION):
+        rows.append(row_of(name))
+        print(rows[-1], flush=True)
+    PATH.write_text(render(rows), encoding="utf-8")
+    return 1 if any(r.reuse != "supported" for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
