@@ -36,15 +36,15 @@ from tests.harness import Harness, running
 
 BLOCK, N_PROMPT, N_RECORDS = 256, 100_000, 10_000
 SIZE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 64,
 }
 GATED_DELTA = {
-    "linear_num_value_heads": 8,
-    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
@@ -53,7 +53,7 @@ GATED_DELTA = {
 def models() -> dict[str, Build]:
     hybrid = {**_text_config("qwen3_5"), **SIZE, **GATED_DELTA}
     return {
-        "dense": tiny("llama", num_hidden_layers=6, **SIZE),
+        "dense": tiny("llama", num_hidden_layers=4, **SIZE),
         "window": tiny("llama-sliding", sliding_window=512, **SIZE),
         "hybrid": tiny("qwen3_5", text_config=hybrid),
     }
@@ -174,7 +174,7 @@ class Watch:
             self.cpu_s += time.process_time() - cpu
 
 
-def commit(rounds: int, n_prompt: int = 3000) -> None:
+def commit(rounds: int, n_prompt: int = 1500) -> None:
     print(f"commit: prompts of {n_prompt} tokens, chunks of 512; under 2% of prefill wanted")
     for name, build in models().items():
         with running(build, chunk=512, block=BLOCK) as warm:
@@ -197,7 +197,7 @@ def commit(rounds: int, n_prompt: int = 3000) -> None:
 # --- decode --------------------------------------------------------------------------------
 
 
-def decode(rounds: int, n_rows: int = 4, n_reply: int = 600) -> None:
+def decode(rounds: int, n_rows: int = 4, n_reply: int = 300) -> None:
     print(f"decode: {n_rows} rows, {n_reply} tokens each; on / off at least 0.98 wanted")
     for name, build in models().items():
         with (

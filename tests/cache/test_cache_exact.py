@@ -54,7 +54,9 @@ def check(harness: Harness) -> None:
 )
 def test_at_every_boundary_and_beside_it(kind: str, block: int) -> None:
     """Lengths around blocks, chunks and windows: first sight, sent again, and grown by a little."""
-    around = sorted({m + d for m in (block, WINDOW, 2 * WINDOW) for d in (-1, 0, 1)})
+    windowed = kind not in ("dense", "hybrid", "recurrent", "quantised 8", "quantised 4")
+    lengths = (block, WINDOW, 2 * WINDOW) if windowed else (block, WINDOW)
+    around = sorted({m + d for m in lengths for d in (-1, 0, 1)})
     base = tokens(1, 2 * WINDOW + 12)
     with cold_and_warm(KINDS[kind], chunk=CHUNK, block=block, exact=True) as (cold, warm):
         want = Reference(cold)
@@ -62,10 +64,10 @@ def test_at_every_boundary_and_beside_it(kind: str, block: int) -> None:
             for ids in (base[:n], base[:n] + base[n : n + 9]):
                 got = warm.ask(ids, 2)
                 assert same_bits(got, want(ids)), (n, len(ids), got.n_cached)
-        for ids in (base[: WINDOW + 1], base[: 2 * WINDOW + 1]):
-            got = warm.ask(ids, 2)
-            assert same_bits(got, want(ids))
-            assert got.n_cached == len(ids) - 1
+        for n in lengths[1:]:  # a prompt whose last token but one ends a chunk
+            got = warm.ask(base[: n + 1], 2)
+            assert same_bits(got, want(base[: n + 1]))
+            assert got.n_cached == n
         check(warm)
 
 
@@ -143,7 +145,7 @@ def test_evicted_and_committed_again(kind: str) -> None:
 def test_fifty_sessions_in_room_for_ten(kind: str, exact: bool) -> None:
     """Interleaved, with evictions all the time: every answer is the uncached one."""
     rng = random.Random(1)
-    sessions = [tokens(i, rng.randint(20, 45)) for i in range(50)]
+    sessions = [tokens(i, rng.randint(18, 34)) for i in range(50)]
     with running(KINDS[kind], chunk=CHUNK, block=8, exact=exact) as one:
         one.ask(sessions[0] + tokens(99, 20), 2)
         room = 10 * one.cache.held.pool.held.total_nbytes

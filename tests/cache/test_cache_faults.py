@@ -315,7 +315,7 @@ def test_thousands_of_cancels_leave_no_lease_and_no_pin(shape: Shape) -> None:
     n_right = 0
     with LabEngine(shape, crowd.faults, cache=cache, max_rows=6, chunk=8) as lab:
         crowd.lab = lab
-        for wave in range(12):
+        for wave in range(8):
             gate = lab.hold()
             outcomes = []
             for i in range(70):
@@ -348,8 +348,8 @@ def test_thousands_of_cancels_leave_no_lease_and_no_pin(shape: Shape) -> None:
                 assert records_of(cache) == []
                 assert list(cache.held.index.roots()) == []
         assert not cache.stats.faults
-    assert len(crowd.cancelled) > 250
-    assert n_right > 2000
+    assert len(crowd.cancelled) > 200
+    assert n_right > 1500
 
 
 def test_a_cancelled_request_leaves_blocks_that_can_be_used() -> None:

@@ -134,7 +134,7 @@ JUNK = st.recursive(
 
 
 @every_dialect
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_junk_in_any_field_is_a_bad_request_at_worst(dialect: Dialect, data: st.DataObject) -> None:
     schema = dialect.schema()
@@ -151,7 +151,7 @@ def test_junk_in_any_field_is_a_bad_request_at_worst(dialect: Dialect, data: st.
 
 
 @every_dialect
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_frames_do_not_depend_on_how_events_are_batched(
     dialect: Dialect, data: st.DataObject
@@ -169,7 +169,7 @@ def test_frames_do_not_depend_on_how_events_are_batched(
 
 
 @every_dialect
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(events=streams())
 def test_a_fold_holds_all_that_was_said(dialect: Dialect, events: list[Event]) -> None:
     folded = json.dumps(decode(dialect).fold(HEAD, events), ensure_ascii=False)
@@ -179,7 +179,7 @@ def test_a_fold_holds_all_that_was_said(dialect: Dialect, events: list[Event]) -
 
 
 @every_dialect
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(events=streams())
 def test_whole_and_streamed_hold_the_same_text(dialect: Dialect, events: list[Event]) -> None:
     """Every text delta of the fold is in some frame; nothing is said twice or left out."""
