@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from firn.cache import admin
 from firn.core.errors import BadRequest
 from firn.core.events import Admitted
+from firn.core.ports import Delivery
 from firn.core.values import CacheControl, Namespace, Sampling
 from tests.cache.lab import (
     DENSE,
@@ -425,7 +428,21 @@ def test_unpinning_keeps_what_a_longer_pin_shares() -> None:
 @EACH
 def test_clearing_forgets_everything_but_what_is_in_use(shape: Shape) -> None:
     cache = tree(shape, block=BLOCK)
-    with LabEngine(shape, cache=cache) as lab:
+    clears: list[Future[int]] = []
+
+    def clear_in_the_midst(batch: Sequence[Delivery]) -> None:
+        """Runs on the engine thread: the call comes before the next step."""
+        if user is not None and not clears and user.tokens():
+            clears.append(lab.engine.call(lambda _: clear()))
+
+    def clear() -> int:
+        admin.clear(cache)
+        check_tree(cache)
+        assert user is not None
+        return len(user.tokens())
+
+    user: Outcome | None = None
+    with LabEngine(shape, cache=cache, publish=clear_in_the_midst) as lab:
         ids = words(1, 50)
         for name in ("alice", "bob"):
             ask(lab, ids, namespace=name)
@@ -436,11 +453,8 @@ def test_clearing_forgets_everything_but_what_is_in_use(shape: Shape) -> None:
         gate = lab.hold()
         user = lab.submit(ids + words(3, 30), 300, namespace="bob")
         gate.set()
-        while not user.tokens():
-            lab.between_steps()
-        lab.between_steps(partial(admin.clear, cache))
-        lab.between_steps(partial(check_tree, cache))
         user.wait().check()
+        assert clears[0].result(60) < 300, "in the midst of its reply"
         whole = ids + words(3, 30) + user.tokens()
         n_cached = ask(lab, whole + words(4, 3), namespace="bob").n_cached
         assert n_cached == len(whole), "what it wrote is whole, and can be used"

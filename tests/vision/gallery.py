@@ -34,9 +34,13 @@ every_family = pytest.mark.parametrize(
 TIE = 1e-3
 
 
+_HOME = tempfile.TemporaryDirectory(prefix="firn-vision-")
+
+
 @functools.cache
 def folder(name: str) -> Path:
-    return write_vision_folder(name, Path(tempfile.mkdtemp(prefix="firn-vision-")) / name)
+    """Written once a process, and removed with it."""
+    return write_vision_folder(name, Path(_HOME.name) / name)
 
 
 @functools.cache

@@ -11,7 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_vlm.models import cache as vlm_cache
 
+from firn.cache.layout import Layout
 from firn.core.errors import SetupError
 from firn.models import loader, vision_load
 from firn.models.inspect import inspect_folder
@@ -98,6 +100,16 @@ def test_its_records_are_its_own() -> None:
     blind = loader.load(gallery.folder(name), served_name="tiny")
     assert not blind.info.vision
     assert seeing.info.fingerprint != blind.info.fingerprint
+
+
+def test_its_records_can_be_kept_quantised() -> None:
+    model, make_layers = gallery.build("qwen3_5")()
+    layers = make_layers()
+    mx.eval(model(mx.array([[70, 77]]), cache=layers))
+    assert Layout.of(layers).text == "arrays2,arrays2,arrays2,kv"
+    wide = vlm_cache.KVCache()
+    wide.update_and_fetch(mx.zeros((1, 2, 3, 64)), mx.zeros((1, 2, 3, 64)))
+    assert Layout.of([wide], kv_bits=8, kv_group_size=64).text == "kv~8x64"
 
 
 # --- what is wrong is one line ---------------------------------------------------------------
