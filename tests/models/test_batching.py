@@ -11,10 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.errors import StepFailed
 from firn.core.values import RequestId, Sampling
-from firn.models.batch import MAX_WASTE, SLACK_TOKENS, Group, Row
+from firn.models.batch import MAX_MARGIN, MAX_WASTE, SLACK_TOKENS, VACANT_STEPS, Group, Row
 from firn.models.runner import Runner
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import Built, assert_same, plain, prompt_of, with_caches
@@ -103,6 +104,77 @@ def test_rows_that_leave_do_not_disturb_the_rest(name: str) -> None:
         assert assert_same(name, long, stay.wait().reply) > 20
 
 
+@every_kind
+def test_a_vacant_seat_is_taken_by_the_next_row(name: str) -> None:
+    """Eight rows, one leaves and one comes again and again, longer and shorter than the others."""
+    rng = random.Random(11)
+    prompts = [prompt_of(rng, rng.choice([5, 30, 60, 100])) for _ in range(24)]
+    with running(plain(name), chunk=128, cache_nbytes=None, max_rows=8) as h:
+        results = [h.submit(p, 6 + 3 * (i % 8)) for i, p in enumerate(prompts)]
+        for result in results:
+            result.wait()
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_same(name, prompt, result.reply)
+
+
+def rows_of(name: str, *lengths: int) -> tuple[Group, list[Row]]:
+    """A group that decodes, on real caches."""
+    model = build(name)
+    rows = []
+    for n in lengths:
+        layers = make_prompt_cache(model)
+        model(mx.zeros((1, n), dtype=mx.int32), cache=layers)
+        rows.append(Row(layers, n))
+    group = Group.of_one(rows[0], 0)
+    for row in rows[1:]:
+        group.join(row, 0)
+    return group, rows
+
+
+@pytest.mark.parametrize("name", [n for n in KINDS if n != "llama4"])
+def test_seats_are_reused_waited_for_and_closed_up(name: str) -> None:
+    group, rows = rows_of(name, 9, 20, 30, 40, 50)
+    others, _ = rows_of(name, 12)
+    group.leave([rows[1]])
+    assert len(group.seats) == 5
+    assert group.rows == [rows[0], *rows[2:]]
+    new = Row(others.layers, 12)
+    group.join(new, 3)
+    assert group.seats[1] is new
+    assert new.index == 1
+    assert len(group.rows) == 5
+    assert group.inputs.tolist() == [0, 3, 0, 0, 0]
+    group.leave([rows[0]])
+    for _ in range(VACANT_STEPS):
+        assert len(group.seats) == 5
+        group.tick()
+    assert group.seats == [new, *rows[2:]], "nobody came"
+    group.leave([rows[2], rows[3]])
+    assert group.seats == [new, rows[4]], "too many vacant seats"
+    group.leave([new])
+    assert group.seats == [rows[4]]
+
+
+def test_padding_that_nobody_needs_is_taken_out() -> None:
+    """Seats are reused for ever: the caches must not grow with the number of steps."""
+    group, _ = rows_of("qwen3", 20, 24, 28, 32, 36)
+    widest = 0
+    for _ in range(3 * MAX_MARGIN):
+        group.tick()
+        for layer in group.layers:
+            news = (mx.zeros((5, a.shape[1], 1, a.shape[3])) for a in (layer.keys, layer.values))
+            layer.update_and_fetch(*news)
+        for row in group.seats:
+            row.n_tokens += 1
+        for row in [r for r in group.rows if r.n_tokens > 40]:
+            group.leave([row])
+            others, _ = rows_of("qwen3", 20)
+            group.join(Row(others.layers, 20), 0)
+        assert group.width == group.layers[0].size()
+        widest = max(widest, group.width)
+    assert 40 + MAX_MARGIN - 5 <= widest <= 40 + MAX_MARGIN + 5
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "recurrent_gemma"])
 def test_prompts_of_one_token_start_from_nothing(name: str) -> None:
     """Their caches are empty, which is not the same as full of zeros."""
@@ -132,7 +204,10 @@ def test_choices_share_one_prefill_and_agree_when_greedy(name: str) -> None:
 
 
 def group_of(*lengths: int) -> Group:
-    return Group([Row([], n) for n in lengths], [], mx.array([0] * len(lengths)))
+    group = Group([Row([], n) for n in lengths], [], mx.array([0] * len(lengths)))
+    for row in group.seats:
+        row.group = group
+    return group
 
 
 def test_short_rows_always_share_a_group() -> None:

@@ -5,6 +5,9 @@ is a set of rows that take their decode steps together, on mlx-lm's batched cach
 one keeps the plain classes (no padding, no mask), so a lone request pays nothing for batching, and a
 model whose layers cannot batch is simply served in groups of one.
 
+A row that leaves a larger group leaves its seat behind, and the next one that joins is written into it:
+taking a row out, or putting one in, copies the caches of all the others.
+
 Owner: the engine thread, through the runner.
 """
 
@@ -16,13 +19,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import BatchKVCache
 
+from firn.core.values import Sampling
 from firn.models.sampling import Picker, Picks, to_host
 
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048
 """...but short rows always share a group: padding to this length costs less than a second step."""
+MAX_VACANT = 0.25
+"""Of a group's seats: a vacant one is computed along for nothing."""
+VACANT_STEPS = 16
+"""How long a seat waits for somebody."""
+MAX_MARGIN = 256
+"""Padding that no row needs any more, in tokens: the longest row left, or another took its seat."""
 
 
 @dataclass(eq=False)
@@ -46,7 +58,7 @@ class Row:
 
     @property
     def index(self) -> int:
-        return self.group.rows.index(self) if self.group else 0
+        return self.group.seats.index(self) if self.group else 0
 
     @property
     def live_layers(self) -> list[Any]:
@@ -79,22 +91,32 @@ class Launched:
 
 @dataclass(eq=False)
 class Group:
-    rows: list[Row]
+    seats: list[Row]
+    """A row for each place in the batch; the vacant ones are nobody's."""
     layers: list[Any]
     inputs: mx.array
-    """The next token of every row; the newest may still be computing."""
+    """The next token of every seat; the newest may still be computing."""
     unread: list[Launched] = field(default_factory=list)
+    width: int = 0
+    """How many tokens the caches of a seat hold, padding included."""
+    patience: int = 0
+    """Steps until vacant seats are taken out."""
 
     @classmethod
     def of_one(cls, row: Row, token: int) -> Group:
-        group = cls([row], row.layers, mx.array([token]))
+        group = cls([row], row.layers, mx.array([token]), width=row.n_tokens)
         row.layers, row.group = [], group
         return group
 
+    @property
+    def rows(self) -> list[Row]:
+        return [r for r in self.seats if r.group is self]
+
     def has_room_for(self, row: Row, limit: int) -> bool:
-        if len(self.rows) >= limit or row.alone or self.rows[0].alone:
+        rows = self.rows
+        if len(rows) >= limit or row.alone or rows[0].alone:
             return False
-        lengths = [r.n_tokens for r in self.rows] + [row.n_tokens]
+        lengths = [r.n_tokens for r in rows] + [row.n_tokens]
         # Merging makes zeros of an empty cache, which is not the same to every model.
         if 0 in lengths:
             return False
@@ -102,15 +124,36 @@ class Group:
         return padded <= MAX_WASTE * used or max(lengths) <= SLACK_TOKENS
 
     def join(self, row: Row, token: int) -> None:
-        if len(self.rows) == 1:
+        seat = next((i for i, r in enumerate(self.seats) if r.group is not self), None)
+        if seat is not None:
+            self._seat(row, token, seat)
+        elif len(self.seats) == 1:
             pairs = zip(self.layers, row.layers, strict=True)
             self.layers = [type(a).merge([a, b]) for a, b in pairs]
+            self._append(row, token)
         else:
             for mine, other in zip(self.layers, row.layers, strict=True):
                 mine.extend(type(other).merge([other]))
-        self.inputs = mx.concatenate([self.inputs, mx.array([token])])
-        self.rows.append(row)
+            self._append(row, token)
         row.layers, row.group = [], self
+        self.width = max(self.width, row.n_tokens)
+        if self.width > self._n_longest + MAX_MARGIN:
+            self._close_up()
+
+    @property
+    def _n_longest(self) -> int:
+        return max(r.n_tokens for r in self.rows)
+
+    def _seat(self, row: Row, token: int, seat: int) -> None:
+        for mine, other in zip(self.layers, row.layers, strict=True):
+            place(mine, other, seat)
+        before, after = self.inputs[:seat], self.inputs[seat + 1 :]
+        self.inputs = mx.concatenate([before, mx.array([token]), after])
+        self.seats[seat] = row
+
+    def _append(self, row: Row, token: int) -> None:
+        self.inputs = mx.concatenate([self.inputs, mx.array([token])])
+        self.seats.append(row)
 
     def read_all(self) -> None:
         """Have every dispatched token on the host; the grammars of the rows then know them."""
@@ -118,18 +161,71 @@ class Group:
             step.read()
 
     def leave(self, gone: Sequence[Row]) -> None:
-        keep = [i for i, r in enumerate(self.rows) if r not in gone]
         for row in gone:
-            row.group = None
-        self.rows = [self.rows[i] for i in keep]
-        if not keep:
-            self.layers = []
-            return
+            if row.group is self:
+                self.seats[row.index] = _vacancy(row)
+                row.group = None
+        n_rows = len(self.rows)
+        if not n_rows:
+            self.seats, self.layers = [], []
+        elif n_rows == 1 or n_rows < (1 - MAX_VACANT) * len(self.seats):
+            self._close_up()
+        else:
+            self.patience = VACANT_STEPS
+
+    def tick(self) -> None:
+        """A step is about to be launched."""
+        self.width += 1
+        if self.patience:
+            self.patience -= 1
+            if not self.patience and len(self.rows) < len(self.seats):
+                self._close_up()
+
+    def _close_up(self) -> None:
+        """Take out the vacant seats, and the padding that nobody needs."""
+        self.patience = 0
+        self.width = self._n_longest
+        keep = [i for i, r in enumerate(self.seats) if r.group is self]
+        self.seats = [self.seats[i] for i in keep]
         self.inputs = self.inputs[mx.array(keep)]
         for layer in self.layers:
             layer.filter(keep)
         if len(keep) == 1:
             self.layers = [alone(layer) for layer in self.layers]
+
+
+def _vacancy(row: Row) -> Row:
+    """Keeps a seat: it decodes along, greedily, for nobody."""
+    nobody = Picker(
+        Sampling(temperature=0.0),
+        choice=0,
+        vocab_size=0,
+        prompt=np.zeros(0, dtype=np.int64),
+        top_logprobs=None,
+    )
+    return Row([], row.n_tokens, row.shift, nobody)
+
+
+def place(layer: Any, other: Any, seat: int) -> None:
+    """Put the plain cache `other` into one seat of a batched one, whoever sat there."""
+    if hasattr(layer, "caches"):
+        for mine, theirs in zip(layer.caches, other.caches, strict=True):
+            place(mine, theirs, seat)
+    elif type(layer) is BatchKVCache and other.size() <= layer.size():
+        end, n = layer.size(), other.size()
+        layer.keys[seat : seat + 1, :, end - n : end] = other.keys[..., :n, :]
+        layer.values[seat : seat + 1, :, end - n : end] = other.values[..., :n, :]
+        layer.left_padding[seat], layer.offset[seat] = end - n, n
+    else:  # as the newest, who then changes places
+        n_seats = _n_seats(layer)
+        layer.extend(type(other).merge([other]))
+        layer.filter([n_seats if i == seat else i for i in range(n_seats)])
+
+
+def _n_seats(layer: Any) -> int:
+    if hasattr(layer, "cache"):  # ArraysCache
+        return int(layer.batch_size)
+    return len(layer.offset)
 
 
 def alone(layer: Any) -> Any:

@@ -118,7 +118,7 @@ class Runner:
         """Drop rows; the others are not disturbed. Rows that never joined are fine."""
         for group in {r.group for r in rows if r.group}:
             group.leave(rows)
-        self._groups = [g for g in self._groups if g.rows]
+        self._groups = [g for g in self._groups if g.seats]
         for row in rows:
             row.layers, row.group = [], None
 
@@ -128,17 +128,18 @@ class Runner:
 
     def groups(self) -> list[list[Row]]:
         """The rows by group: what fails together when a step fails."""
-        return [list(g.rows) for g in self._groups]
+        return [g.rows for g in self._groups]
 
     def launch(self, rows: Sequence[Row]) -> None:
         """Dispatch one decode step of the group that holds these rows."""
         group = rows[0].group
         assert group is not None
-        more = self._inputs.step(group.rows)
+        group.tick()
+        more = self._inputs.step(group.seats)
         logits = self._model(group.inputs[:, None], cache=group.layers, **more)[:, -1, :]
         # The step consumes position n_tokens, so it picks the one after.
-        forced = [r.forced.pop(r.n_tokens + 1, None) if r.forced else None for r in group.rows]
-        pickers = [_picker(r) for r in group.rows]
+        forced = [r.forced.pop(r.n_tokens + 1, None) if r.forced else None for r in group.seats]
+        pickers = [_picker(r) for r in group.seats]
         allowed = None
         if any(p.constraint for p in pickers):
             mx.async_eval(group.layers[len(group.layers) // 2].state)
@@ -147,8 +148,8 @@ class Runner:
         picks = pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
         group.inputs = picks.tokens
-        group.unread.append(Launched(tuple(group.rows), picks))
-        for row in group.rows:
+        group.unread.append(Launched(tuple(group.seats), picks))
+        for row in group.seats:
             row.n_tokens += 1
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
