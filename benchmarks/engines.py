@@ -27,7 +27,8 @@ from firn.core.events import Admitted, JobDone, JobFailed, Token
 from firn.core.ports import Delivery
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
 from firn.engine.budget import Budget, RowCost
-from firn.engine.engine import Engine, Limits, Parts
+from firn.engine.engine import Engine
+from firn.engine.loop import Limits, Parts
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.runner import Runner

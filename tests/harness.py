@@ -20,7 +20,8 @@ from firn.core.events import Admitted, ChoiceDone, JobDone, JobFailed, Token
 from firn.core.ports import Delivery
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
 from firn.engine.budget import Budget, RowCost
-from firn.engine.engine import Engine, Limits, Parts
+from firn.engine.engine import Engine
+from firn.engine.loop import Limits, Parts
 from firn.models.batch import can_batch
 from firn.models.runner import Runner
 
@@ -99,7 +100,7 @@ class Harness:
                 layout = Layout.of(layers, kv_bits=kv_bits)
                 cache = PrefixTree(layout, settings, fingerprint=fingerprint, dtype=info.dtype)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
-            return Parts(runner, cache, budget, Limits(max_rows, 10_000, chunk))
+            return Parts(runner, cache, budget, Limits(max_rows, 10_000, chunk, aligned=exact))
 
         self.engine = Engine(parts, self._publish)
         self.engine.start()

@@ -32,7 +32,8 @@ from firn.core.events import (
 from firn.core.ports import Delivery, LiveRow, PrefixCache, Restored
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
 from firn.engine.budget import Budget, RowCost
-from firn.engine.engine import Engine, Limits, Parts
+from firn.engine.engine import Engine
+from firn.engine.loop import Limits, Parts
 
 VOCAB_SIZE = 251
 GARBAGE = -1
@@ -557,10 +558,10 @@ class HashEngine:
         def count() -> dict[str, int]:
             engine = self.engine
             counts = {
-                "sequences": len(engine._sequences),
-                "waiting": len(engine._waiting),
-                "tasks": len(engine._tasks),
-                "rows": len(engine._rows),
+                "sequences": len(engine._loop.sequences),
+                "waiting": len(engine._loop.waiting),
+                "tasks": len(engine._loop.tasks),
+                "rows": len(engine._loop.rows),
                 "queued": engine._n_queued,
                 "groups": len(self.runner.groups()),
                 "held_nbytes": self.budget.held_nbytes,

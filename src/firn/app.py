@@ -10,7 +10,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -37,7 +37,8 @@ from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
 from firn.core.ports import Pictures, PrefixCache
 from firn.core.values import GenerateRequest, ModelInfo
 from firn.engine.budget import Budget, RowCost
-from firn.engine.engine import Engine, Limits, Parts
+from firn.engine.engine import Engine
+from firn.engine.loop import Limits, Parts
 from firn.logs import configure as configure_logs
 from firn.models import device as devices
 from firn.models import embedder, loader
@@ -232,7 +233,9 @@ def _build_parts(
     capacity = machine.memory_nbytes - info.weights_nbytes - headroom
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
-    cache = _build_cache(config, loaded, machine, limits.prefill_chunk)
+    exact = _wants_exact(config, info)
+    limits = replace(limits, aligned=exact)
+    cache = _build_cache(config, loaded, machine, exact_chunk=limits.prefill_chunk if exact else 0)
     if isinstance(cache, PrefixTree):
         _add_ssd(config, cache, info, wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
@@ -276,8 +279,16 @@ def _row_cost(loaded: loader.LoadedModel) -> RowCost:
         return RowCost(nbytes // 256, nbytes)
 
 
+def _wants_exact(config: Config, model: ModelInfo) -> bool:
+    """Whether prompts are cut and reused on prefill chunks only."""
+    why = CHUNKS_MATTER.get(model.architecture)
+    if why:
+        log.warning("%s is reused on prefill chunks only: %s", model.name, why)
+    return config.cache.reuse == "exact" or bool(why)
+
+
 def _build_cache(
-    config: Config, loaded: loader.LoadedModel, machine: devices.Device, chunk: int
+    config: Config, loaded: loader.LoadedModel, machine: devices.Device, *, exact_chunk: int
 ) -> PrefixCache:
     wanted = config.cache
     if wanted.disable_prefix_cache:
@@ -294,15 +305,10 @@ def _build_cache(
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
     limit = wanted.cache_memory_mb * MIB or devices.free_nbytes(machine) // 5
-    exact = wanted.reuse == "exact"
-    if loaded.info.architecture in CHUNKS_MATTER:
-        why = CHUNKS_MATTER[loaded.info.architecture]
-        log.warning("%s is reused on prefill chunks only: %s", loaded.info.name, why)
-        exact = True
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
-        exact_chunk=chunk if exact else 0,
+        exact_chunk=exact_chunk,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     return PrefixTree(

@@ -180,7 +180,8 @@ def test_every_counter_is_what_the_simulator_says(shape: Shape, seed: int) -> No
                     n_restored=outcome.n_cached,
                     n_shared=simulator.n_shared,
                 )
-                simulator.keep(whole, due)
+                # The first token is read at once, so a reply of one token is never fed back.
+                simulator.keep(whole if len(outcome.tokens()) > 1 else ids, due)
             chats.append(whole)
             (found,) = outcome.of(Admitted)
             assert found.tiers == ((("memory", found.n_cached),) if found.n_cached else ())

@@ -18,7 +18,8 @@ from firn.core.errors import (
 from firn.core.ports import Delivery
 from firn.core.values import Sampling
 from firn.engine.budget import Budget, RowCost
-from firn.engine.engine import Engine, Limits, Parts
+from firn.engine.engine import Engine
+from firn.engine.loop import Limits, Parts
 from tests.hash_runner import (
     VOCAB_SIZE,
     WAIT_S,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from firn.core.errors import InvalidValue, NeverFits, QueueFull
 from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, Token
 from firn.core.values import CacheControl, RequestId, Sampling
-from firn.engine.engine import Parts
+from firn.engine.loop import Parts
 from tests.hash_runner import (
     VOCAB_SIZE,
     WAIT_S,

@@ -27,6 +27,8 @@ from firn.core.keys import KeyTokens
 BUSY_SHARE = 0.03
 """Spilling may take this much of the engine's time while requests run; all of it when none do."""
 MAX_CREDIT_S = 0.05
+PATIENCE_S = 0.5
+"""A busy engine leaves a new record alone for so long: the first token of who made it comes first."""
 POLL_BUSY_S = 0.01
 """Bytes turn into arrays for so long between two steps while rows decode."""
 RESCAN_S = 10.0
@@ -119,7 +121,8 @@ class Store:
         self._wake = wake
         self._clock = clock
         self._results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._to_spill: deque[Record] = deque()
+        self._to_spill: deque[tuple[Record, float]] = deque()
+        """With the time since when it waits."""
         self._loading: set[Record] = set()
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
@@ -130,7 +133,7 @@ class Store:
 
     def spill(self, record: Record) -> None:
         """Write the record soon."""
-        self._to_spill.append(record)
+        self._to_spill.append((record, self._clock()))
 
     def spill_now(self, record: Record) -> bool:
         """Take a copy of a record that is about to leave memory; False when the queue is full."""
@@ -173,7 +176,7 @@ class Store:
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         yield from self._take_results(now + POLL_BUSY_S if busy else float("inf"))
-        while self._to_spill and (not busy or self._credit_s > 0):
+        while self._to_spill and (not busy or self._may_spill(now)):
             began = self._clock()
             if not self._spill_next():
                 break
@@ -184,10 +187,13 @@ class Store:
             self._scanning = True
             self._io.scan(self._done(None))
 
+    def _may_spill(self, now: float) -> bool:
+        return self._credit_s > 0 and now - self._to_spill[0][1] > PATIENCE_S
+
     @property
     def idle(self) -> bool:
         """Nothing can be spilled now: none is left, or the queue is full and a write will wake us."""
-        return not self._to_spill or not self._io.has_room(self._to_spill[0].nbytes)
+        return not self._to_spill or not self._io.has_room(self._to_spill[0][0].nbytes)
 
     def _take_results(self, until: float) -> Iterator[News]:
         while True:
@@ -223,12 +229,12 @@ class Store:
 
     def _spill_next(self) -> bool:
         """Copy and queue one record; False when the write queue is full."""
-        record = self._to_spill.popleft()
+        record, since = self._to_spill.popleft()
         if record.payload is None or record.stored or record.writing or not record.alive:
             return True
         if self._write(record):
             return True
-        self._to_spill.appendleft(record)
+        self._to_spill.appendleft((record, since))
         return False
 
     def _write(self, record: Record) -> bool:

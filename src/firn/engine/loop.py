@@ -1,0 +1,424 @@
+"""What the engine thread does: one step after the other over the requests it has.
+
+    plan -> launch a decode step -> dispatch one prefill chunk -> read the tokens -> publish
+    -> settle the chunk, commit what it finished
+
+A request that fails ends alone. A step that fails takes its rows back to their tokens: each is read
+again by itself, and only one that fails alone is given up.
+
+Owner: the engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from firn.core.errors import FirnError, InvalidValue, StepFailed
+from firn.core.events import ChoiceDone, EngineEvent, JobDone, JobFailed, Prefilled, Token
+from firn.core.ports import Delivery, PrefixCache, Publish, Restored, Runner, Trail
+from firn.core.values import Job, Prompt, RequestId
+from firn.engine.budget import Budget
+from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
+from firn.engine.sequence import Choice, Forced, Sequence, Task
+
+log = logging.getLogger("firn.engine")
+T = TypeVar("T")
+
+MAX_RESCUES = 1
+CALIBRATE_EVERY = 64
+"""Steps between two looks at how much memory the decoding rows really take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_rows: int
+    max_queue: int
+    prefill_chunk: int
+    aligned: bool = False
+    """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the engine thread builds for itself at its start."""
+
+    runner: Runner
+    cache: PrefixCache
+    budget: Budget
+    limits: Limits
+    embedder: Any = None
+    """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
+
+
+class Loop:
+    def __init__(self, parts: Parts, publish: Publish, *, left_queue: Callable[[], None]) -> None:
+        """`left_queue` is called for each request that does not wait any more."""
+        self.runner, self.cache = parts.runner, parts.cache
+        self.budget, self.limits = parts.budget, parts.limits
+        self._publish = publish
+        self._leave_queue = left_queue
+        self.sequences: dict[RequestId, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self.tasks: dict[int, Task] = {}
+        self.rows: dict[Any, Choice] = {}
+        self._n_tasks = 0
+        self._n_steps = 0
+        self._turn = 0
+        self._out: list[Delivery] = []
+
+    @property
+    def busy(self) -> bool:
+        """There is something to compute, or somebody to admit."""
+        return bool(self.tasks or self.rows) or any(s.trail.ready for s in self.waiting)
+
+    def step(self) -> None:
+        self.cache.tick(busy=bool(self.tasks or self.rows))
+        todo = self._plan()
+        for request in todo.admit:
+            self._admit(self.sequences[request])
+        if todo.decode:
+            self._launch()
+        task = self.tasks.get(todo.prefill) if todo.prefill is not None else None
+        if task is not None:
+            task = self._dispatch_chunk(task)
+        if todo.decode:
+            self._collect(wait=task is not None)
+        self.flush()
+        if task is not None:
+            self._settle_chunk(task)
+        self._n_steps += 1
+        if self.rows and self._n_steps % CALIBRATE_EVERY == 0:
+            self._calibrate()
+
+    def _calibrate(self) -> None:
+        """Compare what admission thought the decoding rows would take with what they take."""
+        budget = self.budget
+        estimated = sum(budget.cost.of(row.n_tokens) for row in self.rows)
+        budget.learn(estimated_nbytes=estimated, used_nbytes=self.runner.live_nbytes())
+
+    def _plan(self) -> Plan:
+        waiting = tuple(
+            Waiting(s.job.id, s.job.n, s.need_nbytes, s.trail.ready) for s in self.waiting
+        )
+        prefilling = tuple(Prefilling(t.number, t.n_left) for t in self.tasks.values())
+        n_rows = sum(len(s.open_choices) for s in self.sequences.values() if s.admitted)
+        return plan(
+            View(
+                waiting=waiting,
+                prefilling=prefilling,
+                n_rows=n_rows,
+                max_rows=self.limits.max_rows,
+                n_decoding=len(self.rows),
+                free_nbytes=self.budget.free_nbytes(),
+                turn=self._turn,
+            )
+        )
+
+    # --- arrivals and departures -----------------------------------------------------------
+
+    def accept(self, job: Job) -> None:
+        try:
+            if job.n > self.limits.max_rows:
+                raise InvalidValue(
+                    "n", f"{job.n} replies are over the limit of {self.limits.max_rows}"
+                )
+            need = self.budget.need_nbytes(job)
+            trail = self.cache.open(job.prompt, job.namespace, job.cache)
+        except Exception as e:
+            self._leave_queue()
+            self._say(job.id, JobFailed(_named(job, e)))
+            return
+        sequence = Sequence(job, trail, need_nbytes=need)
+        self.sequences[job.id] = sequence
+        self.waiting.append(sequence)
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self._leave_queue()
+        sequence.admitted = True
+        self.budget.admit(sequence.job, sequence.need_nbytes)
+        self.cache.set_room(self.budget.free_nbytes())
+        task = self._guard(sequence, lambda: self._open_task(sequence))
+        if task is None:
+            return
+        self._say(sequence.job.id, sequence.trail.found)
+        if task.n_left == 0:
+            self._begin_decode(task)
+
+    def _open_task(self, sequence: Sequence) -> Task:
+        """Restore what the cache has of the prompt into a new row."""
+        restored = self.cache.restore(sequence.trail)
+        row = self._restore(sequence, restored) if restored else None
+        if row is None:
+            row = self.runner.start(None)
+        prompt, trail = sequence.job.prompt, sequence.trail
+        return self._add_task(sequence, prompt, sequence.choices, trail, row)
+
+    def _restore(self, sequence: Sequence, restored: Restored) -> Any | None:
+        """A row with a past. If that fails it is a miss, and this request leaves the cache alone."""
+        try:
+            return self.runner.start(restored)
+        except Exception as e:
+            log.warning("restoring %d tokens failed: %r", restored.n_tokens, e, exc_info=e)
+            self.cache.close_trail(sequence.trail, None)
+            sequence.trail = self.cache.blank()
+            return None
+
+    def _add_task(
+        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], trail: Trail, row: Any
+    ) -> Task:
+        self._n_tasks += 1
+        task = Task(self._n_tasks, sequence, prompt, choices, trail, row)
+        self.tasks[task.number] = task
+        return task
+
+    def cancel(self, request: RequestId) -> None:
+        sequence = self.sequences.get(request)
+        if sequence is not None:
+            self._retire(sequence)
+
+    def stop_choice(self, request: RequestId, index: int) -> None:
+        choice = self._choice(request, index)
+        if choice is not None:
+            self._finish_choice(choice)
+
+    def force(self, request: RequestId, index: int, forced: Forced) -> None:
+        choice = self._choice(request, index)
+        if choice is not None and choice.force(forced) and choice.row is not None:
+            self._force_row(choice)
+
+    def _choice(self, request: RequestId, index: int) -> Choice | None:
+        """One that is not done; requests end while others still speak of them."""
+        sequence = self.sequences.get(request)
+        if sequence is None or not 0 <= index < len(sequence.choices):
+            return None
+        choice = sequence.choices[index]
+        return None if choice.done else choice
+
+    def _force_row(self, choice: Choice) -> None:
+        rest = choice.forced.rest(choice.n_picked)
+        n_prompt = len(choice.sequence.job.prompt)
+        self.runner.force(choice.row, rest.tokens, at=n_prompt + rest.at)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Drop all of a sequence's rows; the blocks done so far stay in the cache."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+            self._leave_queue()
+        for task in [t for t in self.tasks.values() if t.sequence is sequence]:
+            self._drop_task(task)
+        for choice in sequence.open_choices:
+            self._drop_row(choice)
+            choice.done = True
+        self.cache.close_trail(sequence.trail, None)
+        if sequence.admitted:
+            self.budget.release(sequence.job)
+            self.cache.set_room(self.budget.free_nbytes())
+        self.sequences.pop(sequence.job.id, None)
+
+    def _drop_task(self, task: Task) -> None:
+        del self.tasks[task.number]
+        self.cache.close_trail(task.trail, task.row)
+        self.runner.leave([task.row])
+
+    def _drop_row(self, choice: Choice) -> None:
+        if choice.row is None:
+            return
+        if choice.trail is not None:
+            self.cache.close_trail(choice.trail, choice.row)
+        self.rows.pop(choice.row, None)
+        self.runner.leave([choice.row])
+        choice.row = choice.trail = None
+
+    # --- prefill ---------------------------------------------------------------------------
+
+    def _dispatch_chunk(self, task: Task) -> Task | None:
+        self._turn += 1
+        ahead = self.cache.advance(task.trail, task.row.n_tokens)
+        if ahead is not None:
+            row = self._restore(task.sequence, ahead)
+            task.trail = task.sequence.trail
+            if row is not None:
+                self.runner.leave([task.row])
+                task.row = row
+            if task.n_left == 0:
+                self._begin_decode(task)
+                return None
+        end = chunk_end(
+            task.row.n_tokens,
+            task.n_total,
+            chunk=self.limits.prefill_chunk,
+            stops=self.cache.stops(task.trail),
+            unbroken=task.prompt.unbroken,
+            aligned=self.limits.aligned,
+        )
+        run = self.runner.prefill
+        task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
+        return self._guard(task.sequence, lambda: (run(task.row, task.prompt, end), task)[1])
+
+    def _settle_chunk(self, task: Task) -> None:
+        if task.number not in self.tasks:  # cancelled while it ran
+            return
+        settled = self._guard(task.sequence, lambda: self._commit_chunk(task))
+        if settled is None:
+            return
+        self._say(task.sequence.job.id, Prefilled(task.row.n_tokens, len(task.prompt)))
+        if task.n_left == 0:
+            self._begin_decode(task)
+
+    def _commit_chunk(self, task: Task) -> Task:
+        self.runner.settle(task.row)
+        took = time.perf_counter() - task.chunk_began
+        self.cache.saw_prefill(task.chunk_start, task.row.n_tokens, took)
+        self.cache.commit(task.trail, task.row)
+        return task
+
+    def _begin_decode(self, task: Task) -> None:
+        """The prompt is read but for its last token: its choices join the decode batch."""
+        del self.tasks[task.number]
+        self._guard(task.sequence, lambda: self._join(task))
+
+    def _join(self, task: Task) -> None:
+        last = int(task.prompt.ids[-1])
+        fresh = [c for c in task.choices if not c.done]
+        rows = self.runner.choices(task.row, task.sequence.job, [c.index for c in fresh])
+        for choice, row in zip(fresh, rows, strict=True):
+            if choice.n_rescues:
+                row.resume(choice.tokens)
+            choice.row, choice.trail = row, self.cache.fork(task.trail, choice.tokens)
+            self.runner.join(row, last)
+            self.rows[row] = choice
+            if choice.forced.tokens:
+                self._force_row(choice)
+        self.cache.close_trail(task.trail, None)
+
+    # --- decode ----------------------------------------------------------------------------
+
+    def _groups(self) -> Iterator[list[Any]]:
+        """The decode groups, less the rows that a fault in an earlier one took along."""
+        for rows in self.runner.groups():
+            if live := [row for row in rows if row in self.rows]:
+                yield live
+
+    def _launch(self) -> None:
+        for rows in self._groups():
+            try:
+                self.runner.launch(rows)
+            except Exception as e:
+                self._rescue(rows, e)
+
+    def _collect(self, *, wait: bool) -> None:
+        """Read the tokens; those of the newest step may wait until the next one is under way.
+
+        Not if a prefill chunk runs meanwhile, and not if somebody waits for a first token.
+        """
+        for rows in self._groups():
+            now = wait or any(not self.rows[row].tokens for row in rows)
+            try:
+                picked = self.runner.collect(rows, keep_in_flight=0 if now else 1)
+            except Exception as e:
+                self._rescue(rows, e)
+                continue
+            for p in picked:
+                choice = self.rows.get(p.row)
+                if choice is None or choice.done:
+                    continue
+                if p.fault is not None:
+                    self._fail(choice.sequence, p.fault)
+                else:
+                    forced = choice.forced.at <= len(choice.tokens) < choice.forced.end
+                    self._take_token(choice, Token(choice.index, p.token, p.logprob, forced))
+
+    def _take_token(self, choice: Choice, token: Token) -> None:
+        job = choice.sequence.job
+        ended = token.id in job.eos
+        choice.tokens.append(token.id)
+        self._say(job.id, token)
+        if ended or len(choice.tokens) >= job.max_tokens:
+            self._say(job.id, ChoiceDone(choice.index, "stop" if ended else "length"))
+            self._finish_choice(choice)
+        elif choice.trail is not None and choice.trail.wants(choice.row.n_tokens):
+            self.cache.commit(choice.trail, choice.row)
+
+    def _finish_choice(self, choice: Choice) -> None:
+        self._drop_row(choice)
+        choice.done = True
+        for task in [t for t in self.tasks.values() if all(c.done for c in t.choices)]:
+            self._drop_task(task)
+        if not choice.sequence.open_choices:
+            self._retire(choice.sequence)
+            self._say(choice.sequence.job.id, JobDone())
+
+    def _rescue(self, rows: list[Any], error: Exception) -> None:
+        """A step failed: its caches cannot be trusted. Go back to the tokens.
+
+        Each row is read again and then decodes alone, so that the one at fault is found out.
+        """
+        log.warning("a decode step of %d rows failed: %r", len(rows), error, exc_info=error)
+        choices = [self.rows.pop(row) for row in rows]
+        self.runner.leave(rows)
+        for choice in choices:
+            if choice.trail is not None:
+                self.cache.close_trail(choice.trail, None)
+            choice.row = choice.trail = None
+        for choice in choices:
+            if choice.done:  # its request has just been given up
+                continue
+            choice.n_rescues += 1
+            if choice.n_rescues > MAX_RESCUES:
+                self._fail(choice.sequence, error)
+            else:
+                self._guard(choice.sequence, partial(self._reread, choice))
+
+    def _reread(self, choice: Choice) -> Task:
+        prompt = replace(choice.sequence.job.prompt, ids=choice.ids())
+        row = self.runner.start(None)
+        return self._add_task(choice.sequence, prompt, [choice], self.cache.blank(), row)
+
+    # --- faults and news -------------------------------------------------------------------
+
+    def _guard(self, sequence: Sequence, action: Callable[[], T]) -> T | None:
+        """Run what concerns one request alone; its fault ends that request alone."""
+        try:
+            return action()
+        except Exception as e:
+            self._fail(sequence, e)
+            return None
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if sequence.job.id not in self.sequences:
+            return
+        named = _named(sequence.job, error)
+        # After a fault the rows are in doubt: nothing more of them is stored.
+        for trail in [sequence.trail, *(c.trail for c in sequence.choices if c.trail)]:
+            self.cache.close_trail(trail, None)
+        self._retire(sequence)
+        self._say(sequence.job.id, JobFailed(named))
+
+    def end_all(self, error: FirnError) -> None:
+        """Tell everyone, and let go of everything."""
+        for request in self.sequences:
+            self._say(request, JobFailed(error))
+        for table in (self.sequences, self.waiting, self.tasks, self.rows):
+            table.clear()
+
+    def _say(self, request: RequestId, event: EngineEvent) -> None:
+        self._out.append((request, event))
+
+    def flush(self) -> None:
+        if self._out:
+            batch, self._out = self._out, []
+            self._publish(batch)
+
+
+def _named(job: Job, error: Exception) -> FirnError:
+    """The error as the client is told it; what firn has no name for goes to the log."""
+    if isinstance(error, FirnError):
+        return error
+    log.warning("request %s failed: %r", job.id, error, exc_info=error)
+    return StepFailed(f"The model failed on this request: {error}")
