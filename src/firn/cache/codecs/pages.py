@@ -15,7 +15,7 @@ from firn.cache.codecs import ALL_TOKENS, Arrays, At, concat_tokens
 from firn.cache.parts import Part
 
 STEP = 256
-"""mlx-lm grows its buffers by this many tokens; a restored buffer leaves room to the next step."""
+"""mlx-lm grows its buffers by this many tokens; a restored buffer leaves room for at least as many."""
 
 
 class KVCodec:
@@ -137,8 +137,8 @@ def _padding(layer: Any, at: At) -> int:
 
 
 def _room(n_tokens: int) -> int:
-    """Space behind the restored tokens, or the first token after them would copy the buffer."""
-    return -n_tokens % STEP or STEP
+    """Space behind the restored tokens, or the next few would copy the whole buffer."""
+    return -n_tokens % STEP + STEP
 
 
 CODECS = (KVCodec(), ConcatenateKVCodec(), QuantizedKVCodec())
