@@ -153,6 +153,8 @@ class FakeEngine:
         )
         self.reply = reply
         self.n_cached = 0
+        self.tiers: tuple[tuple[str, int], ...] = ()
+        self.reason = ""
         self.chunk = 1 << 20
         self.refusal: FirnError | None = None
         self.last_step_age_s = 0.0
@@ -301,7 +303,7 @@ class FakeEngine:
                 return []
             row.admitted = True
             row.n_prefilled = self.n_cached
-            return [Admitted(self.n_cached)]
+            return [Admitted(self.n_cached, self.tiers, self.reason)]
         if stage == "prefill":
             total = len(row.job.prompt)
             done = min(row.n_prefilled + self.chunk, total)

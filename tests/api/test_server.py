@@ -194,3 +194,18 @@ def test_openapi_describes_the_bodies(shared_live: Live) -> None:
         assert answer.status_code == 200
     assert "Error" in spec["components"]["schemas"]
     assert httpx.get(f"{shared_live.url}/docs").status_code == 200
+
+
+def test_one_line_a_request_says_what_was_reused_and_why_not_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="firn.api")
+    with serve() as live:
+        live.engine.n_cached = 3
+        live.engine.tiers = (("memory", 1), ("ssd", 2))
+        live.engine.reason = "diverged at token 3"
+        live.openai().completions.create(model="fake", prompt="a b c d e", max_tokens=2)
+    (line,) = [r.getMessage() for r in caplog.records if "/v1/completions" in r.getMessage()]
+    assert 'cached=3 (memory 1, ssd 2) why="diverged at token 3" reply=2 first=' in line
+    assert "rate=" in line
+    assert "finish=length" in line

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
 from starlette.types import Receive, Scope, Send
@@ -20,7 +21,7 @@ from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import Cancelled, FirnError, ShuttingDown
-from firn.core.events import ChoiceFinished, Ended, Event, Failed
+from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed
 
 logger = logging.getLogger("firn.api")
 
@@ -179,7 +180,8 @@ class _Tally:
         first_at = self._session.first_token_at
         first_s = None if first_at is None else first_at - self.exchange.began_at
         usage = self._session.usage
-        text = f" prompt={usage.n_prompt} cached={usage.n_cached} reply={usage.n_completion}"
+        text = f" prompt={usage.n_prompt} cached={usage.n_cached}{_from_where(self._session.found)}"
+        text += f" reply={usage.n_completion}"
         if first_at is not None and first_s is not None:
             # The first token ends the prefill: it takes no part in the rate of the others.
             rate = (usage.n_completion - 1) / max(now - first_at, 1e-9)
@@ -188,3 +190,13 @@ class _Tally:
             text += f" finish={','.join(dict.fromkeys(self._reasons))}"
         self.exchange.summary = text
         self._metrics.count_call(usage, first_token_s=first_s)
+
+
+def _from_where(found: Sequence[Admitted]) -> str:
+    """Of the cached tokens, those of each tier; and why there were not more."""
+    tiers: Counter[str] = Counter()
+    for each in found:
+        tiers.update(dict(each.tiers))
+    text = f" ({', '.join(f'{name} {n}' for name, n in tiers.items())})" if tiers else ""
+    reasons = ", ".join(dict.fromkeys(each.reason for each in found if each.reason))
+    return f'{text} why="{reasons}"' if reasons else text

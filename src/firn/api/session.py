@@ -60,6 +60,9 @@ from firn.text.reply import ReplyReader
 logger = logging.getLogger("firn.api")
 
 
+NOT_ADMITTED = Admitted(0)
+
+
 @dataclass(slots=True)
 class Run:
     """One request of a call while it is in the engine. Owned by its session."""
@@ -74,7 +77,7 @@ class Run:
     """One a choice, where tools were offered."""
     finished: set[int] = field(default_factory=set)
     n_prompt: int = 0
-    n_cached: int = 0
+    found: Admitted = NOT_ADMITTED
     submitted: bool = False
     done: bool = False
 
@@ -129,10 +132,15 @@ class Session:
             total += Usage(
                 n_prompt=run.n_prompt,
                 n_completion=sum(reader.n_completion for reader in run.readers),
-                n_cached=run.n_cached,
+                n_cached=run.found.n_cached,
                 n_reasoning=sum(reader.n_reasoning for reader in run.readers),
             )
         return total
+
+    @property
+    def found(self) -> Sequence[Admitted]:
+        """What the cache had for each prompt that was taken in."""
+        return [r.found for r in self._runs.values() if r.found is not NOT_ADMITTED]
 
     # --- in ------------------------------------------------------------------------------
 
@@ -321,7 +329,7 @@ class Session:
             self._say(run, event.choice, run.readers[event.choice].finish(event.reason), out)
 
     def _on_admitted(self, run: Run, event: Admitted, out: list[Event]) -> None:
-        run.n_cached = event.n_cached
+        run.found = event
         out.append(Resumed(event.n_cached))
 
     def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
