@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from firn.cache.parts import Part
 from firn.cache.tiers import Name
-from firn.cache.tiers._catalog import Catalog, File
+from firn.cache.tiers._catalog import DAY_S, SETTLED_S, Catalog, File
 from firn.core.keys import Key
 
 KEYS = [Key(bytes([i]) * 32) for i in range(7)]
@@ -28,9 +28,10 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog = Catalog()
         self.now = 0.0
         self.model: dict[str, tuple[Key | None, Part, float, int]] = {}
+        self.created: dict[str, float] = {}
 
     def tick(self) -> float:
-        self.now += 1.0
+        self.now += 25.0  # some are used again soon, some late
         return self.now
 
     @rule(which=files, nbytes=st.integers(1, 9))
@@ -39,9 +40,10 @@ class CatalogMachine(RuleBasedStateMachine):
         if path(key, part) in self.model:
             return
         now = self.tick()
-        self.catalog.add(
-            File(path(key, part), nbytes, now, Name(key, part), PARENT[key], readable=True)
-        )
+        self.created[path(key, part)] = now
+        file = File(path(key, part), nbytes, now, Name(key, part), PARENT[key], readable=True)
+        file.created, file.is_shared = now, part is Part.STATE
+        self.catalog.add(file)
         self.model[path(key, part)] = (key, part, now, nbytes)
 
     @rule(n=st.integers(0, 3))
@@ -81,7 +83,7 @@ class CatalogMachine(RuleBasedStateMachine):
             assert not allowed
             return
         assert victim.path in allowed
-        best = min(allowed, key=lambda p: (self.usable(p), self.model[p][2]))
+        best = min(allowed, key=lambda p: (self.usable(p), self.model[p][2] + self.value(p)))
         assert victim.path == best
         del self.model[victim.path]
 
@@ -92,6 +94,14 @@ class CatalogMachine(RuleBasedStateMachine):
             pass
         self.model.clear()
         assert len(self.catalog) == 0
+
+    def value(self, p: str) -> float:
+        key, part, last_use, _ = self.model[p]
+        if key is None:
+            return 0.0
+        value = DAY_S if last_use > self.created[p] + SETTLED_S else 0.0
+        inside = any(PARENT[k] == key for k in self.blocks())
+        return value - (DAY_S if inside and part is Part.WINDOW else 0.0)
 
     def blocks(self) -> dict[Key, set[Part]]:
         found: dict[Key, set[Part]] = {}

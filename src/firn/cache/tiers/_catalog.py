@@ -1,7 +1,9 @@
 """Which records a tier holds, and which may go next. A mirror of what is stored; knows no files.
 
-Order of eviction: what nobody can use first (foreign files, orphans), then by last use. A chain goes
-from its end: pages go only when nothing below them is stored and nothing else of their block is. A
+Order of eviction: what nobody can use first (foreign files, orphans), then by last use, where value
+counts as time: a file that was read again after it was written has proved itself and counts as used a
+day later; a window or state in the midst of a chain, which only a branch asks for, as used a day earlier
+(but for states at places that many share). A chain goes from its end: pages go only when nothing below them is stored and nothing else of their block is. A
 window or state may go any time, but a block that has others below it keeps at least one record, for
 its tokens are what the others are found by.
 
@@ -11,16 +13,21 @@ Owner: the tier, under its mutex.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
 from firn.cache.container import Tag
+from firn.cache.index import Mark
 from firn.cache.parts import Part
 from firn.cache.tiers import Name
 from firn.core.keys import Key
 
 UNUSABLE, USABLE = 0, 1
+DAY_S = 86_400.0
+SETTLED_S = 60.0
+"""A use so soon after the writing is the same request's."""
 Rank = tuple[int, float]
 
 
@@ -38,6 +45,9 @@ class File:
     readable: bool = False
     stamped: float = 0.0
     """The last use that the store itself remembers; at most a little older than `last_use`."""
+    created: float = math.inf
+    is_shared: bool = False
+    """A state at a place that many prompts go through."""
     rank: Rank = (UNUSABLE, 0.0)
 
 
@@ -50,6 +60,8 @@ def file_of(path: str, *, tag: Tag, nbytes: int, last_use: float, readable: bool
         parent=parent_of(tag),
         readable=readable,
         stamped=last_use,
+        created=tag.created,
+        is_shared=tag.mark >= Mark.LATTICE,
     )
 
 
@@ -113,6 +125,7 @@ class Catalog:
                 self._blocks.setdefault(file.parent, _Block()).children.add(key)
                 if not self.has_block(file.parent):
                     self._orphans.add(key)
+                self._wake(file.parent)
             self._orphans -= block.children
             self._wake_children(block)
         self._wake(key)
@@ -207,9 +220,15 @@ class Catalog:
         if not block.files and not block.children:
             del self._blocks[key]
 
+    def _value_s(self, file: File) -> float:
+        value = DAY_S if file.last_use > file.created + SETTLED_S else 0.0
+        if file.name is not None and file.name.part is not Part.PAGES and not file.is_shared:
+            value -= DAY_S if self._blocks[file.name.key].children else 0.0
+        return value
+
     def _push(self, file: File) -> None:
         usable = file.name is not None and not self.is_orphan(file)
-        file.rank = (USABLE if usable else UNUSABLE, file.last_use)
+        file.rank = (USABLE if usable else UNUSABLE, file.last_use + self._value_s(file))
         heapq.heappush(self._heap, (file.rank, next(self._tie), file))
         if len(self._heap) > 64 + 8 * len(self._files):
             live = list(self._files.values())
