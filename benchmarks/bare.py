@@ -4,7 +4,9 @@
 
 A request names its `kind`. "throughput": tokens per second of one prompt after another, and the first
 token of a long one. "chats": the workload of chats.py with everything a perfect cache could know
-already in place, so that only new tokens are computed. The answer is one line of JSON.
+already in place, so that only new tokens are computed: those from where a turn's prompt departs from what
+was computed before it (the text of a random reply makes other tokens than the model picked), or, if the
+model is recurrent and they depart, those behind the last question. The answer is one line of JSON.
 """
 
 from __future__ import annotations
@@ -51,22 +53,23 @@ def chats(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]
     cold_s, _ = _first(model, make_prompt_cache(model), first_turns[0])
     first_s: list[float] = []
     later_s: list[float] = []
+    recurrent = any(hasattr(layer, "cache") for layer in shared)
     for turns, ids in zip(sessions, first_turns, strict=True):
         messages = [system, turns[0]]
+        cache = copy.deepcopy(shared) if n_shared else make_prompt_cache(model)
+        seconds, token = _first(model, cache, ids[n_shared:])
         if n_shared:
-            cache = copy.deepcopy(shared)
-            seconds, token = _first(model, cache, ids[n_shared:])
             first_s.append(seconds)
-        else:
-            cache = make_prompt_cache(model)
-            _, token = _first(model, cache, ids)
         for turn in turns[1:]:
-            before = _render(tokenizer, messages)
-            reply, token = _reply(model, cache, tokenizer, token=token, n=n_reply)
-            messages += [{"role": "assistant", "content": reply}, turn]
-            text = _render(tokenizer, messages)[len(before) + len(reply) :]
-            new = [token, *tokenizer.encode(text, add_special_tokens=False)]
-            seconds, token = _first(model, cache, new)
+            asked = len(_ids(tokenizer, messages, reply=False))
+            tokens = _reply(model, cache, token=token, n=n_reply)
+            messages += [{"role": "assistant", "content": tokenizer.decode(tokens)}, turn]
+            known, ids = [*ids, *tokens[:-1]], _ids(tokenizer, messages)
+            n_known = _n_common(known, ids)
+            if recurrent and n_known < len(known):
+                n_known = asked
+            # What the tokens are, and where they lie, makes no difference to the time they take.
+            seconds, token = _first(model, cache, ids[n_known:])
             later_s.append(seconds)
     return {"cold_s": cold_s, "first_s": first_s, "later_s": later_s}
 
@@ -82,26 +85,24 @@ def _first(model: Any, cache: list[Any], ids: list[int]) -> tuple[float, int]:
     return time.perf_counter() - start, int(token)
 
 
-def _reply(model: Any, cache: list[Any], tokenizer: Any, *, token: int, n: int) -> tuple[str, int]:
+def _reply(model: Any, cache: list[Any], *, token: int, n: int) -> list[int]:
     """A greedy reply that begins with `token`; the last token of it is not consumed yet."""
     tokens = [token]
     while len(tokens) < n:
         tokens.append(_first(model, cache, tokens[-1:])[1])
-    return tokenizer.decode(tokens), tokens[-1]
+    return tokens
 
 
-def _render(tokenizer: Any, messages: list[Any]) -> str:
-    text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return text
-
-
-def _ids(tokenizer: Any, messages: list[Any]) -> list[int]:
-    ids: list[int] = tokenizer.encode(_render(tokenizer, messages), add_special_tokens=False)
+def _ids(tokenizer: Any, messages: list[Any], *, reply: bool = True) -> list[int]:
+    """With the header of a reply, or without."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=reply, tokenize=False)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
 def _n_common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)
 
 
 def main() -> None:
