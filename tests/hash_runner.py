@@ -116,10 +116,6 @@ class HashRow:
     def tokens(self) -> list[int]:
         return self.live_layers[0].rows[self.index]
 
-    def resume(self, reply: Sequence[int]) -> None:
-        self.n_drawn = len(reply)
-        self.alone = True
-
     def draw(self) -> int:
         assert self.job is not None
         sampling = self.job.sampling
@@ -225,6 +221,10 @@ class HashRunner:
                 return group
         self._groups.append(HashGroup(HashLayer([])))
         return self._groups[-1]
+
+    def resume(self, row: HashRow, reply: Sequence[int]) -> None:
+        row.n_drawn = len(reply)
+        row.alone = True
 
     def force(self, row: HashRow, tokens: Sequence[int], *, at: int) -> None:
         assert at > row.n_tokens, "picked already"

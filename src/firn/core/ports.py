@@ -210,6 +210,10 @@ class Runner(Protocol):
         """Take part in decode steps, starting by consuming `token`."""
         ...
 
+    def resume(self, row: Any, reply: Sequence[int]) -> None:
+        """The row was read again after a failed step: go on behind this reply, in a group of its own."""
+        ...
+
     def force(self, row: Any, tokens: Sequence[int], *, at: int) -> None:
         """The row's tokens from position `at` on are these, whatever it would pick.
 

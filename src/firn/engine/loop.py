@@ -289,7 +289,7 @@ class Loop:
         rows = self.runner.choices(task.row, task.sequence.job, [c.index for c in fresh])
         for choice, row in zip(fresh, rows, strict=True):
             if choice.n_rescues:
-                row.resume(choice.tokens)
+                self.runner.resume(row, choice.tokens)
             choice.row, choice.trail = row, self.cache.fork(task.trail, choice.tokens)
             self.runner.join(row, last)
             self.rows[row] = choice

@@ -64,12 +64,6 @@ class Row:
     def live_layers(self) -> list[Any]:
         return self.group.layers if self.group else self.layers
 
-    def resume(self, reply: Sequence[int]) -> None:
-        """Read again after a failed step: the sampler goes on after `reply`, the row stays alone."""
-        assert self.picker is not None
-        self.picker.replay(reply)
-        self.alone = True
-
 
 @dataclass(eq=False, slots=True)
 class Launched:

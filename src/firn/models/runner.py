@@ -110,6 +110,11 @@ class Runner:
                 return
         self._groups.append(Group.of_one(row, token))
 
+    def resume(self, row: Row, reply: Sequence[int]) -> None:
+        """The row was read again after a failed step: go on behind this reply, in a group of its own."""
+        _picker(row).replay(reply)
+        row.alone = True
+
     def force(self, row: Row, tokens: Sequence[int], *, at: int) -> None:
         """The row's tokens from position `at` on, which is not picked yet."""
         row.forced = dict(enumerate(tokens, start=at))
