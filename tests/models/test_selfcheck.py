@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -42,3 +44,35 @@ def test_a_model_that_does_not_says_why(name: str, why: str) -> None:
     fault = fault_of(name)
     assert fault is not None
     assert why in fault
+
+
+class Ruled:
+    """A model that rules tokens out; in a batch it may rule out others."""
+
+    def __init__(self, *, batched: float) -> None:
+        self.model = build("qwen3")
+        self.batched = batched
+
+    def __call__(self, ids: mx.array, *, cache: list[Any]) -> mx.array:
+        logits: mx.array = self.model(ids, cache=cache)
+        value = self.batched if ids.shape[0] > 1 else -mx.inf
+        return mx.concatenate([mx.full((*logits.shape[:-1], 4), value), logits], axis=-1)
+
+
+@pytest.mark.parametrize(("batched", "fine"), [(-mx.inf, True), (0.0, False)])
+def test_tokens_that_a_model_rules_out(batched: float, fine: bool) -> None:
+    model = Ruled(batched=batched)
+    _, make_layers = with_caches(model.model)
+    fault = batch_fault(model, make_layers, "qwen3")
+    assert (fault is None) is fine
+
+
+def test_a_batch_that_makes_no_numbers_is_a_fault() -> None:
+    class Broken(Ruled):
+        def __call__(self, ids: mx.array, *, cache: list[Any]) -> mx.array:
+            logits: mx.array = self.model(ids, cache=cache)
+            return logits * mx.nan if ids.shape[0] > 1 else logits
+
+    model = Broken(batched=0.0)
+    _, make_layers = with_caches(model.model)
+    assert batch_fault(model, make_layers, "qwen3") is not None

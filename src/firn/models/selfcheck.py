@@ -8,6 +8,7 @@ beyond rounding means that the model is served row by row.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,12 +58,18 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
     ]
     merged = [type(same[0]).merge(list(same)) for same in zip(*caches, strict=True)]
     together = model(mx.array([ids[-1:] for ids in rows]), cache=merged)[:, -1]
-    differences = []
-    for i, logits in enumerate(alone):
-        spread = mx.std(logits.astype(mx.float32)) + 1e-6
-        far = mx.max(mx.abs(logits - together[i])).astype(mx.float32) / spread
-        differences.append(far)
-    return max(float(to_host(d)) for d in differences)
+    return max(_apart(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def _apart(alone: mx.array, together: mx.array) -> float:
+    """How far two rows of logits are apart. Tokens that a model rules out (-inf) are so in both."""
+    a, b = alone.astype(mx.float32), together.astype(mx.float32)
+    possible = mx.isfinite(a)
+    a = mx.where(possible, a, 0.0)
+    far = mx.max(mx.abs(a - mx.where(possible, b, 0.0))) / (mx.std(a) + 1e-6)
+    same_places = mx.all(possible == mx.isfinite(b))
+    # NaN is not equal to itself, and compares with nothing: it is as far apart as can be.
+    return float(to_host(far)) if to_host(same_places) else math.inf
 
 
 def _prefilled(model: Any, layers: list[Any], ids: Sequence[int]) -> list[Any]:
