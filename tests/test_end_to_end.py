@@ -280,6 +280,31 @@ def test_a_forced_call_through_each_new_api(real: Real) -> None:
     assert [item.type for item in response.output] == ["function_call"]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_tool_through_the_chat_api(real: Real, stream: bool) -> None:
+    function = {"name": "lookup", "description": "Look up an attribute of an entity."}
+    tools: Any = [{"type": "function", "function": function | {"parameters": LOOKUP}}]
+    messages: list[Any] = [{"role": "user", "content": ASKED}]
+    create = real.openai().chat.completions
+
+    def ask() -> Any:
+        body: Any = {"model": "", "messages": messages, "tools": tools, "max_tokens": 64}
+        if not stream:
+            return create.create(**body, **GREEDY).choices[0]
+        with create.stream(**body, **GREEDY) as running:
+            return running.get_final_completion().choices[0]
+
+    called = ask()
+    assert called.finish_reason == "tool_calls"
+    (call,) = called.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("lookup", FOUND)
+    messages += [
+        called.message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}),
+        {"role": "tool", "tool_call_id": call.id, "content": "9 May 1961"},
+    ]
+    assert ask().message.content == "The birthday of Palralin Zelby is 9 May 1961."
+
+
 def test_a_schema_through_each_new_api(real: Real) -> None:
     schema = {
         "type": "object",
@@ -296,6 +321,13 @@ def test_a_schema_through_each_new_api(real: Real) -> None:
     )
     assert message.content[0].type == "text"
     assert json.loads(message.content[0].text) == {"n": 7}
+    with claude(real).messages.stream(
+        model="claude",
+        max_tokens=100,
+        messages=[{"role": "user", "content": "Hello!"}],
+        output_config={"format": form},
+    ) as stream:
+        assert json.loads("".join(stream.text_stream)) == {"n": 7}
     response = real.openai().responses.create(
         model="", input="Hello!", max_output_tokens=100, text={"format": form | {"name": "n"}}
     )
@@ -340,6 +372,107 @@ def test_a_budget_ends_thinking_at_the_same_token_each_time(thinker: Real, budge
         assert response.output_text
         seen.add(json.dumps([item.model_dump(exclude={"id"}) for item in response.output]))
     assert len(seen) == 1
+
+
+Thought = tuple[str, str, int, int]
+"""The reasoning, the answer, the prompt's tokens, and how many of them came from the cache."""
+
+
+def brief(real: Real) -> Any:
+    """A few tokens of thinking, once: noise would begin it again, or end."""
+    ids = [real.tokenizer.token_id("<think>"), *real.tokenizer.eos]
+    return {"thinking_budget": 5, "logit_bias": {str(token): -100 for token in ids}, **GREEDY}
+
+
+def think_by_chat(real: Real, history: list[Any], *, stream: bool) -> Thought:
+    body: Any = {"model": "", "messages": history, "max_tokens": 16, "extra_body": brief(real)}
+    create = real.openai().chat.completions.create
+    thought = said = ""
+    if stream:
+        for chunk in create(**body, stream=True, stream_options={"include_usage": True}):
+            usage: Any = chunk.usage
+            for choice in chunk.choices:
+                thought += choice.delta.model_dump().get("reasoning_content") or ""
+                said += choice.delta.content or ""
+    else:
+        done: Any = create(**body)
+        usage = done.usage
+        thought, said = done.choices[0].message.reasoning_content, done.choices[0].message.content
+    return thought, said, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
+def think_by_messages(real: Real, history: list[Any], *, stream: bool) -> Thought:
+    def blocks(message: Any) -> Any:
+        if "reasoning_content" not in message:
+            return message
+        thought = {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
+        said = {"type": "text", "text": message["content"]}
+        return {"role": "assistant", "content": [thought, said]}
+
+    body: Any = {
+        "model": "claude",
+        "messages": [blocks(message) for message in history],
+        "max_tokens": 16,
+        "thinking": {"type": "enabled", "budget_tokens": 5},
+        "extra_body": brief(real),
+    }
+    client = claude(real).messages
+    if stream:
+        with client.stream(**body) as running:
+            done: Any = running.get_final_message()
+    else:
+        done = client.create(**body)
+    thinking, text = done.content
+    assert (thinking.type, text.type) == ("thinking", "text")
+    usage = done.usage
+    n_prompt = usage.input_tokens + usage.cache_read_input_tokens
+    return thinking.thinking, text.text, n_prompt, usage.cache_read_input_tokens
+
+
+def think_by_responses(real: Real, history: list[Any], *, stream: bool) -> Thought:
+    items: list[Any] = []
+    for message in history:
+        if "reasoning_content" in message:
+            thought = {"type": "reasoning_text", "text": message["reasoning_content"]}
+            items.append({"type": "reasoning", "summary": [], "content": [thought]})
+        items.append({"role": message["role"], "content": message["content"]})
+    body: Any = {"model": "", "input": items, "max_output_tokens": 16, "extra_body": brief(real)}
+    done: Any = real.openai().responses.create(**body, stream=stream)
+    if stream:
+        *_, last = done
+        assert last.type == "response.incomplete"
+        done = last.response
+    thought, _ = done.output
+    usage = done.usage
+    cached = usage.input_tokens_details.cached_tokens
+    return thought.content[0].text, done.output_text, usage.input_tokens, cached
+
+
+THINKERS: dict[str, Callable[..., Thought]] = {
+    "chat": think_by_chat,
+    "messages": think_by_messages,
+    "responses": think_by_responses,
+}
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["sent back", "left out"])
+@pytest.mark.parametrize("route", THINKERS)
+def test_the_turn_after_some_thinking_is_cached(thinker: Real, route: str, keeps: bool) -> None:
+    """Whether or not the client sends the old thoughts along, streamed or not."""
+    think = THINKERS[route]
+    history: list[Any] = [{"role": "user", "content": f"{route} {keeps} " + "word " * 40}]
+    thought, said, n_first, _ = think(thinker, history, stream=False)
+    assert thought
+    assert said
+    assert (thought, said) == think(thinker, history, stream=True)[:2]
+    answer = {"role": "assistant", "content": said}
+    history.append(answer | {"reasoning_content": thought} if keeps else answer)
+    history.append({"role": "user", "content": "And then?"})
+    for stream in (True, False):
+        thought, said, n_prompt, n_cached = think(thinker, history, stream=stream)
+        assert n_prompt > n_first
+        assert n_cached > n_first - 8, "all but what opens the reply"
+        assert "<think>" not in said + thought
 
 
 # --- embeddings ----------------------------------------------------------------------------

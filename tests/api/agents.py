@@ -212,10 +212,25 @@ def codex() -> list[Body]:
                         "definition": 'start: "*** Begin Patch" LF',
                     },
                 },
+                {
+                    "type": "namespace",
+                    "name": "multi_agent_v1",
+                    "description": "Tools for sub-agents.",
+                    "tools": [
+                        {
+                            "type": "function",
+                            "name": "spawn_agent",
+                            "description": "Starts an agent.",
+                            "strict": False,
+                            "parameters": parameters(message={"type": "string"}),
+                        }
+                    ],
+                },
                 {"type": "web_search", "external_web_access": False},
             ],
             "tool_choice": "auto",
             "parallel_tool_calls": False,
+            "client_metadata": {"x-codex-installation-id": "0199-machine"},
             "reasoning": {"effort": "medium", "summary": "auto"},
             "store": False,
             "stream": True,

@@ -151,7 +151,8 @@ def test_what_codex_says_reaches_the_template(live: Live) -> None:
     assert done["content"] == "The tests pass now."
     assert last["content"] == "explain the change"
     tools = live.tokenizer.rendered[-1]["tools"]
-    assert [tool["function"]["name"] for tool in tools] == ["shell", "apply_patch"]
+    names = [tool["function"]["name"] for tool in tools]
+    assert names == ["shell", "apply_patch", "multi_agent_v1__spawn_agent"]
 
 
 PIXELS = "data:image/png;base64,iVBORw0KGgo="

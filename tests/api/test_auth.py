@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from firn.api.auth import SHARED, Keys, namespace_of
+from firn.api.auth import ANYONE, SHARED, Caller, Keys, namespace_of
 from firn.core.errors import Unauthorized
 
 
@@ -12,21 +12,24 @@ def bearer(key: str) -> list[tuple[bytes, bytes]]:
 
 def test_without_keys_everyone_shares() -> None:
     assert not Keys().required
-    assert Keys().admit([]) == SHARED
-    assert Keys().admit(bearer("whatever")) == SHARED
+    assert Keys().admit([]) == ANYONE
+    assert Keys().admit(bearer("whatever")) == ANYONE
 
 
 def test_each_key_has_a_namespace_of_its_own() -> None:
     keys = Keys(["alice", "bob"])
     alice, bob = keys.admit(bearer("alice")), keys.admit(bearer("bob"))
-    assert alice == namespace_of("alice")
-    assert len({alice, bob, SHARED}) == 3
-    assert "alice" not in alice
+    assert alice == Caller(namespace_of("alice"), namespace_of("alice"))
+    assert len({alice, bob, ANYONE}) == 3
+    assert "alice" not in alice.own
 
 
 def test_share_puts_all_keys_into_one_namespace() -> None:
     keys = Keys(["alice", "bob"], share=True)
-    assert keys.admit(bearer("alice")) == keys.admit(bearer("bob")) == SHARED
+    alice, bob = keys.admit(bearer("alice")), keys.admit(bearer("bob"))
+    assert alice.namespace == bob.namespace == SHARED
+    assert keys.namespaces == (SHARED,)
+    assert len({alice.own, bob.own, SHARED}) == 3, "what they left here stays their own"
 
 
 def test_the_namespace_of_a_key_never_changes() -> None:
@@ -45,7 +48,7 @@ def test_the_namespace_of_a_key_never_changes() -> None:
     ],
 )
 def test_ways_to_present_a_key(headers: list[tuple[bytes, bytes]]) -> None:
-    assert Keys(["bob", "alice"]).admit(headers) == namespace_of("alice")
+    assert Keys(["bob", "alice"]).admit(headers).own == namespace_of("alice")
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,28 @@ def test_custom_tools_are_called_with_a_text() -> None:
         assert "".join(deltas) == "*** Begin\n+a"
 
 
+def test_tools_in_namespaces_are_called_there() -> None:
+    """As Codex sends those of its MCP servers, and wants them back."""
+    said = '<tool_call>\n{"name": "mcp__sky__look", "arguments": {"at": "sky"}}\n</tool_call>'
+    inner = {"type": "function", "name": "look", "parameters": PARAMETERS}
+    tools: list[Any] = [{"type": "namespace", "name": "mcp__sky", "tools": [inner]}]
+    with talking(said) as live:
+        client = live.openai()
+        (called,) = client.responses.create(**ASK, tools=tools).output
+        call = called.model_dump()
+        assert (call["namespace"], call["name"]) == ("mcp__sky", "look")
+        events = list(client.responses.create(**ASK, tools=tools, stream=True))
+        (done,) = [e for e in events if e.type == "response.output_item.done"]
+        assert done.item.model_dump(exclude={"id", "call_id"}).items() <= call.items()
+        (arguments,) = [e for e in events if e.type == "response.function_call_arguments.done"]
+        assert arguments.name == "look"
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "blue"}
+        items: Any = [{"role": "user", "content": "?"}, called, output]
+        client.responses.create(model="fake", input=items, tools=tools)
+        (sent,) = live.tokenizer.rendered[-1]["messages"][1]["tool_calls"]
+        assert sent["function"]["name"] == "mcp__sky__look"
+
+
 def test_logprobs(plain: Live) -> None:
     client = plain.openai()
     asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}

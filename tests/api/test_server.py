@@ -149,6 +149,19 @@ def test_each_key_has_its_own_namespace(locked: Live) -> None:
     assert len(locked.engine.jobs) == n_jobs
 
 
+def test_a_shared_cache_shares_no_responses() -> None:
+    with serve(keys=Keys(["alice", "bob"], share=True)) as live:
+        alice, bob = (live.openai(api_key=key).responses for key in ("alice", "bob"))
+        kept = alice.create(model="fake", input="hi")
+        assert live.engine.jobs[-1].namespace == SHARED
+        for foreign in (bob.retrieve, bob.delete, bob.cancel, bob.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                foreign(kept.id)
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            bob.create(model="fake", input="hi", previous_response_id=kept.id)
+        assert alice.retrieve(kept.id).output_text == kept.output_text
+
+
 def test_without_keys_there_is_one_namespace(shared_live: Live) -> None:
     shared_live.openai(api_key="anything").completions.create(model="fake", prompt="a")
     assert shared_live.engine.jobs[-1].namespace == SHARED

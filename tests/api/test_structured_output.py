@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,32 @@ def test_the_extensions(live: Real) -> None:
     lark = {"type": "lark", "grammar": 'start: "<" /[0-9]{2}/ ">"'}
     reply = ask(live, extra_body={"response_format": lark, "enable_thinking": False})
     assert reply.choices[0].message.content[1:3].isdigit()
+
+
+def test_the_extensions_elsewhere(live: Real) -> None:
+    """A raw completion is held from its first token on, as nobody thinks in it."""
+    pick = {"type": "choice", "choices": ["one", "two words"]}
+    raw = live.openai().completions.create(
+        model="", prompt="Which?", max_tokens=50, extra_body={"response_format": pick}
+    )
+    assert raw.choices[0].text in pick["choices"]
+    assert raw.choices[0].finish_reason == "stop"
+    form: Any = {"type": "regex", "regex": "[a-c]{4}"}
+    quiet = {"enable_thinking": False}
+    events: Any = live.openai().responses.create(
+        model="",
+        input="Which?",
+        text={"format": form},
+        max_output_tokens=50,
+        stream=True,
+        extra_body=quiet,
+    )
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert re.fullmatch(form["regex"], "".join(deltas))
+    broken: Any = {"type": "regex", "regex": "(["}
+    with pytest.raises(openai.BadRequestError) as caught:
+        live.openai().responses.create(model="", input="Which?", text={"format": broken})
+    assert caught.value.param == "text.format"
 
 
 def test_ignore_eos_does_not_outlast_a_grammar(live: Real) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from firn.api.embedding_routes import PIECE_TOKENS, cut, pieces
 from firn.core.errors import StepFailed
+from firn.core.values import Chat, GenerateRequest, ImagePart, TextPart
 from tests.api.live import Live, serve
 from tests.api.talking import post
 
@@ -51,6 +53,39 @@ def test_older_names_work(shared_live: Live) -> None:
 def test_the_model_is_checked(shared_live: Live) -> None:
     for path, body in (("tokenize", {"text": "a"}), ("detokenize", {"ids": [1]})):
         assert post(shared_live, f"/v1/{path}", body | {"model": "other"}).status_code == 404
+
+
+CAT = ["<|im_start|>user", "cat<|im_end|>", "<|im_start|>assistant"]
+PICTURE = "https://pictures.example/cat.png"
+
+
+async def fetched(request: GenerateRequest) -> GenerateRequest:
+    """A picture by its address is a word here: what came of it can be seen in the prompt."""
+    assert isinstance(request.source, Chat)
+    (message,) = request.source.messages
+    seen = tuple(TextPart("cat") if isinstance(p, ImagePart) else p for p in message.parts)
+    return replace(
+        request, source=replace(request.source, messages=(replace(message, parts=seen),))
+    )
+
+
+def test_pictures_are_fetched_for_those_who_only_count() -> None:
+    part = {"type": "image_url", "image_url": {"url": PICTURE}}
+    block = {"type": "image", "source": {"type": "url", "url": PICTURE}}
+    item = {"type": "input_image", "image_url": PICTURE}
+    with serve(fetch_images=fetched) as live:
+        shown = post(live, "/v1/tokenize", {"messages": [{"role": "user", "content": [part]}]})
+        assert "".join(shown.json()["tokens"]).split() == CAT
+        n_tokens = shown.json()["count"]
+        counted = post(
+            live,
+            "/v1/messages/count_tokens",
+            {"messages": [{"role": "user", "content": [block]}]},
+        )
+        assert counted.json() == {"input_tokens": n_tokens}
+        body = {"input": [{"role": "user", "content": [item]}]}
+        counted = post(live, "/v1/responses/input_tokens", body)
+        assert counted.json()["input_tokens"] == n_tokens
 
 
 # --- vectors -------------------------------------------------------------------------------

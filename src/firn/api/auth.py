@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from firn.core.errors import Unauthorized
 from firn.core.values import Namespace
@@ -21,13 +22,29 @@ def namespace_of(key: str) -> Namespace:
     return Namespace(digest.hexdigest())
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. own: what it left here is under this name, and nobody else's. namespace: where its
+    prefixes are cached, which it may share."""
+
+    own: Namespace
+    namespace: Namespace
+
+
+ANYONE = Caller(SHARED, SHARED)
+"""Every caller of a server without keys."""
+
+
 class Keys:
     """The accepted API keys; none at all means that everyone may call. Never changed."""
 
     def __init__(self, keys: Sequence[str] = (), *, share: bool = False) -> None:
         self._share = share
         self._entries = tuple(
-            (_digest(key.encode()), SHARED if share else namespace_of(key))
+            (
+                _digest(key.encode()),
+                Caller(namespace_of(key), SHARED if share else namespace_of(key)),
+            )
             for key in dict.fromkeys(keys)
         )
 
@@ -42,24 +59,25 @@ class Keys:
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
-        """Every namespace that a caller can have."""
-        return tuple(dict.fromkeys(ns for _, ns in self._entries)) or (SHARED,)
+        """Every namespace of the cache that a caller can have."""
+        return tuple(dict.fromkeys(caller.namespace for _, caller in self._entries)) or (SHARED,)
 
-    def admit(self, headers: RawHeaders) -> Namespace:
-        """The caller's namespace; raises Unauthorized."""
+    def admit(self, headers: RawHeaders) -> Caller:
+        """Raises Unauthorized."""
         if not self._entries:
-            return SHARED
+            return ANYONE
         presented = list(_presented(headers))
         if not presented:
             raise Unauthorized(
-                "This server needs an API key: send it as 'Authorization: Bearer KEY'."
+                "This server needs an API key: send it as 'Authorization: Bearer KEY' "
+                "or 'x-api-key: KEY'."
             )
-        admitted: Namespace | None = None
+        admitted: Caller | None = None
         for candidate in map(_digest, presented):
             # Every key is compared, so the time taken tells nothing about which one was close.
-            for digest, namespace in self._entries:
+            for digest, caller in self._entries:
                 if hmac.compare_digest(candidate, digest):
-                    admitted = namespace
+                    admitted = caller
         if admitted is None:
             raise Unauthorized("This API key is not known here.")
         return admitted

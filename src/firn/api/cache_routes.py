@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from firn.api.body import check_content_type, parse_object, read_body
 from firn.api.dialects import Dialect
 from firn.api.exchange import exchange_of
+from firn.api.prompting import prompt_of
 from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import InvalidValue, NotFound
@@ -47,7 +48,7 @@ class CacheRoutes:
         return await asyncio.wrap_future(self._admin.stats(self._scope(request)))
 
     async def probe(self, request: Request) -> dict[str, Any]:
-        prompt = await self._prompt(await self._decode(request))
+        prompt = await prompt_of(self._services, await self._decode(request))
         asked = self._admin.probe(prompt, exchange_of(request.scope).namespace)
         return await asyncio.wrap_future(asked)
 
@@ -55,11 +56,12 @@ class CacheRoutes:
         """Computes the prompt first, where it is not stored yet."""
         wanted = await self._decode(request)
         await self._compute(wanted, request)
-        asked = self._admin.pin(await self._prompt(wanted), exchange_of(request.scope).namespace)
+        prompt = await prompt_of(self._services, wanted)
+        asked = self._admin.pin(prompt, exchange_of(request.scope).namespace)
         return await asyncio.wrap_future(asked)
 
     async def unpin(self, request: Request) -> dict[str, Any]:
-        prompt = await self._prompt(await self._decode(request))
+        prompt = await prompt_of(self._services, await self._decode(request))
         asked = self._admin.unpin(prompt, exchange_of(request.scope).namespace)
         return await asyncio.wrap_future(asked)
 
@@ -91,17 +93,11 @@ class CacheRoutes:
         key = "messages" if "messages" in body else "prompt"
         path = "/v1/chat/completions" if key == "messages" else "/v1/completions"
         dialect = next(d for d in self._dialects if d.path == path)
-        call = dialect.decode(body, namespace=exchange_of(request.scope).namespace)
+        call = dialect.decode(body, namespace=exchange_of(request.scope).caller.own)
         if len(call.requests) != 1:
             raise InvalidValue(key, "one prompt at a time")
+        self._services.check_model(call.requests[0].model)
         return call.requests[0]
-
-    async def _prompt(self, wanted: GenerateRequest) -> Prompt:
-        services = self._services
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            services.pool, lambda: services.prompts.make(wanted.source, reasoning=wanted.reasoning)
-        )
 
     async def _compute(self, wanted: GenerateRequest, request: Request) -> None:
         exchange = exchange_of(request.scope)

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import Scope, Send
 
-from firn.api.auth import SHARED
+from firn.api.auth import ANYONE, Caller
 from firn.api.dialects import Dialect, _openai
 from firn.core.errors import FirnError, QueueFull, Unauthorized
 from firn.core.values import Namespace
@@ -28,10 +28,15 @@ class Exchange:
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
     began_at: float = field(default_factory=time.perf_counter)
-    namespace: Namespace = SHARED
+    caller: Caller = ANYONE
     status: int = 0
     gone: bool = False
     summary: str = ""
+
+    @property
+    def namespace(self) -> Namespace:
+        """The caller's part of the cache."""
+        return self.caller.namespace
 
 
 def exchange_of(scope: Scope) -> Exchange:

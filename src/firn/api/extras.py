@@ -24,7 +24,7 @@ def add_extra(app: FastAPI, extra: Extra, services: Services) -> None:
             limit = services.limits.body_nbytes
             body = parse_object(await read_body(headers, request.receive, limit_nbytes=limit))
         asked = Asked(
-            namespace=exchange_of(request.scope).namespace,
+            namespace=exchange_of(request.scope).caller.own,
             path=request.path_params,
             query=dict(request.query_params),
             body=body,

@@ -90,7 +90,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                exchange_of(scope).namespace = self._keys.admit(scope["headers"])
+                exchange_of(scope).caller = self._keys.admit(scope["headers"])
             except Unauthorized as error:
                 await send_error(send, error, self._shapes.of(scope["path"]))
                 return

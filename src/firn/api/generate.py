@@ -50,7 +50,7 @@ class Generate:
             raise ShuttingDown()
         check_content_type(scope["headers"])
         raw = await read_body(scope["headers"], receive, limit_nbytes=services.limits.body_nbytes)
-        call = self._dialect.decode(parse_object(raw), namespace=exchange.namespace)
+        call = self._dialect.decode(parse_object(raw), namespace=exchange.caller.own)
         if call.ignored:
             logger.debug("%s ignored: %a", exchange.id, ", ".join(call.ignored)[:500])
         return call

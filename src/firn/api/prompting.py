@@ -21,13 +21,18 @@ def make_prompt(services: Services, request: GenerateRequest) -> Prompt:
         raise BadRequest("The prompt is nested too deeply.", param="messages") from None
 
 
-async def count_tokens(services: Services, request: GenerateRequest) -> int:
-    """What the template makes of it, also where that is too long to be answered."""
-    services.check_model(request.model)
+async def prompt_of(services: Services, request: GenerateRequest) -> Prompt:
+    """As a reply to it would begin, for those who generate nothing."""
     if services.fetch_images is not None:
         request = await services.fetch_images(request)
     loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(services.pool, make_prompt, services, request)
+
+
+async def count_tokens(services: Services, request: GenerateRequest) -> int:
+    """What the template makes of it, also where that is too long to be answered."""
+    services.check_model(request.model)
     try:
-        return len(await loop.run_in_executor(services.pool, make_prompt, services, request))
+        return len(await prompt_of(services, request))
     except ContextTooLong as error:
         return error.n_prompt

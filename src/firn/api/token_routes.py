@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 from firn.api.dialects import Asked, Dialect, Extra
 from firn.api.dialects._fields import Fields, array, integer, string
-from firn.api.prompting import make_prompt
+from firn.api.prompting import prompt_of
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
-from firn.core.values import GenerateRequest
 
 T = TypeVar("T")
 
@@ -27,7 +26,8 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra
             raise InvalidValue("text", "is required, or messages")
         if text is None:
             (request,) = chat.decode(asked.body, namespace=asked.namespace).requests
-            return await _in_pool(services, lambda: _shown(services, _rendered(services, request)))
+            prompt = await prompt_of(services, request)
+            return await _in_pool(services, lambda: _shown(services, prompt.ids.tolist()))
         given, special = string(text, "text"), body.boolean("add_special_tokens", True)
         return await _in_pool(
             services, lambda: _shown(services, _encoded(services, given, add_special=special))
@@ -59,10 +59,6 @@ def _encoded(services: Services, text: str, *, add_special: bool) -> list[int]:
         return services.tokenizer.encode(text, add_special=add_special)
     except UnicodeEncodeError:
         raise BadRequest("text: an unpaired surrogate, which is no text.", param="text") from None
-
-
-def _rendered(services: Services, request: GenerateRequest) -> list[int]:
-    return [int(token) for token in make_prompt(services, request).ids]
 
 
 def _shown(services: Services, ids: list[int]) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class Compiler:
         if grammar.kind == "json_schema":
             pointer, fault = locate(json.loads(grammar.text), fault, self._schema_fault)
             at = f" at #{pointer}"
-        what = {"json_schema": "schema", "json_object": "schema"}.get(grammar.kind, grammar.kind)
+        names = {"json_schema": "schema", "json_object": "schema", "lark": "grammar"}
+        what = names.get(grammar.kind, grammar.kind)
         raise InvalidValue(grammar.param, f"the {what} is not supported{at}: {_one_line(fault)}")
 
     def _refuse_dead_ends(self, grammar: Grammar, matcher: LLMatcher) -> None:

@@ -4,13 +4,14 @@
     expanded   user: look at <image><image><image> and <image><image>
     tokens     |---- text ---|--- span 0: its digest --|- text -|-- span 1 --|
 
-The template writes one placeholder for each picture. The same characters in a caller's own text are no
-picture: they are found by rendering once more with that text marked, and are tokenized in two halves,
-as text.
+The template writes one placeholder for each picture. The same characters in a caller's own text, or
+those of the tokens that a picture becomes, are no picture: they are found by rendering once more with
+that text marked, and are tokenized in two halves, as text.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +40,8 @@ class Illustration:
             raise BadImage(self._parts[MAX_IMAGES].param, f"more than {MAX_IMAGES} images.")
         self._placeholder = pictures.placeholder
         self._inline = pictures.inline
-        self._mark = ""
+        self._marks: dict[str, str] = {}
+        """What stands in the text for what a caller has written."""
         self.prepared: list[PreparedImage] = [pictures.prepare(p) for p in self._parts]
 
     def render(
@@ -58,14 +60,21 @@ class Illustration:
             return tokenizer.render(written, tools=change(tools), kwargs=change(kwargs))
 
         text = rendered(lambda value: value)
-        if text.count(self._placeholder) == len(self._parts):
+        others = self._other_tokens(tokenizer)
+        if text.count(self._placeholder) == len(self._parts) and not any(o in text for o in others):
             return text
-        self._mark = f"placeholder-{secrets.token_hex(8)}"
-        text = rendered(lambda value: _replaced(value, self._placeholder, self._mark))
+        written = (self._placeholder, *others)
+        self._marks = {f"placeholder-{secrets.token_hex(8)}": own for own in written}
+        text = rendered(lambda value: _replaced(value, self._marks))
         if text.count(self._placeholder) != len(self._parts):
             param = self._parts[0].param
             raise BadImage(param, "the model's chat template has no place for images here.")
         return text
+
+    def _other_tokens(self, tokenizer: Tokenizer) -> list[str]:
+        """What a picture's tokens begin with, where that is not the placeholder: Gemma 3 has both."""
+        found = {tokenizer.decode([int(image.ids[0])]) for image in self.prepared}
+        return sorted(found - {self._placeholder, ""})
 
     def expand(self, text: str) -> str:
         """Every placeholder as what its picture becomes."""
@@ -76,19 +85,24 @@ class Illustration:
         return "".join(expanded)
 
     def encode(self, tokenizer: Tokenizer, expanded: str) -> list[int]:
-        if not self._mark:
+        if not self._marks:
             return tokenizer.encode(expanded, add_special=False)
-        pieces = expanded.split(self._mark)
-        head, tail = self._placeholder[:1], self._placeholder[1:]
         ids: list[int] = []
-        for i, piece in enumerate(pieces):
-            text = (tail if i else "") + piece + (head if i < len(pieces) - 1 else "")
-            ids += tokenizer.encode(text, add_special=False)
-        return ids
+        text = ""
+        for piece in re.split(f"({'|'.join(self._marks)})", expanded):
+            written = self._marks.get(piece)
+            if written is None:
+                text += piece
+            else:
+                ids += tokenizer.encode(text + written[:1], add_special=False)
+                text = written[1:]
+        return ids + tokenizer.encode(text, add_special=False)
 
     def readable(self, expanded: str) -> str:
         """The expanded text with the caller's own words as they were."""
-        return expanded.replace(self._mark, self._placeholder) if self._mark else expanded
+        for mark, written in self._marks.items():
+            expanded = expanded.replace(mark, written)
+        return expanded
 
     def spans(self, ids: TokenArray) -> tuple[MediaSpan, ...]:
         """The tokens that stand for each picture."""
@@ -112,14 +126,16 @@ def _find(ids: TokenArray, wanted: TokenArray, start: int) -> int:
     return -1
 
 
-def _replaced(value: Any, old: str, new: str) -> Any:
-    """In every text of a nested value."""
+def _replaced(value: Any, marks: Mapping[str, str]) -> Any:
+    """Marks in place of what they stand for, in every text of a nested value."""
     if isinstance(value, str):
-        return value.replace(old, new)
+        for mark, written in marks.items():
+            value = value.replace(written, mark)
+        return value
     if isinstance(value, Mapping):
-        return {k: _replaced(v, old, new) for k, v in value.items()}
+        return {k: _replaced(v, marks) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_replaced(v, old, new) for v in value]
+        return [_replaced(v, marks) for v in value]
     return value
 
 

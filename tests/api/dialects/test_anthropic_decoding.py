@@ -12,7 +12,6 @@ from firn.core.errors import InvalidValue
 from firn.core.values import (
     Chat,
     GenerateRequest,
-    Grammar,
     ImagePart,
     Message,
     Namespace,
@@ -250,16 +249,6 @@ def test_tool_choice(given: Any, choice: ToolChoice) -> None:
 )
 def test_thinking(given: dict[str, Any], reasoning: Reasoning) -> None:
     assert request(**given).reasoning == reasoning
-
-
-def test_a_schema_for_the_reply() -> None:
-    schema = {"type": "object"}
-    form = {"type": "json_schema", "schema": schema}
-    for given in ({"output_config": {"format": form}}, {"output_format": form}):
-        found = request(**given).grammar
-        assert found is not None
-        param = "output_config.format" if "output_config" in given else "output_format"
-        assert found == Grammar("json_schema", json.dumps(schema), param=param)
 
 
 def test_sampling_and_stops() -> None:

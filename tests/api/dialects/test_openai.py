@@ -27,7 +27,6 @@ from firn.core.values import (
     CacheControl,
     Chat,
     GenerateRequest,
-    Grammar,
     ImagePart,
     Message,
     Namespace,
@@ -205,27 +204,6 @@ def test_tools_and_their_choice() -> None:
     none = chat_source(tools=[TOOL], tool_choice="none", parallel_tool_calls=False)
     assert none.tool_choice == ToolChoice(ToolMode.NONE, parallel=False)
     assert chat_source(tools=[TOOL], tool_choice="required").tool_choice.mode is ToolMode.REQUIRED
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("form", "grammar"),
-    [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, Grammar("json_object")),
-        (
-            {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-            Grammar("json_schema", json.dumps(SCHEMA)),
-        ),
-        ({"type": "regex", "regex": "a+"}, Grammar("regex", "a+")),
-        ({"type": "lark", "grammar": "start: A"}, Grammar("lark", "start: A")),
-        ({"type": "choice", "choices": ["a", "b"]}, Grammar("choice", '["a", "b"]')),
-    ],
-)
-def test_response_formats(form: dict[str, Any], grammar: Grammar | None) -> None:
-    assert chat(response_format=form).requests[0].grammar == grammar
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from firn.core.events import (
 from firn.core.values import (
     Chat,
     GenerateRequest,
-    Grammar,
     ImagePart,
     Message,
     Namespace,
@@ -173,6 +171,23 @@ def test_tools_and_those_that_others_run() -> None:
     assert made.ignored == ("tools[1] (web_search)",)
 
 
+def test_tools_in_namespaces_have_long_names() -> None:
+    spaces = [
+        {"type": "namespace", "name": "mcp__files__", "tools": [TOOL]},
+        {"type": "namespace", "name": "agents", "tools": [TOOL, {"type": "custom", "name": "say"}]},
+        {"type": "namespace", "name": "more", "tools": [{"type": "namespace", "name": "x"}]},
+    ]
+    choice = {"type": "function", "name": "look", "namespace": "agents"}
+    made = call("hi", tools=[TOOL, *spaces], tool_choice=choice)
+    names = [tool.name for tool in chat_of(made).tools]
+    assert names == ["look", "mcp__files__look", "agents__look", "agents__say"]
+    assert chat_of(made).tool_choice.name == "agents__look"
+    assert made.ignored == ("tools[3].tools[0] (namespace)",)
+    history = {"type": "custom_tool_call", "call_id": "c", "name": "say", "namespace": "agents"}
+    found = messages(USER, history | {"input": "hm"})
+    assert found[1].tool_calls == (ToolCall("c", "agents__say", {"input": "hm"}),)
+
+
 @pytest.mark.parametrize(
     ("given", "choice"),
     [
@@ -188,21 +203,6 @@ def test_tools_and_those_that_others_run() -> None:
 )
 def test_tool_choice(given: dict[str, Any], choice: ToolChoice) -> None:
     assert chat_of(call("hi", tools=[TOOL], **given)).tool_choice == choice
-
-
-@pytest.mark.parametrize(
-    ("form", "grammar"),
-    [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, Grammar("json_object", param="text.format")),
-        (
-            {"type": "json_schema", "name": "n", "strict": True, "schema": {"type": "object"}},
-            Grammar("json_schema", json.dumps({"type": "object"}), param="text.format"),
-        ),
-    ],
-)
-def test_the_replys_form(form: dict[str, Any], grammar: Grammar | None) -> None:
-    assert request(text={"format": form, "verbosity": "low"}).grammar == grammar
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request to a further route. `body` is empty where the route has no schema."""
+    """A request to a further route. `body` is empty where the route has no schema, `namespace` is
+    what the caller shares with nobody."""
 
     namespace: Namespace
     path: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class Dialect(Protocol):
     tool_id_prefix: str
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> Call:
-        """Raises InvalidValue and other BadRequests. `namespace` is for dialects that store."""
+        """Raises InvalidValue and other BadRequests. `namespace`: the caller's own, as in Asked."""
         ...
 
     def render_error(self, error: FirnError) -> dict[str, Any]:

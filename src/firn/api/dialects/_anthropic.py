@@ -6,7 +6,6 @@ it: templates want results right behind the calls. What cache_control marks is a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
 from firn.api.dialects._openai import MAX_STOP_CHARS, MAX_STOPS
 from firn.api.dialects._openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     Grammar,
@@ -369,13 +369,6 @@ def shows_thinking(body: Fields) -> bool:
 
 def grammar(body: Fields) -> Grammar | None:
     """output_config.format, and output_format as it was first called."""
-    for owner, member in ((body.object("output_config"), "format"), (body, "output_format")):
-        given = owner.get(member)
-        if given is None:
-            continue
-        path = owner.name(member)
-        form = Fields(fields.mapping(given, path), path)
-        _only(form, "json_schema")
-        schema = fields.mapping(form.require("schema"), form.name("schema"))
-        return Grammar("json_schema", json.dumps(schema), param=path)
-    return None
+    newer = output_format(body.object("output_config"), "format")
+    older = output_format(body, "output_format")
+    return older if newer is None else newer

@@ -97,11 +97,11 @@ class Fields:
 
     def __init__(self, members: Mapping[str, Any], path: str = "") -> None:
         self._members = members
-        self._path = path
+        self.path = path
         self._read: set[str] = set()
 
     def name(self, member: str) -> str:
-        return f"{self._path}.{member}" if self._path else member
+        return f"{self.path}.{member}" if self.path else member
 
     def get(self, member: str) -> Any:
         self._read.add(member)

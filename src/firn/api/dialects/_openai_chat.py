@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from firn.api.body import parse
 from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
+from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     Grammar,
@@ -181,39 +181,7 @@ def tool_choice(body: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
 
 
 def grammar(body: Fields) -> Grammar | None:
-    """response_format; regex, choice and lark are extensions of ours."""
-    given = body.get("response_format")
-    if given is None:
-        return None
-    form = Fields(fields.mapping(given, "response_format"), "response_format")
-    kind = fields.string(form.require("type"), form.name("type"))
-    match kind:
-        case "text":
-            return None
-        case "json_object":
-            return Grammar("json_object")
-        case "json_schema":
-            outer = Fields(
-                fields.mapping(form.require("json_schema"), form.name("json_schema")),
-                form.name("json_schema"),
-            )
-            outer.string("name")
-            outer.boolean("strict", False)
-            schema = fields.mapping(outer.require("schema"), outer.name("schema"))
-            return Grammar("json_schema", json.dumps(schema))
-        case "regex":
-            return Grammar("regex", fields.string(form.require("regex"), form.name("regex")))
-        case "lark":
-            return Grammar("lark", fields.string(form.require("grammar"), form.name("grammar")))
-        case "choice":
-            given = fields.array(form.require("choices"), form.name("choices"), low=1)
-            choices = [
-                fields.string(value, f"{form.name('choices')}[{i}]")
-                for i, value in enumerate(given)
-            ]
-            return Grammar("choice", json.dumps(choices))
-        case _:
-            raise InvalidValue(form.name("type"), f"{kind[:64]!r} is not supported here")
+    return output_format(body, "response_format", schema_in="json_schema")
 
 
 def reasoning(body: Fields) -> Reasoning:

@@ -7,15 +7,15 @@ are put together again, since a template renders turns.
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from firn.api.dialects import _fields as fields
 from firn.api.dialects import _openai_chat
 from firn.api.dialects._fields import Fields
 from firn.api.dialects._openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS, ROLES
+from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
 from firn.core.values import Grammar, Message, Part, TextPart, Tool, ToolCall, ToolChoice, ToolMode
 
@@ -28,6 +28,9 @@ CUSTOM_INPUT: Mapping[str, Any] = {
     "required": ["input"],
 }
 """A custom tool takes one text; a model that calls functions gives it as one argument."""
+
+JOINT = "__"
+"""Between a namespace and a name, as agents write it where there are no namespaces."""
 
 Item = Mapping[str, Any]
 FindItem = Callable[[str], Item | None]
@@ -114,10 +117,10 @@ def _decode(item: Fields, turns: _Turns) -> None:
         case "function_call":
             arguments = item.get("arguments")
             decoded = _openai_chat.arguments(arguments, item.name("arguments"))
-            turns.call(ToolCall(_call_id(item), _name(item), decoded))
+            turns.call(ToolCall(_call_id(item), _flat(_place(item)), decoded))
         case "custom_tool_call":
             text = fields.string(item.require("input"), item.name("input"))
-            turns.call(ToolCall(_call_id(item), _name(item), {"input": text}))
+            turns.call(ToolCall(_call_id(item), _flat(_place(item)), {"input": text}))
         case "function_call_output" | "custom_tool_call_output":
             parts = _openai_chat.parts(item.require("output"), item.name("output"))
             turns.add(Message("tool", parts, tool_call_id=_call_id(item)))
@@ -173,8 +176,23 @@ def _call_id(item: Fields) -> str:
     return fields.string(item.require("call_id"), item.name("call_id"))
 
 
-def _name(item: Fields) -> str:
-    return fields.string(item.require("name"), item.name("name"), empty=False)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the caller has a tool: agents put those of one server, or of one purpose, together."""
+
+    namespace: str
+    name: str
+
+
+def _place(owner: Fields) -> Place:
+    name = fields.string(owner.require("name"), owner.name("name"), empty=False)
+    return Place(owner.string("namespace") or "", name)
+
+
+def _flat(place: Place) -> str:
+    """The name by which the model knows the tool."""
+    namespace = place.namespace.removesuffix(JOINT)
+    return f"{namespace}{JOINT}{place.name}" if namespace else place.name
 
 
 # --- tools ---------------------------------------------------------------------------------
@@ -182,10 +200,12 @@ def _name(item: Fields) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """custom: names of those that take a text. left_out: what OpenAI's servers would run."""
+    """custom: names of those that take a text. places: of those in namespaces, by the name that the
+    model knows. left_out: what OpenAI's servers would run."""
 
     all: tuple[Tool, ...] = ()
     custom: frozenset[str] = frozenset()
+    places: Mapping[str, Place] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
 
@@ -195,18 +215,42 @@ def tools(body: Fields) -> Tools:
         return Tools()
     found: list[Tool] = []
     custom: set[str] = set()
+    places: dict[str, Place] = {}
     left_out: list[str] = []
-    for i, value in enumerate(fields.array(given, "tools", high=MAX_TOOLS)):
-        tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
+    for tool, namespace in _each_tool(given, "tools"):
         kind = fields.string(tool.require("type"), tool.name("type"))
         if kind == "function":
             found.append(_function(tool))
         elif kind == "custom":
             found.append(_custom(tool))
-            custom.add(found[-1].name)
         else:
-            left_out.append(f"tools[{i}] ({kind[:64]})")
-    return Tools(tuple(found), frozenset(custom), tuple(left_out))
+            left_out.append(f"{tool.path} ({kind[:64]})")
+            continue
+        if namespace:
+            place = Place(namespace, found[-1].name)
+            found[-1] = replace(found[-1], name=_flat(place))
+            places[found[-1].name] = place
+        if kind == "custom":
+            custom.add(found[-1].name)
+    return Tools(tuple(found), frozenset(custom), places, tuple(left_out))
+
+
+def _each_tool(given: Any, param: str) -> Iterator[tuple[Fields, str]]:
+    """With the namespace it is in, if any."""
+    for tool in _listed(given, param):
+        if tool.get("type") == "namespace":
+            namespace = _tool_name(tool)
+            for inner in _listed(tool.require("tools"), tool.name("tools")):
+                yield inner, namespace
+        else:
+            yield tool, ""
+
+
+def _listed(given: Any, param: str) -> list[Fields]:
+    return [
+        Fields(fields.mapping(value, f"{param}[{i}]"), f"{param}[{i}]")
+        for i, value in enumerate(fields.array(given, param, high=MAX_TOOLS))
+    ]
 
 
 def _function(tool: Fields) -> Tool:
@@ -244,7 +288,7 @@ def tool_choice(body: Fields, tools: Tools) -> ToolChoice:
     if isinstance(given, dict):
         choice = Fields(given, "tool_choice")
         fields.one_of(choice.require("type"), "tool_choice.type", ("function", "custom"))
-        name = fields.string(choice.require("name"), "tool_choice.name")
+        name = _flat(_place(choice))
         if name not in {tool.name for tool in tools.all}:
             raise InvalidValue("tool_choice", f"no tool is named {name[:64]!r}")
         return ToolChoice(ToolMode.NAMED, name=name, parallel=parallel)
@@ -258,25 +302,7 @@ def tool_choice(body: Fields, tools: Tools) -> ToolChoice:
 
 
 def grammar(body: Fields) -> Grammar | None:
-    text = body.object("text")
-    given = text.get("format")
-    if given is None:
-        return None
-    path = text.name("format")
-    form = Fields(fields.mapping(given, path), path)
-    kind = fields.string(form.require("type"), form.name("type"))
-    match kind:
-        case "text":
-            return None
-        case "json_object":
-            return Grammar("json_object", param=path)
-        case "json_schema":
-            form.string("name")
-            form.boolean("strict", False)
-            schema = fields.mapping(form.require("schema"), form.name("schema"))
-            return Grammar("json_schema", json.dumps(schema), param=path)
-        case _:
-            raise InvalidValue(form.name("type"), f"{kind[:64]!r} is not supported here")
+    return output_format(body.object("text"), "format")
 
 
 def wants_summary(body: Fields) -> bool:

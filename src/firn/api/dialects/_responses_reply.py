@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from firn.api import sse
 from firn.api.dialects import Head, _openai
 from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
 from firn.api.dialects._openai import dumps, quote
-from firn.api.dialects._responses_items import seal
+from firn.api.dialects._responses_items import Place, seal
 from firn.core.errors import Cancelled, FirnError
 from firn.core.events import Ended, Event, Failed, Progress, Started, TextLogprob
 from firn.core.values import Usage
@@ -26,13 +26,15 @@ class Look:
 
     echo: what it repeats of its request. summarises: reasoning is shown as its own summary. seals:
     it also goes out sealed, for clients that bring nothing else back. customs: names of the tools
-    whose calls are a text. writes: the prompt was stored.
+    whose calls are a text. places: where the caller has the tools that are in namespaces. writes: the
+    prompt was stored.
     """
 
     echo: Mapping[str, Any]
     summarises: bool = False
     seals: bool = False
     customs: frozenset[str] = frozenset()
+    places: Mapping[str, Place] = field(default_factory=dict)
     with_logprobs: bool = False
     writes: bool = True
 
@@ -121,11 +123,18 @@ class Reply:
             case "reasoning":
                 return begun | self._reasoning(block)
             case "call" if block.name in self.look.customs:
-                named = {"call_id": block.id, "name": block.name}
-                return begun | {"type": "custom_tool_call", **named, "input": custom_input(block)}
+                called = begun | {"type": "custom_tool_call", "input": custom_input(block)}
+                return called | {"call_id": block.id, **self._named(block)}
             case "call":
-                named = {"call_id": block.id, "name": block.name}
-                return begun | {"type": "function_call", **named, "arguments": block.text}
+                called = begun | {"type": "function_call", "arguments": block.text}
+                return called | {"call_id": block.id, **self._named(block)}
+
+    def _named(self, block: Block) -> dict[str, str]:
+        """The tool as the caller knows it."""
+        place = self.look.places.get(block.name)
+        if place is None:
+            return {"name": block.name}
+        return {"name": place.name, "namespace": place.namespace}
 
     def text_part(self, block: Block) -> dict[str, Any]:
         logprobs = _logprobs(block.logprobs) if self.look.with_logprobs else []
@@ -272,7 +281,7 @@ class ResponseEncoder:
         if block.kind == "text":
             done += f',"logprobs":{dumps(self._reply.text_part(block)["logprobs"])}'
         elif block.kind == "call":
-            done += f',"name":{quote(block.name)}'
+            done += f',"name":{quote(self._reply.output[-1]["name"])}'
         frames += self._frame(f"{kind}.done", done)
         part = self._part(block)
         if part is not None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from firn.api import sse
 from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat
 from firn.api.dialects._openai import quote
+from firn.api.dialects._output_formats import schema_of_format
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
@@ -268,7 +269,7 @@ def _schema() -> dict[str, Any]:
         "tools": {"type": ["array", "null"], "items": {"type": "object"}},
         "tool_choice": {"type": ["string", "object", "null"]},
         "parallel_tool_calls": {"type": ["boolean", "null"]},
-        "response_format": {"type": ["object", "null"]},
+        "response_format": schema_of_format(),
         "reasoning_effort": {"enum": [*_openai_chat.EFFORTS, None]},
         "enable_thinking": {"type": ["boolean", "null"]},
         "thinking_budget": {"type": ["integer", "null"], "minimum": 0},

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firn.api import sse
-from firn.api.dialects import Extra, Head, _fields, _openai
+from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat
 from firn.api.dialects._openai import quote
+from firn.api.dialects._output_formats import schema_of_format
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
@@ -57,6 +58,7 @@ class OpenAICompletions:
         top_logprobs = given.integer("logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
         ignore_eos = given.boolean("ignore_eos", False)
         echo = given.boolean("echo", False)
+        grammar = _openai_chat.grammar(given)
         cache = _openai.cache_control(given)
         if echo and top_logprobs is not None:
             raise InvalidValue("echo", "cannot be combined with logprobs")
@@ -73,6 +75,7 @@ class OpenAICompletions:
                 top_logprobs=top_logprobs,
                 ignore_eos=ignore_eos,
                 echo=echo,
+                grammar=grammar,
                 cache=cache,
             )
             for source in sources
@@ -286,6 +289,7 @@ def _schema() -> dict[str, Any]:
         "prompt": prompt,
         "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
         "echo": {"type": ["boolean", "null"]},
+        "response_format": schema_of_format(),
     }
     return {
         "type": "object",

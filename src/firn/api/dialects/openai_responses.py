@@ -65,6 +65,7 @@ class OpenAIResponses:
             summarises=items.wants_summary(given),
             seals=SEALED_REASONING in include,
             customs=tools.custom,
+            places=tools.places,
             with_logprobs=request.top_logprobs is not None,
             writes=request.cache.write,
         )

@@ -1,0 +1,63 @@
+"""What a reply must look like: the same forms in every dialect, under the name each has for them. Pure.
+
+JSON is asked for as OpenAI and Anthropic do; regex, choice and lark are extensions of ours.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from firn.api.dialects import _fields as fields
+from firn.api.dialects._fields import Fields
+from firn.core.values import Grammar
+
+KINDS = ("text", "json_object", "json_schema", "regex", "choice", "lark")
+
+
+def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar | None:
+    """None for any text. `schema_in`: the member that a schema and its name are wrapped in, if any."""
+    given = owner.get(member)
+    if given is None:
+        return None
+    path = owner.name(member)
+    form = Fields(fields.mapping(given, path), path)
+    kind = fields.one_of(form.require("type"), form.name("type"), KINDS)
+    match kind:
+        case "json_object":
+            return Grammar("json_object", param=path)
+        case "json_schema":
+            return Grammar("json_schema", _schema(form, schema_in), param=path)
+        case "regex":
+            pattern = fields.string(form.require("regex"), form.name("regex"))
+            return Grammar("regex", pattern, param=path)
+        case "choice":
+            return Grammar("choice", _choices(form), param=path)
+        case "lark":
+            grammar = fields.string(form.require("grammar"), form.name("grammar"))
+            return Grammar("lark", grammar, param=path)
+        case _:
+            return None
+
+
+def _schema(form: Fields, schema_in: str) -> str:
+    if schema_in:
+        form.require(schema_in)
+        form = form.object(schema_in)
+    form.string("name")
+    form.boolean("strict", False)  # it is always kept to
+    return json.dumps(fields.mapping(form.require("schema"), form.name("schema")))
+
+
+def _choices(form: Fields) -> str:
+    param = form.name("choices")
+    given = fields.array(form.require("choices"), param, low=1)
+    return json.dumps([fields.string(text, f"{param}[{i}]") for i, text in enumerate(given)])
+
+
+def schema_of_format() -> dict[str, Any]:
+    """For /openapi.json."""
+    return {
+        "type": ["object", "null"],
+        "description": f"type is one of {', '.join(KINDS)}; see the README.",
+    }
