@@ -31,7 +31,7 @@ class Fault(Enum):
     DROP = "drop"
     """A write that never happens but says so; a read of a file that someone has deleted."""
     DELAY = "delay"
-    """Waits until `tier.release()`, at most ten seconds."""
+    """Waits until `tier.release()`, at most `delay_s`."""
     SHORT_READ = "short read"
     BIT_FLIP = "bit flip"
     SWAP = "swap"
@@ -52,19 +52,18 @@ READ_FAULTS = (
     Fault.DROP, Fault.DELAY, Fault.SHORT_READ, Fault.BIT_FLIP, Fault.SWAP, Fault.STALE,
     Fault.DUPLICATE, Fault.EIO,
 )  # fmt: skip
+QUICK_FAULTS = tuple(f for f in (*WRITE_FAULTS, *READ_FAULTS) if f is not Fault.DELAY)
 ERRNO = {Fault.ENOSPC: errno.ENOSPC, Fault.EIO: errno.EIO, Fault.EROFS: errno.EROFS}
 Op = Literal["read", "write"]
 Plan = Callable[[Op, Name], Fault | None]
 
 
-def random_plan(
-    *, seed: int, rate: float, faults: Sequence[Fault] = (*WRITE_FAULTS, *READ_FAULTS)
-) -> Plan:
+def random_plan(*, seed: int, rate: float, faults: Sequence[Fault] = QUICK_FAULTS) -> Plan:
     """A fault in so many of the operations; never a delay or a kill unless they are named."""
     rng, lock = random.Random(seed), threading.Lock()
     allowed = {
-        "write": [f for f in faults if f in (*WRITE_FAULTS, Fault.KILL) and f is not Fault.DELAY],
-        "read": [f for f in faults if f in READ_FAULTS and f is not Fault.DELAY],
+        "write": [f for f in faults if f in (*WRITE_FAULTS, Fault.KILL)],
+        "read": [f for f in faults if f in READ_FAULTS],
     }
 
     def plan(op: Op, name: Name) -> Fault | None:
@@ -156,7 +155,9 @@ class FaultyDisk(Disk):
 class FaultyTier:
     """Implements tiers.Tier."""
 
-    def __init__(self, settings: SsdSettings, *, plan: Plan, seed: int = 0) -> None:
+    def __init__(
+        self, settings: SsdSettings, *, plan: Plan, seed: int = 0, delay_s: float = 10.0
+    ) -> None:
         self.disk = FaultyDisk(settings.folder)
         self.inner = SsdTier(settings, disk=self.disk)
         self.suffered: Counter[str] = Counter()
@@ -164,6 +165,7 @@ class FaultyTier:
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._gate = threading.Event()
+        self._delay_s = delay_s
 
     def release(self) -> None:
         """Let everything that is delayed go on, now and from now on."""
@@ -196,7 +198,8 @@ class FaultyTier:
         if fault is Fault.DUPLICATE:
             self.inner.read(name, expect)
         if fault in (Fault.DROP, Fault.SHORT_READ, Fault.BIT_FLIP, Fault.SWAP, Fault.STALE):
-            with self._lock:
+            # A file, or its folder, may go while it is being spoilt: it is lost all the same.
+            with self._lock, contextlib.suppress(FileNotFoundError):
                 self._spoil(self.disk.folder / path_of(name), fault)
         return self.inner.read(name, expect)
 
@@ -217,15 +220,12 @@ class FaultyTier:
             with self._lock:
                 self.suffered[f"{op} {fault.value}"] += 1
         if fault is Fault.DELAY:
-            self._gate.wait(timeout=10)
+            self._gate.wait(timeout=self._delay_s)
         return fault
 
     def _spoil(self, path: Path, fault: Fault) -> None:
         """Behind the tier's back, as a bad disk or a careless user would."""
-        try:
-            raw = bytearray(path.read_bytes())
-        except FileNotFoundError:
-            return
+        raw = bytearray(path.read_bytes())
         other = self._other(path)
         if fault is Fault.DROP:
             path.unlink(missing_ok=True)

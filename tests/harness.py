@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+from firn.cache.estimates import Estimates
+from firn.cache.io import TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.tiers import Tier
 from firn.core.errors import FirnError
 from firn.core.events import Admitted, ChoiceDone, JobDone, JobFailed, Token
 from firn.core.ports import Delivery
@@ -26,11 +30,14 @@ from firn.models.batch import can_batch
 from firn.models.runner import Runner
 
 GREEDY = Sampling(temperature=0.0)
+T = TypeVar("T")
 
 
 @dataclass
 class Result:
     n_cached: int = 0
+    tiers: dict[str, int] = field(default_factory=dict)
+    """How many of the cached tokens came from where."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     margins: dict[int, list[float]] = field(default_factory=dict)
@@ -67,6 +74,13 @@ def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "ti
     )
 
 
+class Eager(Estimates):
+    """Loading is worth its time whatever it takes: tiny models would sooner compute."""
+
+    def load_s(self, nbytes: int) -> float:
+        return 0.0
+
+
 class Harness:
     """An engine over one model, with a results table fed by its publish calls."""
 
@@ -82,7 +96,11 @@ class Harness:
         capacity_nbytes: int = 1 << 40,
         fingerprint: bytes = b"model",
         kv_bits: int = 0,
+        tier: Tier | None = None,
+        namespaces: Sequence[str] = ("",),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """tier: what lies below memory; `namespaces` are those whose records are looked for there."""
         self.results: dict[RequestId, Result] = {}
         self._ids = itertools.count()
 
@@ -98,7 +116,14 @@ class Harness:
                 if kv_bits:  # the heads' width decides how they are quantised
                     model(mx.array([[1]]), cache=layers)
                 layout = Layout.of(layers, kv_bits=kv_bits)
-                cache = PrefixTree(layout, settings, fingerprint=fingerprint, dtype=info.dtype)
+                cache = PrefixTree(
+                    layout, settings, fingerprint=fingerprint, dtype=info.dtype, clock=clock
+                )
+                if tier is not None:
+                    cache.held.estimates = Eager()
+                    self.io = TierIo(tier)
+                    known = [Namespace(n) for n in namespaces]
+                    cache.open_store(self.io, namespaces=known, wake=lambda: self.engine.wake())
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
             return Parts(runner, cache, budget, Limits(max_rows, 10_000, chunk, aligned=exact))
 
@@ -118,6 +143,7 @@ class Harness:
             result = self.results[request]
             if isinstance(event, Admitted):
                 result.n_cached = event.n_cached
+                result.tiers = dict(event.tiers)
             elif isinstance(event, Token):
                 result.tokens.setdefault(event.choice, []).append(event.id)
                 if event.logprob:
@@ -171,6 +197,9 @@ class Harness:
         if result.error:
             raise result.error
         return result
+
+    def between_steps(self, function: Callable[[], T]) -> T:
+        return self.engine.call(lambda _: function()).result(60)
 
     def close(self) -> None:
         self.engine.stop()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -19,13 +20,21 @@ WINDOW = 32
 """Of every windowed model of the zoo."""
 
 
-def tiny(name: str, *, bits: int = 0, **config: Any) -> Build:
+def tiny(
+    name: str,
+    *,
+    bits: int = 0,
+    dtype: mx.Dtype = mx.float32,
+    gains: Mapping[str, float] = MappingProxyType({}),
+    **config: Any,
+) -> Build:
     """A builder for Harness. bits: plain attention is quantised live, as mlx-lm does it."""
     base = ZOO[name]
-    entry = Entry(name, base.module, {**base.config, **config}, gains=base.gains)
+    config, factors = {**base.config, **config}, {**base.gains, **gains}
+    entry = Entry(name, base.module, config, gains=factors)
 
     def make() -> tuple[Any, Callable[[], list[Any]]]:
-        model = build_entry(entry)
+        model = build_entry(entry, dtype=dtype)
 
         def layers() -> list[Any]:
             return [_quantised(layer, bits) for layer in make_prompt_cache(model)]

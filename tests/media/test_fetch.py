@@ -12,7 +12,7 @@ import pytest
 
 from firn.core.errors import BadImage
 from firn.core.values import Chat, GenerateRequest, ImagePart, Message, TextPart
-from firn.media.fetch import Fetcher, FetchLimits, is_public
+from firn.media.fetch import MAX_ADDRESSES, MAX_TOTAL, Fetcher, FetchLimits, is_public
 
 PUBLIC = "93.184.216.34"
 NAMES: Mapping[str, list[str]] = {
@@ -212,6 +212,37 @@ def test_a_request_is_filled_in() -> None:
     again = asyncio.run(fetcher.gather(got))
     assert again is got
     assert len(web.asked) == 1
+
+
+def gather(web: Web, *urls: str, nbytes: int = 1000) -> GenerateRequest:
+    fetcher = Fetcher(
+        FetchLimits(nbytes=nbytes), resolve=web.resolve, transport=httpx.MockTransport(web.handle)
+    )
+    parts = tuple(ImagePart(url, param=f"content[{i}]") for i, url in enumerate(urls))
+    return asyncio.run(fetcher.gather(GenerateRequest("m", Chat((Message("user", parts),)))))
+
+
+def test_an_address_that_is_shown_twice_is_fetched_once() -> None:
+    web = Web(ok)
+    got = gather(web, *["https://pictures.example/a.png"] * 3, "https://pictures.example/b.png")
+    assert isinstance(got.source, Chat)
+    parts = got.source.messages[0].parts
+    assert [p.data for p in parts if isinstance(p, ImagePart)] == [b"pixels"] * 4
+    assert len(web.asked) == 2
+
+
+def test_one_request_fetches_only_so_many() -> None:
+    urls = [f"https://pictures.example/{i}.png" for i in range(MAX_ADDRESSES + 1)]
+    with pytest.raises(BadImage, match=rf"^content\[{MAX_ADDRESSES}\]: more than"):
+        gather(Web(no_web), *urls)
+
+
+def test_one_request_fetches_only_so_much() -> None:
+    """Each is within the limit, all of them together are not."""
+    urls = [f"https://pictures.example/{i}.png" for i in range(MAX_TOTAL + 1)]
+    assert gather(Web(ok), *urls[:-1], nbytes=len(b"pixels"))
+    with pytest.raises(BadImage, match="too large together"):
+        gather(Web(ok), *urls, nbytes=len(b"pixels"))
 
 
 def test_one_fault_ends_the_request() -> None:

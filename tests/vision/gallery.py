@@ -93,14 +93,15 @@ def prompt_of(name: str, *messages: Message) -> Prompt:
 
 
 def build(
-    name: str, *, feature_nbytes: int = 1 << 30
+    name: str, *, path: Path | None = None, feature_nbytes: int = 1 << 30
 ) -> Callable[[], tuple[Any, Callable[[], Any]]]:
-    """For tests.harness."""
+    """For tests.harness. path: another folder than the family's own."""
 
     def make() -> tuple[Any, Callable[[], list[Any]]]:
-        config = json.loads((folder(name) / "config.json").read_text())
+        home = path or folder(name)
+        config = json.loads((home / "config.json").read_text())
         model = vision_load.load_weights(
-            folder(name),
+            home,
             config,
             adapter=None,
             trust_remote_code=False,

@@ -27,6 +27,16 @@ writes this file):
   before and behind the resume point; tokens are the same in full mode, away from ties;
 - a changed, transposed, mirrored, moved, swapped or half transparent picture is another picture.
 
+What memory drops, and what a restart leaves, comes back from the SSD bit for bit
+(`tests/vision/test_disk.py`).
+
+What may be sent: PNG, JPEG, WebP, GIF, BMP and TIFF. The model sees what a viewer would show: turned
+upright, transparency over white, 16 bits scaled to 8. Animations, several pages, damaged files and what
+is over the limits (`--max-image-mb`, `--max-image-megapixels`, 256 pictures in a prompt) are a 400 that
+names the part. With `--allow-image-urls` the server fetches https addresses: all addresses of a name
+must be public, one of those is connected to, redirects are checked alike, and bytes and seconds are
+limited. Paths of files are never read.
+
 A family that is not listed works if its model follows mlx-vlm's common contract. That is not taken on
 trust: at load one small picture goes through mlx-vlm's own call and through firn's, in chunks, and a
 model whose answers differ is refused with one line (`--text-only` serves its text part). So are families

@@ -92,6 +92,26 @@ def test_it_loads_and_describes_itself(name: str) -> None:
     assert loaded.inputs is loaded.model
 
 
+def test_pictures_are_ready_before_any_weight_is_read(tmp_path: Path) -> None:
+    folder = copy_of("qwen2_5_vl", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    processor = loader.load_processor(folder, loader.load_tokenizer(folder))
+    assert processor is not None
+
+
+def test_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    load = mx.load
+
+    def noted(file: Any, *args: Any, **options: Any) -> Any:
+        read.append(Path(file).name)
+        return load(file, *args, **options)
+
+    monkeypatch.setattr(mx, "load", noted)
+    load_all(gallery.folder("qwen2_5_vl"))
+    assert read == ["model.safetensors"]
+
+
 def test_its_records_are_its_own() -> None:
     """The same weights through mlx-lm are another model to the cache."""
     name = "qwen3_5"

@@ -6,10 +6,12 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from firn.core.errors import StepFailed
 from firn.core.values import Message, Prompt
+from firn.models.picture import FeatureCache, Features
 from tests.harness import Harness, running
 from tests.vision import gallery
 from tests.vision.gallery import said, user
@@ -138,6 +140,14 @@ def test_features_are_held_within_their_limit() -> None:
         assert features.n_misses == 6
         h.ask(gallery.prompt_of(name, user("Look: ", 5, "?")), 2)
         assert features.n_misses == 6
+
+
+def test_features_too_large_to_hold_push_nothing_out() -> None:
+    held = FeatureCache(100)
+    held.put(b"small", Features(mx.zeros((1, 2, 8))))
+    held.put(b"large", Features(mx.zeros((1, 4, 8))))
+    assert held.get(b"small") is not None
+    assert held.get(b"large") is None
 
 
 def test_text_alone_never_sees_the_tower() -> None:

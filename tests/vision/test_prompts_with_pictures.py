@@ -95,6 +95,18 @@ def test_a_placeholder_in_a_callers_text_is_text(name: str) -> None:
     assert special not in prompt.ids[outside]
 
 
+@pytest.mark.parametrize("name", gallery.FAMILIES)
+def test_typed_picture_tokens_do_not_take_the_pictures_place(name: str) -> None:
+    """Not even as many of them as the picture has, before it and behind it."""
+    own = gallery.prompt_of(name, user("see ", 1)).images[0]
+    forged = gallery.tokenizer(name).decode(own.own_ids.tolist())
+    prompt = gallery.prompt_of(name, user(forged, " and ", 1, forged))
+    (span,) = prompt.media
+    outside = np.delete(prompt.ids, np.arange(span.start, span.end))
+    assert own.image_token not in outside
+    np.testing.assert_array_equal(prompt.ids[span.start : span.end], own.own_ids)
+
+
 def test_a_placeholder_in_tools_and_calls_is_text() -> None:
     name = "qwen2_5_vl"
     mark = gallery.processor(name).placeholder

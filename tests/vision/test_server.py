@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,26 @@ def test_the_anthropic_api(real: Real) -> None:
     assert usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0) == n_prompt
 
 
+def test_firn_chat_shows_a_file(real: Real, tmp_path: Path) -> None:
+    picture(1, 80, 64).save(tmp_path / "photo.png")
+    run = subprocess.run(
+        [sys.executable, "-m", "firn", "chat", "--url", f"http://127.0.0.1:{real.port}",
+         "--temperature", "0", "--max-tokens", "12", "--image", "photo.png", "What is it?"],
+        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    asked = user(1, "What is it?")
+    n_prompt = len(gallery.prompt_of(NAME, asked))
+    assert f"{n_prompt} of prompt" in run.stderr
+    assert printable(run.stdout) == printable(wanted_text(asked))
+
+
+def printable(text: str) -> str:
+    """Less what a console leaves out."""
+    return "".join(c for c in text if c >= " ").strip()
+
+
 def bad_urls() -> dict[str, tuple[str, str]]:
     wide = gallery.data_url(Image.new("L", (1200, 1000)))
     return {
@@ -159,6 +182,29 @@ def test_a_bad_picture_is_a_400_that_names_the_part(real: Real, what: str) -> No
     assert fault.value.param == "messages[1].content[1]"
     assert said in fault.value.message
     assert ask(real.openai(), {"role": "user", "content": "still there?"}, n=2).choices
+
+
+def test_addresses_are_checked_where_they_may_be_fetched(tmp_path: Path) -> None:
+    """The name of a private address, in all three APIs; nothing is connected to."""
+    wanted = config(tmp_path)
+    wanted = replace(wanted, images=replace(wanted.images, allow_image_urls=True))
+    url = "https://127.0.0.1:9/a.png"
+    with serving(gallery.folder(NAME), config=wanted) as running:
+        said = []
+        for path, body in {
+            "chat/completions": {"messages": [{"role": "user", "content": [
+                {"type": "image_url", "image_url": {"url": url}}]}]},
+            "responses": {"input": [{"role": "user", "content": [
+                {"type": "input_image", "image_url": url}]}]},
+            "messages": {"max_tokens": 4, "messages": [{"role": "user", "content": [
+                {"type": "image", "source": {"type": "url", "url": url}}]}]},
+        }.items():  # fmt: skip
+            answer = httpx.post(f"http://127.0.0.1:{running.port}/v1/{path}", json=body)
+            assert answer.status_code == 400
+            said.append(answer.json()["error"]["message"])
+    where = ("messages[0].content[0]", "input[0].content[0]", "messages[0].content[0].source")
+    why = "the image's address is not on the public internet."
+    assert said == [f"{part}: {why}" for part in where]
 
 
 def test_counting_tokens_sees_pictures(real: Real) -> None:
@@ -198,9 +244,11 @@ def test_evicted_prompts_are_found_on_disk(tmp_path: Path) -> None:
     ]
     with serving(gallery.folder(NAME), config=config(tmp_path, cache_memory_mb=1)) as running:
         cold = [ask(running.openai(), c, n=4) for c in chats]
-        pools = running.server.engine.parts.cache.held.pool  # type: ignore[attr-defined]
-        assert pools.limit_nbytes <= 1 << 20
         warm = [ask(running.openai(), c, n=4) for c in chats]
+        stats = httpx.get(f"http://127.0.0.1:{running.port}/v1/cache/stats").json()
+    assert sum(stats["evictions"].values()) > 0
+    assert stats["ssd"]["records"] >= len(chats)
+    assert stats["tokens"]["by_tier"]["ssd"] > 0
     for a, b in zip(cold, warm, strict=True):
         assert reply_text(a) == reply_text(b)
         assert b.usage.prompt_tokens_details.cached_tokens > a.usage.prompt_tokens // 2

@@ -8,6 +8,8 @@ import copy
 import functools
 import importlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,14 @@ def _make_model(entry: VisionEntry) -> Any:
     return module.Model(args)
 
 
-def write_vision_folder(name: str, path: Path, *, seed: int = 0) -> Path:
-    """A folder for `mlx_vlm.load`."""
+def write_vision_folder(
+    name: str, path: Path, *, seed: int = 0, text: Mapping[str, Any] | None = None
+) -> Path:
+    """A folder for `mlx_vlm.load`. text: what its text_config has instead."""
     entry = {**VISION, **MORE_VISION, **REFUSED_VISION}[name]
+    if text:
+        changed = {**entry.config["text_config"], **text}
+        entry = replace(entry, config={**entry.config, "text_config": changed})
     importlib.import_module("mlx_vlm")
     model = _make_model(entry)
     weights.fill(model, seed=seed, dtype=mx.float32, gains=entry.gains, sanitize=False)

@@ -150,7 +150,7 @@ def probe(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> dict[str, A
         "prompt_tokens": len(prompt),
         "cached_tokens": match.n_tokens,
         "shared_tokens": match.n_shared,
-        "tiers": _tiers(match),
+        "tiers": match.by_tier(lambda record: record.payload is None),
         "reason": match.reason,
     }
 
@@ -200,17 +200,6 @@ def pinned_nbytes(tree: PrefixTree, namespace: Namespace | None = None) -> int:
     """Of everybody, or of one namespace alone."""
     nodes = tree.held.index.nodes() if namespace is None else tree.nodes_of(namespace)
     return sum(r.nbytes for n in nodes if n.n_pins for r in n.records.values())
-
-
-def _tiers(match: Match) -> dict[str, int]:
-    """Tokens by where they lie now."""
-    below = sum(
-        s.n_tokens
-        for s in match.segments
-        if any(r.payload is None for r in s.node.records.values() if r in match.records)
-    )
-    found = {"memory": match.n_tokens - below, "ssd": below}
-    return {name: n for name, n in found.items() if n}
 
 
 def _nodes_of(match: Match) -> list[Node]:

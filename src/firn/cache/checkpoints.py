@@ -63,12 +63,15 @@ def due(
 
 
 def _spread(wanted: dict[int, Mark], n_restored: int) -> dict[int, Mark]:
-    """Drop positions too close behind a kept one; the last of a close group stays if it is higher."""
+    """Drop positions too close behind a kept one; the last of a close group stays if it is higher.
+
+    A branch point stays in any case: what departs there can use nothing behind it.
+    """
     kept: dict[int, Mark] = {}
     last = n_restored
     for position, mark in wanted.items():
         close = position - last < MIN_GAP_TOKENS
-        if close and last in kept and kept[last] < mark:
+        if close and kept.get(last, Mark.BRANCH) < min(mark, Mark.BRANCH):
             del kept[last]
             close = False
         if not close or mark >= Mark.BRANCH:

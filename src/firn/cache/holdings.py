@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
@@ -127,12 +128,22 @@ class Holdings:
     def _release(self, record: Record) -> None:
         """A record leaves memory. What no tier below has is gone."""
         self.stats.evictions[record.part.value] += 1
-        wanted = self.store is not None and not record.stored and self._spills(record)
-        if wanted and self.store is not None and not self.store.spill_now(record):
+        wanted = not record.stored and self._spills(record)
+        if self.store is not None and wanted and not self._spill_now(record, self.store):
             self.stats.dropped["write queue full"] += 1
         self.pool.drop(record)
         if not (record.stored or record.writing):
             self._lose(record)
+
+    def _spill_now(self, record: Record, store: Store) -> bool:
+        """Leaves leave memory first, but below none is taken without its parent: that goes before it."""
+        chain = [record]
+        for node in islice(record.node.path(), 1, None):
+            above = [node.records[part] for part in self.needs.by_block if node.has(part)]
+            if any(r.stored or r.writing for r in above):
+                break
+            chain += (r for r in above if r.payload is not None)
+        return all(store.spill_now(r) for r in reversed(chain))
 
     def _lose(self, record: Record) -> None:
         """No tier has it any more. Without its pages a node's other records cannot be used."""

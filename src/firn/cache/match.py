@@ -47,6 +47,16 @@ class Match:
     def state(self) -> Record | None:
         return next((r for r in self.records if r.part is Part.STATE), None)
 
+    def by_tier(self, is_below: Callable[[Record], bool]) -> dict[str, int]:
+        """Tokens by where they come from. Blocks of which nothing is read are in the last state."""
+        read, below = set(self.records), 0
+        for segment in self.segments:
+            own = [r for r in segment.node.records.values() if r in read]
+            if any(map(is_below, own or self.records[-1:])):
+                below += segment.n_tokens
+        found = {"memory": self.n_tokens - below, "ssd": below}
+        return {name: n for name, n in found.items() if n}
+
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of positions."""

@@ -136,13 +136,7 @@ class Restorer:
 
     def tiers(self, trail: CacheTrail, match: Match) -> tuple[tuple[str, int], ...]:
         """How many of the match's tokens came from where. A load counts, even if it is held by now."""
-        below = sum(
-            s.n_tokens
-            for s in match.segments
-            if any(r in trail.loaded for r in s.node.records.values())
-        )
-        found = (("memory", match.n_tokens - below), ("ssd", below))
-        return tuple((name, n) for name, n in found if n)
+        return tuple(match.by_tier(lambda r: r in trail.loaded).items())
 
     def _fill(self, layers: list[Any], match: Match, loaded: dict[Record, list[Arrays]]) -> None:
         try:

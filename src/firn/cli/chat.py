@@ -6,6 +6,8 @@ The reply goes to stdout and everything about it to stderr, so that a pipe carri
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -34,7 +36,7 @@ from firn.core.values import Usage
 INTERRUPTED = 130
 HELP = """\
 /system TEXT  set the system prompt (without TEXT: show it)
-/image FILE   show a picture with the next message
+/image FILE   show a picture with the next message, or several
 /reset        forget the conversation
 /exit         leave (Ctrl-D does the same)
 Ctrl-C        stop the reply"""
@@ -89,6 +91,7 @@ def _talk(conversation: Conversation) -> int:
                 interrupted = conversation.ask(line).stopped
             except ServerFault as fault:
                 screen.fault(fault)
+                conversation.put_away()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,12 @@ class Conversation:
         """Pictures for the next question, as data URLs."""
         self._images += images
 
+    def put_away(self) -> None:
+        """After a fault: a picture that the server refuses would spoil every later message."""
+        if self._images:
+            self._images.clear()
+            self.screen.note("The message's pictures are put away; /image shows them again.")
+
     def ask(self, text: str) -> Reply:
         """Shows the reply as it comes. A turn that brought no text at all is forgotten."""
         question = Turn("user", text, tuple(self._images))
@@ -139,15 +148,31 @@ class Conversation:
                 self.options = replace(self.options, system=rest.strip())
             self.screen.note(f"System prompt: {self.options.system or 'none'}")
         elif name == "/image":
-            try:
-                self.show([image_url(Path(rest.strip()))])
-                self.screen.note("It goes with the next message.")
-            except UsageError as error:
-                self.screen.note(error.message)
+            self._show_files(files_of(rest.strip()))
         elif name == "/help":
             self.screen.note(HELP)
         else:
             self.screen.note(f"There is no command {name}; /help lists them.")
+
+    def _show_files(self, paths: Sequence[Path]) -> None:
+        try:
+            self.show([image_url(path) for path in paths])
+        except UsageError as error:
+            self.screen.note(error.message)
+        else:
+            it = "It goes" if len(paths) == 1 else f"{len(paths)} files go"
+            self.screen.note(f"{it} with the next message." if paths else "Which file?")
+
+
+def files_of(text: str) -> list[Path]:
+    """What was typed or dropped behind /image: one path as it is, or several as a shell writes them."""
+    whole = Path(os.path.expanduser(text))
+    if text and whole.exists():
+        return [whole]
+    try:
+        return [Path(os.path.expanduser(word)) for word in shlex.split(text)]
+    except ValueError:  # a quote that is a part of the name
+        return [whole]
 
 
 def listen(pieces: Generator[Piece, None, None], screen: Screen) -> Reply:

@@ -242,8 +242,9 @@ def image_url(path: Path) -> str:
     """A picture file as a data URL. Raises UsageError."""
     try:
         data = path.expanduser().read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: the image cannot be read: {error.strerror}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~someone who is not there
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{path}: the image cannot be read: {why}") from error
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 

@@ -27,6 +27,10 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_AT_ONCE = 8
+MAX_ADDRESSES = 256
+"""In one request: no more than a prompt may have pictures."""
+MAX_TOTAL = 8
+"""The images of one request together, in units of the largest that one may be."""
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "firn"}
 
@@ -60,27 +64,29 @@ class Fetcher:
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_remote, _parts(source))):
             return request
+        wanted = _by_address(source)
         gate = asyncio.Semaphore(MAX_AT_ONCE)
+        n_left = MAX_TOTAL * self._limits.nbytes
 
         async def fetched(part: ImagePart) -> bytes:
+            nonlocal n_left
             async with gate:
-                return await self.fetch(part)
+                data = await self.fetch(part)
+            n_left -= len(data)
+            if n_left < 0:
+                raise BadImage(part.param, "the request's images are too large together.")
+            return data
 
         try:
             async with asyncio.TaskGroup() as group:
-                found = {
-                    id(part): group.create_task(fetched(part))
-                    for part in _parts(source)
-                    if isinstance(part, ImagePart) and _is_remote(part)
-                }
+                found = {url: group.create_task(fetched(part)) for url, part in wanted.items()}
         except* BadImage as faults:
             raise faults.exceptions[0] from None
 
         def filled(part: Part) -> Part:
-            task = found.get(id(part))
-            return (
-                replace(part, data=task.result()) if task and isinstance(part, ImagePart) else part
-            )
+            if not isinstance(part, ImagePart) or not _is_remote(part):
+                return part
+            return replace(part, data=found[part.url].result())
 
         messages = tuple(replace(m, parts=tuple(map(filled, m.parts))) for m in source.messages)
         return replace(request, source=replace(source, messages=messages))
@@ -196,6 +202,17 @@ def _parsed(text: str) -> Address:
 
 def _parts(chat: Chat) -> list[Part]:
     return [part for message in chat.messages for part in message.parts]
+
+
+def _by_address(chat: Chat) -> dict[str, ImagePart]:
+    """The first part with each address: one that is shown twice is fetched once. Raises BadImage."""
+    found: dict[str, ImagePart] = {}
+    for part in _parts(chat):
+        if isinstance(part, ImagePart) and _is_remote(part):
+            found.setdefault(part.url, part)
+            if len(found) > MAX_ADDRESSES:
+                raise BadImage(part.param, f"more than {MAX_ADDRESSES} images to fetch.")
+    return found
 
 
 def _is_remote(part: Part) -> bool:

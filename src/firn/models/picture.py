@@ -82,7 +82,9 @@ class FeatureCache:
         return found
 
     def put(self, digest: bytes, features: Features) -> None:
-        """Keep evaluated features; what is larger than everything is not kept."""
+        """Keep evaluated features; what is larger than the limit is not kept, and pushes nothing out."""
+        if features.nbytes > self.limit_nbytes:
+            return
         self._held[digest] = features
         self._held.move_to_end(digest)
         while self.nbytes > self.limit_nbytes:

@@ -3,9 +3,9 @@
 Order of eviction: what nobody can use first (foreign files, orphans), then by last use, where value
 counts as time: a file that was read again after it was written has proved itself and counts as used a
 day later; a window or state in the midst of a chain, which only a branch asks for, as used a day earlier
-(but for states at places that many share). A chain goes from its end: pages go only when nothing below them is stored and nothing else of their block is. A
-window or state may go any time, but a block that has others below it keeps at least one record, for
-its tokens are what the others are found by.
+(but for states at places that many share). A chain goes from its end: pages go only when nothing below
+them is stored and nothing else of their block is. A window or state may go any time, but a block that
+has others below it keeps at least one record, for its tokens are what the others are found by.
 
 Owner: the tier, under its mutex.
 """

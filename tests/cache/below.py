@@ -1,0 +1,40 @@
+"""The tier below memory, in tests of the whole engine: what is on its way, and when all has arrived."""
+
+from __future__ import annotations
+
+import time
+
+from tests.cache.lab import check_books, n_leases, records_of
+from tests.harness import Harness
+
+DEADLINE_S = 60.0
+
+
+def on_its_way(harness: Harness) -> dict[str, int]:
+    """Everything that must be nought when nobody asks anything. On the engine thread."""
+    cache, health, io = harness.cache, harness.engine.health(), harness.io.threads.counts()
+    store = cache.held.store
+    assert store is not None
+    found = {
+        "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
+        "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
+        "trails that wait": len(cache._open),
+        "loads": len(store._loading),
+        "records to spill": len(store._to_spill),
+        "records being written": sum(r.writing for r in records_of(cache)),
+        "leases": n_leases(cache),
+        "pins": sum(n.n_pins for n in cache.held.index.nodes()),
+        "orders": sum(io.n_queued.values()) + sum(io.n_running.values()),
+        "queued bytes": io.write_nbytes,
+        "results": store._results.qsize(),
+    }
+    return {what: n for what, n in found.items() if n}
+
+
+def settle(harness: Harness) -> None:
+    """Wait until all is written and nobody holds on to anything; the books must be right then."""
+    until = time.monotonic() + DEADLINE_S
+    while left := harness.between_steps(lambda: on_its_way(harness)):
+        assert time.monotonic() < until, left
+    harness.between_steps(lambda: check_books(harness.cache))
+    assert harness.io.threads.counts().n_callback_faults == 0

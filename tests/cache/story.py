@@ -1,0 +1,114 @@
+"""Prompts that go through a small memory and a folder, for every kind of layer. See test_ssd_story.py.
+
+As a program it is a server's next life: it asks all of it again, and prints the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache
+
+from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from tests.cache.tiny import Build, tiny, tokens
+from tests.harness import Harness, Result
+
+CHUNK = BLOCK = 16
+N_HELD, N_MORE = 2, 3
+N_CACHED = 64
+"""All whole chunks of every prompt."""
+PROMPTS = [tokens(i, N_CACHED + 2 + 2 * i) for i in range(N_HELD + N_MORE)]
+N_REPLY = 2
+GIB = 1 << 30
+
+
+def spare_slot(build: Build) -> Build:
+    """The recurrent layers have a slot more than the model ever fills."""
+
+    def make() -> tuple[Any, Callable[[], list[Any]]]:
+        model, make_layers = build()
+
+        def layers() -> list[Any]:
+            found = make_layers()
+            for i, layer in enumerate(found):
+                if type(layer) is ArraysCache:
+                    found[i] = ArraysCache(len(layer.cache) + 1)
+            return found
+
+        return model, layers
+
+    return make
+
+
+KINDS: dict[str, Build] = {
+    "float32": tiny("llama"),
+    "float16": tiny("llama", dtype=mx.float16),
+    "bfloat16": tiny("llama", dtype=mx.bfloat16, gains={"v_proj": 1e6}),  # past float16's range
+    "8 bits": tiny("llama", bits=8, head_dim=32),
+    "4 bits of bfloat16": tiny("llama", bits=4, head_dim=32, dtype=mx.bfloat16),
+    "window": tiny("llama-sliding"),
+    "4 bits and window": tiny("llama-sliding", bits=4, head_dim=32),
+    "state alone": tiny("mamba2"),
+    "state with an empty slot": spare_slot(tiny("qwen3_5")),
+    "nested pages": tiny("deepseek_v32"),
+    "nested state and pages": tiny("falcon_h1", dtype=mx.bfloat16),
+    "nested state and window": tiny("baichuan_m1"),
+}
+
+Contents = dict[tuple[bytes, str], list[tuple[str, tuple[int, ...], bytes] | None]]
+"""Every record in memory, by its name: dtype, shape and bits of each array, None for an empty slot."""
+
+
+def contents(harness: Harness) -> Contents:
+    def bits(a: mx.array | None) -> tuple[str, tuple[int, ...], bytes] | None:
+        if a is None:
+            return None
+        return str(a.dtype), a.shape, np.array(a.view(mx.uint8)).tobytes()
+
+    def look() -> Contents:
+        return {
+            (node.key, part.value): [bits(a) for layer in record.payload for a in layer]
+            for node in harness.cache.held.index.nodes()
+            for part, record in node.records.items()
+            if record.payload is not None
+        }
+
+    return harness.between_steps(look)
+
+
+def open_engine(kind: str, folder: Path | None, *, memory_nbytes: int = GIB) -> Harness:
+    """All kinds share one folder: each has its own weights, and so its own records."""
+    return Harness(
+        KINDS[kind],
+        chunk=CHUNK,
+        block=BLOCK,
+        exact=True,
+        cache_nbytes=memory_nbytes,
+        fingerprint=kind.encode(),
+        tier=SsdTier(SsdSettings(folder, GIB)) if folder is not None else None,
+    )
+
+
+def ask(harness: Harness, ids: list[int]) -> Result:
+    return harness.ask(ids, N_REPLY, boundaries=(N_CACHED,))
+
+
+def main(folder: Path) -> int:
+    said: dict[str, Any] = {}
+    for kind in KINDS:
+        harness = open_engine(kind, folder)
+        results = [ask(harness, ids) for ids in PROMPTS]
+        harness.close()
+        said[kind] = [(r.n_cached, r.tiers, r.reply, r.logprobs[0]) for r in results]
+    print(json.dumps(said))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

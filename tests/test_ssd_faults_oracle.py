@@ -1,0 +1,160 @@
+"""A disk that lies, loses, lags and fills up, under the real engine: every answer is still right.
+
+Sessions with facts of their own go through a memory that holds a few of them, so that nearly every
+request loads, and a good part of all reads and writes suffers a fault. What is damaged, exchanged or
+late costs a part of the prefix, never the answer, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from firn.cache.tiers import Name
+from firn.cache.tiers.ssd import SsdSettings
+from tests.cache.below import settle
+from tests.faulty_tier import (
+    READ_FAULTS,
+    WRITE_FAULTS,
+    Fault,
+    FaultyTier,
+    Op,
+    Plan,
+    random_plan,
+)
+from tests.oracle import Exam, Oracle
+
+MODELS = ("firn-demo", "firn-demo-hybrid")
+ROOM_NBYTES = {"firn-demo": 500_000, "firn-demo-hybrid": 1_000_000}
+"""About three sessions: a state weighs more than the pages of a whole session."""
+N_FAULTED = 1000
+MIB = 1 << 20
+
+
+def in_turn(**every: int) -> Plan:
+    """One read, and one write, in so many suffers: each fault in its turn."""
+    turns = {"read": itertools.cycle(READ_FAULTS), "write": itertools.cycle(WRITE_FAULTS)}
+    counts = {"read": itertools.count(1), "write": itertools.count(1)}
+    lock = threading.Lock()
+
+    def plan(op: Op, name: Name) -> Fault | None:
+        with lock:
+            return None if next(counts[op]) % every[op] else next(turns[op])
+
+    return plan
+
+
+def faulty(
+    folder: Path, plan: Plan, *, limit_nbytes: int = 64 * MIB, delay_s: float = 0.02
+) -> FaultyTier:
+    settings = SsdSettings(folder, limit_nbytes, retry_s=0.0, max_retry_s=0.0)
+    return FaultyTier(settings, plan=plan, delay_s=delay_s)
+
+
+def sit(model: str, tier: FaultyTier, **options: object) -> Oracle:
+    return Oracle(model, block=16, cache_nbytes=ROOM_NBYTES[model], tier=tier, **options)
+
+
+def sessions(oracle: Oracle, n: int) -> list[Exam]:
+    return [oracle.exam(seed, n_facts=6) for seed in range(n)]
+
+
+HARMLESS = (Fault.DELAY, Fault.DUPLICATE)
+
+
+def n_suffered(tier: FaultyTier) -> int:
+    """Reads that cannot have brought what was asked for, but for a few swaps that found no partner."""
+    return sum(tier.suffered[f"read {f.value}"] for f in READ_FAULTS if f not in HARMLESS)
+
+
+def n_noticed(oracle: Oracle) -> int:
+    return sum(oracle.cache.stats.faults.values())
+
+
+def check(oracle: Oracle) -> None:
+    """Nobody holds on to anything, and it was the disk that failed, never the cache itself."""
+    settle(oracle)
+    faults = oracle.cache.stats.faults
+    assert all(reason.startswith("read: ") for reason in faults), faults
+    assert oracle.cache.held.pool.held.total_nbytes <= oracle.cache.settings.limit_nbytes
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_fault_and_every_answer_right(tmp_path: Path, model: str) -> None:
+    tier = faulty(tmp_path, in_turn(read=2, write=9))
+    with sit(model, tier) as oracle:
+        exams = sessions(oracle, 6)
+        assert oracle.wrong(exams, rounds=5, at_once=2) == []
+        check(oracle)
+        wanted = {f"read {f.value}" for f in READ_FAULTS} | {
+            f"write {f.value}" for f in WRITE_FAULTS
+        }
+        assert set(tier.suffered) == wanted
+        assert n_noticed(oracle) > 0.9 * n_suffered(tier)
+        assert oracle.cache.stats.tokens_by_tier["ssd"] > 0, "nothing was ever loaded"
+
+
+def test_a_disk_that_is_full_and_one_that_is_empty_again(tmp_path: Path) -> None:
+    """Answers stay right, the tier says why it does not write, and writes again by itself."""
+    tier = faulty(tmp_path, random_plan(seed=0, rate=0.0))
+    with sit("firn-demo", tier) as oracle:
+        exams = sessions(oracle, 6)
+        tier.disk.errors = {"write": errno.ENOSPC}
+        assert oracle.wrong(exams, at_once=2) == []
+        check(oracle)
+        assert oracle.cache.stats.dropped["disk full"]
+        assert tier.usage().status.state == "paused"
+        assert tier.usage().counts.get("writes", 0) == 0
+        tier.disk.errors = {}
+        assert oracle.wrong(exams, first=1, rounds=2, at_once=2) == []
+        check(oracle)
+        assert tier.usage().status.state == "ok"
+        assert oracle.cache.stats.tokens_by_tier["ssd"] > 0
+
+
+def test_a_read_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
+    """The deadline passes: the prompt is computed, and nothing hangs on the read when it ends."""
+    ahead_s, stuck = [0.0], threading.Event()
+
+    def plan(op: Op, name: Name) -> Fault | None:
+        return Fault.DELAY if op == "read" and stuck.is_set() else None
+
+    tier = faulty(tmp_path, plan, delay_s=60)
+    with sit("firn-demo", tier, clock=lambda: time.monotonic() + ahead_s[0]) as oracle:
+        exams = sessions(oracle, 6)
+        assert oracle.wrong(exams, at_once=2) == []
+        settle(oracle)
+        stuck.set()
+        late = oracle.put(exams[0], 1)
+        while not tier.suffered["read delay"]:
+            oracle.between_steps(lambda: None)
+        ahead_s[0] += 3600
+        assert oracle.text(late) == exams[0].session.questions[1].answer
+        assert oracle.cache.stats.faults["read: too slow"] == 1
+        stuck.clear()
+        tier.release()
+        check(oracle)
+        assert oracle.wrong(exams, first=2, at_once=2) == []
+        check(oracle)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", range(2))
+def test_thousands_of_faulted_loads(tmp_path: Path, model: str, seed: int) -> None:
+    """In a folder that is too small as well: what is not spoilt is evicted from under the readers."""
+    plan = random_plan(seed=seed, rate=0.2, faults=(*WRITE_FAULTS, *READ_FAULTS))
+    tier = faulty(tmp_path, plan, limit_nbytes=4 * ROOM_NBYTES[model])
+    with sit(model, tier) as oracle:
+        exams = sessions(oracle, 24)
+        while n_suffered(tier) < N_FAULTED:
+            assert oracle.wrong(exams, rounds=6, at_once=2) == []
+            check(oracle)
+        assert n_noticed(oracle) > 0.9 * n_suffered(tier)
+        assert tier.usage().counts["evictions"] > 20
+        assert oracle.cache.stats.tokens_by_tier["ssd"] > 0

@@ -1,0 +1,197 @@
+"""Real `firn serve` processes on one folder: one limit for both, each other's records, a kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from firn.cache.tiers._disk import Disk
+from firn.cache.tiers._shared import FolderLock
+from firn.demo.facts import Session, make_session
+from firn.demo.server import Child
+from tests.cache.tiers.test_ssd_folder import du
+
+GIB = 1 << 30
+LIMIT_GIB = 0.0007
+"""Room for less than half of the sessions."""
+N_SESSIONS = 8
+FLAGS = ("--cache-memory-mb", "1", "--cache-block-tokens", "16")
+
+
+def sessions(n: int) -> list[Session]:
+    """The same questions in each, and answers of their own."""
+    return [
+        make_session(i, n_facts=6, n_questions=6, keys_seed=1, kinds=("fact",), placement="system")
+        for i in range(n)
+    ]
+
+
+@dataclass(frozen=True)
+class Answer:
+    right: bool
+    n_prompt: int
+    n_cached: int
+
+
+def ask(server: Child, session: Session, n: int) -> Answer:
+    body = {"messages": session.messages(n), "temperature": 0, "max_tokens": 64}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    usage = reply["usage"]
+    return Answer(
+        reply["choices"][0]["message"]["content"] == session.questions[n].answer,
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+@dataclass(eq=False)
+class Gauge:
+    """Measures a folder all the time, on a thread of its own."""
+
+    folder: Path
+    samples: list[int] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def _run(self) -> None:
+        lock = FolderLock(Disk(self.folder), timeout_s=30)
+        while not self._stop.wait(0.01):  # leaves them the lock
+            # Under the lock nothing is renamed or evicted while we count, and files still grow.
+            with lock.hold():
+                self.samples.append(du(self.folder))
+
+
+class House:
+    """Servers on one folder. Use as a context manager: none of them outlives it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "cache"
+        self._log = folder / "log"
+        self._servers: list[Child] = []
+
+    def __enter__(self) -> House:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for server in self._servers:
+            server.kill()
+
+    def start(self, *, limit_gib: float = LIMIT_GIB) -> Child:
+        flags = ("--ssd-cache-dir", str(self.folder), "--ssd-cache-max-gb", str(limit_gib))
+        server = Child("firn-demo", *flags, *FLAGS, log=self._log)
+        self._servers.append(server)
+        return server
+
+    @property
+    def temps(self) -> list[str]:
+        """What is being written."""
+        return os.listdir(self.folder / "tmp")
+
+    @staticmethod
+    def settle(server: Child) -> None:
+        """Wait until the server has written all that it has."""
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            found = server.get("/v1/cache/stats")
+            if found["ssd"]["records"] >= found["memory"]["records"]:
+                return
+        raise AssertionError(found)
+
+
+def talk(servers: Sequence[Child], talks: Sequence[Session], *, until: float) -> list[Answer]:
+    """Two clients for each server, all asking about all sessions, in different orders."""
+
+    def client(number: int) -> list[Answer]:
+        server, found, i = servers[number % len(servers)], [], 7 * number
+        while time.monotonic() < until or len(found) < len(talks):
+            found.append(ask(server, talks[i % len(talks)], i // len(talks) % 6))
+            i += 1
+        return found
+
+    n_clients = 2 * len(servers)
+    with ThreadPoolExecutor(n_clients) as pool:
+        return [a for found in pool.map(client, range(n_clients)) for a in found]
+
+
+@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.soak)])
+def test_two_servers_under_one_limit(tmp_path: Path, seconds: float) -> None:
+    talks = sessions(N_SESSIONS)
+    limit = int(LIMIT_GIB * GIB)
+    with House(tmp_path) as house:
+        one = house.start()
+        assert ask(one, talks[0], 0).right
+        house.settle(one)
+        two = house.start()
+        first = ask(two, talks[0], 0)
+        assert first.right
+        assert first.n_cached >= first.n_prompt - 16, "what the one has read the other has not"
+        gauge = Gauge(house.folder)
+        with gauge.running():
+            answers = talk([one, two], talks, until=time.monotonic() + seconds)
+        stats = [server.get("/v1/cache/stats") for server in (one, two)]
+        assert [server.stop() for server in (one, two)] == [0, 0]
+    assert all(a.right for a in answers)
+    assert len(gauge.samples) > 20
+    assert limit * 0.7 < max(gauge.samples) <= limit
+    assert sum(found["ssd"]["folder"]["counts"].get("evictions", 0) for found in stats) > 0
+    for found in stats:
+        assert found["faults"].keys() <= {"read: not stored"}, "the other one may have evicted it"
+    assert du(house.folder) <= limit
+
+
+def test_killed_in_the_midst_of_a_write(tmp_path: Path) -> None:
+    """The first request to the next server hits what was whole, and the torn file is gone."""
+    first, *others = sessions(80)
+    with House(tmp_path) as house:
+        server = house.start(limit_gib=1)
+        assert ask(server, first, 0).right
+        house.settle(server)
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(ask, server, session, 0) for session in others]
+            stopped_in_a_write(house, server)
+            server.kill()
+            for reply in asked:
+                reply.cancel()
+        assert house.temps, "it was to be killed in the midst of a write"
+        server = house.start(limit_gib=1)
+        again = ask(server, first, 1)
+        assert again.right
+        assert again.n_cached >= again.n_prompt * 0.8
+        assert server.get("/v1/cache/stats")["tokens"]["by_tier"] == {"ssd": again.n_cached}
+        assert house.temps == []
+        assert all(ask(server, session, 0).right for session in others[:4])
+        stats = server.get("/v1/cache/stats")
+        assert stats["faults"] == {}
+        assert stats["ssd"]["folder"]["quarantined"] == 0
+
+
+def stopped_in_a_write(house: House, server: Child) -> None:
+    """Stop the process at a moment at which a record is half written."""
+    pid, until = server._process.pid, time.monotonic() + 30
+    while time.monotonic() < until:
+        if house.temps:
+            os.kill(pid, signal.SIGSTOP)
+            os.waitpid(pid, os.WUNTRACED)  # by then all of its threads have
+            if house.temps:
+                return
+            os.kill(pid, signal.SIGCONT)
+    raise AssertionError("nothing was written")
