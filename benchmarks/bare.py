@@ -4,7 +4,7 @@
 
 A request names its `kind`. "throughput": tokens per second of one prompt after another, and the first
 token of a long one. "chats": the workload of chats.py with everything a perfect cache could know
-already in place, so that only new tokens are computed: those from where a turn's prompt departs from what
+already in place, so that only new tokens are computed: those from where a prompt departs from what
 was computed before it (the text of a random reply makes other tokens than the model picked), or, if the
 model is recurrent and they depart, those behind the last question. The answer is one line of JSON.
 """
