@@ -43,6 +43,8 @@ class Locked(Foreign):
 
 # --- writing -------------------------------------------------------------------------------
 
+NO_PARENT = "no parent"
+
 
 class Refused(TierError):
     """The tier is well but will not take this record: no parent, write budget spent, ..."""

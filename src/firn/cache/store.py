@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from firn.cache.codecs import Arrays
 from firn.cache.codecs._host import from_host, to_host
 from firn.cache.container import Header, Layers, Loaded
-from firn.cache.faults import TierError
+from firn.cache.faults import NO_PARENT, Refused, TierError, TierFault
 from firn.cache.index import Record
 from firn.cache.tiers import Entry, Gone, Name, Stored, Usage
 from firn.core.keys import KeyTokens
@@ -123,6 +124,9 @@ class Store:
         self._results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._to_spill: deque[tuple[Record, float]] = deque()
         """With the time since when it waits."""
+        self._unwritten: dict[Record, None] = {}
+        """In their order; a fault of the disk, or of a parent's write, stood in their way."""
+        self._retried: WeakSet[Record] = WeakSet()
         self._loading: set[Record] = set()
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
@@ -156,6 +160,7 @@ class Store:
         return self._io.usage()
 
     def close(self) -> None:
+        self._retry()
         while self._to_spill and self._spill_next():
             pass
         self._io.close()
@@ -184,8 +189,19 @@ class Store:
             if not busy and not self._results.empty():
                 break  # someone waits: the rest comes with the next poll
         if not self._scanning and now - self._last_scan > RESCAN_S:
+            self._retry()
             self._scanning = True
             self._io.scan(self._done(None))
+
+    def _retry(self) -> None:
+        """Spill again what a fault kept back; while the fault lasts, one record, to find out."""
+        ours = [r for r in self._unwritten if r.alive and r.payload is not None]
+        ours.sort(key=lambda r: r.node.start)
+        n = len(ours) if self._io.usage().status.state == "ok" else 1
+        self._unwritten = dict.fromkeys(ours[n:])
+        for record in ours[:n]:
+            self._retried.add(record)
+            self.spill(record)
 
     def _may_spill(self, now: float) -> bool:
         return self._credit_s > 0 and now - self._to_spill[0][1] > PATIENCE_S
@@ -222,6 +238,9 @@ class Store:
             return Arrived(record, from_host(result.header.layers, result.buffers))
         if record.writing:
             record.writing = False
+            is_early = isinstance(result, Refused) and record not in self._retried
+            if isinstance(result, TierFault) or (is_early and result.reason == NO_PARENT):
+                self._unwritten[record] = None
             return Unwritten(record, result)
         self._loading.discard(record)
         record.stored = False

@@ -21,7 +21,7 @@ from itertools import count
 import numpy as np
 
 from firn.cache.container import Label, Tag
-from firn.cache.faults import Damaged, Refused, TierFull
+from firn.cache.faults import NO_PARENT, Damaged, Refused, TierFull
 from firn.cache.seal import Seal
 from firn.cache.tiers import Entry, Gone, Name
 from firn.cache.tiers._catalog import Catalog, File, file_of, parent_of
@@ -319,7 +319,7 @@ class Mirror:
         if parent is not None and not self.catalog.has_block(parent):
             coming = {stem.partition(".")[0] for stem in on_its_way}
             if parent.hex() not in coming:
-                raise Refused("no parent")
+                raise Refused(NO_PARENT)
         need = allocated(nbytes) + SLACK_NBYTES
         evicted = self.make_room(page, need, pinned=(tag.key, tag.parent))
         path = temp_path(name, next(self._serial), nbytes=need)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from firn.cache.container import Header, Label, Loaded, pack, read_header, unpack
-from firn.cache.faults import Damaged, Missing, Refused, TierError, TierFull
+from firn.cache.faults import NO_PARENT, Damaged, Missing, Refused, TierError, TierFull
 from firn.cache.tiers import Entry, Gone, Name, Stored, Usage, name_of
 from firn.cache.tiers._catalog import Catalog, File, file_of, parent_of
 from firn.cache.tiers._meter import Meter, Tally
@@ -105,7 +105,7 @@ class MemoryTier:
     def _make_room(self, header: Header, nbytes: int) -> tuple[Name, ...]:
         parent = parent_of(header)
         if parent is not None and not self._catalog.has_block(parent):
-            raise Refused("no parent")
+            raise Refused(NO_PARENT)
         kept = (header.key, header.parent)
         victims: list[File] = []
         while self._catalog.nbytes + nbytes > self._limit_nbytes:

@@ -1,0 +1,121 @@
+"""A record that could not be written is not forgotten: it is written when the tier is well again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from firn.cache import store as stores
+from firn.cache.container import Header
+from firn.cache.faults import NO_PARENT, Refused, TierError, TierFault
+from firn.cache.tiers import Name, Status, Stored, Usage
+from firn.cache.tiers.memory import MemoryTier
+from firn.core.keys import KeyTokens
+from firn.core.values import Namespace
+from tests.cache.lab import DENSE, LabEngine, records_of, tree
+from tests.hash_runner import prompt_of as words
+
+BLOCK = 8
+
+
+@dataclass
+class SickIo:
+    """Writes fail as told; what does not fail counts as stored. At once, on the caller's thread."""
+
+    fault: Callable[[Name], TierError | None]
+    status: Status = Status()
+    written: list[Name] = field(default_factory=list)
+    n_tries: int = 0
+
+    def try_write(
+        self, header: Header, buffers: Sequence[Any], done: Callable[[Any], None]
+    ) -> bool:
+        name = Name(header.key, header.part)
+        self.n_tries += 1
+        fault = self.fault(name)
+        if fault is None:
+            self.written.append(name)
+        done(fault or Stored(1, new=True))
+        return True
+
+    def has_room(self, nbytes: int) -> bool:
+        return True
+
+    def read(self, name: Name, expect: KeyTokens, done: Callable[[Any], None]) -> None:
+        raise AssertionError("nothing is read here")
+
+    def delete(self, names: Iterable[Name]) -> None: ...
+
+    def touch(self, names: Iterable[Name]) -> None: ...
+
+    def scan(self, done: Callable[[Any], None]) -> None:
+        done(())
+
+    def usage(self) -> Usage:
+        return replace(MemoryTier(1 << 20).usage(), status=self.status)
+
+    def close(self) -> None: ...
+
+
+def settled(lab: LabEngine, now: list[float]) -> None:
+    """Long enough for a retry, and steps enough to hear of it."""
+    now[0] += stores.RESCAN_S + 1
+    for _ in range(8):
+        lab.between_steps(partial(lab.cache.tick, busy=False))  # type: ignore[union-attr]
+
+
+def test_a_fault_that_ends() -> None:
+    now, ids = [0.0], words(1, 40)
+    io = SickIo(lambda name: TierFault("disk full"), Status("paused", "disk full"))
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.open_store(io, namespaces=[Namespace("")], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(ids, 4).wait().check()
+        settled(lab, now)
+        before = io.n_tries
+        settled(lab, now)
+        assert io.n_tries == before + 1, "while it lasts, one record finds out"
+        io.fault, io.status = lambda name: None, Status()
+        settled(lab, now)
+        held = [r for r in records_of(cache) if r.payload is not None]
+        assert {Name(r.node.key, r.part) for r in held} == set(io.written)
+        assert all(r.stored for r in held)
+        starts = {r.node.key: r.node.start for r in held}
+        assert [starts[n.key] for n in io.written] == sorted(starts.values()), "parents first"
+
+
+@pytest.mark.parametrize("reason", [NO_PARENT, "write budget"])
+def test_a_refusal_is_not_asked_for_again_and_again(reason: str) -> None:
+    now = [0.0]
+    io = SickIo(lambda name: Refused(reason))
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.open_store(io, namespaces=[Namespace("")], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(words(1, 40), 4).wait().check()
+        settled(lab, now)
+        n_records = len([r for r in records_of(cache) if r.payload is not None])
+        settled(lab, now)
+        settled(lab, now)
+        assert io.n_tries == (2 if reason == NO_PARENT else 1) * n_records
+
+
+def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
+    now = [0.0]
+    io = SickIo(lambda name: TierFault("disk full"))
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.open_store(io, namespaces=[Namespace("")], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(words(1, 40), 4).wait().check()
+        settled(lab, now)
+        lab.between_steps(partial(cache.set_room, 0))
+        lab.between_steps(partial(cache.set_room, 1 << 40))
+        settled(lab, now)
+        before = io.n_tries
+        io.fault = lambda name: None
+        settled(lab, now)
+        assert io.n_tries == before
+        assert records_of(cache) == []
