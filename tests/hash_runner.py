@@ -29,7 +29,7 @@ from firn.core.events import (
     Token,
     TokenLogprob,
 )
-from firn.core.ports import Delivery, LiveRow, PrefixCache, Restored
+from firn.core.ports import Delivery, LiveRow, Load, PrefixCache, Restored
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
@@ -378,7 +378,7 @@ class DictCache:
     def set_room(self, nbytes: int) -> None:
         self.room_nbytes = nbytes
 
-    def tick(self, *, busy: bool) -> None:
+    def tick(self, load: Load) -> None:
         pass
 
     @property

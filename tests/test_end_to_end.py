@@ -196,6 +196,37 @@ def test_a_conversation_by_its_last_response(real: Real) -> None:
         previous = response.id
 
 
+@pytest.mark.parametrize("served", ["real", "hybrid"])
+def test_a_reply_goes_on_from_what_the_assistant_has_begun(
+    served: str, request: pytest.FixtureRequest
+) -> None:
+    real: Real = request.getfixturevalue(served)
+    talk = session(seed=42)
+    answer = talk.questions[0].answer
+    begun = answer[: answer.rindex(" ")]
+    system, *rest = talk.messages(0)
+    messages: Any = [*rest, {"role": "assistant", "content": begun}]
+    by_claude = claude(real).messages.create(
+        model="claude-opus-5",
+        max_tokens=64,
+        system=system["content"],
+        messages=messages,
+        extra_body=GREEDY,
+    )
+    assert by_claude.content[0].text == answer.removeprefix(begun)  # type: ignore[union-attr]
+    by_openai = real.openai().chat.completions.create(
+        model="",
+        messages=[system, *messages],  # type: ignore[list-item]
+        temperature=0,
+        extra_body={"continue_final_message": True},
+    )
+    assert by_openai.choices[0].message.content == answer.removeprefix(begun)
+    usage = by_openai.usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
 # --- tools ---------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from firn.cache.index import Node, Record
 from firn.cache.parts import Part
 from firn.core.errors import BadRequest
 from firn.core.keys import key_tokens
+from firn.core.ports import Load
 from firn.core.values import CacheControl, Namespace
 from firn.engine.scheduler import chunk_end
 from tests.cache.lab import (
@@ -227,7 +228,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.tree.tick(busy=False)
+        self.tree.tick(Load.NONE)
 
     @rule(nbytes=st.sampled_from([0, 30, 100, 400, 1 << 40]))
     def set_room(self, nbytes: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from firn.cache.faults import Missing, TierError
-from firn.cache.io import Closed, IoThreads, TierIo
+from firn.cache.io import MAX_DEFER_S, Closed, IoThreads, TierIo
 from firn.cache.tiers import Loaded, Name, Stored
 from firn.cache.tiers.memory import MemoryTier
 from firn.cache.tiers.ssd import SsdSettings, SsdTier
@@ -290,3 +290,47 @@ def test_parallel_reads_of_a_real_folder_measure_their_speed(tmp_path: Path) -> 
     assert io.usage().counts["reads"] == 60
     assert 1e6 < io.usage().read_nbytes_per_s < 1e12
     io.close()
+
+
+# --- deferring -----------------------------------------------------------------------------
+
+
+def test_deferred_writes_wait_and_reads_do_not() -> None:
+    now, done = [0.0], Log()
+    threads = IoThreads(2, max_write_nbytes=1000, clock=lambda: now[0])
+    try:
+        threads.defer_writes(True)
+        assert threads.try_write(lambda: "write", done, nbytes=1)
+        threads.read(lambda: "read", done)
+        done.wait(1)
+        assert done.seen == ["read"]
+        assert threads.counts().n_queued["writes"] == 1
+        threads.defer_writes(False)
+        done.wait(2)
+        assert done.seen == ["read", "write"]
+    finally:
+        threads.close()
+
+
+def test_a_write_is_not_deferred_for_ever() -> None:
+    now, done = [0.0], Log()
+    threads = IoThreads(1, max_write_nbytes=1000, clock=lambda: now[0])
+    try:
+        threads.defer_writes(True)
+        assert threads.try_write(lambda: "write", done, nbytes=1)
+        now[0] += MAX_DEFER_S
+        threads.read(lambda: "read", done)  # wakes the thread, which looks again
+        done.wait(2)
+        assert done.seen == ["read", "write"]
+    finally:
+        threads.close()
+
+
+def test_a_stop_writes_what_was_deferred() -> None:
+    done = Log()
+    threads = IoThreads(2, max_write_nbytes=1000)
+    threads.defer_writes(True)
+    for i in range(3):
+        assert threads.try_write(lambda i=i: i, done, nbytes=1)
+    assert threads.close().n_done == 3
+    assert done.seen == [0, 1, 2]

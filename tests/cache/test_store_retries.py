@@ -15,6 +15,7 @@ from firn.cache.faults import NO_PARENT, Refused, TierError, TierFault
 from firn.cache.tiers import Name, Status, Stored, Usage
 from firn.cache.tiers.memory import MemoryTier
 from firn.core.keys import KeyTokens
+from firn.core.ports import Load
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE, LabEngine, records_of, tree
 from tests.hash_runner import prompt_of as words
@@ -45,6 +46,8 @@ class SickIo:
     def has_room(self, nbytes: int) -> bool:
         return True
 
+    def defer_writes(self, wanted: bool) -> None: ...
+
     def read(self, name: Name, expect: KeyTokens, done: Callable[[Any], None]) -> None:
         raise AssertionError("nothing is read here")
 
@@ -65,7 +68,7 @@ def settled(lab: LabEngine, now: list[float]) -> None:
     """Long enough for a retry, and steps enough to hear of it."""
     now[0] += stores.RESCAN_S + 1
     for _ in range(8):
-        lab.between_steps(partial(lab.cache.tick, busy=False))  # type: ignore[union-attr]
+        lab.between_steps(partial(lab.cache.tick, Load.NONE))  # type: ignore[union-attr]
 
 
 def test_a_fault_that_ends() -> None:

@@ -22,7 +22,7 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core import ports
 from firn.core.events import Admitted, ChoiceDone, EngineEvent, JobDone, Token
-from firn.core.ports import Delivery, Restored
+from firn.core.ports import Delivery, Load, Restored
 from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId, Sampling
 from firn.models.loader import load_tokenizer
 from firn.models.runner import Runner
@@ -347,7 +347,7 @@ def visit(
         runner.settle(row)
         cache.saw_prefill(start, end, 0.001)
         cache.commit(trail, row)
-        cache.tick(busy=True)
+        cache.tick(Load.DECODING)
     (row,) = runner.choices(row, job_of(prompt), [0])
     said: list[int] = []
     mine = cache.fork(trail, said)
@@ -432,7 +432,7 @@ def test_a_cache_without_room_still_answers(kind: str) -> None:
     want = visit(at, prompt)[1]
     at.cache.set_room(0)
     assert visit(at, prompt)[1] == want
-    at.cache.tick(busy=False)
+    at.cache.tick(Load.NONE)
     assert at.cache.settled in (True, False)
     at.cache.set_room(1 << 30)
     assert visit(at, prompt)[1] == want

@@ -228,3 +228,20 @@ def test_the_fixture_is_a_port() -> None:
 
     port: Tokenizer = TrainedTokenizer.with_template(byte_level(), None)
     assert port.chat_template is None
+
+
+# --- going on ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        said("user", "Who?"),
+        said("assistant", "  "),
+        Message("assistant", (), tool_calls=(ToolCall("1", "look", {}),)),
+    ],
+    ids=["user", "empty", "call"],
+)
+def test_what_cannot_be_continued(last: Message) -> None:
+    with pytest.raises(BadRequest, match="continued"):
+        maker().make(chat(SYSTEM, *TURNS, last, continues=True))

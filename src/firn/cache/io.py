@@ -22,6 +22,7 @@ from firn.core.keys import KeyTokens
 
 log = logging.getLogger("firn.cache")
 
+MAX_DEFER_S = 2.0
 Done = Callable[[Any], None]
 """Gets what the work returned, or the TierError that ended it. Called on an I/O thread."""
 
@@ -40,6 +41,7 @@ class Job:
     work: Callable[[], Any]
     done: Done
     nbytes: int = 0
+    since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class IoThreads:
     """Owner: whoever built it. Every method may be called from any thread; none waits but close().
 
     One thread writes at a time, in the order of the orders: a record is refused below while its parent
-    is not there, so a child must not overtake it. The other threads are free for reads.
+    is not there, so a child must not overtake it. The other threads are free for reads. Writes can be
+    deferred, for a bounded time: they take processor time from whoever computes.
     """
 
     def __init__(
@@ -87,7 +90,12 @@ class IoThreads:
     ) -> None:
         self._max_write_nbytes = max_write_nbytes
         self._clock = clock
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._work = threading.Condition(lock)
+        """There may be something for a thread to do."""
+        self._changed = threading.Condition(lock)
+        """Something is done."""
+        self._deferred = False
         self._queues: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
         self._running: Counter[Kind] = Counter()
         self._finished: Counter[Kind] = Counter()
@@ -120,9 +128,18 @@ class IoThreads:
                 self._n_refused += 1
                 return False
             self._write_nbytes += nbytes
-            self._queues[Kind.WRITE].append(Job(Kind.WRITE, work, done, nbytes))
-            self._changed.notify_all()
+            self._queues[Kind.WRITE].append(Job(Kind.WRITE, work, done, nbytes, self._clock()))
+            self._work.notify()
             return True
+
+    def defer_writes(self, wanted: bool) -> None:
+        """Begin no write, unless one has waited for long; or begin them again."""
+        if wanted == self._deferred:
+            return
+        with self._work:
+            self._deferred = wanted
+            if self._queues[Kind.WRITE]:
+                self._work.notify()
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a write of so many bytes would be taken now."""
@@ -171,6 +188,7 @@ class IoThreads:
         start = self._clock()
         with self._changed:
             self._closing = True
+            self._work.notify_all()
             unread = self._take(Kind.READ)
             undone = [] if flush else self._take(Kind.WRITE) + self._take(Kind.DELETE)
             n_before = sum(self._finished.values())
@@ -184,7 +202,7 @@ class IoThreads:
                     progress(left, self._write_nbytes)
             late = self._take(Kind.WRITE) + self._take(Kind.DELETE)
             self._stopped = True
-            self._changed.notify_all()
+            self._work.notify_all()
             n_done = sum(self._finished.values()) - n_before
         self._answer(late)
         for thread in self._threads:
@@ -197,7 +215,7 @@ class IoThreads:
         with self._changed:
             if not self._closing:
                 self._queues[job.kind].append(job)
-                self._changed.notify_all()
+                self._work.notify()
                 return job
         self._answer([job])
         return job
@@ -218,22 +236,35 @@ class IoThreads:
                 self._failed[job.kind] += failed
                 self._write_nbytes -= job.nbytes
                 self._changed.notify_all()
+                if job.kind is Kind.WRITE and self._queues[Kind.WRITE]:
+                    self._work.notify()  # this thread may have to read first
             self._tell(job, result)
             del job, result  # an idle thread must not keep a record alive
 
     def _next(self) -> Job | None:
-        with self._changed:
+        with self._work:
             while True:
+                patience = None
                 for kind, waiting in self._queues.items():
                     if not waiting:
                         continue
-                    if kind is Kind.WRITE and self._running[kind]:
-                        continue
+                    if kind is Kind.WRITE:
+                        if self._running[kind]:
+                            continue
+                        patience = self._patience_s(waiting[0])
+                        if patience > 0:
+                            continue
                     self._running[kind] += 1
                     return waiting.popleft()
                 if self._stopped:
                     return None
-                self._changed.wait()
+                self._work.wait(patience)
+
+    def _patience_s(self, write: Job) -> float:
+        """How much longer a write is to wait."""
+        if not self._deferred or self._closing:
+            return 0.0
+        return write.since + MAX_DEFER_S - self._clock()
 
     def _tell(self, job: Job, result: Any) -> None:
         try:
@@ -287,6 +318,9 @@ class TierIo:
 
     def has_room(self, nbytes: int) -> bool:
         return self.threads.has_room(nbytes)
+
+    def defer_writes(self, wanted: bool) -> None:
+        self.threads.defer_writes(wanted)
 
     def read(self, name: Name, expect: KeyTokens, done: Done) -> None:
         with self._guard:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firn.core.events import Admitted
-from firn.core.ports import LiveRow, Restored
+from firn.core.ports import LiveRow, Load, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
 
@@ -54,7 +54,7 @@ class CacheOff:
     def set_room(self, nbytes: int) -> None:
         pass
 
-    def tick(self, *, busy: bool) -> None:
+    def tick(self, load: Load) -> None:
         pass
 
     @property

@@ -24,7 +24,7 @@ from firn.cache.store import Arrived, Io, Lost
 from firn.cache.trail import CacheTrail
 from firn.core.events import Admitted
 from firn.core.keys import Key, block_keys, key_tokens
-from firn.core.ports import LiveRow, Restored
+from firn.core.ports import LiveRow, Load, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
 AnyTrail = CacheTrail | BlankTrail
@@ -189,12 +189,12 @@ class PrefixTree:
         except Exception as e:
             self.held.failed("room", e)
 
-    def tick(self, *, busy: bool) -> None:
+    def tick(self, load: Load) -> None:
         try:
-            if not busy:
+            if load is Load.NONE:
                 self.held.expire()
             if self.held.store is not None:
-                for news in self.held.store.poll(busy=busy):
+                for news in self.held.store.poll(load):
                     self.held.note(news)
                     if isinstance(news, Arrived | Lost):
                         payload = news.payload if isinstance(news, Arrived) else None

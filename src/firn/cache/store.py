@@ -24,12 +24,13 @@ from firn.cache.faults import NO_PARENT, Refused, TierError, TierFault
 from firn.cache.index import Record
 from firn.cache.tiers import Entry, Gone, Name, Stored, Usage
 from firn.core.keys import KeyTokens
+from firn.core.ports import Load
 
 BUSY_SHARE = 0.03
 """Spilling may take this much of the engine's time while requests run; all of it when none do."""
 MAX_CREDIT_S = 0.05
-PATIENCE_S = 0.5
-"""A busy engine leaves a new record alone for so long: the first token of who made it comes first."""
+PATIENCE_S = 2.0
+"""So long records wait while somebody waits for a first token: that comes first."""
 POLL_BUSY_S = 0.01
 """Bytes turn into arrays for so long between two steps while rows decode."""
 RESCAN_S = 10.0
@@ -46,6 +47,10 @@ class Io(Protocol):
         ...
 
     def has_room(self, nbytes: int) -> bool: ...
+
+    def defer_writes(self, wanted: bool) -> None:
+        """Leave queued writes alone for a while, or no longer."""
+        ...
 
     def read(self, name: Name, expect: KeyTokens, done: Callable[[Any], None]) -> None: ...
 
@@ -175,13 +180,14 @@ class Store:
 
     # --- results ---------------------------------------------------------------------------
 
-    def poll(self, *, busy: bool) -> Iterator[News]:
-        """What happened below, and a share of the spilling. A fraction of both while busy."""
-        now = self._clock()
+    def poll(self, load: Load) -> Iterator[News]:
+        """What happened below, and a share of the spilling. A fraction of both under load."""
+        now, busy = self._clock(), load is not Load.NONE
+        self._io.defer_writes(load is Load.PREFILLING)
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         yield from self._take_results(now + POLL_BUSY_S if busy else float("inf"))
-        while self._to_spill and (not busy or self._may_spill(now)):
+        while self._to_spill and (not busy or self._may_spill(load, now)):
             began = self._clock()
             if not self._spill_next():
                 break
@@ -203,8 +209,10 @@ class Store:
             self._retried.add(record)
             self.spill(record)
 
-    def _may_spill(self, now: float) -> bool:
-        return self._credit_s > 0 and now - self._to_spill[0][1] > PATIENCE_S
+    def _may_spill(self, load: Load, now: float) -> bool:
+        if load is Load.PREFILLING and now - self._to_spill[0][1] < PATIENCE_S:
+            return False
+        return self._credit_s > 0
 
     @property
     def idle(self) -> bool:

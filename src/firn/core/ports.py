@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 from firn.core.errors import FirnError
@@ -264,6 +265,15 @@ class Trail(Protocol):
         ...
 
 
+class Load(Enum):
+    """What the engine is at, besides upkeep."""
+
+    NONE = 0
+    DECODING = 1
+    PREFILLING = 2
+    """Somebody waits for a first token."""
+
+
 class PrefixCache(Protocol):
     """The prefix cache as the engine sees it. Engine thread only.
 
@@ -306,8 +316,8 @@ class PrefixCache(Protocol):
         """Live requests leave this many bytes of device memory for records: stay under that."""
         ...
 
-    def tick(self, *, busy: bool) -> None:
-        """Between two steps: take in what was read, write behind. Little of it while busy."""
+    def tick(self, load: Load) -> None:
+        """Between two steps: take in what was read, write behind. Less of it under load."""
         ...
 
     @property

@@ -101,6 +101,8 @@ class Chat:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    """The last message is the assistant's, and the reply goes on where it ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from firn.core.errors import FirnError, InvalidValue, StepFailed
 from firn.core.events import ChoiceDone, EngineEvent, JobDone, JobFailed, Prefilled, Token
-from firn.core.ports import Delivery, PrefixCache, Publish, Restored, Runner, Trail
+from firn.core.ports import Delivery, Load, PrefixCache, Publish, Restored, Runner, Trail
 from firn.core.values import Job, Prompt, RequestId
 from firn.engine.budget import Budget
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
@@ -76,8 +76,14 @@ class Loop:
         """There is something to compute, or somebody to admit."""
         return bool(self.tasks or self.rows) or any(s.trail.ready for s in self.waiting)
 
+    @property
+    def _load(self) -> Load:
+        if self.tasks or self.waiting:
+            return Load.PREFILLING
+        return Load.DECODING if self.rows else Load.NONE
+
     def step(self) -> None:
-        self.cache.tick(busy=bool(self.tasks or self.rows))
+        self.cache.tick(self._load)
         todo = self._plan()
         for request in todo.admit:
             self._admit(self.sequences[request])

@@ -31,6 +31,7 @@ from firn.text.template import TemplateTraits, openers, wants_lists
 
 TAIL_TOKENS = 64
 AS_TEMPLATE = Reasoning()
+CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 class PromptMaker:
@@ -107,6 +108,14 @@ class PromptMaker:
             )
         if not chat.messages:
             raise BadRequest("messages: there is none.", param="messages")
+        last = chat.messages[-1]
+        if chat.continues and (
+            last.role != "assistant" or last.tool_calls or not last.text.strip()
+        ):
+            raise BadRequest(
+                "Only the text of an assistant can be continued, in the last message.",
+                param="messages",
+            )
         if self._pictures is None:
             refuse_images(chat.messages)
         if _tools_of(chat) and not self._traits.takes_tools:
@@ -117,10 +126,11 @@ class PromptMaker:
         self, chat: Chat, messages: Sequence[Message], reasoning: Reasoning
     ) -> dict[str, Any]:
         assert self._traits is not None
+        going_on = CONTINUE if chat.continues else {}
         return {
             "messages": to_template(messages, style=self._traits.style),
             "tools": tools_to_template(_tools_of(chat)) or None,
-            "kwargs": {**_reasoning_kwargs(reasoning), **chat.template_kwargs},
+            "kwargs": {**_reasoning_kwargs(reasoning), **chat.template_kwargs, **going_on},
         }
 
     def _ids(self, ids: Sequence[int]) -> TokenArray:

@@ -84,6 +84,15 @@ def test_a_system_message_inside_the_conversation() -> None:
     assert messages(HI, {"role": "system", "content": "now stop"})[1] == text("system", "now stop")
 
 
+def test_an_assistant_that_speaks_last_has_begun_the_reply() -> None:
+    begun = {"role": "assistant", "content": "Sure: "}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    assert chat(messages=[HI, begun]).continues
+    assert not chat(messages=[HI, begun, HI]).continues
+    assert not chat(messages=[HI, {"role": "assistant", "content": [call]}]).continues
+    assert not chat(messages=[HI, {"role": "assistant", "content": " "}]).continues
+
+
 def test_an_assistants_turn_is_put_together() -> None:
     turn = {
         "role": "assistant",

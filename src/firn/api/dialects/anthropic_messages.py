@@ -23,7 +23,7 @@ from firn.api.prompting import count_tokens
 from firn.api.services import Services
 from firn.core.errors import ContextTooLong, FirnError
 from firn.core.events import ChoiceFinished, Ended, Event, Failed, Progress, Resumed, Started
-from firn.core.values import Chat, GenerateRequest, Namespace, Usage
+from firn.core.values import Chat, GenerateRequest, Message, Namespace, Usage
 
 ID_PREFIX = "msg_"
 PING = sse.named("ping", '{"type":"ping"}')
@@ -55,6 +55,7 @@ class AnthropicMessages:
                 messages=messages,
                 tools=tools,
                 tool_choice=_anthropic.tool_choice(given, tools),
+                continues=_begins_the_reply(messages),
             ),
             sampling=_openai.sampling(given),
             max_tokens=1 if max_tokens == 0 else max_tokens,
@@ -95,6 +96,14 @@ def _model(body: _fields.Fields) -> str:
     """Agents ask for Anthropic's models by name, several of them: whatever is served answers."""
     name = body.string("model") or ""
     return "" if name.startswith("claude") else name
+
+
+def _begins_the_reply(messages: Sequence[Message]) -> bool:
+    """Whether the assistant speaks last: the reply goes on from there, as in Anthropic's API."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or last.tool_calls:
+        return False
+    return bool(last.text.strip())
 
 
 def _marks_anything(body: _fields.Fields, messages: Sequence[Any]) -> bool:

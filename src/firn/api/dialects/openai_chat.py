@@ -47,6 +47,7 @@ class OpenAIChat:
                 tools=tools,
                 tool_choice=_openai_chat.tool_choice(given, tools),
                 template_kwargs=_openai_chat.template_kwargs(given),
+                continues=given.boolean("continue_final_message", False),
             ),
             sampling=_openai.sampling(given),
             max_tokens=_openai.max_tokens(given),
@@ -274,6 +275,7 @@ def _schema() -> dict[str, Any]:
         "enable_thinking": {"type": ["boolean", "null"]},
         "thinking_budget": {"type": ["integer", "null"], "minimum": 0},
         "chat_template_kwargs": {"type": ["object", "null"]},
+        "continue_final_message": {"type": ["boolean", "null"]},
     }
     example = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
     return cast(
