@@ -23,6 +23,7 @@ endif
 STAMP := $(VENV)/.firn-$(MLX)
 
 .DEFAULT_GOAL := help
+WORKERS ?= 2
 .PHONY: help demo test check sweep soak fmt clean venv
 
 help:
@@ -38,7 +39,7 @@ demo: venv
 	@$(PY) -m firn.demo $(ARGS)
 
 test: venv
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: venv
 	@$(PY) -m ruff format --check $(SOURCES)
