@@ -214,7 +214,12 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--peer-python", type=Path, help="of an environment that has mlx-vlm")
+    options.add_argument(
+        "--peer-python",
+        type=Path,
+        default=lab() / "mlx" / "bin" / "python",
+        help="of an environment that has mlx-vlm (default: the lab's)",
+    )
     options.add_argument("--firn-python", type=Path, default=Path(sys.executable))
     options.add_argument("--family", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_5"])
     options.add_argument("--rounds", type=int, default=3)
@@ -227,7 +232,7 @@ def main() -> None:
         except ImportError as e:
             raise BenchError(f"{e}; run this with a Python that has mlx-vlm") from e
     pythons = {"firn": args.firn_python}
-    if args.peer_python:
+    if args.peer_python.exists():
         pythons["mlx-vlm"] = args.peer_python
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in pythons}
     for number in range(args.rounds):

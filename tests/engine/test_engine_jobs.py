@@ -44,7 +44,6 @@ def test_events_come_in_their_order() -> None:
     assert outcome.events == [
         Admitted(0, reason="no cache"),
         Prefilled(4, 10),
-        Prefilled(8, 10),
         Prefilled(9, 10),
         *tokens,
         ChoiceDone(0, "length"),
@@ -55,7 +54,7 @@ def test_events_come_in_their_order() -> None:
 def test_the_last_prompt_token_makes_the_first_logits() -> None:
     with HashEngine(chunk=8) as lab:
         lab.submit(prompt_of(2, 20), 4).wait().check()
-        assert lab.runner.prefills == [(0, 8), (8, 16), (16, 19)]
+        assert lab.runner.prefills == [(0, 8), (8, 19)]
 
 
 def test_an_end_token_ends_the_reply() -> None:

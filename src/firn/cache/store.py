@@ -26,7 +26,7 @@ from firn.cache.tiers import Entry, Gone, Name, Stored, Usage
 from firn.core.keys import KeyTokens
 from firn.core.ports import Load
 
-BUSY_SHARE = 0.03
+BUSY_SHARE = 0.02
 """Spilling may take this much of the engine's time while requests run; all of it when none do."""
 MAX_CREDIT_S = 0.05
 PATIENCE_S = 2.0

@@ -102,7 +102,7 @@ def chunk_end(
 
     Chunks are aligned to absolute positions, so that the same prompt is always cut in the same
     places whatever part of it was restored; a stop (ascending) ends one early. Where that need not be
-    to the bit (`aligned` is False), a rest that fits into one chunk is one: two cost more.
+    to the bit (`aligned` is False), a rest of up to a chunk and a half is one: two cost more.
 
         0        chunk      2*chunk     n_total
         |----------|----------|---x
@@ -112,7 +112,7 @@ def chunk_end(
     begins there too, to where it ends: which depends on nothing but the prompt, again.
     """
     end = min((n_done // chunk + 1) * chunk, n_total)
-    if not aligned and n_total - n_done <= chunk:
+    if not aligned and n_total - n_done <= chunk + chunk // 2:
         end = n_total
     for stop in stops:
         if n_done < stop < end and not any(first < stop < last for first, last in unbroken):
