@@ -39,7 +39,7 @@ demo: venv
 	@$(PY) -m firn.demo $(ARGS)
 
 test: venv
-	@$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: venv
 	@$(PY) -m ruff format --check $(SOURCES)

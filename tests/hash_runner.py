@@ -468,6 +468,7 @@ class HashEngine:
         max_rows: int = 8,
         max_queue: int = 10_000,
         chunk: int = 8,
+        aligned: bool = False,
         group_rows: int = 1 << 30,
         capacity_nbytes: int = 1 << 40,
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
@@ -480,7 +481,7 @@ class HashEngine:
         self.died = threading.Event()
         self._also_publish = publish
         self._ids = itertools.count()
-        limits = Limits(max_rows, max_queue, chunk)
+        limits = Limits(max_rows, max_queue, chunk, aligned)
         self.engine = Engine(
             lambda: Parts(self.runner, self.cache, self.budget, limits),
             self._publish,

@@ -247,7 +247,8 @@ class LabEngine(HashEngine):
     ) -> None:
         self._made = LabRunner(shape, faults, group_rows=group_rows)
         self.tree = cache if cache is not None else tree(shape)
-        super().__init__(faults, cache=self.tree, chunk=chunk, **options)
+        aligned = self.tree.settings.exact_chunk > 0
+        super().__init__(faults, cache=self.tree, chunk=chunk, aligned=aligned, **options)
 
     @property
     def runner(self) -> LabRunner:

@@ -58,9 +58,9 @@ def tokens(seed: int, n: int) -> list[int]:
 
 @contextmanager
 def cold_and_warm(build: Build, *, chunk: int, **options: Any) -> Any:
-    """Two engines over the same model: one without a cache, one with."""
+    """Two engines over the same model: one without a cache, one with. In exact mode both cut alike."""
     with (
-        running(build, cache_nbytes=None, chunk=chunk) as cold,
+        running(build, cache_nbytes=None, chunk=chunk, exact=options.get("exact", False)) as cold,
         running(build, chunk=chunk, **options) as warm,
     ):
         yield cold, warm

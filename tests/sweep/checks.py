@@ -80,17 +80,19 @@ def check(
     except UnknownCacheLayer as e:
         return Verdict("no reuse", str(e), alone)
     only_chunks = CHUNKS_MATTER.get(architecture, "")
-    colds: dict[int, Cold] = {}
+    colds: dict[tuple[int, bool], Cold] = {}
     try:
         for mode in modes:
             if only_chunks and not mode.exact:
                 continue
-            if mode.chunk not in colds:
-                colds[mode.chunk] = Cold(Harness(build, cache_nbytes=None, chunk=mode.chunk))
+            cut = (mode.chunk, mode.exact)
+            if cut not in colds:
+                cold = Harness(build, cache_nbytes=None, chunk=mode.chunk, exact=mode.exact)
+                colds[cut] = Cold(cold)
             options = {"chunk": mode.chunk, "block": mode.block, "exact": mode.exact}
             with running(build, **options) as warm:
                 stateful = layout.needs().state
-                script = Script(colds[mode.chunk], warm, vocab, mode, stateful, seed)
+                script = Script(colds[cut], warm, vocab, mode, stateful, seed)
                 fault = script.run() or (None if alone else script.run_crowd())
                 if fault:
                     return Verdict("wrong", f"{mode}: {fault}", alone)
