@@ -171,13 +171,14 @@ def test_killed_in_the_midst_of_a_write(tmp_path: Path) -> None:
             server.kill()
             for reply in asked:
                 reply.cancel()
-        assert house.temps, "it was to be killed in the midst of a write"
+        torn = set(house.temps)
+        assert torn, "it was to be killed in the midst of a write"
         server = house.start(limit_gib=1)
         again = ask(server, first, 1)
         assert again.right
         assert again.n_cached >= again.n_prompt * 0.8
         assert server.get("/v1/cache/stats")["tokens"]["by_tier"] == {"ssd": again.n_cached}
-        assert house.temps == []
+        assert torn.isdisjoint(house.temps)
         assert all(ask(server, session, 0).right for session in others[:4])
         stats = server.get("/v1/cache/stats")
         assert stats["faults"] == {}
