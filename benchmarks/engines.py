@@ -165,6 +165,9 @@ class BenchEngine:
 
         self.call(shrink)
         self.settle()  # what was not written yet is written when it leaves
+        left = self.call(lambda cache: cache.held.pool.held.total_nbytes)
+        if left:
+            raise BenchError(f"{left:,} bytes would not leave memory")
 
     @property
     def nbytes_written(self) -> int:

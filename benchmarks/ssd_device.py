@@ -1,8 +1,9 @@
 """`ssd.py --device-run`: first-token times of a big model, computed, from memory, and from the SSD.
 
-A prompt of n tokens is computed once (cold). The same n tokens with other 256 behind them then come from
-memory; from the SSD, with the page cache dropped, because it is made to load; and not at all, because it
-may not read. Last the cache may choose for itself: its time over the better of the two is what counts.
+A prompt of n tokens is computed once and stored (cold). The same n tokens with other 256 behind them then
+come from the SSD, with the page cache dropped, because it is made to load; from memory; and from nowhere,
+because it may not read. Last the cache may choose for itself: its time over the better of loading and
+computing is what counts.
 """
 
 from __future__ import annotations
@@ -109,11 +110,11 @@ class DeviceRun:
         for _ in range(repeats):
             if self.late:
                 break
-            point.memory_s.append(self._again(prefix).first_s)
             self._to_ssd(point)
             with_load = self._forced(lambda: self._again(prefix))
             point.load_s.append(with_load.first_s)
             point.loaded.append(with_load.tiers.get("ssd", 0))
+            point.memory_s.append(self._again(prefix).first_s)
             point.compute_s.append(self._again(prefix, read=False).first_s)
             self._to_ssd(point)
             chosen = self._again(prefix)

@@ -389,6 +389,10 @@ class DictCache:
         assert start < end
         assert seconds >= 0.0
 
+    def saw_restore(self, restored: Restored, seconds: float) -> None:
+        assert restored.n_tokens > 0
+        assert seconds >= 0.0
+
     def close(self) -> None:
         self.closed = True
 

@@ -63,6 +63,48 @@ def test_the_end_of_a_chunk_is_no_measure() -> None:
     assert known.prefill_s(256, 512) == pytest.approx(0.256)
 
 
+def test_a_chunk_that_compiled_its_kernels_is_soon_forgotten() -> None:
+    known = Estimates()
+    known.saw_prefill(0, 2048, 3.0)
+    known.saw_prefill(0, 2048, 0.06)
+    assert known.prefill_s(0, 2048) == pytest.approx(0.06)
+    known.saw_prefill(0, 2048, 0.06)
+    known.saw_prefill(0, 2048, 1.5)
+    assert known.prefill_s(0, 2048) == pytest.approx(0.06), "one that met with other work"
+
+
+def gpu_chunk_s(n_tokens: int) -> float:
+    """So a GPU computes: most of a short chunk's time goes whatever its length."""
+    return 0.05 + n_tokens * 30e-6
+
+
+def test_a_short_chunk_costs_more_than_its_share_and_says_nothing_of_long_ones() -> None:
+    known = Estimates()
+    for n in (2048, 64, 2048, 256, 512, 2048):
+        known.saw_prefill(8192, 8192 + n, gpu_chunk_s(n))
+    for n in (64, 256, 1000, 2048):
+        assert known.prefill_s(8192, 8192 + n) == pytest.approx(gpu_chunk_s(n), rel=0.01)
+    both = gpu_chunk_s(2048) + gpu_chunk_s(256)
+    assert known.prefill_s(8192, 8192 + 2304) == pytest.approx(both, rel=0.01)
+
+
+def test_short_chunks_are_the_measure_until_a_whole_one_comes() -> None:
+    known = Estimates()
+    known.saw_prefill(0, 64, gpu_chunk_s(64))
+    assert known.prefill_s(0, 64) == pytest.approx(gpu_chunk_s(64))
+    known.saw_prefill(64, 64 + 2048, gpu_chunk_s(2048))
+    assert known.prefill_s(0, 2048) == pytest.approx(gpu_chunk_s(2048))
+
+
+def test_filling_a_row_is_a_part_of_loading() -> None:
+    known = Estimates()
+    known.saw_load(10**9, LOAD_OVERHEAD_S + 1.0)
+    known.saw_fill(10**9, 0.5)
+    assert known.load_s(10**9) == pytest.approx(LOAD_OVERHEAD_S + 1.5)
+    known.saw_load(10**9, LOAD_OVERHEAD_S + 1.0)
+    assert known.load_error == 0.0, "of the reading alone"
+
+
 def test_a_load_that_was_never_tried_is_hoped_to_be_fast() -> None:
     known = Estimates()
     assert known.load_s(0) == 0.0
@@ -102,6 +144,7 @@ def test_what_is_known_is_shown() -> None:
     known.saw_load(10**8, LOAD_OVERHEAD_S + 0.1)
     assert known.view() == {
         "prefill_tokens_per_s": {"500": 2000},
+        "short_chunk_s": 0.0,
         "load_bytes_per_s": 10**9,
         "loads": 1,
         "load_error": 0.0,

@@ -333,6 +333,8 @@ def visit(
     assert trail.ready
     restored = cache.restore(trail)
     row = runner.start(restored)
+    if restored is not None:
+        cache.saw_restore(restored, 0.001)
     n_cached = row.n_tokens
     assert trail.found.n_cached == n_cached
     assert n_cached < len(prompt), "a token is left to make the logits"

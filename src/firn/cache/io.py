@@ -72,6 +72,10 @@ class Closed(TierError):
         super().__init__("closed")
 
 
+def _nothing() -> None:
+    """What is left of a job's work when it is done."""
+
+
 class IoThreads:
     """Owner: whoever built it. Every method may be called from any thread; none waits but close().
 
@@ -235,6 +239,7 @@ class IoThreads:
                 self._finished[job.kind] += 1
                 self._failed[job.kind] += failed
                 self._write_nbytes -= job.nbytes
+                job.work = _nothing  # its bytes may go now
                 self._changed.notify_all()
                 if job.kind is Kind.WRITE and self._queues[Kind.WRITE]:
                     self._work.notify()  # this thread may have to read first

@@ -64,5 +64,8 @@ class CacheOff:
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         pass
 
+    def saw_restore(self, restored: Restored, seconds: float) -> None:
+        pass
+
     def close(self) -> None:
         pass

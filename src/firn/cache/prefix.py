@@ -114,7 +114,8 @@ class PrefixTree:
             return None
         block = self.settings.block
         i = trail.node.end // block
-        if i >= len(trail.keys) or trail.keys[i] not in trail.node.children:
+        ahead = trail.node.children.get(trail.keys[i]) if i < len(trail.keys) else None
+        if ahead is None or not any(r.payload is not None for r in ahead.records.values()):
             return None
         try:
             match = self._restorer.match(trail)
@@ -210,6 +211,10 @@ class PrefixTree:
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         self.held.estimates.saw_prefill(start, end, seconds)
+
+    def saw_restore(self, restored: Restored, seconds: float) -> None:
+        if restored.loaded_nbytes:
+            self.held.estimates.saw_fill(restored.loaded_nbytes, seconds)
 
     def close(self) -> None:
         if self.held.store is not None:

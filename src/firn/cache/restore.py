@@ -9,7 +9,8 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
-from itertools import islice
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from firn.cache.codecs import Arrays, slice_tokens
@@ -88,7 +89,7 @@ class Restorer:
             unbroken=trail.unbroken,
         )
         best, best_s, slower = None, 0.0, False
-        for match in islice(found, MAX_OPTIONS):
+        for match in _spread(found):
             nbytes = sum(r.nbytes for r in match.records if r.payload is None)
             seconds = self._held.estimates.load_s(nbytes)
             seconds += self._held.estimates.prefill_s(match.n_tokens, n_prompt)
@@ -132,7 +133,11 @@ class Restorer:
             trail.pieces = [Piece(trail.node.end, match.n_tokens, saved)]
             trail.n_saved = match.n_tokens
         trail.due = {p: m for p, m in trail.due.items() if p > match.n_tokens}
-        return Restored(match.n_tokens, lambda layers: self._fill(layers, match, loaded))
+        return Restored(
+            match.n_tokens,
+            lambda layers: self._fill(layers, match, loaded),
+            loaded_nbytes=sum(r.nbytes for r in loaded),
+        )
 
     def tiers(self, trail: CacheTrail, match: Match) -> tuple[tuple[str, int], ...]:
         """How many of the match's tokens came from where. A load counts, even if it is held by now."""
@@ -162,6 +167,16 @@ class Restorer:
         if match.state is not None:
             state = _of(match.state, loaded)
             self._layout.fill(Part.STATE, layers, [state], n)
+
+
+def _spread(options: Iterable[Match]) -> Iterator[Match]:
+    """So many of them, evenly over the prompt: the longest, the empty one, and some between."""
+    last, gap = math.inf, 0.0
+    for match in options:
+        if not match.n_tokens or last - match.n_tokens >= gap:
+            gap = gap or match.n_tokens / MAX_OPTIONS
+            last = match.n_tokens
+            yield match
 
 
 def _obtainable(record: Record) -> bool:

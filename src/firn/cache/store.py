@@ -132,6 +132,8 @@ class Store:
         self._unwritten: dict[Record, None] = {}
         """In their order; a fault of the disk, or of a parent's write, stood in their way."""
         self._retried: WeakSet[Record] = WeakSet()
+        self._lent: dict[Record, Sequence[memoryview]] = {}
+        """Bytes that are being written. They may be an array's own: it must die on this thread."""
         self._loading: set[Record] = set()
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
@@ -145,7 +147,7 @@ class Store:
         self._to_spill.append((record, self._clock()))
 
     def spill_now(self, record: Record) -> bool:
-        """Take a copy of a record that is about to leave memory; False when the queue is full."""
+        """Write a record that is about to leave memory; False when the queue is full."""
         return record.writing or self._write(record)
 
     def load(self, record: Record) -> None:
@@ -238,6 +240,7 @@ class Store:
             self._scanning = False
             self._last_scan = self._clock()
             return None if isinstance(result, TierError) else Found(tuple(result))
+        self._lent.pop(record, None)
         if isinstance(result, Stored):
             record.writing, record.stored = False, True
             return Written(record, result.evicted)
@@ -255,7 +258,7 @@ class Store:
         return Lost(record, result)
 
     def _spill_next(self) -> bool:
-        """Copy and queue one record; False when the write queue is full."""
+        """Queue one record; False when the write queue is full."""
         record, since = self._to_spill.popleft()
         if record.payload is None or record.stored or record.writing or not record.alive:
             return True
@@ -269,7 +272,8 @@ class Store:
             return False
         layers, buffers = to_host(record.payload)
         accepted = self._io.try_write(self._header_of(record, layers), buffers, self._done(record))
-        record.writing = accepted
+        if accepted:
+            record.writing, self._lent[record] = True, buffers
         return accepted
 
     def _done(self, record: Record | None) -> Callable[[Any], None]:

@@ -167,6 +167,8 @@ class Restored:
 
     n_tokens: int
     fill: Callable[[list[Any]], None]
+    loaded_nbytes: int = 0
+    """How much of it had to be read from below memory."""
 
 
 class Picked(Protocol):
@@ -327,6 +329,10 @@ class PrefixCache(Protocol):
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
         """Prompt tokens [start, end) took so long to compute."""
+        ...
+
+    def saw_restore(self, restored: Restored, seconds: float) -> None:
+        """A row was filled with this; reading it is not in the time."""
         ...
 
     def close(self) -> None: ...

@@ -78,7 +78,7 @@ class Loop:
 
     @property
     def _load(self) -> Load:
-        if self.tasks or self.waiting:
+        if self.tasks or self.waiting or any(not c.tokens for c in self.rows.values()):
             return Load.PREFILLING
         return Load.DECODING if self.rows else Load.NONE
 
@@ -167,8 +167,11 @@ class Loop:
 
     def _restore(self, sequence: Sequence, restored: Restored) -> Any | None:
         """A row with a past. If that fails it is a miss, and this request leaves the cache alone."""
+        began = time.perf_counter()
         try:
-            return self.runner.start(restored)
+            row = self.runner.start(restored)
+            self.cache.saw_restore(restored, time.perf_counter() - began)
+            return row
         except Exception as e:
             log.warning("restoring %d tokens failed: %r", restored.n_tokens, e, exc_info=e)
             self.cache.close_trail(sequence.trail, None)

@@ -65,11 +65,12 @@ class Runner:
     # --- prefill ---------------------------------------------------------------------------
 
     def start(self, restored: Restored | None) -> Row:
-        """A new row, empty or with a restored past."""
+        """A new row, empty or with a restored past; that is not left to the first chunk's time."""
         layers = self._make_layers()
         if restored is None:
             return Row(layers)
         restored.fill(layers)
+        mx.eval([layer.state for layer in layers])
         return Row(layers, restored.n_tokens)
 
     def prefill(self, row: Row, prompt: Prompt, end: int) -> None:

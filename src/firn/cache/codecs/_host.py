@@ -1,5 +1,9 @@
 """Between device arrays and plain host bytes, bit for bit. Engine thread only.
 
+Where the device computes in the host's memory (CPU, Metal) nothing is copied on the way out: an array
+never changes once it is computed, and the bytes keep it alive. CUDA would move the array itself to the
+host, where its next reader waits for it; there a packed copy goes in its place.
+
 NumPy has no bfloat16, so its bits travel as 16-bit integers: two bytes a value, and bfloat16 again after
 loading.
 """
@@ -7,6 +11,8 @@ loading.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -48,20 +54,38 @@ _NUMPY = {
 
 
 def to_host(payload: Sequence[Arrays]) -> tuple[Layers, list[memoryview]]:
-    """Copies of all arrays as bytes, and what they are. The arrays must be evaluated."""
-    layers: list[tuple[TensorSpec | None, ...]] = []
-    buffers: list[memoryview] = []
-    for arrays in payload:
-        specs: list[TensorSpec | None] = []
-        for a in arrays:
-            if a is None:
-                specs.append(None)
-                continue
-            specs.append(TensorSpec(CODES[a.dtype], tuple(a.shape)))
-            plain = a.view(mx.uint16) if a.dtype == mx.bfloat16 else a
-            buffers.append(np.array(plain, copy=True).data)
-        layers.append(tuple(specs))
-    return tuple(layers), buffers
+    """The bytes of all arrays, and what they are. The arrays must be evaluated."""
+    present = [a for arrays in payload for a in arrays if a is not None]
+    layers = tuple(
+        tuple(None if a is None else TensorSpec(CODES[a.dtype], tuple(a.shape)) for a in arrays)
+        for arrays in payload
+    )
+    return layers, (_packed if _on_cuda() else _shared)(present)
+
+
+def _shared(arrays: Sequence[mx.array]) -> list[memoryview]:
+    plain = [a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in arrays]
+    mx.eval(plain)
+    return [_bytes(a) for a in plain]
+
+
+def _packed(arrays: Sequence[mx.array]) -> list[memoryview]:
+    """One buffer on the device, moved to the host as a whole."""
+    if not arrays:
+        return []
+    whole = _bytes(mx.concatenate([mx.contiguous(a).reshape(-1).view(mx.uint8) for a in arrays]))
+    ends = list(accumulate(a.nbytes for a in arrays))
+    return [whole[end - a.nbytes : end] for a, end in zip(arrays, ends, strict=True)]
+
+
+def _bytes(array: mx.array) -> memoryview:
+    """C-contiguous, whatever the array is; a copy only if it is not."""
+    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
+
+
+@cache
+def _on_cuda() -> bool:
+    return mx.default_device() != mx.Device(mx.cpu) and not mx.metal.is_available()
 
 
 def from_host(layers: Layers, buffers: Sequence[memoryview]) -> list[Arrays]:
