@@ -1,9 +1,9 @@
 """`ssd.py --device-run`: first-token times of a big model, computed, from memory, and from the SSD.
 
-A prompt of n tokens is computed once and stored (cold). The same n tokens with other 256 behind them then
-come from the SSD, with the page cache dropped, because it is made to load; from memory; and from nowhere,
-because it may not read. Last the cache may choose for itself: its time over the better of loading and
-computing is what counts.
+A prompt of n tokens is computed once and stored (cold). The same n tokens with other 256 behind them
+then come from the SSD, with the page cache dropped, because it is made to load; from memory; and from
+nowhere, because it may not read. Last the cache may choose for itself: its time over the better of
+loading and computing is what counts.
 """
 
 from __future__ import annotations
