@@ -29,6 +29,7 @@ from report import BenchError
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
+N_ATTEMPTS = 3
 MIB = 1 << 20
 APC_BLOCKS_PER_MB = 16
 """mlx-vlm counts memory in blocks of 16 tokens; the dense model has 4 KiB a token."""
@@ -182,9 +183,7 @@ def chat(
     start = time.perf_counter()
     text, times, usage, first_s, ended = "", list[float](), dict[str, Any](), 0.0, False
     try:
-        headers = {"content-type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
+        response = _post(connection, json.dumps(body))
         if response.status != 200:
             raise BenchError(f"the server answered {response.status}: {response.read()[:200]!r}")
         for event in _events(response):
@@ -217,6 +216,20 @@ def chat(
         n_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         n_completion=usage.get("completion_tokens") or len(times),
     )
+
+
+def _post(connection: http.client.HTTPConnection, body: str) -> http.client.HTTPResponse:
+    """Asks again when the server will not have the connection: mlx-lm's takes five at a time."""
+    headers = {"content-type": "application/json"}
+    for attempt in range(N_ATTEMPTS):
+        try:
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            return connection.getresponse()
+        except ConnectionResetError:
+            if attempt + 1 == N_ATTEMPTS:
+                raise
+            connection.close()
+    raise AssertionError
 
 
 def _events(lines: Iterator[bytes] | http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
