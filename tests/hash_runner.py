@@ -205,7 +205,7 @@ class HashRunner:
             r.job, r.choice = job, choice
         return rows
 
-    def join(self, row: HashRow, token: int) -> None:
+    def join(self, row: HashRow, token: int, *, n_coming: int = 0) -> None:
         self.faults.join(row)
         tokens = row.tokens
         row.next = token

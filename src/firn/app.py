@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 
 import uvicorn
+import uvloop
 
 from firn import __version__
 from firn.api import warm
@@ -69,7 +70,7 @@ def serve(config: Config) -> int:
     prompts = warm.read(config.cache.warm_prompts) if config.cache.warm_prompts else []
     server = build(config)
     try:
-        return asyncio.run(_run(server, sock, prompts))
+        return uvloop.run(_run(server, sock, prompts))
     finally:
         server.close()
 

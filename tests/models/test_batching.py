@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.errors import StepFailed
 from firn.core.values import RequestId, Sampling
-from firn.models.batch import MAX_MARGIN, MAX_WASTE, SLACK_TOKENS, VACANT_STEPS, Group, Row
+from firn.models.batch import MAX_WASTE, SLACK_TOKENS, VACANT_STEPS, Group, Row, _margin
 from firn.models.runner import Runner
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import Built, assert_same, plain, prompt_of, with_caches
@@ -149,17 +149,33 @@ def test_seats_are_reused_waited_for_and_closed_up(name: str) -> None:
         assert len(group.seats) == 5
         group.tick()
     assert group.seats == [new, *rows[2:]], "nobody came"
-    group.leave([rows[2], rows[3]])
-    assert group.seats == [new, rows[4]], "too many vacant seats"
-    group.leave([new])
-    assert group.seats == [rows[4]]
+    group.leave([rows[2], new])
+    assert len(group.seats) == 4
+    group.leave([rows[3]])
+    assert group.seats == [rows[4]], "too many vacant seats"
+
+
+@pytest.mark.parametrize("name", [n for n in KINDS if n != "llama4"])
+def test_seats_for_those_that_follow_soon(name: str) -> None:
+    group, rows = rows_of(name, 9, 20, 30)
+    a, b = (Row(rows_of(name, n)[0].layers, n) for n in (25, 12))
+    group.join(a, 4, n_seats=16)
+    assert group.rows == [*rows, a]
+    assert len(group.seats) == 6, "as many as it has, at most"
+    group.join(b, 5, n_seats=16)
+    assert group.seats[4] is b
+    assert group.inputs.tolist() == [0, 0, 0, 4, 5, 4]
+    for _ in range(VACANT_STEPS):
+        assert len(group.seats) == 6
+        group.tick()
+    assert group.seats == [*rows, a, b], "nobody else came"
 
 
 def test_padding_that_nobody_needs_is_taken_out() -> None:
     """Seats are reused for ever: the caches must not grow with the number of steps."""
     group, _ = rows_of("qwen3", 20, 24, 28, 32, 36)
     widest = 0
-    for _ in range(3 * MAX_MARGIN):
+    for _ in range(10 * _margin(40)):
         group.tick()
         for layer in group.layers:
             news = (mx.zeros((5, a.shape[1], 1, a.shape[3])) for a in (layer.keys, layer.values))
@@ -172,7 +188,7 @@ def test_padding_that_nobody_needs_is_taken_out() -> None:
             group.join(Row(others.layers, 20), 0)
         assert group.width == group.layers[0].size()
         widest = max(widest, group.width)
-    assert 40 + MAX_MARGIN - 5 <= widest <= 40 + MAX_MARGIN + 5
+    assert 40 + _margin(40) - 5 <= widest <= 40 + _margin(40) + 5
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "recurrent_gemma"])

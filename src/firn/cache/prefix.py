@@ -115,8 +115,10 @@ class PrefixTree:
         block = self.settings.block
         i = trail.node.end // block
         ahead = trail.node.children.get(trail.keys[i]) if i < len(trail.keys) else None
-        if ahead is None or not any(r.payload is not None for r in ahead.records.values()):
+        if ahead is None:
             return None
+        if ahead.records and all(r.payload is None for r in ahead.records.values()):
+            return None  # below memory, and not worth a load
         try:
             match = self._restorer.match(trail)
             if match.n_tokens < n_tokens + block:

@@ -209,8 +209,8 @@ class Runner(Protocol):
         """One row for each choice, all with this row's past, each with its own sampler."""
         ...
 
-    def join(self, row: Any, token: int) -> None:
-        """Take part in decode steps, starting by consuming `token`."""
+    def join(self, row: Any, token: int, *, n_coming: int = 0) -> None:
+        """Take part in decode steps, starting by consuming `token`. `n_coming` more are to follow."""
         ...
 
     def resume(self, row: Any, reply: Sequence[int]) -> None:

@@ -296,11 +296,15 @@ class Loop:
         last = int(task.prompt.ids[-1])
         fresh = [c for c in task.choices if not c.done]
         rows = self.runner.choices(task.row, task.sequence.job, [c.index for c in fresh])
+        # Room is made at once only for those that fit it, and have been given memory for it.
+        alike = [t for t in self.tasks.values() if 0.5 <= len(t.prompt) / len(task.prompt) <= 2]
+        n_coming = len(fresh) + sum(len(t.choices) for t in alike)
         for choice, row in zip(fresh, rows, strict=True):
+            n_coming -= 1
             if choice.n_rescues:
                 self.runner.resume(row, choice.tokens)
             choice.row, choice.trail = row, self.cache.fork(task.trail, choice.tokens)
-            self.runner.join(row, last)
+            self.runner.join(row, last, n_coming=n_coming)
             self.rows[row] = choice
             if choice.forced.tokens:
                 self._force_row(choice)

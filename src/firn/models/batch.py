@@ -6,7 +6,8 @@ one keeps the plain classes (no padding, no mask), so a lone request pays nothin
 model whose layers cannot batch is simply served in groups of one.
 
 A row that leaves a larger group leaves its seat behind, and the next one that joins is written into it:
-taking a row out, or putting one in, copies the caches of all the others.
+taking a row out, or putting one in, copies the caches of all the others. Where more are to follow, a
+group grows by as many seats as it has.
 
 Owner: the engine thread, through the runner.
 """
@@ -14,6 +15,7 @@ Owner: the engine thread, through the runner.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +31,12 @@ MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048
 """...but short rows always share a group: padding to this length costs less than a second step."""
-MAX_VACANT = 0.25
+MAX_VACANT = 0.5
 """Of a group's seats: a vacant one is computed along for nothing."""
 VACANT_STEPS = 16
 """How long a seat waits for somebody."""
-MAX_MARGIN = 256
-"""Padding that no row needs any more, in tokens: the longest row left, or another took its seat."""
+MARGIN_FACTOR = 5
+"""How much dearer it is to copy a token's cells than to attend to them, times two: see `_margin`."""
 
 
 @dataclass(eq=False)
@@ -117,21 +119,16 @@ class Group:
         padded, used = max(lengths) * len(lengths), sum(lengths)
         return padded <= MAX_WASTE * used or max(lengths) <= SLACK_TOKENS
 
-    def join(self, row: Row, token: int) -> None:
+    def join(self, row: Row, token: int, *, n_seats: int = 1) -> None:
+        """n_seats: how many it may take for this row and those that follow it soon."""
         seat = next((i for i, r in enumerate(self.seats) if r.group is not self), None)
         if seat is not None:
             self._seat(row, token, seat)
-        elif len(self.seats) == 1:
-            pairs = zip(self.layers, row.layers, strict=True)
-            self.layers = [type(a).merge([a, b]) for a, b in pairs]
-            self._append(row, token)
         else:
-            for mine, other in zip(self.layers, row.layers, strict=True):
-                mine.extend(type(other).merge([other]))
-            self._append(row, token)
+            self._append(row, token, max(min(n_seats, len(self.seats)), 1))
         row.layers, row.group = [], self
         self.width = max(self.width, row.n_tokens)
-        if self.width > self._n_longest + MAX_MARGIN:
+        if self.width > self._n_longest + _margin(self._n_longest):
             self._close_up()
 
     @property
@@ -145,9 +142,18 @@ class Group:
         self.inputs = mx.concatenate([before, mx.array([token]), after])
         self.seats[seat] = row
 
-    def _append(self, row: Row, token: int) -> None:
-        self.inputs = mx.concatenate([self.inputs, mx.array([token])])
-        self.seats.append(row)
+    def _append(self, row: Row, token: int, n_seats: int) -> None:
+        """New seats for this row and, with its own past until they come, for the next."""
+        if len(self.seats) == 1:
+            pairs = zip(self.layers, row.layers, strict=True)
+            self.layers = [type(a).merge([a, *[b] * n_seats]) for a, b in pairs]
+        else:
+            for mine, other in zip(self.layers, row.layers, strict=True):
+                mine.extend(type(other).merge([other] * n_seats))
+        self.inputs = mx.concatenate([self.inputs, mx.array([token] * n_seats)])
+        self.seats += [row, *(_vacancy(row) for _ in range(n_seats - 1))]
+        if n_seats > 1:
+            self.patience = VACANT_STEPS
 
     def read_all(self) -> None:
         """Have every dispatched token on the host; the grammars of the rows then know them."""
@@ -162,7 +168,7 @@ class Group:
         n_rows = len(self.rows)
         if not n_rows:
             self.seats, self.layers = [], []
-        elif n_rows == 1 or n_rows < (1 - MAX_VACANT) * len(self.seats):
+        elif n_rows < (1 - MAX_VACANT) * len(self.seats):
             self._close_up()
         else:
             self.patience = VACANT_STEPS
@@ -186,6 +192,15 @@ class Group:
             layer.filter(keep)
         if len(keep) == 1:
             self.layers = [alone(layer) for layer in self.layers]
+
+
+def _margin(n_longest: int) -> int:
+    """Padding that no row needs any more, in tokens: the longest row left, or another took its seat.
+
+    It grows by a token a step, and every step reads it; taking it out copies the whole width. The two
+    together cost least when it goes at sqrt(2 * width * copy / read).
+    """
+    return math.isqrt(MARGIN_FACTOR * n_longest)
 
 
 def _vacancy(row: Row) -> Row:

@@ -103,11 +103,14 @@ class Runner:
 
     # --- decode ----------------------------------------------------------------------------
 
-    def join(self, row: Row, token: int) -> None:
-        """Let the row take part in decode steps, starting by consuming `token`."""
+    def join(self, row: Row, token: int, *, n_coming: int = 0) -> None:
+        """Let the row take part in decode steps, starting by consuming `token`.
+
+        n_coming: how many more are to follow; a group makes room for some of them at once.
+        """
         for group in self._groups:
             if group.has_room_for(row, self._max_rows):
-                group.join(row, token)
+                group.join(row, token, n_seats=min(1 + n_coming, self._max_rows - len(group.rows)))
                 return
         self._groups.append(Group.of_one(row, token))
 
