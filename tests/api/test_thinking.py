@@ -157,7 +157,9 @@ def test_the_wish_reaches_the_template() -> None:
         client.messages.create(**ASK, thinking={"type": "disabled"})
         client.messages.create(**ASK)
         client.messages.create(**ASK, output_config={"effort": "high"})
-        seen = [rendered["kwargs"] for rendered in live.tokenizer.rendered[-4:]]
+        asked = ASK["messages"][0]["content"]
+        sent = [r for r in live.tokenizer.rendered if r["messages"][-1]["content"] == asked]
+        seen = [rendered["kwargs"] for rendered in sent[-4:]]
     assert [kwargs.get("enable_thinking") for kwargs in seen] == [True, False, None, None]
     assert seen[3]["reasoning_effort"] == "high"
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -83,8 +86,39 @@ def test_ids_and_boundaries_of_a_chat() -> None:
     assert text.count("<|im_start|>") == 5
     assert text.endswith("<|im_start|>assistant\n")
     start = tokenizer.token_id("<|im_start|>")
-    assert [prompt.ids[p] for p in prompt.boundaries] == [start] * 4
+    *ends, last = prompt.boundaries
+    assert [prompt.ids[p] for p in ends] == [start] * 3
+    assert last == len(prompt) - 1
     assert list(prompt.boundaries) == sorted(set(prompt.boundaries))
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "kept"),
+    [
+        pytest.param(CHATML, {}, True, id="a header like any other"),
+        pytest.param(CHATML, {"enable_thinking": False}, True, id="no thought, this time"),
+        pytest.param(CHATML, {"enable_thinking": True}, False, id="it opens a thought"),
+        pytest.param(MISTRAL, {}, True, id="there is none"),
+    ],
+)
+def test_the_last_boundary_is_where_the_next_turn_departs(
+    template: str, kwargs: dict[str, Any], kept: bool
+) -> None:
+    tokenizer = byte_level()
+    make = maker(template).make
+    now = make(replace(chat(*TURNS), template_kwargs=kwargs))
+    end = now.boundaries[-1]
+    assert (end == len(now) - 1) == kept
+    if not kept:
+        assert now.ids[end] == tokenizer.token_id("<|im_start|>")
+    going_on = (said("assistant", "Yes."), said("user", "Good."))
+    later = make(replace(chat(*TURNS, *going_on), template_kwargs=kwargs))
+    assert end <= shared(now, later)
+
+
+def test_a_reply_that_is_continued_has_no_header() -> None:
+    prompt = maker().make(replace(chat(*TURNS, said("assistant", "Yes, and")), continues=True))
+    assert prompt.ids[prompt.boundaries[-1]] == byte_level().token_id("<|im_start|>")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -1,9 +1,10 @@
 """Where a recurrent model's state is worth keeping. Pure.
 
 States are large, so they are taken where they will be asked for again: the end of the tools and the
-system prompt, the start of the last user turns, just before the generation prompt (which history never
-contains), the branch point that a lookup has just found, and a sparse power-of-two lattice in long
-prompts. The end of the prompt and the end of the reply come for free and are kept by the caller.
+system prompt, the start of the last user turns, where the next turn may depart (before the generation
+prompt, if history does not contain it as it is), the branch point that a lookup has just found, and a
+sparse power-of-two lattice in long prompts. The end of the prompt and the end of the reply come for free
+and are kept by the caller.
 """
 
 from __future__ import annotations

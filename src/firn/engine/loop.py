@@ -78,7 +78,8 @@ class Loop:
 
     @property
     def _load(self) -> Load:
-        if self.tasks or self.waiting or any(not c.tokens for c in self.rows.values()):
+        # One token: it has just been handed over, and is on its way out.
+        if self.tasks or self.waiting or any(len(c.tokens) < 2 for c in self.rows.values()):
             return Load.PREFILLING
         return Load.DECODING if self.rows else Load.NONE
 

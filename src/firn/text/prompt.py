@@ -5,9 +5,11 @@ Used from the tokenize pool; holds nothing but what was read once from the token
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,15 +29,19 @@ from firn.core.values import (
 )
 from firn.text.illustrate import Illustration, images_of
 from firn.text.messages import normalise, to_template, tools_to_template
-from firn.text.template import TemplateTraits, openers, wants_lists
+from firn.text.template import TemplateTraits, keeps_header, openers, wants_lists
 
 TAIL_TOKENS = 64
+HEADER_TOKENS = 16
+"""A reply's header is shorter than this; no message that is has to have a boundary of its own."""
+N_KWARGS = 64
+"""Different template variables of which the answer to one question is kept."""
 AS_TEMPLATE = Reasoning()
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 class PromptMaker:
-    """Thread-safe: nothing changes after construction."""
+    """Thread-safe: nothing that matters changes after construction."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, context_length: int, pictures: Pictures | None = None
@@ -49,6 +55,7 @@ class PromptMaker:
         if self._traits is not None and wants_lists(tokenizer):
             self._traits = self._traits.with_lists()
         self._openers = () if source is None else openers(tokenizer)
+        self._keeps_header = lru_cache(maxsize=N_KWARGS)(self._ask_for_header)
 
     def make(self, source: Source, *, reasoning: Reasoning = AS_TEMPLATE) -> Prompt:
         """Raises BadRequest, ContextTooLong, TemplateFailed."""
@@ -69,16 +76,18 @@ class PromptMaker:
         messages = self._checked(chat)
         if images_of(messages) and self._pictures is not None:
             return self._illustrated(chat, messages, self._pictures, reasoning)
+        keeps_header = self._next_keeps_header(chat, reasoning)
         text = _well_formed(
             self._tokenizer.render(**self._template_inputs(chat, messages, reasoning))
         )
         # The template writes the special tokens itself: adding them again would double the BOS.
         ids = self._ids(self._tokenizer.encode(text, add_special=False))
-        return self._marked(Prompt(ids), text, messages)
+        return self._marked(Prompt(ids), text, messages, keeps_header=keeps_header)
 
     def _illustrated(
         self, chat: Chat, messages: tuple[Message, ...], pictures: Pictures, reasoning: Reasoning
     ) -> Prompt:
+        keeps_header = self._next_keeps_header(chat, reasoning)
         found = Illustration(messages, pictures)
         text = found.render(self._tokenizer, **self._template_inputs(chat, messages, reasoning))
         expanded = found.expand(_well_formed(text))
@@ -89,16 +98,31 @@ class PromptMaker:
             images=tuple(image.inputs for image in found.prepared),
             whole_images=pictures.whole,
         )
-        return self._marked(prompt, found.readable(expanded), messages)
+        return self._marked(prompt, found.readable(expanded), messages, keeps_header=keeps_header)
 
-    def _marked(self, prompt: Prompt, text: str, messages: Sequence[Message]) -> Prompt:
-        """With the positions where messages end."""
+    def _marked(
+        self, prompt: Prompt, text: str, messages: Sequence[Message], *, keeps_header: bool
+    ) -> Prompt:
+        """With the positions where messages end; up to the last, the next turn will agree."""
         ids = prompt.ids
         starts = self._message_starts(ids)
         points = {int(p) for p in starts}
+        if points and keeps_header:
+            # All but the last token, which the tokenizer may join with the reply's first.
+            header, end = max(points), len(ids) - 1
+            points = (points - {header} if end - header < HEADER_TOKENS else points) | {end}
         points.update(self._end_of_system(text, ids, messages))
         boundaries = tuple(sorted(p for p in points if 0 < p < len(ids)))
         return replace(prompt, boundaries=boundaries, hints=self._hints(text, starts, messages))
+
+    def _next_keeps_header(self, chat: Chat, reasoning: Reasoning) -> bool:
+        """Whether the reply's header will be a part of the next turn's prompt."""
+        kwargs = {**_reasoning_kwargs(reasoning), **chat.template_kwargs}
+        return not chat.continues and self._keeps_header(json.dumps(kwargs, sort_keys=True))
+
+    def _ask_for_header(self, kwargs: str) -> bool:
+        assert self._traits is not None
+        return keeps_header(self._tokenizer, self._traits.style, json.loads(kwargs))
 
     def _checked(self, chat: Chat) -> tuple[Message, ...]:
         """The messages as templates want them, of a chat that this model can take."""

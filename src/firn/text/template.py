@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
-from firn.text.messages import TemplateStyle
+from firn.core.values import Message, TextPart
+from firn.text.messages import TemplateStyle, to_template
 
 MESSAGE_OPENERS = (
     "<|im_start|>",
@@ -78,6 +80,23 @@ def wants_lists(tokenizer: Tokenizer) -> bool:
             return False
 
     return not shows(_ALPHA) and shows([{"type": "text", "text": _ALPHA}])
+
+
+def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the next turn's prompt begins with all of this one's, the reply's header too.
+
+    It does not where the header opens a thought, or closes an empty one, that history leaves out.
+    """
+    ask = Message("user", (TextPart(_ALPHA),))
+    later = (Message("assistant", (TextPart(_BETA),)), Message("user", (TextPart(_GAMMA),)))
+    try:
+        now, then = (
+            tokenizer.render(to_template(chat, style=style), tools=None, kwargs=kwargs)
+            for chat in ((ask,), (ask, *later))
+        )
+    except TemplateFailed:
+        return False
+    return then.startswith(now)
 
 
 def _style(source: str) -> TemplateStyle:
