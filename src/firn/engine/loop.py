@@ -30,6 +30,8 @@ log = logging.getLogger("firn.engine")
 T = TypeVar("T")
 
 MAX_RESCUES = 1
+HAND_OVER_S = 1e-4
+"""Behind a first token: so long Python is left to the thread that carries it out."""
 CALIBRATE_EVERY = 64
 """Steps between two looks at how much memory the decoding rows really take."""
 
@@ -69,6 +71,7 @@ class Loop:
         self._n_tasks = 0
         self._n_steps = 0
         self._turn = 0
+        self._said_first = False
         self._out: list[Delivery] = []
 
     @property
@@ -96,6 +99,9 @@ class Loop:
         if todo.decode:
             self._collect(wait=task is not None)
         self.flush()
+        if self._said_first:
+            self._said_first = False
+            time.sleep(HAND_OVER_S)
         if task is not None:
             self._settle_chunk(task)
         self._n_steps += 1
@@ -351,6 +357,7 @@ class Loop:
     def _take_token(self, choice: Choice, token: Token) -> None:
         job = choice.sequence.job
         ended = token.id in job.eos
+        self._said_first |= not choice.tokens
         choice.tokens.append(token.id)
         self._say(job.id, token)
         if ended or len(choice.tokens) >= job.max_tokens:
