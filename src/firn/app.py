@@ -41,8 +41,8 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.logs import configure as configure_logs
+from firn.models import cpu_attention, embedder, loader
 from firn.models import device as devices
-from firn.models import embedder, loader
 from firn.models.grammar import Compiler
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
@@ -235,6 +235,8 @@ def _build_parts(
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
     exact = _wants_exact(config, info)
+    if machine.kind == "cpu" and not exact:  # which one is faster may change, and bits with it
+        cpu_attention.install_if_faster()
     limits = replace(limits, aligned=exact)
     cache = _build_cache(config, loaded, machine, exact_chunk=limits.prefill_chunk if exact else 0)
     if isinstance(cache, PrefixTree):

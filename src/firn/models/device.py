@@ -8,7 +8,6 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from firn.machine import memory
-from firn.models.cpu_attention import install_if_faster
 
 CHUNKS = {"cpu": 256, "metal": 512, "cuda": 2048}
 ALLOCATOR_SHARE = 0.05
@@ -33,8 +32,6 @@ def device() -> Device:
     mx.set_cache_limit(int(found.memory_nbytes * ALLOCATOR_SHARE))
     if found.kind == "metal":
         maybe_set_recommended_wired_limit()
-    if found.kind == "cpu":
-        install_if_faster()
     return found
 
 

@@ -188,8 +188,11 @@ class Runner:
     # --- accounting ------------------------------------------------------------------------
 
     def live_nbytes(self) -> int:
-        """Bytes of the decode batch's caches."""
-        return sum(layer.nbytes for g in self._groups for layer in g.layers)
+        """Bytes of the decoding rows' caches. Vacant seats wait for rows with memory of their own."""
+        return sum(
+            sum(layer.nbytes for layer in g.layers) * len(g.rows) // len(g.seats)
+            for g in self._groups
+        )
 
 
 def _picker(row: Row) -> Picker:
