@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from firn import app
+from firn.config import CacheConfig, Config, ModelConfig
 from firn.models import cpu_attention
 from firn.models.cpu_attention import MIN_SCORES, _plain, attention
 
@@ -120,3 +123,16 @@ def test_the_faster_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cpu_attention.install_if_faster() == (ours_s < theirs_s)
         expected = attention if ours_s < theirs_s else _plain
         assert mx.fast.scaled_dot_product_attention is expected
+
+
+@pytest.mark.parametrize(("reuse", "allowed"), [("full", True), ("exact", False)])
+def test_exact_reuse_keeps_to_mlx(
+    reuse: Any, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which one is faster may change between two runs; what one has stored, the other restores."""
+    asked: list[bool] = []
+    monkeypatch.setattr(cpu_attention, "install_if_faster", lambda: asked.append(True))
+    cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, reuse=reuse)
+    app.build(Config(model=ModelConfig(path="firn-demo"), cache=cache)).close()
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    assert bool(asked) == (allowed and on_cpu)
