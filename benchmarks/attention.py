@@ -1,4 +1,4 @@
-"""Softmax by powers of two against MLX's own attention, on the CPU: milliseconds a layer.
+"""Softmax by powers against MLX's own attention, on the CPU: milliseconds a layer.
 
 python benchmarks/attention.py
 """

@@ -102,6 +102,15 @@ def test_huge_scores_do_not_overflow() -> None:
     assert mx.abs(ours - _plain(1e4 * q, k, v, scale=1.0)).max() < 1e-3
 
 
+def test_a_token_that_may_look_at_nothing_gets_a_number() -> None:
+    """A NaN would go on into the keys of the next layer, and from there everywhere."""
+    q, k, v = heads(1, 4, 4)
+    mask = causal() & (mx.arange(N_TOKENS) != 5)[:, None]
+    ours, theirs = (f(q, k, v, scale=0.2, mask=mask) for f in (attention, _plain))
+    assert mx.all(mx.isfinite(ours))
+    assert mx.abs(ours - theirs).max() < 1e-5
+
+
 def test_a_lone_token_is_left_to_mlx() -> None:
     q, k, v = heads(1, 4, 4)
     last = q[:, :, -1:]

@@ -1,9 +1,9 @@
 """Attention for MLX's CPU backend, where softmax is most of a prefill.
 
-MLX's exp and softmax go through one value at a time on some processors, its power does not. With scores
-in units of log 2, softmax is made of powers of two: the same function to the last bit or two, in about
-half of the time. Which of the two is faster here is measured once. Small scores are left to MLX: there
-the number of operations counts.
+MLX's exp and softmax go through one value at a time on some processors, its power does not. Softmax is
+made of powers of e instead: the same function to the last bit or two, in about half of the time. Which
+of the two is faster here is measured once. Few scores are left to MLX: there the number of operations
+counts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import time
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 MIN_SCORES = 1 << 16
-"""Below this, two operations more cost more than they save."""
-LOG2_E = math.log2(math.e)
+"""Below this, more operations cost more than they save."""
+LEAST = float(np.finfo(np.float32).min)
+"""Of a score that is masked. As in MLX not infinite: where all are, the result is still a number."""
 N_TRIES = 3
 _plain = mx.fast.scaled_dot_product_attention
 
@@ -40,16 +42,16 @@ def attention(
 ) -> mx.array:
     """What mx.fast.scaled_dot_product_attention computes: (batch, heads, tokens, width) each."""
     n_scores = math.prod(q.shape[:-1]) * k.shape[-2]
-    odd_mask = isinstance(mask, mx.array) and mask.ndim not in (2, 4)
-    if n_scores < MIN_SCORES or sinks is not None or more or odd_mask:
+    known = mask.ndim in (2, 4) if isinstance(mask, mx.array) else mask in (None, "causal")
+    if n_scores < MIN_SCORES or sinks is not None or more or not known:
         return _plain(q, k, v, scale=scale, mask=mask, sinks=sinks, **more)
     batch, heads, n_tokens, width = q.shape
     kv_heads = k.shape[1]
     # (batch, kv heads, heads that share one, tokens, ...)
-    shared = (q * (scale * LOG2_E)).reshape(batch, kv_heads, -1, n_tokens, width)
+    shared = (q * scale).reshape(batch, kv_heads, -1, n_tokens, width)
     scores = (shared @ k[:, :, None].swapaxes(-1, -2)).astype(mx.float32)
     scores = _masked(scores, mask, kv_heads)
-    powers = mx.power(2.0, scores - scores.max(axis=-1, keepdims=True))
+    powers = mx.power(math.e, scores - scores.max(axis=-1, keepdims=True))
     total = powers.sum(axis=-1, keepdims=True)
     out = (powers.astype(v.dtype) @ v[:, :, None]) / total
     return out.astype(q.dtype).reshape(batch, heads, n_tokens, -1)
@@ -66,8 +68,8 @@ def _masked(scores: mx.array, mask: mx.array | str | None, kv_heads: int) -> mx.
         per_head = mask.shape[1] > 1
         mask = mask.reshape(mask.shape[0], kv_heads if per_head else 1, -1, *mask.shape[2:])
     if mask.dtype == mx.bool_:
-        return mx.where(mask, scores, -math.inf)
-    return scores + mask.astype(mx.float32) * LOG2_E
+        return mx.where(mask, scores, LEAST)
+    return scores + mask.astype(mx.float32)
 
 
 def _seconds(function: Any) -> float:
