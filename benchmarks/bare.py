@@ -1,12 +1,13 @@
 """The floor: mlx-lm in this process, no server, no cache but what is kept by hand.
 
-    python benchmarks/bare.py MODEL < request.json     run by throughput.py and chats.py
+    python benchmarks/bare.py MODEL < requests     run by throughput.py and chats.py
 
-A request names its `kind`. "throughput": tokens per second of one prompt after another, and the first
-token of a long one. "chats": the workload of chats.py with everything a perfect cache could know
-already in place, so that only new tokens are computed: those from where a prompt departs from what
-was computed before it (the text of a random reply makes other tokens than the model picked), or, if the
-model is recurrent and they depart, those behind the last question. The answer is one line of JSON.
+A request is a line of JSON and so is its answer; it names its `kind`. "throughput": tokens per second
+of one prompt after another. "long": the first token of a long prompt. "chats": the workload of
+chats.py with everything a perfect cache could know already in place, so that only new tokens are
+computed: those from where a prompt departs from what was computed before it (the text of a random
+reply makes other tokens than the model picked), or, if the model is recurrent and they depart, those
+behind the last question.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ CHUNK = 2048
 
 def throughput(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
     prompts = [_ids(tokenizer, m) for m in request["prompts"]]
-    long_prompt = _ids(tokenizer, request["long_prompt"])
-    n = request["n_tokens"]
-
-    def run(ids: list[int], n_tokens: int) -> int:
-        return sum(1 for _ in generate_step(mx.array(ids), model, max_tokens=n_tokens))
-
-    for ids in prompts[:2]:  # warm up
-        run(ids, n)
     start = time.perf_counter()
-    n_done = sum(run(ids, n) for ids in prompts)
-    seconds = time.perf_counter() - start
+    n_done = sum(_generate(model, ids, request["n_tokens"]) for ids in prompts)
+    return {"tok_s_1": n_done / (time.perf_counter() - start)}
+
+
+def long(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
+    ids = _ids(tokenizer, request["prompt"])
     start = time.perf_counter()
-    run(long_prompt, 1)
-    return {"tok_s_1": n_done / seconds, "long_first_s": time.perf_counter() - start}
+    _generate(model, ids, 1)
+    return {"long_first_s": time.perf_counter() - start}
+
+
+def _generate(model: Any, ids: list[int], n_tokens: int) -> int:
+    return sum(1 for _ in generate_step(mx.array(ids), model, max_tokens=n_tokens))
 
 
 def chats(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -105,13 +106,16 @@ def _n_common(a: list[int], b: list[int]) -> int:
     return next((i for i in range(n) if a[i] != b[i]), n)
 
 
+KINDS = {"throughput": throughput, "long": long, "chats": chats}
+
+
 def main() -> None:
     if len(sys.argv) != 2:
-        sys.exit("usage: bare.py MODEL < request.json")
+        sys.exit("usage: bare.py MODEL < requests")
     model, tokenizer = load(sys.argv[1])[:2]
-    request = json.load(sys.stdin)
-    work = {"throughput": throughput, "chats": chats}[request["kind"]]
-    print(json.dumps(work(model, tokenizer, request)))
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(KINDS[request["kind"]](model, tokenizer, request)), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 
 from disks import read_speed
 from report import BenchError, Column, cli, names, save, table
-from servers import Message, Reply, Server, bare, kind_of, lab, model_folder, words
+from servers import Bare, Message, Reply, Server, kind_of, lab, model_folder, words
 
 from models import CONFIGS, session_nbytes
 
@@ -124,7 +124,8 @@ def run_floor(model: Path, *, work: Workload, disk_nbytes_per_s: float) -> dict[
         "sessions": [[work.user(i, t) for t in turns] for i in range(work.n_sessions)],
         "n_reply": N_REPLY,
     }
-    result = bare(model, request)
+    with Bare.start(model) as bare:
+        result = bare.ask(request)
     later_s = _p50(result["later_s"])
     load_s = _session_nbytes(model.name, work) / disk_nbytes_per_s
     return {

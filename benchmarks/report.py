@@ -1,7 +1,8 @@
 """What every benchmark does at its end: a table with ratios, a JSON file, one line when it fails.
 
 A result is a list of rounds for each name, a round a plain dict of numbers. Tables show medians. The
-first name is the subject; its last lines compare it with the best of the others.
+first name is the subject; its last lines compare it with the best of the others: the median of the
+ratios of each round, because what lies close together in time had the same machine.
 """
 
 from __future__ import annotations
@@ -69,13 +70,15 @@ def table(
     ]
     names = [n for n in by_name if n not in references]
     if names:
-        subject = by_name[names[0]]
-        best = {c.key: _best([by_name[n][c.key] for n in names[1:]], c) for c in columns}
+        best = {c.key: _best({n: by_name[n][c.key] for n in names[1:]}, c) for c in columns}
         against = {"best rival": best} if len(names) > 1 else {}
-        against |= {n: by_name[n] for n in references if n in by_name}
-        for name, row in against.items():
-            cells = [_ratio(subject[c.key], row[c.key]) if c.better else "" for c in columns]
-            lines.append([f"{names[0]} / {name}", *cells])
+        against |= {n: {c.key: n for c in columns} for n in references if n in by_name}
+        for title_of_rival, rival in against.items():
+            cells = [
+                _ratio(rounds[names[0]], rounds[rival[c.key]], c.key) if c.better else ""
+                for c in columns
+            ]
+            lines.append([f"{names[0]} / {title_of_rival}", *cells])
     spreads = [_spread([rs for rs in rounds.values() if len(rs) > 1], c.key) for c in columns]
     if any(spreads):
         lines.append(["spread of rounds", *spreads])
@@ -123,15 +126,19 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _best(values: Sequence[float | None], column: Column) -> float | None:
-    known = [v for v in values if v is not None]
+def _best(values: Mapping[str, float | None], column: Column) -> str:
+    """The name that has the best value; any, if none has one."""
+    known = {name: v for name, v in values.items() if v is not None}
     if not known:
-        return None
-    return max(known) if column.better == "more" else min(known)
+        return next(iter(values))
+    return (max if column.better == "more" else min)(known, key=lambda name: known[name])
 
 
-def _ratio(ours: float | None, theirs: float | None) -> str:
-    return "-" if ours is None or not theirs else f"{ours / theirs:.2f}"
+def _ratio(ours: Sequence[Round], theirs: Sequence[Round], key: str) -> str:
+    """The median over the rounds."""
+    pairs = [(a.get(key), b.get(key)) for a, b in zip(ours, theirs, strict=True)]
+    ratios = [a / b for a, b in pairs if a is not None and b]
+    return f"{statistics.median(ratios):.2f}" if ratios else "-"
 
 
 def _spread(runs: Sequence[Sequence[Round]], key: str) -> str:

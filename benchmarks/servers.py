@@ -375,18 +375,44 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def bare(model: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """What an mlx-lm loop without any server needs for the same work: see bare.py."""
-    script = Path(__file__).with_name("bare.py")
-    done = subprocess.run(
-        [str(kind_of("mlx-lm").python), str(script), str(model)],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BenchError(f"the bare loop failed: {last}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+@dataclass(eq=False)
+class Bare:
+    """What an mlx-lm loop without any server needs for the same work: bare.py, while it runs."""
+
+    process: subprocess.Popen[str]
+    errors: Path
+
+    @classmethod
+    def start(cls, model: Path) -> Bare:
+        script, errors = Path(__file__).with_name("bare.py"), lab() / "run" / "bare.txt"
+        errors.parent.mkdir(parents=True, exist_ok=True)
+        with errors.open("w") as err:
+            process = subprocess.Popen(
+                [str(kind_of("mlx-lm").python), str(script), str(model)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                env=environment(),
+            )
+        return cls(process, errors)
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin
+        assert self.process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            last = (self.errors.read_text().strip().splitlines() or ["no output"])[-1]
+            raise BenchError(f"the bare loop failed: {last}")
+        result: dict[str, Any] = json.loads(answer)
+        return result
+
+    def __enter__(self) -> Bare:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate()
