@@ -41,7 +41,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.logs import configure as configure_logs
-from firn.models import cpu_attention, embedder, loader
+from firn.models import cpu_powers, embedder, loader
 from firn.models import device as devices
 from firn.models.grammar import Compiler
 from firn.models.processor import VisionProcessor
@@ -211,9 +211,13 @@ def _build_parts(
         max_queue=config.engine.max_queue,
         prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
     )
-    recipe = _embedding_recipe(folder)
-    if recipe is not None and embedder.needs_encoder(folder, loader.read_config(folder)):
+    settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
+    if recipe is not None and embedder.needs_encoder(folder, settings):
         return _encoder_parts(folder, recipe, name, limits)
+    exact = _wants_exact(config, str(settings["model_type"]), name)
+    limits = replace(limits, aligned=exact)
+    if machine.kind == "cpu" and not exact:  # which one is faster may change, and bits with it
+        cpu_powers.install_if_faster()  # before MLX compiles anything of its own ones
     loaded = loader.load(
         folder,
         served_name=name,
@@ -234,10 +238,6 @@ def _build_parts(
     capacity = machine.memory_nbytes - info.weights_nbytes - headroom
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
-    exact = _wants_exact(config, info)
-    if machine.kind == "cpu" and not exact:  # which one is faster may change, and bits with it
-        cpu_attention.install_if_faster()
-    limits = replace(limits, aligned=exact)
     cache = _build_cache(config, loaded, machine, exact_chunk=limits.prefill_chunk if exact else 0)
     if isinstance(cache, PrefixTree):
         _add_ssd(config, cache, info, wake)
@@ -282,11 +282,11 @@ def _row_cost(loaded: loader.LoadedModel) -> RowCost:
         return RowCost(nbytes // 256, nbytes)
 
 
-def _wants_exact(config: Config, model: ModelInfo) -> bool:
+def _wants_exact(config: Config, architecture: str, name: str) -> bool:
     """Whether prompts are cut and reused on prefill chunks only."""
-    why = CHUNKS_MATTER.get(model.architecture)
+    why = CHUNKS_MATTER.get(architecture)
     if why:
-        log.warning("%s is reused on prefill chunks only: %s", model.name, why)
+        log.warning("%s is reused on prefill chunks only: %s", name, why)
     return config.cache.reuse == "exact" or bool(why)
 
 

@@ -1,7 +1,10 @@
-"""It must be the same function as MLX's own, whatever the mask and the heads."""
+"""They must be the same functions as MLX's own, whatever the mask and the heads."""
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +15,14 @@ import pytest
 
 from firn import app
 from firn.config import CacheConfig, Config, ModelConfig
-from firn.models import cpu_attention
-from firn.models.cpu_attention import MIN_SCORES, _plain, attention
+from firn.models import cpu_powers
+from firn.models.cpu_powers import (
+    MIN_SCORES,
+    _plain_attention,
+    _plain_sigmoid,
+    attention,
+    sigmoid,
+)
 
 N_TOKENS, N_KEYS = 64, 512
 Float64 = npt.NDArray[np.float64]
@@ -22,9 +31,9 @@ EPSILON = {mx.float32: 2**-23, mx.float16: 2**-10, mx.bfloat16: 2**-7}
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    before = mx.fast.scaled_dot_product_attention
+    before = mx.fast.scaled_dot_product_attention, mx.sigmoid
     yield
-    mx.fast.scaled_dot_product_attention = before
+    mx.fast.scaled_dot_product_attention, mx.sigmoid = before
 
 
 def normal(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -68,7 +77,7 @@ def test_it_is_the_same_function(
         given = given.astype(dtype)
     assert q.size // 32 * N_KEYS >= MIN_SCORES
     ours = attention(q, k, v, scale=0.2, mask=given)
-    theirs = _plain(q, k, v, scale=0.2, mask=given)
+    theirs = _plain_attention(q, k, v, scale=0.2, mask=given)
     assert ours.dtype == dtype
     assert ours.shape == theirs.shape
     true = exact(q, k, v, given)
@@ -99,22 +108,69 @@ def test_huge_scores_do_not_overflow() -> None:
     q, k, v = heads(1, 4, 4)
     ours = attention(1e4 * q, k, v, scale=1.0)
     assert mx.all(mx.isfinite(ours))
-    assert mx.abs(ours - _plain(1e4 * q, k, v, scale=1.0)).max() < 1e-3
+    assert mx.abs(ours - _plain_attention(1e4 * q, k, v, scale=1.0)).max() < 1e-3
 
 
 def test_a_token_that_may_look_at_nothing_gets_a_number() -> None:
     """A NaN would go on into the keys of the next layer, and from there everywhere."""
     q, k, v = heads(1, 4, 4)
     mask = causal() & (mx.arange(N_TOKENS) != 5)[:, None]
-    ours, theirs = (f(q, k, v, scale=0.2, mask=mask) for f in (attention, _plain))
+    ours, theirs = (f(q, k, v, scale=0.2, mask=mask) for f in (attention, _plain_attention))
     assert mx.all(mx.isfinite(ours))
-    assert mx.abs(ours - theirs).max() < 1e-5
+    others = mx.arange(N_TOKENS)[:, None] != 5
+    assert mx.abs(mx.where(others, ours - theirs, 0)).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+def test_sigmoid_is_the_same_function(dtype: mx.Dtype) -> None:
+    x = mx.linspace(-120, 120, 10_001).astype(dtype)
+    true = 1 / (1 + np.exp(-np.array(x.astype(mx.float32), dtype=np.float64)))
+    ours, theirs = sigmoid(x), _plain_sigmoid(x)
+    assert ours.dtype == theirs.dtype
+    assert far(ours, true) <= 2 * far(theirs, true) + EPSILON[dtype]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(math.inf, 1.0), (-math.inf, 0.0), (1e30, 1.0), (-1e30, 0.0), (0.0, 0.5)],
+)
+def test_sigmoid_at_its_ends(value: float, expected: float) -> None:
+    assert sigmoid(mx.array(value)).item() == expected
+
+
+@pytest.mark.parametrize("a", [mx.arange(-3, 4), mx.array([True, False]), 0.5], ids=str)
+def test_sigmoid_of_other_things_is_left_to_mlx(a: Any) -> None:
+    assert mx.array_equal(sigmoid(a), _plain_sigmoid(a))
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="there is a GPU here")
+def test_a_model_uses_them() -> None:
+    """What mlx-lm compiles on its first step keeps to the functions that were there then."""
+    code = """if True:
+        import mlx.core as mx
+        from firn import app
+        from firn.config import CacheConfig, Config, ModelConfig
+        from firn.models import cpu_powers
+
+        called = set()
+        def noting(name, function):
+            return lambda *args, **more: called.add(name) or function(*args, **more)
+        for name in ("attention", "sigmoid"):
+            setattr(cpu_powers, name, noting(name, getattr(cpu_powers, name)))
+        ours = cpu_powers.attention
+        cpu_powers._seconds = lambda function: 1.0 if function is ours else 2.0
+        cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64)
+        app.build(Config(model=ModelConfig(path="firn-demo"), cache=cache)).close()
+        print(*sorted(called))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["attention", "sigmoid"]
 
 
 def test_a_lone_token_is_left_to_mlx() -> None:
     q, k, v = heads(1, 4, 4)
     last = q[:, :, -1:]
-    assert mx.array_equal(attention(last, k, v, scale=0.2), _plain(last, k, v, scale=0.2))
+    assert mx.array_equal(attention(last, k, v, scale=0.2), _plain_attention(last, k, v, scale=0.2))
 
 
 def test_sinks_are_left_to_mlx() -> None:
@@ -122,15 +178,15 @@ def test_sinks_are_left_to_mlx() -> None:
     v = k  # MLX wants them of one width here
     sinks = mx.ones(4)
     ours = attention(q, k, v, scale=0.2, sinks=sinks)
-    assert mx.array_equal(ours, _plain(q, k, v, scale=0.2, sinks=sinks))
+    assert mx.array_equal(ours, _plain_attention(q, k, v, scale=0.2, sinks=sinks))
 
 
 def test_the_faster_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours_s, theirs_s in ((1.0, 2.0), (2.0, 1.0)):
-        cost = {attention: ours_s, _plain: theirs_s}
-        monkeypatch.setattr(cpu_attention, "_seconds", cost.__getitem__)
-        assert cpu_attention.install_if_faster() == (ours_s < theirs_s)
-        expected = attention if ours_s < theirs_s else _plain
+        cost = {attention: ours_s, _plain_attention: theirs_s}
+        monkeypatch.setattr(cpu_powers, "_seconds", cost.__getitem__)
+        assert cpu_powers.install_if_faster() == (ours_s < theirs_s)
+        expected = attention if ours_s < theirs_s else _plain_attention
         assert mx.fast.scaled_dot_product_attention is expected
 
 
@@ -140,7 +196,7 @@ def test_exact_reuse_keeps_to_mlx(
 ) -> None:
     """Which one is faster may change between two runs; what one has stored, the other restores."""
     asked: list[bool] = []
-    monkeypatch.setattr(cpu_attention, "install_if_faster", lambda: asked.append(True))
+    monkeypatch.setattr(cpu_powers, "install_if_faster", lambda: asked.append(True))
     cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, reuse=reuse)
     app.build(Config(model=ModelConfig(path="firn-demo"), cache=cache)).close()
     on_cpu = mx.default_device() == mx.Device(mx.cpu)

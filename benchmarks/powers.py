@@ -1,0 +1,74 @@
+"""Softmax and sigmoid by powers against MLX's own, on the CPU: milliseconds a layer.
+
+python benchmarks/powers.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import mlx.core as mx
+from report import cli, grid
+
+from firn.models import cpu_powers as powers
+
+ATTENTION = {
+    "a chunk of 256 at 0": (1, 256, 256, "causal"),
+    "a chunk of 256 at 8K": (1, 256, 8448, "causal"),
+    "a turn of 110 at 1,700": (1, 110, 1810, "causal"),
+    "a picture of 1,024 patches": (1, 1024, 1024, None),
+    "one token at 1,700": (1, 1, 1700, None),
+    "16 rows at 300": (16, 1, 300, None),
+}
+HEADS, WIDTH = 4, 64
+SWIGLU = {"swiglu of a chunk of 256": (256, 512), "swiglu of a token": (1, 512)}
+N_ROUNDS = 15
+
+Work = Callable[[], mx.array]
+
+
+def attention(function: Callable[..., mx.array], shape: tuple[int, int, int, str | None]) -> Work:
+    batch, n_tokens, n_keys, mask = shape
+    q = mx.random.normal((batch, HEADS, n_tokens, WIDTH))
+    k = mx.random.normal((batch, HEADS, n_keys, WIDTH))
+    mx.eval(q, k)
+    return partial(function, q, k, k, scale=0.1, mask=mask)
+
+
+def swiglu(sigmoid: Callable[[mx.array], mx.array], shape: tuple[int, int]) -> Work:
+    """Compiled, as in mlx-lm's models."""
+    gate, x = mx.random.normal(shape), mx.random.normal(shape)
+    mx.eval(gate, x)
+    return partial(mx.compile(lambda g, x: g * sigmoid(g) * x, shapeless=True), gate, x)
+
+
+def milliseconds(work: Work) -> float:
+    began = time.perf_counter()
+    mx.eval(work())
+    return 1e3 * (time.perf_counter() - began)
+
+
+def compare(name: str, theirs: Work, ours: Work) -> list[str]:
+    milliseconds(theirs), milliseconds(ours)
+    pairs = [(milliseconds(theirs), milliseconds(ours)) for _ in range(N_ROUNDS)]
+    a, b = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return [name, f"{a:.2f}", f"{b:.2f}", f"{b / a:.2f}"]
+
+
+def main() -> None:
+    rows = [["", "MLX ms", "firn ms", "ratio"]]
+    for name, shape in ATTENTION.items():
+        theirs = attention(powers._plain_attention, shape)
+        rows.append(compare(name, theirs, attention(powers.attention, shape)))
+    for name, size in SWIGLU.items():
+        theirs = swiglu(powers._plain_sigmoid, size)
+        rows.append(compare(name, theirs, swiglu(powers.sigmoid, size)))
+    print(grid(rows))
+
+
+if __name__ == "__main__":
+    mx.set_default_device(mx.Device(mx.cpu))
+    cli(main)
