@@ -29,7 +29,7 @@ from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, Re
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
-from firn.models import cpu_powers
+from firn.models import cpu_powers, cpu_rope
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.runner import Runner
@@ -96,6 +96,7 @@ class BenchEngine:
             machine = devices.device()
             if machine.kind == "cpu":
                 cpu_powers.install_if_faster()
+                cpu_rope.install()
             model = random_model(config, dtype=dtype)
             probe = make_prompt_cache(model)
             logits = model(mx.array([[0]]), cache=probe)

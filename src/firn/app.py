@@ -41,7 +41,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.logs import configure as configure_logs
-from firn.models import cpu_powers, embedder, loader
+from firn.models import cpu_powers, cpu_rope, embedder, loader
 from firn.models import device as devices
 from firn.models.grammar import Compiler
 from firn.models.processor import VisionProcessor
@@ -218,6 +218,7 @@ def _build_parts(
     limits = replace(limits, aligned=exact)
     if machine.kind == "cpu" and not exact:  # which one is faster may change, and bits with it
         cpu_powers.install_if_faster()  # before MLX compiles anything of its own ones
+        cpu_rope.install()
     loaded = loader.load(
         folder,
         served_name=name,

@@ -1,10 +1,11 @@
-"""Softmax and sigmoid by powers against MLX's own, on the CPU: milliseconds a layer.
+"""What firn puts in the place of MLX's functions on the CPU, against MLX's own: milliseconds a layer.
 
-python benchmarks/powers.py
+python benchmarks/cpu_math.py
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import mlx.core as mx
 from report import cli, grid
 
 from firn.models import cpu_powers as powers
+from firn.models import cpu_rope
 
 ATTENTION = {
     "a chunk of 256 at 0": (1, 256, 256, "causal"),
@@ -25,9 +27,11 @@ ATTENTION = {
 }
 HEADS, WIDTH = 4, 64
 SWIGLU = {"swiglu of a chunk of 256": (256, 512), "swiglu of a token": (1, 512)}
+ROPE = {"rope of a token": (1, 4), "rope of 16 rows": (16, 4)}
+"""Rows, and the layers that share a position; queries and keys of each."""
 N_ROUNDS = 15
 
-Work = Callable[[], mx.array]
+Work = Callable[[], mx.array | list[mx.array]]
 
 
 def attention(function: Callable[..., mx.array], shape: tuple[int, int, int, str | None]) -> Work:
@@ -43,6 +47,22 @@ def swiglu(sigmoid: Callable[[mx.array], mx.array], shape: tuple[int, int]) -> W
     gate, x = mx.random.normal(shape), mx.random.normal(shape)
     mx.eval(gate, x)
     return partial(mx.compile(lambda g, x: g * sigmoid(g) * x, shapeless=True), gate, x)
+
+
+def rope(function: Callable[..., mx.array], shape: tuple[int, int]) -> Work:
+    """One step after the other, each at the next position."""
+    batch, n_layers = shape
+    x = mx.random.normal((batch, HEADS, 1, WIDTH))
+    mx.eval(x)
+    position = itertools.count(300)
+    turn = partial(function, x, WIDTH, traditional=False, base=1e4, scale=1.0)
+
+    def step() -> list[mx.array]:
+        at = next(position)
+        layers = [mx.array([at] * batch) if batch > 1 else at for _ in range(n_layers)]
+        return [turn(offset=layer) for layer in layers for _ in ("queries", "keys")]
+
+    return step
 
 
 def milliseconds(work: Work) -> float:
@@ -66,6 +86,9 @@ def main() -> None:
     for name, size in SWIGLU.items():
         theirs = swiglu(powers._plain_sigmoid, size)
         rows.append(compare(name, theirs, swiglu(powers.sigmoid, size)))
+    for name, size in ROPE.items():
+        theirs = rope(cpu_rope._plain_rope, size)
+        rows.append(compare(f"{name}, {size[1]} layers", theirs, rope(cpu_rope.rope, size)))
     print(grid(rows))
 
 

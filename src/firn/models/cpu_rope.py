@@ -1,0 +1,133 @@
+"""Rotary positions of a decode step, for MLX's CPU backend.
+
+There mx.fast.rope is made of thirty small operations, and a model calls it twice a layer: of a small
+model's decode step that is a third. All layers turn by the same angles, so what depends on the position
+alone is made once. Rows at one position turn by a matrix; rows at positions of their own by
+
+    x * cos(angles) + (x @ quarter turn) * sin(angles)
+
+Chunks of more tokens are left to MLX.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+_plain_rope = mx.fast.rope
+
+
+class Kind(NamedTuple):
+    """What does not change from step to step. freqs: by its identity."""
+
+    dims: int
+    width: int
+    traditional: bool
+    base: float | None
+    scale: float
+    freqs: int
+
+
+class Made:
+    """What was made for one kind: for good, and for the step that comes."""
+
+    def __init__(self, kind: Kind, freqs: mx.array | None) -> None:
+        self._freqs = freqs  # keeps its identity
+        self._scale = kind.scale
+        half = kind.dims // 2
+        pairs = np.arange(kind.dims).reshape((half, 2) if kind.traditional else (2, half))
+        first, second = pairs.T if kind.traditional else pairs
+        turn = np.zeros((kind.width, kind.width), dtype=np.float32)
+        turn[second, first], turn[first, second] = -1, 1
+        self.turn, self._same = mx.array(turn), mx.eye(kind.width)
+        speeds = _speeds(kind, freqs)
+        self._speeds = mx.concatenate([speeds, mx.zeros(kind.width - kind.dims)])
+        mx.eval(self.turn, self._same, self._speeds)
+        self._at: int | None = None
+        self._matrix = self._same
+        self._of: mx.array | None = None
+        self._waves = self._same, self._same
+
+    def matrix(self, position: int) -> mx.array:
+        """Turns everything to this position."""
+        if self._at != position:
+            angles = self._speeds * (position * self._scale)
+            self._matrix = self._same * mx.cos(angles) + self.turn * mx.sin(angles)
+            self._at = position
+        return self._matrix
+
+    def waves(self, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """Cosine and sine, (rows, 1, 1, width); queries and keys of a layer come with one array."""
+        if self._of is not positions:
+            places = positions.astype(mx.float32).reshape(-1, 1, 1, 1)
+            angles = (places * self._scale if self._scale != 1 else places) * self._speeds
+            self._waves = mx.cos(angles), mx.sin(angles)
+            self._of = positions
+        return self._waves
+
+
+class _Tables(threading.local):
+    """Of this thread: an array that is not computed yet belongs to its thread's stream."""
+
+    def __init__(self) -> None:
+        self.made: dict[Kind, Made] = {}
+
+
+_tables = _Tables()
+
+
+def install() -> None:
+    """Put `rope` in the place of MLX's own, for this process."""
+    mx.fast.rope = rope
+
+
+def rope(
+    a: mx.array,
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    offset: int | mx.array,
+    freqs: mx.array | None = None,
+    **more: Any,
+) -> mx.array:
+    """What mx.fast.rope computes."""
+    known = type(offset) is int or isinstance(offset, mx.array)
+    if a.ndim != 4 or a.shape[2] != 1 or not known or more:
+        return _plain_rope(
+            a,
+            dims,
+            traditional=traditional,
+            base=base,
+            scale=scale,
+            offset=offset,
+            freqs=freqs,
+            **more,
+        )
+    kind = Kind(dims, a.shape[-1], traditional, base, scale, id(freqs))
+    made = _tables.made.get(kind)
+    if made is None:
+        made = _tables.made[kind] = Made(kind, freqs)
+    x = a.astype(mx.float32)
+    if isinstance(offset, mx.array):
+        cos, sin = made.waves(offset)
+        turned = x * cos + (x @ made.turn) * sin
+    else:
+        turned = x @ made.matrix(offset)
+    return turned.astype(a.dtype)
+
+
+def _speeds(kind: Kind, freqs: mx.array | None) -> mx.array:
+    """The angle that a step of one position makes, for each of the dims."""
+    half = kind.dims // 2
+    if freqs is not None:
+        speeds = 1.0 / freqs.astype(mx.float32)
+    else:
+        assert kind.base is not None
+        speeds = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(kind.base) / half))
+    return mx.repeat(speeds, 2) if kind.traditional else mx.concatenate([speeds, speeds])
