@@ -1,8 +1,18 @@
-"""Settings for every test: no test fails because the machine is busy."""
+"""For every test: none fails because the machine is busy, or because another one went before it."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from firn.models import cpu_powers, cpu_rope
 
 settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("firn")
+
+
+@pytest.fixture(autouse=True)
+def _mlx_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a server puts in MLX's place is for its whole process; this one has many servers."""
+    monkeypatch.setattr(cpu_powers, "install_if_faster", lambda: False)
+    monkeypatch.setattr(cpu_rope, "install", lambda: None)

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from firn.models import cpu_rope
-from firn.models.cpu_rope import _plain_rope, rope
+from firn.models.cpu_rope import _plain_rope, install, rope
 
 WIDTH = 32
 Float64 = npt.NDArray[np.float64]
@@ -138,5 +137,5 @@ def test_a_thread_makes_its_own() -> None:
 
 
 def test_installed_for_mlx() -> None:
-    cpu_rope.install()
+    install()
     assert mx.fast.rope is rope
