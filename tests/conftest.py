@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -11,8 +13,10 @@ settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("firn")
 
 
-@pytest.fixture(autouse=True)
-def _mlx_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _mlx_stays_as_it_is() -> Iterator[None]:
     """What a server puts in MLX's place is for its whole process; this one has many servers."""
-    monkeypatch.setattr(cpu_powers, "install_if_faster", lambda: False)
-    monkeypatch.setattr(cpu_rope, "install", lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_powers, "install_if_faster", lambda: False)
+        patch.setattr(cpu_rope, "install", lambda: None)
+        yield
