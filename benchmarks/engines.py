@@ -32,6 +32,7 @@ from firn.engine.loop import Limits, Parts
 from firn.models import cpu_powers, cpu_rope
 from firn.models import device as devices
 from firn.models.batch import can_batch
+from firn.models.blas import threads_for
 from firn.models.runner import Runner
 from models import random_model
 
@@ -116,7 +117,11 @@ class BenchEngine:
             capacity = machine.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
             runner = Runner(
-                model, info, make_layers=lambda: make_prompt_cache(model), max_rows=MAX_ROWS
+                model,
+                info,
+                make_layers=lambda: make_prompt_cache(model),
+                max_rows=MAX_ROWS,
+                threads=threads_for(model) if machine.kind == "cpu" else None,
             )
             return Parts(runner, cache, budget, Limits(MAX_ROWS, 1000, machine.prefill_chunk))
 

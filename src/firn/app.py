@@ -41,7 +41,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.logs import configure as configure_logs
-from firn.models import cpu_powers, cpu_rope, embedder, loader
+from firn.models import blas, cpu_powers, cpu_rope, embedder, loader
 from firn.models import device as devices
 from firn.models.grammar import Compiler
 from firn.models.processor import VisionProcessor
@@ -216,7 +216,8 @@ def _build_parts(
         return _encoder_parts(folder, recipe, name, limits)
     exact = _wants_exact(config, str(settings["model_type"]), name)
     limits = replace(limits, aligned=exact)
-    if machine.kind == "cpu" and not exact:  # which one is faster may change, and bits with it
+    tuned = machine.kind == "cpu" and not exact  # what is faster may change, and bits with it
+    if tuned:
         cpu_powers.install_if_faster()  # before MLX compiles anything of its own ones
         cpu_rope.install()
     loaded = loader.load(
@@ -234,6 +235,7 @@ def _build_parts(
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
+        threads=blas.threads_for(loaded.model) if tuned else None,
     )
     headroom = int(config.engine.scheduler_headroom_gb * GIB)
     capacity = machine.memory_nbytes - info.weights_nbytes - headroom

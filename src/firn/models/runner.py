@@ -28,6 +28,7 @@ from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.batch import Group, Launched, Row, fork
+from firn.models.blas import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
 from firn.models.sampling import Picker, pick, read_logprobs
@@ -52,11 +53,16 @@ class Runner:
         make_layers: Callable[[], list[Any]],
         max_rows: int,
         inputs: Inputs | None = None,
+        threads: Threads | None = None,
     ) -> None:
-        """inputs: what the model takes beside token ids; None for a text model."""
+        """inputs: what the model takes beside token ids; None for a text model.
+
+        threads: of the library that multiplies, where they can be chosen.
+        """
         self.info = info
         self._model = model
         self._inputs = inputs or IdsOnly()
+        self._threads = threads
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
@@ -75,6 +81,7 @@ class Runner:
 
     def prefill(self, row: Row, prompt: Prompt, end: int) -> None:
         """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `settle`."""
+        self._prepare(end - row.n_tokens)
         ids = mx.array(prompt.ids[row.n_tokens : end].astype(np.int32))
         more = self._inputs.chunk(prompt, row.n_tokens, end)
         self._model(ids[None], cache=row.layers, **more)
@@ -144,6 +151,7 @@ class Runner:
         group = rows[0].group
         assert group is not None
         group.tick()
+        self._prepare(len(group.seats))
         more = self._inputs.step(group.seats)
         logits = self._model(group.inputs[:, None], cache=group.layers, **more)[:, -1, :]
         # The step consumes position n_tokens, so it picks the one after.
@@ -184,6 +192,10 @@ class Runner:
         self._groups = []
         mx.synchronize()
         mx.clear_streams()
+
+    def _prepare(self, n_tokens: int) -> None:
+        if self._threads is not None:
+            self._threads.prepare(n_tokens)
 
     # --- accounting ------------------------------------------------------------------------
 
