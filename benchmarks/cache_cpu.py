@@ -213,8 +213,8 @@ def decode(rounds: int, n_rows: int = 4, n_reply: int = 300) -> None:
                     times[label].append(_decode(harness, i, n_rows, n_reply))
             ratios = []
             for k in (0, 1):
-                mine, theirs = ([t[k] for t in times[x][1:]] for x in ("on", "off"))
-                ratios.append(statistics.median(theirs) / statistics.median(mine))
+                pairs = list(zip(times["on"], times["off"], strict=True))[1:]
+                ratios.append(statistics.median(off_[k] / on_[k] for on_, off_ in pairs))
             share = sum(w.elapsed_s for w in inside) / sum(t[0] for t in times["on"])
             speed = n_rows * n_reply / statistics.median(t[0] for t in times["on"][1:])
             print(
