@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from firn.models import cpu_rope
 from firn.models.cpu_rope import _plain_rope, install, rope
 
 WIDTH = 32
@@ -105,6 +106,16 @@ def test_one_step_after_another() -> None:
                     assert mx.abs(ours - theirs).max() < 1e-5
 
 
+def test_positions_that_are_counted_up_in_place() -> None:
+    """It is the same array then, at other positions."""
+    x, kind, positions = normal(2, 4, 1, WIDTH), KINDS["halves"], mx.array([3, 9])
+    for _ in range(3):
+        for _ in ("queries", "keys"):
+            ours, theirs = (f(x, **kind, offset=positions) for f in (rope, _plain_rope))
+            assert mx.abs(ours - theirs).max() < 1e-5
+        positions += 1
+
+
 def test_frequencies_of_two_layers_are_told_apart() -> None:
     x = normal(1, 4, 1, WIDTH)
     for factor in (1.0, 2.0):
@@ -117,6 +128,19 @@ def test_frequencies_of_two_layers_are_told_apart() -> None:
 def test_the_rest_is_left_to_mlx(shape: tuple[int, ...]) -> None:
     x, kind = normal(*shape), KINDS["halves"]
     assert mx.array_equal(rope(x, **kind, offset=11), _plain_rope(x, **kind, offset=11))
+
+
+def test_what_changes_all_the_time_is_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models stretch their base as a text grows; what is made for each would fill the memory."""
+    monkeypatch.setattr(cpu_rope, "_tables", cpu_rope._Tables())
+    monkeypatch.setattr(cpu_rope, "MAX_KINDS", 3)
+    x, n_made = normal(1, 4, 1, WIDTH), 0
+    for step in range(10):
+        kind = KINDS["halves"] | {"base": 1e4 + step}
+        ours, theirs = rope(x, **kind, offset=step), _plain_rope(x, **kind, offset=step)
+        assert mx.abs(ours - theirs).max() < 1e-5
+        n_made = max(n_made, len(cpu_rope._tables._made))
+    assert n_made == 3
 
 
 def test_a_thread_makes_its_own() -> None:

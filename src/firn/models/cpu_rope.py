@@ -1,8 +1,8 @@
 """Rotary positions of a decode step, for MLX's CPU backend.
 
 There mx.fast.rope is made of thirty small operations, and a model calls it twice a layer: of a small
-model's decode step that is a third. All layers turn by the same angles, so what depends on the position
-alone is made once. Rows at one position turn by a matrix; rows at positions of their own by
+model's decode step that is a third. Rows at one position turn by a matrix, which all layers share; rows
+at positions of their own by
 
     x * cos(angles) + (x @ quarter turn) * sin(angles)
 
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+MAX_KINDS = 256
+"""Layers may have frequencies of their own. Those that change all the time are left to MLX."""
 _plain_rope = mx.fast.rope
 
 
@@ -35,46 +37,56 @@ class Kind(NamedTuple):
 class Made:
     """What was made for one kind: for good, and for the step that comes."""
 
-    def __init__(self, kind: Kind, freqs: mx.array | None) -> None:
+    def __init__(self, kind: Kind, freqs: mx.array | None, *, turn: mx.array) -> None:
         self._freqs = freqs  # keeps its identity
         self._scale = kind.scale
-        half = kind.dims // 2
-        pairs = np.arange(kind.dims).reshape((half, 2) if kind.traditional else (2, half))
-        first, second = pairs.T if kind.traditional else pairs
-        turn = np.zeros((kind.width, kind.width), dtype=np.float32)
-        turn[second, first], turn[first, second] = -1, 1
-        self.turn, self._same = mx.array(turn), mx.eye(kind.width)
+        self.turn = turn
         speeds = _speeds(kind, freqs)
         self._speeds = mx.concatenate([speeds, mx.zeros(kind.width - kind.dims)])
-        mx.eval(self.turn, self._same, self._speeds)
+        mx.eval(self._speeds)
         self._at: int | None = None
-        self._matrix = self._same
-        self._of: mx.array | None = None
-        self._waves = self._same, self._same
+        self._matrix = turn
 
     def matrix(self, position: int) -> mx.array:
         """Turns everything to this position."""
         if self._at != position:
             angles = self._speeds * (position * self._scale)
-            self._matrix = self._same * mx.cos(angles) + self.turn * mx.sin(angles)
+            self._matrix = mx.diag(mx.cos(angles)) + self.turn * mx.sin(angles)
             self._at = position
         return self._matrix
 
     def waves(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Cosine and sine, (rows, 1, 1, width); queries and keys of a layer come with one array."""
-        if self._of is not positions:
-            places = positions.astype(mx.float32).reshape(-1, 1, 1, 1)
-            angles = (places * self._scale if self._scale != 1 else places) * self._speeds
-            self._waves = mx.cos(angles), mx.sin(angles)
-            self._of = positions
-        return self._waves
+        """Cosine and sine, (rows, 1, 1, width). Never kept: an array can be changed in place."""
+        places = positions.astype(mx.float32).reshape(-1, 1, 1, 1)
+        angles = (places * self._scale if self._scale != 1 else places) * self._speeds
+        return mx.cos(angles), mx.sin(angles)
 
 
 class _Tables(threading.local):
     """Of this thread: an array that is not computed yet belongs to its thread's stream."""
 
     def __init__(self) -> None:
-        self.made: dict[Kind, Made] = {}
+        self._made: dict[Kind, Made] = {}
+        self._turns: dict[tuple[int, int, bool], mx.array] = {}
+
+    def of(self, kind: Kind, freqs: mx.array | None) -> Made | None:
+        made = self._made.get(kind)
+        if made is None and len(self._made) < MAX_KINDS:
+            made = self._made[kind] = Made(kind, freqs, turn=self._turn(kind))
+        return made
+
+    def _turn(self, kind: Kind) -> mx.array:
+        """A quarter turn: each pair of values (a, b) becomes (-b, a)."""
+        key = (kind.dims, kind.width, kind.traditional)
+        if key not in self._turns:
+            all_dims = np.arange(kind.dims)
+            first, second = (
+                all_dims.reshape(-1, 2).T if kind.traditional else all_dims.reshape(2, -1)
+            )
+            turn = np.zeros((kind.width, kind.width), dtype=np.float32)
+            turn[second, first], turn[first, second] = -1, 1
+            self._turns[key] = mx.array(turn)
+        return self._turns[key]
 
 
 _tables = _Tables()
@@ -97,8 +109,11 @@ def rope(
     **more: Any,
 ) -> mx.array:
     """What mx.fast.rope computes."""
+    made = None
     known = type(offset) is int or isinstance(offset, mx.array)
-    if a.ndim != 4 or a.shape[2] != 1 or not known or more:
+    if known and a.ndim == 4 and a.shape[2] == 1 and not more:
+        made = _tables.of(Kind(dims, a.shape[-1], traditional, base, scale, id(freqs)), freqs)
+    if made is None:
         return _plain_rope(
             a,
             dims,
@@ -109,10 +124,6 @@ def rope(
             freqs=freqs,
             **more,
         )
-    kind = Kind(dims, a.shape[-1], traditional, base, scale, id(freqs))
-    made = _tables.made.get(kind)
-    if made is None:
-        made = _tables.made[kind] = Made(kind, freqs)
     x = a.astype(mx.float32)
     if isinstance(offset, mx.array):
         cos, sin = made.waves(offset)
