@@ -70,9 +70,10 @@ def table(
     ]
     names = [n for n in by_name if n not in references]
     if names:
-        best = {c.key: _best({n: by_name[n][c.key] for n in names[1:]}, c) for c in columns}
-        against = {"best rival": best} if len(names) > 1 else {}
-        against |= {n: {c.key: n for c in columns} for n in references if n in by_name}
+        against = {n: {c.key: n for c in columns} for n in references if n in by_name}
+        if len(names) > 1:
+            best = {c.key: _best({n: by_name[n][c.key] for n in names[1:]}, c) for c in columns}
+            against = {"best rival": best, **against}
         for title_of_rival, rival in against.items():
             cells = [
                 _ratio(rounds[names[0]], rounds[rival[c.key]], c.key) if c.better else ""
