@@ -120,7 +120,10 @@ class EngineConfig:
         32, "Requests that generate at the same time; more wait in the queue.", low=1, high=4096
     )
     max_queue: int = option(
-        256, "Requests that may wait; more are told to try again (429).", low=0, high=1_000_000
+        256,
+        "Requests that may wait for a free row; more are told to try again (429).",
+        low=0,
+        high=1_000_000,
     )
     prefill_chunk: int = option(
         0,

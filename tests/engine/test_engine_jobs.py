@@ -331,6 +331,35 @@ def test_a_full_queue_refuses_and_takes_again() -> None:
         assert lab.leftovers() == {}
 
 
+def test_without_a_queue_free_rows_still_take_requests() -> None:
+    with HashEngine(max_queue=0, max_rows=2) as lab:
+        for _ in range(2):
+            gate = lab.hold()
+            taken = [lab.submit(prompt_of(i, 5)) for i in range(2)]
+            with pytest.raises(QueueFull):
+                lab.submit(prompt_of(9, 5))
+            gate.set()
+            for outcome in taken:
+                outcome.wait().check()
+        assert lab.leftovers() == {}
+
+
+def test_busy_rows_take_nobody() -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def watch(*_: object) -> None:
+        started.set()
+        assert release.wait(WAIT_S)
+
+    with HashEngine(Faults(launch=watch), max_queue=0, max_rows=1) as lab:
+        first = lab.submit(prompt_of(1, 5), 3)
+        assert started.wait(WAIT_S)
+        with pytest.raises(QueueFull):
+            lab.submit(prompt_of(2, 5))
+        release.set()
+        first.wait().check()
+
+
 def test_a_refused_job_leaves_the_queue() -> None:
     with HashEngine(max_queue=1, max_rows=1) as lab:
         for _ in range(5):

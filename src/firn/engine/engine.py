@@ -68,11 +68,16 @@ class Engine:
                 raise ShuttingDown
             if not self._alive:
                 raise EngineDead
-            if self._n_queued >= self._parts.limits.max_queue:
+            if self._n_queued >= self._queue_room():
                 raise QueueFull(self._n_queued)
             self._n_queued += 1
             # Under the lock: a job must not slip in after the last look into the inbox.
             self._inbox.put(lambda: self._loop.accept(job))
+
+    def _queue_room(self) -> int:
+        """Those whom free rows take at their next step do not wait, however short the queue is."""
+        limits = self._parts.limits
+        return max(limits.max_queue, limits.max_rows - self._loop.n_admitted)
 
     def cancel(self, request: RequestId) -> None:
         self._inbox.put(lambda: self._loop.cancel(request))

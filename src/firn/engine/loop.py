@@ -80,6 +80,11 @@ class Loop:
         return bool(self.tasks or self.rows) or any(s.trail.ready for s in self.waiting)
 
     @property
+    def n_admitted(self) -> int:
+        """Requests that have their rows. May be read from any thread."""
+        return len(self.sequences) - len(self.waiting)
+
+    @property
     def _load(self) -> Load:
         # One token: it has just been handed over, and is on its way out.
         if self.tasks or self.waiting or any(len(c.tokens) < 2 for c in self.rows.values()):
