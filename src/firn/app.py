@@ -41,8 +41,11 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.logs import configure as configure_logs
-from firn.models import blas, cpu_powers, cpu_rope, embedder, loader
+from firn.models import cpu, embedder, loader
 from firn.models import device as devices
+from firn.models.cpu.blas import Blas
+from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.threads import Threads
 from firn.models.grammar import Compiler
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
@@ -212,14 +215,12 @@ def _build_parts(
         prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
     )
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
-    if recipe is not None and embedder.needs_encoder(folder, settings):
-        return _encoder_parts(folder, recipe, name, limits)
     exact = _wants_exact(config, str(settings["model_type"]), name)
     limits = replace(limits, aligned=exact)
-    tuned = machine.kind == "cpu" and not exact  # what is faster may change, and bits with it
-    if tuned:
-        cpu_powers.install_if_faster()  # before MLX compiles anything of its own ones
-        cpu_rope.install()
+    blas = _tune_cpu(config, exact=exact) if machine.kind == "cpu" else None
+    cpu_dtype = _cpu_dtype(config, blas)
+    if recipe is not None and embedder.needs_encoder(folder, settings):
+        return _encoder_parts(folder, recipe, name, limits, cpu_dtype)
     loaded = loader.load(
         folder,
         served_name=name,
@@ -227,24 +228,44 @@ def _build_parts(
         trust_remote_code=config.model.trust_remote_code,
         picture=processor.example.inputs if processor else None,
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
+        cpu_dtype=cpu_dtype,
     )
     info = loaded.info
+    threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
     runner = Runner(
         loaded.model,
         info,
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
-        threads=blas.threads_for(loaded.model) if tuned else None,
+        threads=threads,
     )
     headroom = int(config.engine.scheduler_headroom_gb * GIB)
     capacity = machine.memory_nbytes - info.weights_nbytes - headroom
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
-    cache = _build_cache(config, loaded, machine, exact_chunk=limits.prefill_chunk if exact else 0)
+    cache = _build_cache(
+        config,
+        loaded,
+        machine,
+        exact_chunk=limits.prefill_chunk if exact else 0,
+        arithmetic=blas.identity if blas and exact else "",
+    )
     if isinstance(cache, PrefixTree):
         _add_ssd(config, cache, info, wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
+
+
+def _tune_cpu(config: Config, *, exact: bool) -> Blas:
+    return cpu.tune(config.engine.blas, exact=exact, memo=default_cache_dir() / "blas.json")
+
+
+def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
+    """Without a fast BLAS, float32 is as slow as the rest and twice as large."""
+    wanted = config.engine.cpu_dtype
+    if blas is None or (wanted == "auto" and blas.library is None):
+        return "model"
+    return wanted
 
 
 def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
@@ -268,10 +289,14 @@ def _decoder_embedder(
         return None
 
 
-def _encoder_parts(folder: Path, recipe: embedder.Recipe, name: str, limits: Limits) -> Parts:
+def _encoder_parts(
+    folder: Path, recipe: embedder.Recipe, name: str, limits: Limits, cpu_dtype: CpuDtype
+) -> Parts:
     """Of a model that makes embeddings and nothing else."""
     config = loader.read_config(folder)
-    embeds, info = embedder.load_encoder(folder, recipe, config, served_name=name)
+    embeds, info = embedder.load_encoder(
+        folder, recipe, config, served_name=name, cpu_dtype=cpu_dtype
+    )
     runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
     budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
     return Parts(runner, CacheOff("an embedding model"), budget, limits, embedder=embeds)
@@ -294,8 +319,14 @@ def _wants_exact(config: Config, architecture: str, name: str) -> bool:
 
 
 def _build_cache(
-    config: Config, loaded: loader.LoadedModel, machine: devices.Device, *, exact_chunk: int
+    config: Config,
+    loaded: loader.LoadedModel,
+    machine: devices.Device,
+    *,
+    exact_chunk: int,
+    arithmetic: str,
 ) -> PrefixCache:
+    """arithmetic: what bits depend on beside the model, where bits count."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
         log.info("the prefix cache is off")
@@ -318,7 +349,10 @@ def _build_cache(
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     return PrefixTree(
-        layout, settings, fingerprint=loaded.info.fingerprint, dtype=loaded.info.dtype
+        layout,
+        settings,
+        fingerprint=loaded.info.fingerprint,
+        dtype=f"{loaded.info.dtype} {arithmetic}".rstrip(),
     )
 
 

@@ -136,6 +136,16 @@ class EngineConfig:
     scheduler_headroom_gb: float = option(
         2.0, "Device memory left free, in GiB; requests wait when less is left.", low=0, high=4096
     )
+    blas: Literal["auto", "system", "bundled", "none"] = option(
+        "auto",
+        "Linux, CPU: what multiplies. system: the system's OpenBLAS; bundled: the one that firn[cpu] "
+        "brings; none: MLX's own; auto: the fastest.",
+    )
+    cpu_dtype: Literal["auto", "model", "float32"] = option(
+        "auto",
+        "CPU: compute weights of 16 bits and quantised ones in float32, or as the model has them; "
+        "auto: in float32 where that is faster and there is memory for it.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

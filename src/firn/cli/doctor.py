@@ -5,7 +5,6 @@ Looking makes a list of findings, a value; printing it is dull.
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from rich.text import Text
 from firn import __version__
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
-from firn.machine import Memory, blas_hint, disk_free, memory
+from firn.machine import Memory, disk_free, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
@@ -112,9 +111,12 @@ def _device_findings(device: DeviceReport) -> Iterator[Finding]:
     if device.working_set_nbytes:
         text += f", {size(device.working_set_nbytes)} recommended for one process"
     yield Finding("device", text)
-    hint = blas_hint(os.environ)
-    if device.kind == "CPU" and sys.platform == "linux" and hint:
-        yield Finding("", hint, "note")
+    if device.kind == "CPU":
+        from firn.models.cpu.blas import attach
+
+        blas = attach("auto", memo=default_cache_dir() / "blas.json")
+        slow = blas.library is None and sys.platform == "linux"
+        yield Finding("products", blas.text, "note" if slow else "ok")
 
 
 def _memory_finding(now: Memory) -> Finding:

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models.batch import can_batch
+from firn.models.cpu import dtype
 from firn.models.fingerprint import fingerprint
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.picture import Picture
@@ -92,10 +93,12 @@ def load(
     trust_remote_code: bool = False,
     picture: Picture | None = None,
     feature_nbytes: int = FEATURE_NBYTES,
+    cpu_dtype: dtype.Choice = "model",
 ) -> LoadedModel:
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
     picture: an example from the model's processor; with it the model is loaded with its vision tower.
+    cpu_dtype: whether weights that are not float32 become so; auto: if there is memory for it.
     """
     config = read_config(folder)
     _check_files(folder, adapter)
@@ -115,12 +118,16 @@ def load(
             trust_remote_code=trust_remote_code,
             feature_nbytes=feature_nbytes,
         )
+    widened = dtype.apply(model.model if picture is not None else model, cpu_dtype)
+    if picture is not None:
         vision_load.check_pictures(model, picture, str(config["model_type"]))
     kind = str(config["model_type"])
     try:
         logits, layers = _first_token(model)
     except LOAD_FAULTS as e:
         raise SetupError(f"{folder} ({kind}) does not run on this machine: {_first_line(e)}") from e
+    if widened:  # the same weights, but other roundings
+        digest = hashlib.blake2b(digest, digest_size=32, person=b"firn-float32").digest()
     why_not = can_batch(layers) or batch_fault(model, lambda: make_prompt_cache(model), kind)
     weights = [w for _, w in tree_flatten(model.parameters())]
     info = ModelInfo(

@@ -28,7 +28,7 @@ from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.batch import Group, Launched, Row, fork
-from firn.models.blas import Threads
+from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
 from firn.models.sampling import Picker, pick, read_logprobs
