@@ -95,7 +95,7 @@ class Server:
 
 def build(config: Config) -> Server:
     """Load the model and wire everything to it. Raises SetupError."""
-    folder = _model_folder(config.model.path)
+    folder = model_folder(config.model.path)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
@@ -192,7 +192,7 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
     )
 
 
-def _model_folder(name: str) -> Path:
+def model_folder(name: str) -> Path:
     """Built-in models are folders of the package; everything else the loader resolves."""
     builtin = resources.files("firn.demo") / "models" / name
     if "/" not in name and isinstance(builtin, Path) and (builtin / "config.json").exists():

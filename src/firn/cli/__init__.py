@@ -135,14 +135,20 @@ def _doctor(
         str | None,
         typer.Argument(help="A model folder or hub id to look at.", metavar="MODEL"),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Load the model (or the built-in one) and time where its time goes."
+        ),
+    ] = False,
 ) -> None:
     """Print versions, device, memory and disk, what a model needs, and say what is wrong.
 
-    Reads no weights and downloads nothing. The exit code is 1 when something is wrong.
+    Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
     from firn.cli.doctor import doctor
 
-    raise typer.Exit(doctor(model))
+    raise typer.Exit(doctor(model, measure=measure))
 
 
 def _show(

@@ -24,6 +24,7 @@ from firn.machine import Memory, disk_free, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
+    from firn.models.timing import Split
 
 GIB = 2**30
 # Below this a cache on disk and a download make no sense.
@@ -47,10 +48,14 @@ class Finding:
     mark: Mark = "ok"
 
 
-def doctor(model: str | None, *, console: Console | None = None) -> int:
+def doctor(model: str | None, *, measure: bool = False, console: Console | None = None) -> int:
     """Prints the findings; 1 when one of them is a problem."""
+    console = console or Console(highlight=False)
     findings = [*look_at_machine(), *look_at_model(model)]
-    _print(findings, console or Console(highlight=False))
+    if measure and not any(finding.mark == "problem" for finding in findings):
+        with console.status("loading and timing the model"):
+            findings += time_model(model or BUILTIN_MODEL)
+    _print(findings, console)
     return int(any(finding.mark == "problem" for finding in findings))
 
 
@@ -114,7 +119,7 @@ def _device_findings(device: DeviceReport) -> Iterator[Finding]:
     if device.kind == "CPU":
         from firn.models.cpu.blas import attach
 
-        blas = attach("auto", memo=default_cache_dir() / "blas.json")
+        blas = attach("auto", memo=default_cache_dir() / "blas.json", again=True)
         slow = blas.library is None and sys.platform == "linux"
         yield Finding("products", blas.text, "note" if slow else "ok")
 
@@ -177,6 +182,42 @@ def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> It
         yield Finding("", problem, "problem")
     if report.weights_nbytes:
         yield _fit(report, device, now)
+
+
+def time_model(name: str) -> Iterator[Finding]:
+    """Loads it as a server would, and says where the time of a chunk and of a step goes."""
+    from firn.app import model_folder
+    from firn.models import cpu, loader
+    from firn.models import device as devices
+    from firn.models.timing import measure
+
+    device = devices.device()
+    cpu_dtype: Literal["auto", "model"] = "model"
+    if device.kind == "cpu":
+        blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
+        cpu_dtype = "auto" if blas.library else "model"
+    try:
+        folder = model_folder(name)
+        loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
+        timing = measure(loaded.model, loaded.make_layers, chunk=device.prefill_chunk)
+    except SetupError as error:
+        yield Finding("time", error.message, "problem")
+        return
+    yield Finding("prefill", _time_text(timing.prefill))
+    yield Finding("decode", _time_text(timing.decode))
+
+
+def _time_text(split: Split) -> str:
+    parts = {
+        "products": split.products_s,
+        "attention": split.attention_s,
+        "Python": split.python_s,
+        "the rest": split.rest_s,
+    }
+    shares = ", ".join(f"{name} {s / split.total_s:.0%}" for name, s in parts.items())
+    what = f"a chunk of {split.n_tokens} tokens" if split.n_tokens > 1 else "a step of one row"
+    rate = split.n_tokens / split.total_s
+    return f"{rate:.0f} tokens/s; {what} takes {split.total_s * 1e3:.1f} ms: {shares}"
 
 
 def _cache_text(report: ModelReport) -> str:

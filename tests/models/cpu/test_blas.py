@@ -205,3 +205,15 @@ def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     openblas.OpenBlas(BUNDLED_HERE, n_threads=1)
     assert os.environ["OPENBLAS_NUM_THREADS"] == "7"
     assert "OPENBLAS_THREAD_TIMEOUT" not in os.environ
+
+
+def test_again_tries_anew(machine: dict[str, Any], tmp_path: Path) -> None:
+    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+    memo = tmp_path / "blas.json"
+    attach("auto", memo=memo)
+    machine["trials"] = {"bundled": seen(100), "system": seen(900)}
+    library: Any = attach("auto", memo=memo, again=True).library
+    assert library.library.kind == "system"
+    remembered: Any = attach("auto", memo=memo).library
+    assert remembered.library.kind == "system"
+    assert len(machine["tried"]) == 4

@@ -74,7 +74,8 @@ def test_quantised_weights_are_unpacked(mode: str, bits: int, group: int, narrow
     assert nbytes <= expected <= 1.3 * nbytes  # scales are counted, too
     got = model(ids)
     far = mx.abs(got - want).max() / mx.std(want)
-    assert far < (0.1 if narrow == mx.bfloat16 else 1e-3)
+    # MLX looks embeddings up in bfloat16 where the scales are no floats.
+    assert far < (0.1 if narrow == mx.bfloat16 or mode != "affine" else 1e-3)
 
 
 @pytest.mark.parametrize(

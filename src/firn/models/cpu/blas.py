@@ -57,9 +57,10 @@ class Blas:
         return f"{self.library.version} {self.library.core} x{self.library.n_threads}"
 
 
-def attach(choice: Choice, *, memo: Path) -> Blas:
-    """Put a library in the place of MLX's BLAS, for this process. memo: where trials are remembered.
+def attach(choice: Choice, *, memo: Path, again: bool = False) -> Blas:
+    """Put a library in the place of MLX's BLAS, for this process.
 
+    memo: where trials are remembered; again: forget what was remembered, and try anew.
     Raises SetupError where one was asked for by name and cannot be had.
     """
     if choice == "none":
@@ -68,7 +69,7 @@ def attach(choice: Choice, *, memo: Path) -> Blas:
     wanted = [lib for lib in libraries() if choice in ("auto", lib.kind)]
     if why_not or not wanted:
         return _go_without(choice, why_not or "no OpenBLAS is installed")
-    trials = _trials(wanted, memo)
+    trials = _trials(wanted, memo, {} if again else _read(memo))
     best = max(wanted, key=lambda lib: trials[lib.kind].gflops * PREFERENCE[lib.kind])
     seen = trials[best.kind]
     if seen.fault:
@@ -104,9 +105,8 @@ def _go_without(choice: Choice, why: str) -> Blas:
 # --- trials, remembered --------------------------------------------------------------------
 
 
-def _trials(wanted: list[Library], memo: Path) -> dict[str, Trial]:
-    """By kind. Those that nobody remembers are run, and remembered."""
-    known = _read(memo)
+def _trials(wanted: list[Library], memo: Path, known: dict[str, Trial]) -> dict[str, Trial]:
+    """By kind. Those that are not known are run, and remembered."""
     out: dict[str, Trial] = {}
     n_new = 0
     for library in wanted:
@@ -117,7 +117,7 @@ def _trials(wanted: list[Library], memo: Path) -> dict[str, Trial]:
             n_new += 1
         out[library.kind] = known[name]
     if n_new:
-        _write(memo, {_name(library): out[library.kind] for library in wanted} | known)
+        _write(memo, known)
     return out
 
 
