@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from firn.models import cpu
-from firn.models import device as devices
 from firn.models.cpu import rope, softmax
-from firn.models.cpu.blas import Blas
+from tests import one_blas
 
 settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("firn")
@@ -25,10 +21,7 @@ def _one_mlx_for_all() -> Iterator[None]:
 
     So all tests of a process share a fast BLAS, and none puts functions of ours into MLX.
     """
-    blas = Blas("MLX's own")
-    if devices.device().kind == "cpu":
-        memo = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "blas.json"
-        blas = cpu.attach("auto", memo=memo)
+    blas = one_blas.attach()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "attach", lambda choice, *, memo: blas)
         patch.setattr(softmax, "install_if_faster", lambda: False)
