@@ -84,12 +84,9 @@ class Tiny:
         made: dict[str, Floats] = {}
         for name, shape in shapes(self):
             drawn = rng.standard_normal(shape, dtype=np.float32) * 0.15
-            if "norm" in name:  # as a model that was trained in bfloat16 has them
-                rounded = (1 + drawn).astype(np.float32).view(np.uint32) & 0xFFFF0000
-                made[name] = rounded.view(np.float32)
-            else:
-                kind = self.kind(name)
-                made[name] = dequantize(quantize(drawn, kind), kind).astype(np.float32)
+            kind = self.kind(name)
+            values = 1 + drawn if "norm" in name else drawn
+            made[name] = dequantize(quantize(values, kind), kind).astype(np.float32)
         return made
 
 

@@ -22,7 +22,7 @@ __all__ = ["Unreadable", "convert"]
 
 Progress = Callable[[int, int], None]
 """Bytes done, bytes in all."""
-DTYPES = {"float16": "F16", "float32": "F32", "uint32": "U32"}
+DTYPES = {"float32": "F32", "uint32": "U32"}
 
 
 def convert(

@@ -1,7 +1,8 @@
 """The tensors of a dense llama GGUF file as those of an MLX folder: names, order of rows, packing. Pure.
 
-Nothing is rounded. GGUF's Q4_1 is MLX's affine quantisation of 4 bits in groups of 32 (a 16-bit scale
-and bias for 32 values), its Q8_0 that of 8 bits; only the order of the bits differs.
+Nothing is rounded. GGUF's Q4_1 is MLX's affine quantisation of 4 bits in groups of 32 (a scale and a
+bias for 32 values), its Q8_0 that of 8 bits; only the order of the bits differs. Scales, biases and
+norms are float32, which makes MLX compute in float32: docs/decisions.md says why.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def plan(file: GgufFile, shape: Shape, *, tied: bool) -> Plan:
 def arrays(slot: Slot, tensor: GgufTensor) -> Iterator[tuple[str, Array]]:
     """The tensor as MLX's: one array, or packed values with their scales and biases."""
     if tensor.kind == "F32":
-        yield f"{slot.ours}.weight", _rows(_floats(tensor), slot)
+        yield f"{slot.ours}.weight", _rows(tensor.blocks.view("<f4").reshape(tensor.shape), slot)
         return
     packed, scales, biases = _q4_1(tensor) if tensor.kind == "Q4_1" else _q8_0(tensor)
     n_rows = tensor.shape[0]
@@ -125,35 +126,20 @@ def _rows(rows: Array, slot: Slot) -> Array:
     return halves.swapaxes(1, 2).reshape(n_rows, n_columns)
 
 
-def _floats(tensor: GgufTensor) -> Array:
-    """In 16 bits where that loses nothing, which is so for models that were trained in bfloat16.
-
-    One float32 norm would make MLX compute everything behind it in 32 bits.
-    """
-    values = tensor.blocks.view("<f4").reshape(tensor.shape)
-    with np.errstate(over="ignore"):
-        half = values.astype(np.float16)
-    return half if np.array_equal(half.astype(np.float32), values) else values.astype(np.float32)
-
-
 def _q4_1(tensor: GgufTensor) -> tuple[Array, Array, Array]:
     """A block: scale, bias, 16 bytes whose low halves are values 0-15 and high halves 16-31."""
     blocks = tensor.blocks
     values = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     packed = values[:, 0::2] | (values[:, 1::2] << 4)  # MLX: neighbours share a byte
-    return packed.view("<u4"), _half(blocks, 0), _half(blocks, 2)
+    return packed.view("<u4"), _floats(blocks, 0), _floats(blocks, 2)
 
 
 def _q8_0(tensor: GgufTensor) -> tuple[Array, Array, Array]:
     """A block: scale, 32 signed bytes. MLX's are unsigned: 128 more, and a bias that takes it back."""
-    blocks = tensor.blocks
-    scales = _half(blocks, 0)
-    with np.errstate(over="ignore"):
-        biases = scales * np.float16(-128)  # a power of two: exact
-    if not np.isfinite(biases).all():
-        raise Unreadable(f"{tensor.name} has scales that do not fit into 16 bits")
-    return (blocks[:, 2:] ^ 128).view("<u4"), scales, biases
+    scales = _floats(tensor.blocks, 0)
+    return (tensor.blocks[:, 2:] ^ 128).view("<u4"), scales, -128 * scales
 
 
-def _half(blocks: npt.NDArray[np.uint8], at: int) -> npt.NDArray[np.float16]:
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").reshape(-1)
+def _floats(blocks: npt.NDArray[np.uint8], at: int) -> npt.NDArray[np.float32]:
+    """The 16-bit float at this byte of every block."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").reshape(-1).astype(np.float32)
