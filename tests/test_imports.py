@@ -21,7 +21,7 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "cache", "cli", "config", "core", "demo", "engine", "logs", "machine", "media",
-    "models", "options", "text",
+    "models", "named", "options", "text",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"core", "machine"},
     "api": {"core", "text"},
     "engine": {"core", "cache"},
+    "named": {"config", "models"},
     "app": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
     "demo": EVERYTHING,
@@ -47,6 +48,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
     "mlx_vlm": ("models", "demo"),
     "PIL": ("media", "models"),
     "llguidance": ("models",),
+    "tokenizers": ("models",),
 }
 HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
 

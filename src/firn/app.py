@@ -11,13 +11,12 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 
 import uvicorn
 import uvloop
 
-from firn import __version__
+from firn import __version__, named
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics
@@ -95,7 +94,7 @@ class Server:
 
 def build(config: Config) -> Server:
     """Load the model and wire everything to it. Raises SetupError."""
-    folder = model_folder(config.model.path)
+    folder = named.resolve(config.model.path)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
@@ -190,14 +189,6 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
         n_dims=found.n_dims,
         max_tokens=found.max_tokens,
     )
-
-
-def model_folder(name: str) -> Path:
-    """Built-in models are folders of the package; everything else the loader resolves."""
-    builtin = resources.files("firn.demo") / "models" / name
-    if "/" not in name and isinstance(builtin, Path) and (builtin / "config.json").exists():
-        return builtin
-    return loader.resolve(name)
 
 
 def _build_parts(

