@@ -18,14 +18,14 @@ from mlx_lm.generate import generate_step
 from firn.demo.server import Child
 from firn.models.loader import load_tokenizer
 from tests.real.asking import Messages, Reply, ask, ask_together, client, compare, user
-from tests.real.conftest import Figure
+from tests.real.conftest import Figure, start
 from tests.real.questions import QUESTIONS, SYSTEM, TEXTS
 
 pytestmark = pytest.mark.real
 
 COLD: dict[str, Any] = {"cache": {"read": False, "write": False}}
 ABOUT_NOTES: list[Messages] = [user(question, system=SYSTEM) for question in QUESTIONS]
-N_REPLY = 24
+N_REPLY = 16
 
 
 def by_mlx_lm(reference: tuple[Any, Any], messages: Messages, *, n: int = N_REPLY) -> Reply:
@@ -71,8 +71,7 @@ def test_greedy_replies_are_those_of_mlx_lm(
 
 
 def test_cold_warm_restarted_and_in_a_batch(home: Path, folder: Path, figure: Figure) -> None:
-    flags = ("smollm2", "--ssd-cache-dir", str(home / "again"))
-    child = Child(*flags, log=home / "again.log")
+    child = start(home, "again")
     try:
         cold = [ask(child.url, messages, n=N_REPLY, **COLD) for messages in ABOUT_NOTES]
         assert not any(reply.n_cached for reply in cold)
@@ -83,7 +82,7 @@ def test_cold_warm_restarted_and_in_a_batch(home: Path, folder: Path, figure: Fi
         shared = ask_together(child.url, ABOUT_NOTES, n=N_REPLY)
     finally:
         child.stop()
-    child = Child(*flags, log=home / "again.log")
+    child = start(home, "again")
     try:
         restarted = [ask(child.url, messages, n=N_REPLY) for messages in ABOUT_NOTES]
     finally:
@@ -102,17 +101,16 @@ def test_cold_warm_restarted_and_in_a_batch(home: Path, folder: Path, figure: Fi
 
 
 def test_exact_mode_is_bitwise(home: Path, folder: Path, figure: Figure) -> None:
-    flags = ("smollm2", "--reuse", "exact", "--prefill-chunk", "64", "--cache-block-tokens", "64",
-             "--ssd-cache-dir", str(home / "exact"))  # fmt: skip
+    flags = ("--reuse", "exact", "--prefill-chunk", "64", "--cache-block-tokens", "64")
     asked = ABOUT_NOTES[:6]
-    child = Child(*flags, log=home / "exact.log")
+    child = start(home, "exact", *flags)
     try:
         cold = [ask(child.url, messages, n=N_REPLY, **COLD) for messages in asked]
         ask(child.url, asked[0], n=1)
         warm = [ask(child.url, messages, n=N_REPLY) for messages in asked]
     finally:
         child.stop()
-    child = Child(*flags, log=home / "exact.log")
+    child = start(home, "exact", *flags)
     try:
         restarted = [ask(child.url, messages, n=N_REPLY) for messages in asked]
     finally:
