@@ -70,7 +70,8 @@ def test_greedy_replies_are_those_of_mlx_lm(
     assert [r.finish for r in ours] == [r.finish for r in theirs]
 
 
-def test_cold_warm_restarted_and_in_a_batch(home: Path, folder: Path, figure: Figure) -> None:
+@pytest.mark.usefixtures("folder")
+def test_cold_warm_restarted_and_in_a_batch(home: Path, figure: Figure) -> None:
     child = start(home, "again")
     try:
         cold = [ask(child.url, messages, n=N_REPLY, **COLD) for messages in ABOUT_NOTES]
@@ -100,7 +101,8 @@ def test_cold_warm_restarted_and_in_a_batch(home: Path, folder: Path, figure: Fi
             assert n_cached > 0.8 * n_prompt
 
 
-def test_exact_mode_is_bitwise(home: Path, folder: Path, figure: Figure) -> None:
+@pytest.mark.usefixtures("folder")
+def test_exact_mode_is_bitwise(home: Path, figure: Figure) -> None:
     flags = ("--reuse", "exact", "--prefill-chunk", "64", "--cache-block-tokens", "64")
     asked = ABOUT_NOTES[:6]
     child = start(home, "exact", *flags)
