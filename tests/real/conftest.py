@@ -14,6 +14,9 @@ from firn import named
 from firn.demo.server import Child
 
 Figure = Callable[[str], None]
+FIGURES = pytest.StashKey[list[str]]()
+START_S = 300.0
+"""A busy machine takes its time with 135 million parameters."""
 
 
 @pytest.fixture(scope="session")
@@ -34,9 +37,15 @@ def folder(home: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(folder: Path, home: Path) -> Iterator[Child]:
-    child = Child("smollm2", "--ssd-cache-dir", str(home / "records"), log=home / "server.log")
+    child = start(home, "shared")
     yield child
     child.stop()
+
+
+def start(home: Path, name: str, *flags: str) -> Child:
+    """A server with a folder of records of its own, which it finds again when it is started again."""
+    flags = ("--ssd-cache-dir", str(home / name), *flags)
+    return Child("smollm2", *flags, log=home / f"{name}.log", start_s=START_S)
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +59,12 @@ def reference(folder: Path) -> tuple[Any, Any]:
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Figure:
-    """Prints a line of the report that docs/decisions.md quotes."""
-    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
+    """A line of the report at the end, which docs/decisions.md quotes."""
+    figures = request.config.stash.setdefault(FIGURES, [])
+    return lambda text: figures.append(f"{request.node.name}: {text}")
 
-    def show(text: str) -> None:
-        terminal.ensure_newline()
-        terminal.write_line(f"{request.node.name}: {text}")
 
-    return show
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if figures := config.stash.get(FIGURES, []):
+        terminalreporter.section("figures")
+        terminalreporter.write_line("\n".join(figures))

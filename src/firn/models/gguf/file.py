@@ -1,7 +1,7 @@
 """A GGUF file: what its metadata says and where its tensors lie. Pure; the weights are not copied.
 
 Own code rather than the `gguf` package, whose reader makes an array of every word of the vocabulary:
-18 s against 0.2 s for 49,152 words. That package is what the tests compare this with.
+5 s against 0.15 s for 49,152 words. That package is what the tests compare this with.
 """
 
 from __future__ import annotations
