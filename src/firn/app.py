@@ -47,6 +47,7 @@ from firn.models.grammar import Compiler
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.weight_memory import WeightMemory
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -227,6 +228,7 @@ def _build_parts(
         trust_remote_code=config.model.trust_remote_code,
         picture=processor.example.inputs if processor else None,
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
+        memory=WeightMemory(default_cache_dir()),
     )
     info = loaded.info
     runner = Runner(
