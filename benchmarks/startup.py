@@ -13,11 +13,11 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
-from report import BenchError, cli, grid
+from report import BenchError, cli
 
 from firn.models import fingerprint as fingerprints
 from firn.models.fingerprint import Fingerprint
@@ -43,16 +43,15 @@ def main() -> None:
         write(model, int(args.gb * GIB))
         memory = WeightMemory(Path(temp) / "cache", clock=lambda: time.time() + 3600)
         print(f"{args.gb:g} GiB, {os.cpu_count()} cores, {args.rounds} rounds\n")
-        rows = [
-            [f"{state} {i + 1}", *measured(model, memory, cold=state == "cold", hold=args.hold)]
-            for state in args.files.split(",")
-            for i in range(args.rounds)
-        ]
-        titles = ["", "read", "and hashed", "and remembered", "hash alone"]
-        print(grid([titles, *rows]))
+        for state in args.files.split(","):
+            for i in range(args.rounds):
+                for name, seconds in measured(model, memory, cold=state == "cold", hold=args.hold):
+                    print(f"{state} {i + 1}  {name:<20} {seconds:7.2f} s", flush=True)
 
 
-def measured(model: Path, memory: WeightMemory, *, cold: bool, hold: bool) -> list[str]:
+def measured(
+    model: Path, memory: WeightMemory, *, cold: bool, hold: bool
+) -> Iterator[tuple[str, float]]:
     def read() -> None:
         held = []
         for path in fingerprints.weight_files(model, vision=False):
@@ -72,16 +71,17 @@ def measured(model: Path, memory: WeightMemory, *, cold: bool, hold: bool) -> li
         pending.result()
 
     Fingerprint(model, memory=memory).result()
-    alone = lambda: Fingerprint(model).result()  # noqa: E731
-    works: list[Callable[[], object]] = [read, hashed, remembered, alone]
-    found = []
-    for work in works:
+    works: dict[str, Callable[[], object]] = {
+        "read": read,
+        "read and hashed": hashed,
+        "read, remembered": remembered,
+    }
+    for name, work in works.items():
         prepare(model, cold=cold)
         began = time.perf_counter()
         work()
-        found.append(f"{time.perf_counter() - began:.2f}")
+        yield name, time.perf_counter() - began
         mx.clear_cache()
-    return found
 
 
 def prepare(model: Path, *, cold: bool) -> None:

@@ -40,6 +40,7 @@ from firn.core.values import GenerateRequest, ModelInfo
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
+from firn.leaving import leave, no_later_than
 from firn.logs import configure as configure_logs
 from firn.models import blas, cpu_powers, cpu_rope, embedder, loader
 from firn.models import device as devices
@@ -60,6 +61,8 @@ DRAIN_S = 20.0
 FLUSH_S = 15.0
 """How long a stopping server writes what is still in memory only."""
 STOP_S = 10.0
+LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
+"""When a process that was told to stop is ended, if it has not ended by itself."""
 MIB, GIB = 1 << 20, 1 << 30
 MIN_CAPACITY_NBYTES = 256 * MIB
 
@@ -71,9 +74,10 @@ def serve(config: Config) -> int:
     prompts = warm.read(config.cache.warm_prompts) if config.cache.warm_prompts else []
     server = build(config)
     try:
-        return uvloop.run(_run(server, sock, prompts))
+        code = uvloop.run(_run(server, sock, prompts))
     finally:
         server.close()
+    return leave(code)
 
 
 @dataclass(eq=False)
@@ -88,7 +92,7 @@ class Server:
 
     def close(self) -> None:
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
-        self.pool.shutdown(cancel_futures=True)
+        self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
 def build(config: Config) -> Server:
@@ -392,6 +396,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         if web.should_exit:
             os._exit(130)  # asked twice: at once, whatever is lost
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
+        no_later_than(LEAVE_S)
         server.mailroom.drain()
         loop.call_later(DRAIN_S, server.mailroom.fail_all, ShuttingDown())
         web.should_exit = True

@@ -70,6 +70,7 @@ class _TickingGenerator(CodeGenerator):
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:
         for inner in list(node.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            assert isinstance(inner, nodes.For | nodes.Macro | nodes.CallBlock)
             tick = nodes.ExprStmt(nodes.EnvironmentAttribute(_TICK), lineno=inner.lineno)
             inner.body.insert(0, tick)
         super().visit_Template(node, frame)
