@@ -158,7 +158,7 @@ class OpenAIResponses:
 
         async def count(asked: Asked) -> Mapping[str, Any]:
             (request,) = self.decode(asked.body, namespace=asked.namespace).requests
-            n_tokens = await count_tokens(services, request)
+            n_tokens = await count_tokens(services, request, asked.namespace)
             return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
         one = f"{self.path}/{{response_id}}"
