@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from firn.core.errors import BadImage
 from firn.core.values import ImagePart, PreparedImage, TokenArray
-from firn.media.decode import Pixels, Undecodable, decode
+from firn.media.decode import Pixels, decode
+from firn.media.headers import Undecodable
 
 MIB = 1 << 20
 _DATA_URL = re.compile(r"data:(?P<kind>[^,]*?)(?P<base64>;\s*base64)?\s*,", re.IGNORECASE)
