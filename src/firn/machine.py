@@ -107,6 +107,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def most_descriptors() -> int:
+    """How many files a process of this user may open at the most."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
 def raise_descriptor_limit(*, wanted: int = 65536) -> int:
     """Let this process open as many files as it may; returns how many that are.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from firn.api.front import CROWDED_KEY
 
@@ -133,10 +133,12 @@ class Connection(HttpToolsProtocol):
         self._n_body = 0
         self._answered_at: float | None = None
         self._stalled_at: float | None = None
+        self._running: RequestResponseCycle | None = None
+        """The request being answered; uvicorn's `cycle` is the last one that has arrived."""
 
     @property
     def is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self._running is not None and not self._running.response_complete
 
     @property
     def is_idle(self) -> bool:
@@ -159,7 +161,7 @@ class Connection(HttpToolsProtocol):
 
     def give_up(self) -> None:
         """Say that it took too long, where nothing has been said yet, and close."""
-        silent = not self.is_answering or not self.cycle.response_started
+        silent = self._running is None or not (self.is_answering and self._running.response_started)
         if self._stalled_at is None and self._answered_at is None and silent:
             self._refuse(b"408 Request Timeout", b"The request took too long to arrive.")
         else:
@@ -186,6 +188,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.remove(self)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -230,6 +235,10 @@ class Connection(HttpToolsProtocol):
         if self._phase is Phase.BODY:  # answered before all of it was there
             self._answered_at = self._all.clock()
         super().on_response_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
