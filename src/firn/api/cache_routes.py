@@ -6,6 +6,7 @@ A caller sees and touches its own namespace only; the operator sees everything.
 from __future__ import annotations
 
 import asyncio
+import functools
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from firn.api.body import decoded
 from firn.api.dialects import Dialect
 from firn.api.exchange import exchange_of
 from firn.api.intake import Intake
+from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache
 from firn.api.prompting import prompt_of
 from firn.api.services import Services
@@ -41,7 +43,7 @@ class CacheRoutes:
         self._intake = intake
 
     def add_to(self, app: FastAPI) -> None:
-        add = app.add_api_route
+        add = functools.partial(app.add_api_route, responses=error_responses())
         add("/v1/cache/stats", self.stats, methods=["GET"], summary="What the cache holds and did")
         add("/v1/cache/probe", self.probe, methods=["POST"], summary="What a request would reuse")
         add("/v1/cache/pin", self.pin, methods=["POST"], summary="Keep a request's prefix")
