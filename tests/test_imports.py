@@ -20,11 +20,12 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "logs", "machine", "media",
-    "models", "named", "options", "text",
+    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "leaving", "logs", "machine",
+    "media", "models", "named", "options", "text",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "leaving": set(),
     "machine": set(),
     "options": set(),
     "config": {"core", "options"},

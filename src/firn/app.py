@@ -20,7 +20,10 @@ from firn import __version__, named
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics
+from firn.api.connections import ConnectionLimits, Connections, http_config
+from firn.api.hosts import Hosts, machine_names
 from firn.api.mailroom import Mailroom
+from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
 from firn.api.services import Limits as ApiLimits
 from firn.api.services import Services
@@ -39,7 +42,9 @@ from firn.core.values import GenerateRequest, ModelInfo
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
+from firn.leaving import leave, no_later_than
 from firn.logs import configure as configure_logs
+from firn.machine import raise_descriptor_limit
 from firn.models import cpu, embedder, loader
 from firn.models import device as devices
 from firn.models.cpu.blas import Blas
@@ -49,6 +54,7 @@ from firn.models.grammar import Compiler
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.weight_memory import WeightMemory
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -61,6 +67,10 @@ DRAIN_S = 20.0
 FLUSH_S = 15.0
 """How long a stopping server writes what is still in memory only."""
 STOP_S = 10.0
+LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
+"""When a process that was told to stop is ended, if it has not ended by itself."""
+RESERVED_FILES = 64
+"""Descriptors that are never connections: records being read and written, logs, the model."""
 MIB, GIB = 1 << 20, 1 << 30
 MIN_CAPACITY_NBYTES = 256 * MIB
 
@@ -68,13 +78,15 @@ MIN_CAPACITY_NBYTES = 256 * MIB
 def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
+    raise_descriptor_limit()
     sock = _bind(config.server.host, config.server.port)
     prompts = warm.read(config.cache.warm_prompts) if config.cache.warm_prompts else []
     server = build(config)
     try:
-        return uvloop.run(_run(server, sock, prompts))
+        code = uvloop.run(_run(server, sock, prompts))
     finally:
         server.close()
+    return leave(code)
 
 
 @dataclass(eq=False)
@@ -89,7 +101,7 @@ class Server:
 
     def close(self) -> None:
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
-        self.pool.shutdown(cancel_futures=True)
+        self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
 def build(config: Config) -> Server:
@@ -135,7 +147,9 @@ def build(config: Config) -> Server:
         mailroom=mailroom,
         pool=pool,
         limits=ApiLimits(max_tokens=config.engine.max_tokens),
-        keys=Keys(config.server.api_keys, share=config.cache.share_cache),
+        keys=_keys(config),
+        hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
+        quotas=_quotas(config),
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
@@ -149,6 +163,21 @@ def build(config: Config) -> Server:
         extra_collectors=(CacheMetrics(lambda: snapshot(engine.parts.cache)),),
     )
     return Server(services, engine, mailroom, pool, died)
+
+
+def _keys(config: Config) -> Keys:
+    server = config.server
+    return Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
+
+
+def _quotas(config: Config) -> Quotas:
+    server = config.server
+    limits = KeyLimits(
+        concurrency=server.key_max_concurrency,
+        queue_share=server.key_queue_share,
+        tokens_per_minute=server.key_tokens_per_minute,
+    )
+    return Quotas(limits, max_queue=config.engine.max_queue)
 
 
 def _pictures(
@@ -219,6 +248,7 @@ def _build_parts(
         trust_remote_code=config.model.trust_remote_code,
         picture=processor.example.inputs if processor else None,
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
+        memory=WeightMemory(default_cache_dir()),
         cpu_dtype=cpu_dtype,
     )
     info = loaded.info
@@ -362,9 +392,8 @@ def _add_ssd(config: Config, cache: PrefixTree, model: ModelInfo, wake: Callable
         model=ModelNote(model.fingerprint, model.name, model.path),
     )
     io = TierIo(SsdTier(settings), flush_timeout_s=FLUSH_S, progress=_flushing)
-    keys = Keys(config.server.api_keys, share=wanted.share_cache)
     try:
-        cache.open_store(io, namespaces=keys.namespaces, wake=wake)
+        cache.open_store(io, namespaces=_keys(config).namespaces, wake=wake)
     except TierError as e:
         log.warning("ssd cache: %s cannot be read: %s", folder, e)
     log.info("ssd cache: %s, at most %.1f GiB (--no-ssd-cache turns it off)", folder, limit / GIB)
@@ -399,12 +428,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRequest]) -> int:
-    app = create_app(server.services)
     web = _Uvicorn(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
+        http_config(
+            create_app(server.services),
+            _connections(),
             lifespan="off",
             timeout_graceful_shutdown=int(DRAIN_S) + 2,
         )
@@ -415,6 +442,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         if web.should_exit:
             os._exit(130)  # asked twice: at once, whatever is lost
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
+        no_later_than(LEAVE_S)
         server.mailroom.drain()
         loop.call_later(DRAIN_S, server.mailroom.fail_all, ShuttingDown())
         web.should_exit = True
@@ -430,6 +458,16 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
     await web.serve(sockets=[sock])
     watch.cancel()
     return 1 if server.died else 0
+
+
+def _connections() -> Connections:
+    """As many as there are descriptors, less what the cache and the model's files take."""
+    limits = ConnectionLimits()
+    n_files = raise_descriptor_limit()
+    n_open = n_files - max(RESERVED_FILES, n_files // 4) - limits.n_spare
+    n_open = max(n_open, 16)
+    limits = replace(limits, max_open=n_open, max_heads=min(limits.max_heads, n_open // 2))
+    return Connections(limits)
 
 
 async def _watch(server: Server, web: uvicorn.Server) -> None:

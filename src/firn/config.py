@@ -47,6 +47,13 @@ def origin(text: str) -> str:
     return text
 
 
+def host_name(text: str) -> str:
+    """As a client calls the server: no scheme, no port."""
+    if text != "*" and not re.fullmatch(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", text):
+        raise BadValue(f"{text!r} is no host name; it looks like ai.example.com")
+    return text
+
+
 # --- the tree ------------------------------------------------------------------------------
 
 
@@ -70,6 +77,38 @@ class ServerConfig:
     """Every accepted key, those of `api_key_file` included. Empty: no authentication."""
     api_key_file: Path | None = option(
         None, "File with more keys, one a line; # starts a comment.", metavar="FILE"
+    )
+    admin_keys: tuple[str, ...] = option(
+        (),
+        "Key of the operator, who sees the numbers of all keys; repeat it for several. Without one, and "
+        "without other keys, the operator is who calls from this machine.",
+        flag="--admin-key",
+        env="FIRN_ADMIN_KEYS",
+        metavar="KEY",
+        secret=True,
+        check=header_safe,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host name by which clients may call this server, besides localhost, addresses and the name "
+        "it listens on (*.example.com, or * for any); repeat it for several.",
+        flag="--allowed-host",
+        env="FIRN_ALLOWED_HOSTS",
+        metavar="NAME",
+        check=host_name,
+    )
+    key_max_concurrency: int = option(
+        0, "Calls that one key may have running; 0 for no such limit.", low=0, high=1_000_000
+    )
+    key_queue_share: float = option(
+        0.0, "Share of --max-queue that one key may take; 0 for no such limit.", low=0, high=1
+    )
+    key_tokens_per_minute: int = option(
+        0,
+        "Tokens that may be computed for one key in a minute, prompts and replies, cached ones not "
+        "counted; 0 for no such limit.",
+        low=0,
+        high=2**53,
     )
     allow_origins: tuple[str, ...] = option(
         (),

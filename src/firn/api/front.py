@@ -10,13 +10,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from firn.api.auth import Keys
 from firn.api.body import ClientGone
 from firn.api.exchange import SCOPE_KEY, Exchange, ServerFault, Shapes, exchange_of, send_error
+from firn.api.hosts import Hosts, is_local
+from firn.api.intake import Intake
 from firn.api.metrics import Metrics
-from firn.core.errors import Unauthorized
+from firn.core.errors import Crowded, HostNotAllowed, Unauthorized
 
 logger = logging.getLogger("firn.api")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """For supervisors: no key needed, and no log line above DEBUG."""
+CROWDED_KEY = "firn.crowded"
+"""Set in the scope of a connection that is one too many: it is for those paths."""
 
 
 class Front:
@@ -26,11 +30,18 @@ class Front:
     """
 
     def __init__(
-        self, app: ASGIApp, *, shapes: Shapes, metrics: Metrics, routes: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        shapes: Shapes,
+        metrics: Metrics,
+        intake: Intake,
+        routes: frozenset[str],
     ) -> None:
         self._app = app
         self._shapes = shapes
         self._metrics = metrics
+        self._intake = intake
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,13 +69,13 @@ class Front:
                 raise  # too late for a status: the server breaks the connection
             await send_error(tagged, ServerFault(exchange.id), self._shapes.of(scope["path"]))
         finally:
+            self._intake.give_back(exchange)
             self._note(exchange, scope)
 
     def _note(self, exchange: Exchange, scope: Scope) -> None:
         path, known = scope["path"], scope["path"] in self._routes
-        self._metrics.count_request(path if known else "other", exchange.status)
-        if exchange.gone:
-            self._metrics.count_gone()
+        route, own = path if known else "other", exchange.caller.own
+        self._metrics.count_request(own, route, exchange.status, gone=exchange.gone)
         quiet = path in OPEN_PATHS or path == "/metrics"
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
@@ -79,6 +90,29 @@ class Front:
         )
 
 
+class HostGate:
+    """Refuses what was meant for somebody else. Outside of CORS: no page is told anything."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Hosts, shapes: Shapes) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._shapes = shapes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._hosts.check(scope["headers"])
+        except HostNotAllowed as error:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await send_error(send, error, self._shapes.of(scope["path"]))
+            return
+        await self._app(scope, receive, send)
+
+
 class Gate:
     """Lets in who has a key. Inside CORS, so that a browser may read the refusal."""
 
@@ -88,10 +122,15 @@ class Gate:
         self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http":
+            is_open = scope["path"] in OPEN_PATHS
             try:
-                exchange_of(scope).caller = self._keys.admit(scope["headers"])
-            except Unauthorized as error:
-                await send_error(send, error, self._shapes.of(scope["path"]))
-                return
+                if scope.get(CROWDED_KEY) and not is_open:
+                    raise Crowded("The server has too many connections; try again shortly.")
+                caller = self._keys.admit(scope["headers"], local=is_local(scope))
+                exchange_of(scope).caller = caller
+            except (Unauthorized, Crowded) as error:
+                if not is_open:
+                    await send_error(send, error, self._shapes.of(scope["path"]))
+                    return
         await self._app(scope, receive, send)

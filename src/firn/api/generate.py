@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from starlette.types import Receive, Scope, Send
 
 from firn.api import sse
-from firn.api.body import ClientGone, check_content_type, parse_object, read_body
+from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
 from firn.api.exchange import Exchange, ServerFault, exchange_of, send_error, send_json
+from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import Session
@@ -30,9 +31,12 @@ class Generate:
     """One per dialect and app. Holds nothing of a call (that is the session's), but for the tasks
     that go on in the background."""
 
-    def __init__(self, dialect: Dialect, services: Services, metrics: Metrics) -> None:
+    def __init__(
+        self, dialect: Dialect, services: Services, metrics: Metrics, intake: Intake
+    ) -> None:
         self._dialect = dialect
         self._services = services
+        self._intake = intake
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -48,9 +52,11 @@ class Generate:
         services = self._services
         if services.mailroom.draining:
             raise ShuttingDown()
-        check_content_type(scope["headers"])
-        raw = await read_body(scope["headers"], receive, limit_nbytes=services.limits.body_nbytes)
-        call = self._dialect.decode(parse_object(raw), namespace=exchange.caller.own)
+        raw = await self._intake.read(scope, receive)
+        own = exchange.caller.own
+        call = await decoded(
+            raw, services.pool, lambda body: self._dialect.decode(body, namespace=own)
+        )
         if call.ignored:
             logger.debug("%s ignored: %a", exchange.id, ", ".join(call.ignored)[:500])
         return call
@@ -70,6 +76,10 @@ class Generate:
         )
         tally = _Tally(exchange, session, self._metrics)
         with ExitStack() as held:
+            quota = self._services.quotas.call(
+                exchange.caller.own, session, n_requests=len(call.requests)
+            )
+            held.enter_context(quota)
             held.enter_context(contextlib.closing(session))
             held.enter_context(contextlib.closing(tally))
             await session.start()
@@ -189,7 +199,7 @@ class _Tally:
         if self._reasons:
             text += f" finish={','.join(dict.fromkeys(self._reasons))}"
         self.exchange.summary = text
-        self._metrics.count_call(usage, first_token_s=first_s)
+        self._metrics.count_call(self.exchange.caller.own, usage, first_token_s=first_s)
 
 
 def _from_where(found: Sequence[Admitted]) -> str:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from firn import __version__
+from firn.api.auth import Caller
+from firn.api.cache_metrics import CacheMetrics, own_snapshot
 from firn.api.cache_routes import CacheRoutes
 from firn.api.dialects import discover
 from firn.api.embedding_routes import embedding_routes
-from firn.api.exchange import HttpFault, Shapes, error_headers
+from firn.api.exchange import HttpFault, Shapes, error_headers, exchange_of
 from firn.api.extras import add_extra
-from firn.api.front import Front, Gate
+from firn.api.front import Front, Gate, HostGate
 from firn.api.generate import Generate
+from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.openapi import describe
 from firn.api.services import Services
@@ -32,16 +37,23 @@ def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
     dialects = discover()
     shapes = Shapes(dialects)
-    metrics = Metrics(services.engine, services.mailroom, extra=services.extra_collectors)
+    limits = services.limits
+    intake = Intake(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
+    metrics = Metrics(
+        services.engine,
+        services.mailroom,
+        n_calls=services.quotas.n_calls,
+        extra=services.extra_collectors,
+    )
     for dialect in dialects:
-        endpoint = Generate(dialect, services, metrics)
+        endpoint = Generate(dialect, services, metrics, intake)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
         for extra in dialect.routes(services):
-            add_extra(app, extra, services)
+            add_extra(app, extra, services, intake)
     for extra in (*token_routes(services, dialects), *embedding_routes(services)):
-        add_extra(app, extra, services)
+        add_extra(app, extra, services, intake)
     if services.cache_admin is not None:
-        CacheRoutes(services, services.cache_admin, dialects).add_to(app)
+        CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
     _add_models(app, services)
     _add_probes(app, services, metrics)
     _add_error_shapes(app, shapes)
@@ -55,8 +67,9 @@ def create_app(services: Services) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after"],
         )
+    app.add_middleware(HostGate, hosts=services.hosts, shapes=shapes)
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(Front, shapes=shapes, metrics=metrics, routes=routes)
+    app.add_middleware(Front, shapes=shapes, metrics=metrics, intake=intake, routes=routes)
     describe(app, dialects, with_keys=services.keys.required)
     return app
 
@@ -103,20 +116,28 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
 
 def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
     @app.get("/health", summary="The process is alive")
-    async def health() -> dict[str, Any]:
+    async def health(request: Request) -> dict[str, Any]:
         engine = services.engine.health()
+        calls: dict[str, Any] = {}
+        stages: dict[str, Any] = {}
+        # Where callers have keys, how busy the server is tells each of them what others do.
+        if exchange_of(request.scope).caller.operator or not services.keys.required:
+            calls = {"calls": services.mailroom.n_calls}
+            stages = {
+                "waiting": engine.n_waiting,
+                "prefilling": engine.n_prefilling,
+                "decoding": engine.n_decoding,
+            }
         return {
             "status": "ok" if engine.alive else "engine dead",
             "version": __version__,
             "model": services.engine.model.name,
             "draining": services.mailroom.draining,
-            "calls": services.mailroom.n_calls,
+            **calls,
             "engine": {
                 "alive": engine.alive,
                 "last_step_age_s": round(engine.last_step_age_s, 3),
-                "waiting": engine.n_waiting,
-                "prefilling": engine.n_prefilling,
-                "decoding": engine.n_decoding,
+                **stages,
             },
             **services.health_details(),
         }
@@ -135,8 +156,21 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
         return JSONResponse(body, status_code=200 if why is None else 503)
 
     @app.get("/metrics", summary="For Prometheus", response_class=Response)
-    async def prometheus() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def prometheus(request: Request) -> Response:
+        caller = exchange_of(request.scope).caller
+        if caller.operator:
+            shown = metrics.render()
+        else:
+            shown = metrics.render_own(caller.own, extra=await _own_cache(services, caller))
+        return Response(shown, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...]:
+    """The cache's counters for one caller."""
+    if services.cache_admin is None:
+        return ()
+    found = await asyncio.wrap_future(services.cache_admin.stats(caller.namespace))
+    return (CacheMetrics(lambda: own_snapshot(found)),)
 
 
 def _add_error_shapes(app: FastAPI, shapes: Shapes) -> None:

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 from prometheus_client.registry import Collector
 
 from firn.api.auth import Keys
+from firn.api.hosts import Hosts
 from firn.api.mailroom import Mailroom
+from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
 from firn.core.ports import CacheAdmin, Embedder, Engine, Tokenizer
-from firn.core.values import GenerateRequest, Grammar, Prompt, Reasoning, Source
+from firn.core.values import GenerateRequest, Grammar, Namespace, Prompt, Reasoning, Source
 from firn.text.formats import ReplyFormat
 
 
@@ -28,12 +30,14 @@ class Prompts(Protocol):
 @dataclass(frozen=True, slots=True)
 class Limits:
     """max_tokens: the length of a reply whose request names none. max_calls: accepted at once, in
-    whatever stage. keep_alive_s: silence after which a stream gets a comment line. stale_after_s: an
-    engine that took no step for so long is not ready."""
+    whatever stage. body_nbytes: of one request; bodies_nbytes: of all together. keep_alive_s: silence
+    after which a stream gets a comment line. stale_after_s: an engine that took no step for so long is
+    not ready."""
 
     max_tokens: int = 4096
     max_calls: int = 1024
     body_nbytes: int = 64 * 2**20
+    bodies_nbytes: int = 1024 * 2**20
     keep_alive_s: float = 5.0
     stale_after_s: float = 30.0
 
@@ -51,9 +55,11 @@ class Services:
     pool: Executor
     limits: Limits = Limits()
     keys: Keys = field(default_factory=Keys)
+    hosts: Hosts = field(default_factory=Hosts)
+    quotas: Quotas = field(default_factory=Quotas)
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
-    compile_grammar: Callable[[Grammar], Any] | None = None
+    compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     fetch_images: Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None = None

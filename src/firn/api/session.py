@@ -138,6 +138,18 @@ class Session:
         return total
 
     @property
+    def n_waiting(self) -> int:
+        """Requests that have no row yet."""
+        return sum(run.found is NOT_ADMITTED and not run.done for run in self._runs.values())
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens computed so far: replies, and what was not cached of the prompts taken in."""
+        n_reply = sum(r.n_completion for run in self._runs.values() for r in run.readers)
+        begun = [run for run in self._runs.values() if run.found is not NOT_ADMITTED]
+        return n_reply + sum(run.n_prompt - run.found.n_cached for run in begun)
+
+    @property
     def found(self) -> Sequence[Admitted]:
         """What the cache had for each prompt that was taken in."""
         return [r.found for r in self._runs.values() if r.found is not NOT_ADMITTED]
@@ -190,7 +202,7 @@ class Session:
         """Tokenize pool. Touches nothing but this run, which nobody else looks at meanwhile."""
         services, request = self._services, run.request
         model = services.engine.model
-        prompt = make_prompt(services, request)
+        prompt = make_prompt(services, request, self._namespace)
         run.n_prompt = len(prompt)
         tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
         grammar = self._grammar(request, tail)
@@ -223,7 +235,7 @@ class Session:
             tokenizer=services.tokenizer,
             prompt_tail=prompt_tail,
         )
-        return None if wanted is None else services.compile_grammar(wanted)
+        return None if wanted is None else services.compile_grammar(wanted, self._namespace)
 
     def _reader(self, run: Run, prompt_tail: str, choice: int) -> ReplyReader:
         services, request = self._services, run.request

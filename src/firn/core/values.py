@@ -32,11 +32,13 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture by reference. `data` is what an address has led to, once it was fetched."""
+    """A picture by reference. `data` is what an address has led to, once it was fetched. `owner` is
+    who may find out, by the time it takes, that the picture has been here before; "": everybody."""
 
     url: str
     param: str = "messages"
     data: bytes | None = None
+    owner: str = ""
 
 
 Part = TextPart | ImagePart

@@ -24,13 +24,14 @@ from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models.batch import can_batch
 from firn.models.cpu import dtype
-from firn.models.fingerprint import fingerprint
+from firn.models.fingerprint import Fingerprint, weight_files
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import is_vision
 from firn.models.selfcheck import batch_fault
 from firn.models.tokenizer import HfTokenizer
+from firn.models.weight_memory import WeightMemory
 
 log = logging.getLogger("firn.models")
 
@@ -93,24 +94,25 @@ def load(
     trust_remote_code: bool = False,
     picture: Picture | None = None,
     feature_nbytes: int = FEATURE_NBYTES,
+    memory: WeightMemory | None = None,
     cpu_dtype: dtype.Choice = "model",
 ) -> LoadedModel:
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
     picture: an example from the model's processor; with it the model is loaded with its vision tower.
+    memory: where digests of weights are remembered from one start to the next.
     cpu_dtype: whether weights that are not float32 become so; auto: if there is memory for it.
     """
     config = read_config(folder)
-    _check_files(folder, adapter)
-    digest = fingerprint(folder, adapter=adapter)
+    vision = picture is not None
+    _check_files(folder, adapter, vision=vision)
+    hashing = Fingerprint(folder, adapter=adapter, vision=vision, memory=memory)
     inputs: Inputs = IdsOnly()
     if picture is None:
         model, config = _load_weights(folder, config, adapter, trust_remote_code)
     else:
         from firn.models import vision_load
 
-        # Another library's model is another model, though the weights be the same.
-        digest = hashlib.blake2b(digest, digest_size=32, person=b"firn-vision").digest()
         model = inputs = vision_load.load_weights(
             folder,
             config,
@@ -126,6 +128,7 @@ def load(
         logits, layers = _first_token(model)
     except LOAD_FAULTS as e:
         raise SetupError(f"{folder} ({kind}) does not run on this machine: {_first_line(e)}") from e
+    digest = hashing.result()
     if widened:  # the same weights, but other roundings
         digest = hashlib.blake2b(digest, digest_size=32, person=b"firn-float32").digest()
     why_not = can_batch(layers) or batch_fault(model, lambda: make_prompt_cache(model), kind)
@@ -142,7 +145,7 @@ def load(
         layer_kinds=tuple(type(layer).__name__ for layer in layers),
         batchable=why_not is None,
         unbatchable_why=why_not,
-        vision=picture is not None,
+        vision=vision,
         whole_images=picture is not None and model.whole_images,
         created=int(time.time()),
     )
@@ -223,8 +226,8 @@ def context_length(config: Mapping[str, Any]) -> int:
     return DEFAULT_CONTEXT
 
 
-def _check_files(folder: Path, adapter: Path | None) -> None:
-    if not list(folder.glob("model*.safetensors")):
+def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:
+    if not weight_files(folder, vision=vision):
         raise SetupError(f"{folder} has no model*.safetensors: the weights are missing.")
     index = folder / "model.safetensors.index.json"
     if index.exists():

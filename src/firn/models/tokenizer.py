@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 
 from firn.core.errors import TemplateFailed
+from firn.models.template_guard import guard
 
 TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -131,6 +132,8 @@ class HfTokenizer:
         if tools:
             options["tools"] = list(tools)
         try:
+            if self._wrapper._chat_template is None:  # else it is a function of mlx-lm's
+                guard(self._hf.get_chat_template(None, options.get("tools")))
             return str(self._wrapper.apply_chat_template(list(messages), tokenize=False, **options))
         except TEMPLATE_FAULTS as e:
             raise TemplateFailed(str(e) or type(e).__name__) from e

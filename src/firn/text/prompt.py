@@ -118,6 +118,7 @@ class PromptMaker:
     def _next_keeps_header(self, chat: Chat, reasoning: Reasoning) -> bool:
         """Whether the reply's header will be a part of the next turn's prompt."""
         kwargs = {**_reasoning_kwargs(reasoning), **chat.template_kwargs}
+        kwargs.pop("documents", None)  # long, and nothing to the answer
         return not chat.continues and self._keeps_header(json.dumps(kwargs, sort_keys=True))
 
     def _ask_for_header(self, kwargs: str) -> bool:

@@ -92,7 +92,8 @@ class Asked:
 class Extra:
     """A further route: JSON in, JSON out, nothing is generated. `path` may hold {parameters}.
 
-    `schema` is the JSON schema of the body, with an example; None: there is no body.
+    `schema` is the JSON schema of the body, with an example; None: there is no body. `computes`: the
+    model works for it, and the answer's usage says how much.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -100,6 +101,7 @@ class Extra:
     summary: str
     answer: Callable[[Asked], Awaitable[Mapping[str, Any]]]
     schema: Mapping[str, Any] | None = None
+    computes: bool = False
 
 
 class Dialect(Protocol):

@@ -83,7 +83,7 @@ class AnthropicMessages:
     def routes(self, services: Services) -> tuple[Extra, ...]:
         async def count(asked: Asked) -> Mapping[str, Any]:
             (request,) = self.decode(asked.body, namespace=asked.namespace).requests
-            return {"input_tokens": await count_tokens(services, request)}
+            return {"input_tokens": await count_tokens(services, request, asked.namespace)}
 
         path, summary = f"{self.path}/count_tokens", "How many tokens a prompt has"
         return (Extra("POST", path, summary, count, schema=_schema()),)

@@ -10,6 +10,7 @@ from firn.api import sse
 from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
+from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
@@ -46,7 +47,7 @@ class OpenAIChat:
                 messages=_openai_chat.messages(given),
                 tools=tools,
                 tool_choice=_openai_chat.tool_choice(given, tools),
-                template_kwargs=_openai_chat.template_kwargs(given),
+                template_kwargs=template_kwargs(given),
                 continues=given.boolean("continue_final_message", False),
             ),
             sampling=_openai.sampling(given),

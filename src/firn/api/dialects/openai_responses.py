@@ -11,6 +11,7 @@ from firn.api.dialects import Asked, Extra, Head, _fields, _openai, _openai_chat
 from firn.api.dialects import _responses_items as items
 from firn.api.dialects._responses_reply import ID_PREFIX, Look, Reply, ResponseEncoder
 from firn.api.dialects._responses_store import ResponseStore, Stored
+from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.prompting import count_tokens
 from firn.api.services import Services
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue
@@ -45,7 +46,7 @@ class OpenAIResponses:
                 messages=self._messages(given, own, previous, namespace),
                 tools=tools.all,
                 tool_choice=items.tool_choice(given, tools),
-                template_kwargs=_openai_chat.template_kwargs(given),
+                template_kwargs=template_kwargs(given),
             ),
             sampling=_openai.sampling(given),
             max_tokens=given.integer("max_output_tokens", low=1),
@@ -157,7 +158,7 @@ class OpenAIResponses:
 
         async def count(asked: Asked) -> Mapping[str, Any]:
             (request,) = self.decode(asked.body, namespace=asked.namespace).requests
-            n_tokens = await count_tokens(services, request)
+            n_tokens = await count_tokens(services, request, asked.namespace)
             return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
         one = f"{self.path}/{{response_id}}"
