@@ -20,14 +20,15 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "logs", "machine", "media",
-    "models", "options", "text",
+    "api", "app", "cache", "cli", "config", "core", "defaults", "demo", "engine", "logs", "machine",
+    "media", "models", "options", "text",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "machine": set(),
     "options": set(),
-    "config": {"core", "options"},
+    "defaults": {"core", "options"},
+    "config": {"core", "defaults", "options"},
     "logs": {"config"},
     "text": {"core"},
     "media": {"core"},

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 
 import uvicorn
@@ -33,10 +32,12 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
 from firn.cache.tiers import TierError
 from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier, suggested_limit
-from firn.config import Config, default_cache_dir
+from firn.config import Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
 from firn.core.ports import Pictures, PrefixCache
 from firn.core.values import GenerateRequest, ModelInfo
+from firn.defaults import of_model
+from firn.demo.builtin import builtin_folder
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
@@ -67,12 +68,17 @@ def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     sock = _bind(config.server.host, config.server.port)
-    prompts = warm.read(config.cache.warm_prompts) if config.cache.warm_prompts else []
+    prompts = _warm_prompts(config)
     server = build(config)
     try:
         return uvloop.run(_run(server, sock, prompts))
     finally:
         server.close()
+
+
+def _warm_prompts(config: Config) -> list[GenerateRequest]:
+    path = config.cache.warm_prompts
+    return [] if path is None else warm.read(path, config.sampling.defaults())
 
 
 @dataclass(eq=False)
@@ -93,6 +99,7 @@ class Server:
 def build(config: Config) -> Server:
     """Load the model and wire everything to it. Raises SetupError."""
     folder = _model_folder(config.model.path)
+    config = _heed_model(config, folder)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
@@ -133,6 +140,7 @@ def build(config: Config) -> Server:
         mailroom=mailroom,
         pool=pool,
         limits=ApiLimits(max_tokens=config.engine.max_tokens),
+        defaults=config.sampling.defaults(),
         keys=Keys(config.server.api_keys, share=config.cache.share_cache),
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
@@ -147,6 +155,13 @@ def build(config: Config) -> Server:
         extra_collectors=(CacheMetrics(lambda: snapshot(engine.parts.cache)),),
     )
     return Server(services, engine, mailroom, pool, died)
+
+
+def _heed_model(config: Config, folder: Path) -> Config:
+    found = of_model(folder)
+    for line in found.warnings:
+        log.warning("%s", line)
+    return with_model(config, found)
 
 
 def _pictures(
@@ -191,10 +206,7 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
 
 def _model_folder(name: str) -> Path:
     """Built-in models are folders of the package; everything else the loader resolves."""
-    builtin = resources.files("firn.demo") / "models" / name
-    if "/" not in name and isinstance(builtin, Path) and (builtin / "config.json").exists():
-        return builtin
-    return loader.resolve(name)
+    return builtin_folder(name) or loader.resolve(name)
 
 
 def _build_parts(

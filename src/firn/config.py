@@ -14,11 +14,12 @@ import sys
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
 from firn.core.errors import SetupError
+from firn.defaults import ModelDefaults, SamplingConfig
 from firn.options import BadValue, Option, option, options_of
 
 BUILTIN_MODEL = "firn-demo"
@@ -235,7 +236,7 @@ class LogConfig:
 class Origin:
     """Where a value came from: `where` is the file, the variable or the flag."""
 
-    kind: Literal["default", "file", "env", "flag"]
+    kind: Literal["default", "model", "file", "env", "flag"]
     where: str = ""
 
     def __str__(self) -> str:
@@ -252,6 +253,7 @@ class Config:
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    sampling: SamplingConfig = SamplingConfig()
     cache: CacheConfig = CacheConfig()
     images: ImagesConfig = ImagesConfig()
     log: LogConfig = LogConfig()
@@ -305,6 +307,24 @@ def load(
     origins = types.MappingProxyType({key: origin for key, (_, origin) in given.items()})
     return Config(
         **{section: cls(**values[section]) for section, cls in SECTIONS.items()}, origins=origins
+    )
+
+
+def with_model(config: Config, found: ModelDefaults) -> Config:
+    """The tree with what the model says of itself wherever nobody has said anything."""
+    if config.sampling.generation_config == "none":
+        return config
+    unsaid = {
+        f"default_{name}": value
+        for name, value in found.values.items()
+        if getattr(config.sampling, f"default_{name}") is None
+    }
+    origin = Origin("model", str(found.path))
+    origins = {**config.origins, **{f"sampling.{name}": origin for name in unsaid}}
+    return replace(
+        config,
+        sampling=replace(config.sampling, **unsaid),
+        origins=types.MappingProxyType(origins),
     )
 
 

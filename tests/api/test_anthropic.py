@@ -303,7 +303,7 @@ def test_a_fault_inside_a_stream_is_its_error_event(live: Live) -> None:
 def test_errors_have_anthropics_types(plain: Live) -> None:
     client = plain.anthropic()
     with pytest.raises(anthropic.NotFoundError) as missing:
-        client.messages.create(**(ASK | {"model": "gpt-9"}))
+        client.messages.create(**(ASK | {"model": "other-9"}))
     body: Any = missing.value.body
     assert body["error"]["type"] == "not_found_error"
     assert missing.value.request_id

@@ -297,7 +297,7 @@ def test_unknown_fields_and_nulls_are_fine(shared_live: Live) -> None:
 def test_unknown_models_are_404(shared_live: Live) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         shared_live.openai().chat.completions.create(
-            model="gpt-9", messages=[{"role": "user", "content": "hi"}]
+            model="other-9", messages=[{"role": "user", "content": "hi"}]
         )
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"

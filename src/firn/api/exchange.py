@@ -32,6 +32,8 @@ class Exchange:
     status: int = 0
     gone: bool = False
     summary: str = ""
+    fault: FirnError | None = None
+    """Why it was refused, or ended badly."""
 
     @property
     def namespace(self) -> Namespace:

@@ -11,12 +11,13 @@ from firn.api.auth import Keys
 from firn.api.body import ClientGone
 from firn.api.exchange import SCOPE_KEY, Exchange, ServerFault, Shapes, exchange_of, send_error
 from firn.api.metrics import Metrics
-from firn.core.errors import Unauthorized
+from firn.core.errors import FirnError, Unauthorized
 
 logger = logging.getLogger("firn.api")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """For supervisors: no key needed, and no log line above DEBUG."""
+MAX_WHY_CHARS = 300
 
 
 class Front:
@@ -56,7 +57,8 @@ class Front:
             logger.exception("%s %s %a failed", exchange.id, scope["method"], scope["path"][:200])
             if exchange.status:
                 raise  # too late for a status: the server breaks the connection
-            await send_error(tagged, ServerFault(exchange.id), self._shapes.of(scope["path"]))
+            exchange.fault = ServerFault(exchange.id)
+            await send_error(tagged, exchange.fault, self._shapes.of(scope["path"]))
         finally:
             self._note(exchange, scope)
 
@@ -68,15 +70,21 @@ class Front:
         quiet = path in OPEN_PATHS or path == "/metrics"
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
-            "%s %s %s %s %.3fs%s%s",
+            "%s %s %s %s %.3fs%s%s%s",
             exchange.id,
             scope["method"],
             path if known else ascii(path[:200]),  # it may hold line breaks
             exchange.status or "-",
             time.perf_counter() - exchange.began_at,
             exchange.summary,
+            _why(exchange.fault),
             " client gone" if exchange.gone else "",
         )
+
+
+def _why(fault: FirnError | None) -> str:
+    """What the client was told. It may quote what the client sent: escaped, and not all of it."""
+    return "" if fault is None else f" error={fault.code} {fault.message[:MAX_WHY_CHARS]!a}"
 
 
 class Gate:
@@ -92,6 +100,7 @@ class Gate:
             try:
                 exchange_of(scope).caller = self._keys.admit(scope["headers"])
             except Unauthorized as error:
+                exchange_of(scope).fault = error
                 await send_error(send, error, self._shapes.of(scope["path"]))
                 return
         await self._app(scope, receive, send)

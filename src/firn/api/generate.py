@@ -42,6 +42,7 @@ class Generate:
             call = await self._decode(scope, receive, exchange)
             await _while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
+            exchange.fault = error
             await send_error(send, error, self._dialect.render_error)
 
     async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> Call:
@@ -174,6 +175,7 @@ class _Tally:
                 self._reasons.append(event.reason)
             elif type(event) is Failed:
                 self._reasons.append(event.error.code)
+                self.exchange.fault = event.error
 
     def close(self) -> None:
         now = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,21 +16,21 @@ from firn import __version__
 from firn.api.cache_routes import CacheRoutes
 from firn.api.dialects import discover
 from firn.api.embedding_routes import embedding_routes
-from firn.api.exchange import HttpFault, Shapes, error_headers
+from firn.api.exchange import HttpFault, Shapes, error_headers, exchange_of
 from firn.api.extras import add_extra
 from firn.api.front import Front, Gate
 from firn.api.generate import Generate
 from firn.api.metrics import Metrics
+from firn.api.model_routes import add_models
 from firn.api.openapi import describe
 from firn.api.services import Services
 from firn.api.token_routes import token_routes
-from firn.core.errors import FirnError, ModelNotFound
-from firn.core.values import ModelInfo
+from firn.core.errors import FirnError
 
 
 def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
-    dialects = discover()
+    dialects = discover(services.defaults)
     shapes = Shapes(dialects)
     metrics = Metrics(services.engine, services.mailroom, extra=services.extra_collectors)
     for dialect in dialects:
@@ -42,7 +42,7 @@ def create_app(services: Services) -> FastAPI:
         add_extra(app, extra, services)
     if services.cache_admin is not None:
         CacheRoutes(services, services.cache_admin, dialects).add_to(app)
-    _add_models(app, services)
+    add_models(app, services)
     _add_probes(app, services, metrics)
     _add_error_shapes(app, shapes)
     # The last one added is the outermost.
@@ -61,48 +61,10 @@ def create_app(services: Services) -> FastAPI:
     return app
 
 
-def _add_models(app: FastAPI, services: Services) -> None:
-    @app.get("/v1/models", summary="What is served")
-    async def models() -> dict[str, Any]:
-        model = services.engine.model
-        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
-        return {"object": "list", "data": [_model_object(model)], **ends}
-
-    missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
-
-    @app.get("/v1/models/{model_id:path}", summary="One model", responses=missing)
-    async def model(model_id: str) -> dict[str, Any]:
-        served = services.engine.model
-        if model_id != served.name and model_id not in services.model_aliases:
-            raise ModelNotFound(model_id, served.name)
-        return _model_object(served)
-
-
-def _model_object(model: ModelInfo) -> dict[str, Any]:
-    """As OpenAI's clients know it and as Anthropic's do, and what we have to say besides."""
-    born = datetime.fromtimestamp(model.created, tz=UTC)
-    return {
-        "id": model.name,
-        "object": "model",
-        "type": "model",
-        "display_name": model.name,
-        "created": model.created,
-        "created_at": born.isoformat().replace("+00:00", "Z"),
-        "lifecycle": "active",
-        "max_input_tokens": model.context_length,
-        "owned_by": "firn",
-        "architecture": model.architecture,
-        "context_length": model.context_length,
-        "dtype": model.dtype,
-        "vision": model.vision,
-        "layer_kinds": list(model.layer_kinds),
-        "batched": model.batchable,
-        "unbatched_why": model.unbatchable_why,
-    }
-
-
 def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
-    @app.get("/health", summary="The process is alive")
+    async def root() -> dict[str, Any]:
+        return {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
+
     async def health() -> dict[str, Any]:
         engine = services.engine.health()
         return {
@@ -121,7 +83,6 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
             **services.health_details(),
         }
 
-    @app.get("/ready", summary="The engine answers", responses={503: {"description": "Not now"}})
     async def ready() -> JSONResponse:
         engine = services.engine.health()
         why = None
@@ -134,6 +95,13 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
         body = {"ready": why is None, "why": why}
         return JSONResponse(body, status_code=200 if why is None else 503)
 
+    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
+    for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
+        add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
+        add("/", root, summary="Who is there")
+        add("/health", health, summary="The process is alive")
+        add("/ready", ready, summary="The engine answers", responses=not_now)
+
     @app.get("/metrics", summary="For Prometheus", response_class=Response)
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -141,6 +109,7 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
 
 def _add_error_shapes(app: FastAPI, shapes: Shapes) -> None:
     def render(request: Request, error: FirnError) -> JSONResponse:
+        exchange_of(request.scope).fault = error
         body = shapes.of(request.url.path)(error)
         headers = {name.decode(): value.decode("latin-1") for name, value in error_headers(error)}
         return JSONResponse(body, status_code=error.status, headers=headers)

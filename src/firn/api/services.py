@@ -13,8 +13,11 @@ from firn.api.auth import Keys
 from firn.api.mailroom import Mailroom
 from firn.core.errors import ModelNotFound
 from firn.core.ports import CacheAdmin, Embedder, Engine, Tokenizer
-from firn.core.values import GenerateRequest, Grammar, Prompt, Reasoning, Source
+from firn.core.values import Defaults, GenerateRequest, Grammar, Prompt, Reasoning, Source
 from firn.text.formats import ReplyFormat
+
+STAND_INS = ("claude", "gpt-")
+"""How the ids of models begin that this one stands in for."""
 
 
 class Prompts(Protocol):
@@ -50,6 +53,7 @@ class Services:
     mailroom: Mailroom
     pool: Executor
     limits: Limits = Limits()
+    defaults: Defaults = Defaults()
     keys: Keys = field(default_factory=Keys)
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
@@ -60,8 +64,13 @@ class Services:
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
 
+    def serves(self, name: str) -> bool:
+        """Whether a request for this model is answered. Agents ask for OpenAI's and Anthropic's
+        models by name, several of them at that: whatever is served answers."""
+        known = {self.engine.model.name, *self.model_aliases}
+        return name in known or name.startswith(STAND_INS)
+
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound. "" is whatever is served."""
-        served = self.engine.model.name
-        if name not in {served, "", *self.model_aliases}:
-            raise ModelNotFound(name, served)
+        if name and not self.serves(name):
+            raise ModelNotFound(name, self.engine.model.name)

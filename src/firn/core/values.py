@@ -7,7 +7,7 @@ All of it is frozen. A dialect builds a `GenerateRequest`; `text.prompt` turns i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NewType
 
@@ -162,6 +162,34 @@ class Reasoning:
     enabled: bool | None = None
     effort: str | None = None
     budget_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds where a request says nothing: the model's own ways, and the server's flags."""
+
+    sampling: Sampling = Sampling()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
+
+    def reasoning(self, given: Reasoning) -> Reasoning:
+        if given.budget_tokens is not None or self.thinking_budget is None:
+            return given
+        return replace(given, budget_tokens=self.thinking_budget)
+
+    def kwargs(self, given: Mapping[str, Any], reasoning: Reasoning) -> Mapping[str, Any]:
+        """A request's template variables; those that it sets by other means are not set again."""
+        said: set[str] = set()
+        if reasoning.enabled is not None:
+            said |= {"enable_thinking", "thinking"}
+        if reasoning.effort is not None:
+            said.add("reasoning_effort")
+        kept = {name: value for name, value in self.template_kwargs.items() if name not in said}
+        return {**kept, **given}
+
+
+PLAIN_DEFAULTS = Defaults()
+"""Of a server that says nothing about it."""
 
 
 @dataclass(frozen=True, slots=True)

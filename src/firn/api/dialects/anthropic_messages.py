@@ -21,9 +21,18 @@ from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
 from firn.api.dialects._openai import dumps, quote
 from firn.api.prompting import count_tokens
 from firn.api.services import Services
+from firn.core.bounds import INT_MAX
 from firn.core.errors import ContextTooLong, FirnError
 from firn.core.events import ChoiceFinished, Ended, Event, Failed, Progress, Resumed, Started
-from firn.core.values import Chat, GenerateRequest, Message, Namespace, Usage
+from firn.core.values import (
+    PLAIN_DEFAULTS,
+    Chat,
+    Defaults,
+    GenerateRequest,
+    Message,
+    Namespace,
+    Usage,
+)
 
 ID_PREFIX = "msg_"
 PING = sse.named("ping", '{"type":"ping"}')
@@ -44,24 +53,29 @@ class AnthropicMessages:
     summary = "Messages, in Anthropic's dialect"
     tool_id_prefix = "toolu_"
 
+    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
+        self._defaults = defaults
+
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> MessagesCall:
         given = _fields.Fields(body)
         tools, left_out = _anthropic.tools(given)
         max_tokens = given.integer("max_tokens", low=0)
         messages = _anthropic.messages(given)
+        reasoning = self._defaults.reasoning(_anthropic.reasoning(given))
         request = GenerateRequest(
-            model=_model(given),
+            model=given.string("model") or "",
             source=Chat(
                 messages=messages,
                 tools=tools,
                 tool_choice=_anthropic.tool_choice(given, tools),
+                template_kwargs=self._defaults.kwargs({}, reasoning),
                 continues=_begins_the_reply(messages),
             ),
-            sampling=_openai.sampling(given),
+            sampling=_openai.sampling(given, self._defaults.sampling),
             max_tokens=1 if max_tokens == 0 else max_tokens,
             stop=_anthropic.stop_sequences(given),
             grammar=_anthropic.grammar(given),
-            reasoning=_anthropic.reasoning(given),
+            reasoning=reasoning,
             cache=_openai.cache_control(given),
         )
         stream = given.boolean("stream", False)
@@ -90,12 +104,6 @@ class AnthropicMessages:
 
 
 DIALECT = AnthropicMessages
-
-
-def _model(body: _fields.Fields) -> str:
-    """Agents ask for Anthropic's models by name, several of them: whatever is served answers."""
-    name = body.string("model") or ""
-    return "" if name.startswith("claude") else name
 
 
 def _begins_the_reply(messages: Sequence[Message]) -> bool:
@@ -334,7 +342,7 @@ def _schema() -> dict[str, Any]:
     optional = {"type": ["object", "null"]}
     properties = {name: common[name] for name in (*kept, *penalties)} | {
         "messages": {"type": "array", "minItems": 1, "items": message},
-        "max_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": _fields.INT_MAX},
+        "max_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": INT_MAX},
         "system": text_or_blocks,
         "stop_sequences": {"type": ["array", "null"], "items": stop, "maxItems": 16},
         "tools": {"type": ["array", "null"], "items": {"type": "object"}},

@@ -11,6 +11,7 @@ from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
 from firn.api.services import Services
+from firn.core.bounds import INT_MAX
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
     ChoiceFinished,
@@ -28,6 +29,8 @@ from firn.core.events import (
     ToolCallStarted,
 )
 from firn.core.values import (
+    PLAIN_DEFAULTS,
+    Defaults,
     GenerateRequest,
     Namespace,
     RawText,
@@ -47,11 +50,14 @@ class OpenAICompletions:
     summary = "Raw completion, in OpenAI's dialect"
     tool_id_prefix = "call_"
 
+    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
+        self._defaults = defaults
+
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> CompletionCall:
         given = _fields.Fields(body)
         sources = _sources(given.require("prompt"))
         model = given.string("model") or ""
-        sampling = _openai.sampling(given)
+        sampling = _openai.sampling(given, self._defaults.sampling)
         max_tokens = _openai.max_tokens(given)
         stop = _openai.stop_strings(given)
         n = _n_choices(given, n_prompts=len(sources))
@@ -131,7 +137,7 @@ def _sources(prompt: Any) -> tuple[Source, ...]:
 
 def _tokens(ids: list[Any], param: str) -> RawTokens:
     for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token <= _fields.INT_MAX:
+        if type(token) is not int or not 0 <= token <= INT_MAX:
             raise InvalidValue(f"{param}[{i}]", "must be a token id, a non-negative integer")
     return RawTokens(tuple(ids))
 
