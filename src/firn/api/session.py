@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from firn.core.errors import (
 )
 from firn.core.events import (
     Admitted,
+    Advanced,
     ChoiceDone,
     Ended,
     EngineEvent,
@@ -61,6 +63,8 @@ logger = logging.getLogger("firn.api")
 
 
 NOT_ADMITTED = Admitted(0)
+NEIGHBOUR = "neighbour"
+"""Where tokens come from that another request was computing at the same time."""
 
 
 @dataclass(slots=True)
@@ -116,6 +120,7 @@ class Session:
         self._on: dict[type[EngineEvent], Callable[[Run, Any, list[Event]], None]] = {
             Token: self._on_token,
             Admitted: self._on_admitted,
+            Advanced: self._on_advanced,
             Prefilled: self._on_prefilled,
             ChoiceDone: self._on_choice_done,
             JobDone: self._on_job_done,
@@ -331,6 +336,11 @@ class Session:
     def _on_admitted(self, run: Run, event: Admitted, out: list[Event]) -> None:
         run.found = event
         out.append(Resumed(event.n_cached))
+
+    def _on_advanced(self, run: Run, event: Advanced, out: list[Event]) -> None:
+        found = run.found
+        tiers = Counter(dict(found.tiers)) + Counter({NEIGHBOUR: event.n_tokens})
+        run.found = Admitted(found.n_cached + event.n_tokens, tuple(tiers.items()), found.reason)
 
     def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
         if event.n_done < event.n_total:  # the first token says the rest

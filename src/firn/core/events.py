@@ -38,6 +38,13 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Advanced:
+    """While its prompt was read, so many more tokens of it came from a neighbour that reads the same."""
+
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     n_done: int
     n_total: int
@@ -73,7 +80,7 @@ class JobFailed:
     error: FirnError
 
 
-EngineEvent = Admitted | Prefilled | Token | ChoiceDone | JobDone | JobFailed
+EngineEvent = Admitted | Advanced | Prefilled | Token | ChoiceDone | JobDone | JobFailed
 
 # --- session -> dialect --------------------------------------------------------------------
 

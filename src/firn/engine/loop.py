@@ -19,7 +19,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from firn.core.errors import FirnError, InvalidValue, StepFailed
-from firn.core.events import ChoiceDone, EngineEvent, JobDone, JobFailed, Prefilled, Token
+from firn.core.events import (
+    Advanced,
+    ChoiceDone,
+    EngineEvent,
+    JobDone,
+    JobFailed,
+    Prefilled,
+    Token,
+)
 from firn.core.ports import Delivery, Load, PrefixCache, Publish, Restored, Runner, Trail
 from firn.core.values import Job, Prompt, RequestId
 from firn.engine.budget import Budget
@@ -265,6 +273,7 @@ class Loop:
             row = self._restore(task.sequence, ahead)
             task.trail = task.sequence.trail
             if row is not None:
+                self._say(task.sequence.job.id, Advanced(ahead.n_tokens - task.row.n_tokens))
                 self.runner.leave([task.row])
                 task.row = row
             if task.n_left == 0:
