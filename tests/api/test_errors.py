@@ -51,12 +51,10 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"n": 10**30}, "n"),
     ({"n": True}, "n"),
     ({"n": "2"}, "n"),
-    ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"stop": 5}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": ["a", ""]}, "stop[1]"),
@@ -91,6 +89,8 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"model": ["fake"]}, "model"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 
 from firn.api.services import Services
-from firn.core.errors import BadRequest, ContextTooLong
-from firn.core.values import GenerateRequest, Prompt
+from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
+from firn.core.values import GenerateRequest, Middle, Prompt, RawTokens
 
 
 def make_prompt(services: Services, request: GenerateRequest) -> Prompt:
     """Takes its time: not for the asyncio thread."""
+    source = request.source
     try:
-        return services.prompts.make(request.source, reasoning=request.reasoning)
+        if isinstance(source, Middle):
+            if services.infill is None:
+                raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
+            source = RawTokens(services.infill.ids(source.prefix, source.suffix))
+        return services.prompts.make(source, reasoning=request.reasoning)
     except UnicodeEncodeError:
         raise BadRequest(
             "The prompt has an unpaired surrogate, which is no text.", param="messages"

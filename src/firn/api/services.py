@@ -15,6 +15,7 @@ from firn.core.errors import ModelNotFound
 from firn.core.ports import CacheAdmin, Embedder, Engine, Tokenizer
 from firn.core.values import Defaults, GenerateRequest, Grammar, Prompt, Reasoning, Source
 from firn.text.formats import ReplyFormat
+from firn.text.infill import Infill
 
 STAND_INS = ("claude", "gpt-")
 """How the ids of models begin that this one stands in for."""
@@ -44,6 +45,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Services:
     """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
+    `infill` None: the model has no tokens for filling in the middle.
     `pool` is the tokenize pool. `fetch_images` None: images by address are refused."""
 
     engine: Engine
@@ -58,6 +60,7 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar], Any] | None = None
+    infill: Infill | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     fetch_images: Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None = None

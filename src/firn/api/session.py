@@ -34,15 +34,19 @@ from firn.core.events import (
     JobFailed,
     Prefilled,
     Progress,
+    PromptLogprobs,
     Resumed,
     Started,
     TextDelta,
+    TextLogprob,
     Token,
+    TokenLogprob,
 )
 from firn.core.values import (
     Chat,
     GenerateRequest,
     Job,
+    Middle,
     ModelInfo,
     Namespace,
     Prompt,
@@ -50,11 +54,13 @@ from firn.core.values import (
     RawTokens,
     RequestId,
     Sampling,
+    TokenArray,
     ToolChoice,
     ToolMode,
     Usage,
 )
 from firn.text.constraint import constraint
+from firn.text.echo import echoed
 from firn.text.formats import PLAIN
 from firn.text.lookalikes import CallWatch
 from firn.text.reply import ReplyReader
@@ -63,6 +69,8 @@ logger = logging.getLogger("firn.api")
 
 
 NOT_ADMITTED = Admitted(0)
+MAX_SCORES = 1 << 18
+"""Logprobs of a prompt's tokens in one reply, those of the likeliest ones included."""
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request was computing at the same time."""
 
@@ -81,6 +89,11 @@ class Run:
     """One a choice, where tools were offered."""
     finished: set[int] = field(default_factory=set)
     n_prompt: int = 0
+    echo: str | None = None
+    """The prompt's text, where the reply begins with it."""
+    ids: TokenArray | None = None
+    scores: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens but the first, where they are shown; `ids` are all of them."""
     found: Admitted = NOT_ADMITTED
     submitted: bool = False
     done: bool = False
@@ -122,6 +135,7 @@ class Session:
             Admitted: self._on_admitted,
             Advanced: self._on_advanced,
             Prefilled: self._on_prefilled,
+            PromptLogprobs: self._on_prompt_logprobs,
             ChoiceDone: self._on_choice_done,
             JobDone: self._on_job_done,
             JobFailed: self._on_job_failed,
@@ -197,6 +211,8 @@ class Session:
         model = services.engine.model
         prompt = make_prompt(services, request)
         run.n_prompt = len(prompt)
+        if request.echo:
+            self._note_echo(run, prompt)
         tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
         grammar = self._grammar(request, tail)
         run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
@@ -209,13 +225,23 @@ class Session:
             max_tokens=_reply_length(request, prompt, model, self._services.limits.max_tokens),
             sampling=_sampling_for(model, request.sampling),
             n=request.n,
-            # A grammar that is satisfied can only end: nothing is left to go on with.
-            eos=frozenset() if request.ignore_eos and grammar is None else services.tokenizer.eos,
+            eos=self._ends(request, grammar),
             top_logprobs=request.top_logprobs,
+            prompt_logprobs=run.ids is not None,
             namespace=self._namespace,
             cache=request.cache,
             grammar=grammar,
         )
+
+    def _ends(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
+        """The tokens that end its replies."""
+        services = self._services
+        # A grammar that is satisfied can only end: nothing is left to go on with.
+        if request.ignore_eos and grammar is None:
+            return frozenset()
+        if isinstance(request.source, Middle) and services.infill is not None:
+            return services.tokenizer.eos | services.infill.ends
+        return services.tokenizer.eos
 
     def _grammar(self, request: GenerateRequest, prompt_tail: str) -> Any:
         """The compiled constraint of the request's replies, if any."""
@@ -253,17 +279,33 @@ class Session:
         tokens = tuple(self._services.tokenizer.encode(closing, add_special=False))
         return [ThinkBudget(limit, tokens) for _ in range(request.n)]
 
-    def _echo(self, run: Run) -> list[Event]:
-        if not run.request.echo:
-            return []
+    def _note_echo(self, run: Run, prompt: Prompt) -> None:
         match run.request.source:
-            case RawText(text):
-                pass
+            case RawText(text) | Middle(prefix=text):
+                run.echo = text
             case RawTokens(ids):
-                text = self._services.tokenizer.decode(ids)
+                run.echo = self._services.tokenizer.decode(ids)
             case Chat():
-                return []
-        return [TextDelta(run.first_choice + i, text) for i in range(run.request.n)]
+                return
+        top = run.request.top_logprobs
+        if top is None:
+            return
+        if (1 + top) * len(prompt) * run.request.n > MAX_SCORES:
+            raise InvalidValue(
+                "logprobs",
+                f"of {len(prompt)} prompt tokens are too many for one reply: ask for fewer of "
+                "each, or without echo",
+            )
+        run.ids = prompt.ids
+
+    def _echo(self, run: Run) -> list[Event]:
+        """The prompt, once all that is shown of it is known."""
+        if run.echo is None or (run.ids is not None and len(run.scores) < len(run.ids) - 1):
+            return []
+        shown: tuple[TextLogprob, ...] = ()
+        if run.ids is not None:
+            shown = echoed(self._services.tokenizer, run.echo, run.ids, run.scores)
+        return [TextDelta(run.first_choice + i, run.echo, shown) for i in range(run.request.n)]
 
     # --- out -----------------------------------------------------------------------------
 
@@ -346,6 +388,10 @@ class Session:
         if event.n_done < event.n_total:  # the first token says the rest
             out.append(Progress(event.n_done, event.n_total))
 
+    def _on_prompt_logprobs(self, run: Run, event: PromptLogprobs, out: list[Event]) -> None:
+        run.scores.extend(event.logprobs)
+        out.extend(self._echo(run))
+
     def _on_job_done(self, run: Run, event: JobDone, out: list[Event]) -> None:
         run.done = True
         if all(other.done for other in self._runs.values()):
@@ -381,7 +427,7 @@ def _reply_length(request: GenerateRequest, prompt: Prompt, model: ModelInfo, de
     room = model.context_length - len(prompt)
     if room < 1:
         raise ContextTooLong(len(prompt), model.context_length)
-    return min(request.max_tokens or default, room)
+    return min(default if request.max_tokens is None else request.max_tokens, room)
 
 
 def _sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:

@@ -51,6 +51,17 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """How likely the prompt's tokens from `start` on were, each behind those before it.
+
+    They come in order, from the second token on: the first has nothing before it.
+    """
+
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """`forced`: the model did not pick it; see `Engine.force`."""
 
@@ -80,18 +91,24 @@ class JobFailed:
     error: FirnError
 
 
-EngineEvent = Admitted | Advanced | Prefilled | Token | ChoiceDone | JobDone | JobFailed
+EngineEvent = (
+    Admitted | Advanced | Prefilled | PromptLogprobs | Token | ChoiceDone | JobDone | JobFailed
+)
 
 # --- session -> dialect --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """A token's text beside its logarithm, as the OpenAI API shows it."""
+    """A token's text beside its logarithm, as the OpenAI API shows it.
+
+    raw: what it is of the text; nothing, where the text does not show it. logprob None: it is the
+    first token of all, and nothing can be said of it.
+    """
 
     text: str
     raw: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[str, bytes, float], ...] = ()
 
 

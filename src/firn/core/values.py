@@ -115,6 +115,14 @@ class RawTokens:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """What is between two texts is to be written."""
+
+    prefix: str
+    suffix: str
+
+
 Source = Chat | RawText | RawTokens
 
 
@@ -197,7 +205,7 @@ class GenerateRequest:
     """One prompt, `n` replies. The one shape behind every API."""
 
     model: str
-    source: Source
+    source: Source | Middle
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -266,7 +274,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request as the engine sees it: tokens in, tokens out."""
+    """One request as the engine sees it: tokens in, tokens out. max_tokens 0: the prompt is read,
+    and that is all."""
 
     id: RequestId
     prompt: Prompt
@@ -275,6 +284,8 @@ class Job:
     n: int = 1
     eos: frozenset[int] = frozenset()
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    """Those of the prompt's tokens too: all of them are computed then, and nothing is reused."""
     namespace: Namespace = Namespace("")
     cache: CacheControl = CacheControl()
     grammar: Any = None

@@ -70,10 +70,10 @@ def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
     return tuple(biases)
 
 
-def max_tokens(body: Fields) -> int | None:
+def max_tokens(body: Fields, *, low: int = 1) -> int | None:
     """max_completion_tokens is the newer name, and wins."""
-    older = body.integer("max_tokens", low=1)
-    newer = body.integer("max_completion_tokens", low=1)
+    older = body.integer("max_tokens", low=low)
+    newer = body.integer("max_completion_tokens", low=low)
     return older if newer is None else newer
 
 
@@ -142,9 +142,9 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def logarithm(value: float) -> float:
+def logarithm(value: float | None) -> float | None:
     """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
-    return value if value > -9999.0 else -9999.0
+    return None if value is None else max(value, -9999.0)
 
 
 def dumps(value: Mapping[str, Any] | list[Any]) -> str:

@@ -59,7 +59,6 @@ class AnthropicMessages:
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> MessagesCall:
         given = _fields.Fields(body)
         tools, left_out = _anthropic.tools(given)
-        max_tokens = given.integer("max_tokens", low=0)
         messages = _anthropic.messages(given)
         reasoning = self._defaults.reasoning(_anthropic.reasoning(given))
         request = GenerateRequest(
@@ -72,7 +71,7 @@ class AnthropicMessages:
                 continues=_begins_the_reply(messages),
             ),
             sampling=_openai.sampling(given, self._defaults.sampling),
-            max_tokens=1 if max_tokens == 0 else max_tokens,
+            max_tokens=given.integer("max_tokens", low=0),
             stop=_anthropic.stop_sequences(given),
             grammar=_anthropic.grammar(given),
             reasoning=reasoning,
@@ -81,7 +80,6 @@ class AnthropicMessages:
         stream = given.boolean("stream", False)
         look = Look(
             hides_thinking=not _anthropic.shows_thinking(given),
-            says_nothing=max_tokens == 0,
             counts_creation=request.cache.write and _marks_anything(given, messages),
         )
         given.skip("metadata", "service_tier", "inference_geo", "speed", "context_management")
@@ -121,10 +119,9 @@ def _marks_anything(body: _fields.Fields, messages: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a reply is shown. says_nothing: max_tokens is 0, the prompt was only to be cached."""
+    """How a reply is shown."""
 
     hides_thinking: bool = False
-    says_nothing: bool = False
     counts_creation: bool = False
 
     def usage(self, usage: Usage) -> dict[str, Any]:
@@ -134,7 +131,7 @@ class Look:
             "input_tokens": fresh - created,
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": usage.n_cached,
-            "output_tokens": 0 if self.says_nothing else usage.n_completion,
+            "output_tokens": usage.n_completion,
         }
 
 
@@ -186,8 +183,6 @@ class MessageEncoder:
                 return sse.named("error", dumps(_error_object(event.error)))
             case _:
                 steps = self._blocks.take(event)
-                if self._look.says_nothing:
-                    return ""
                 return self._begin(0) + "".join([self._step(step) for step in steps])
 
     def _begin(self, n_cached: int) -> str:
@@ -251,7 +246,7 @@ def _fold(head: Head, events: Iterable[Event], look: Look) -> dict[str, Any]:
         blocks.take(event)
         if isinstance(event, Ended):
             usage = event.usage
-    content = [] if look.says_nothing else [_whole(block, look) for block in blocks.all]
+    content = [_whole(block, look) for block in blocks.all]
     return _message(head, content, look.usage(usage), blocks.finish)
 
 

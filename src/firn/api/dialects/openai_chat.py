@@ -238,7 +238,7 @@ def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[s
 
 
 def _logprobs(tokens: Sequence[TextLogprob]) -> dict[str, Any]:
-    def shown(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    def shown(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": _openai.logarithm(logprob), "bytes": list(raw)}
 
     content = [
