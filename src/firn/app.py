@@ -45,6 +45,7 @@ from firn.logs import configure as configure_logs
 from firn.models import blas, cpu_powers, cpu_rope, embedder, loader
 from firn.models import device as devices
 from firn.models.grammar import Compiler
+from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
@@ -99,7 +100,7 @@ class Server:
 
 def build(config: Config) -> Server:
     """Load the model and wire everything to it. Raises SetupError."""
-    folder = _model_folder(config.model.path)
+    folder = _model_folder(config)
     config = _heed_model(config, folder)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
@@ -140,7 +141,12 @@ def build(config: Config) -> Server:
         reply_format=reply_format,
         mailroom=mailroom,
         pool=pool,
-        limits=ApiLimits(max_tokens=config.engine.max_tokens),
+        limits=ApiLimits(
+            max_tokens=config.engine.max_tokens,
+            max_request_tokens=config.engine.max_request_tokens or None,
+            timeout_s=config.server.timeout or None,
+            requests_per_minute=config.server.rate_limit or None,
+        ),
         defaults=config.sampling.defaults(),
         keys=Keys(config.server.api_keys, share=config.cache.share_cache),
         allow_origins=config.server.allow_origins,
@@ -206,9 +212,11 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
     )
 
 
-def _model_folder(name: str) -> Path:
+def _model_folder(config: Config) -> Path:
     """Built-in models are folders of the package; everything else the loader resolves."""
-    return builtin_folder(name) or loader.resolve(name)
+    wanted = config.model
+    rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
+    return builtin_folder(wanted.path) or loader.resolve(wanted.path, rules)
 
 
 def _build_parts(
@@ -241,6 +249,7 @@ def _build_parts(
         trust_remote_code=config.model.trust_remote_code,
         picture=processor.example.inputs if processor else None,
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
+        max_context=config.engine.max_context or None,
     )
     info = loaded.info
     runner = Runner(
@@ -251,14 +260,21 @@ def _build_parts(
         inputs=loaded.inputs,
         threads=blas.threads_for(loaded.model) if tuned else None,
     )
-    headroom = int(config.engine.scheduler_headroom_gb * GIB)
-    capacity = machine.memory_nbytes - info.weights_nbytes - headroom
+    capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
     cache = _build_cache(config, loaded, machine, exact_chunk=limits.prefill_chunk if exact else 0)
     if isinstance(cache, PrefixTree):
         _add_ssd(config, cache, info, wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
+
+
+def _headroom(config: Config, machine: devices.Device) -> int:
+    """Device memory that is left to others."""
+    share = config.engine.gpu_memory_utilization
+    if share is not None:
+        return int((1 - share) * machine.memory_nbytes)
+    return int(config.engine.scheduler_headroom_gb * GIB)
 
 
 def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
@@ -324,7 +340,8 @@ def _build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
-    limit = wanted.cache_memory_mb * MIB or devices.free_nbytes(machine) // 5
+    share = int(devices.free_nbytes(machine) * wanted.cache_memory_percent)
+    limit = wanted.cache_memory_mb * MIB or share
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,

@@ -13,7 +13,7 @@ from starlette.types import Scope, Send
 
 from firn.api.auth import ANYONE, Caller
 from firn.api.dialects import Dialect, _openai
-from firn.core.errors import FirnError, QueueFull, Unauthorized
+from firn.core.errors import FirnError, QueueFull, TooManyRequests, Unauthorized
 from firn.core.values import Namespace
 
 SCOPE_KEY = "firn.exchange"
@@ -99,7 +99,7 @@ async def send_error(send: Send, error: FirnError, render: RenderError) -> None:
 
 def error_headers(error: FirnError) -> Headers:
     match error:
-        case QueueFull():
+        case QueueFull() | TooManyRequests():
             return [(b"retry-after", str(error.retry_after_s).encode())]
         case Unauthorized():
             return [(b"www-authenticate", b"Bearer")]

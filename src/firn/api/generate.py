@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from starlette.types import Receive, Scope, Send
@@ -20,7 +20,7 @@ from firn.api.exchange import Exchange, ServerFault, exchange_of, send_error, se
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import Session
-from firn.core.errors import Cancelled, FirnError, ShuttingDown
+from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed
 
 logger = logging.getLogger("firn.api")
@@ -73,6 +73,7 @@ class Generate:
         with ExitStack() as held:
             held.enter_context(contextlib.closing(session))
             held.enter_context(contextlib.closing(tally))
+            held.enter_context(self._deadline(head))
             await session.start()
             if call.background:
                 begun = call.fold(head, ())
@@ -84,6 +85,22 @@ class Generate:
                 await _stream(call, head, session, send, tally)
             else:
                 await _reply(call, head, session, send, tally)
+
+    @contextlib.contextmanager
+    def _deadline(self, head: Head) -> Iterator[None]:
+        """The call fails when its time is up."""
+        limit_s = self._services.limits.timeout_s
+        if limit_s is None:
+            yield
+            return
+        fail = self._services.mailroom.fail
+        timer = asyncio.get_running_loop().call_later(
+            limit_s, fail, head.request, TimedOut(limit_s)
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:

@@ -19,9 +19,10 @@ ERRORS = {
     404: "No such model or route.",
     405: "Another method is needed.",
     413: "The body is too large.",
-    429: "Too many requests are waiting; see Retry-After.",
+    429: "Too many requests, of this client or of all; see Retry-After.",
     500: "A mistake of the server.",
     503: "The server is stopping.",
+    504: "It took longer than a request may take.",
 }
 
 

@@ -23,6 +23,7 @@ from firn.api.generate import Generate
 from firn.api.metrics import Metrics
 from firn.api.model_routes import add_models
 from firn.api.openapi import describe
+from firn.api.rate import RateLimit
 from firn.api.services import Services
 from firn.api.token_routes import token_routes
 from firn.core.errors import FirnError
@@ -46,6 +47,9 @@ def create_app(services: Services) -> FastAPI:
     _add_probes(app, services, metrics)
     _add_error_shapes(app, shapes)
     # The last one added is the outermost.
+    if services.limits.requests_per_minute is not None:
+        per_minute = services.limits.requests_per_minute
+        app.add_middleware(RateLimit, per_minute=per_minute, shapes=shapes)
     app.add_middleware(Gate, keys=services.keys, shapes=shapes)
     if services.allow_origins:
         app.add_middleware(

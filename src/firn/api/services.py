@@ -31,11 +31,15 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_tokens: the length of a reply whose request names none. max_calls: accepted at once, in
-    whatever stage. keep_alive_s: silence after which a stream gets a comment line. stale_after_s: an
-    engine that took no step for so long is not ready."""
+    """max_tokens: the length of a reply whose request names none. max_request_tokens: the most that
+    one may name. max_calls: accepted at once, in whatever stage. timeout_s: of one request.
+    requests_per_minute: of one client. keep_alive_s: silence after which a stream gets a comment line.
+    stale_after_s: an engine that took no step for so long is not ready. None: no limit."""
 
     max_tokens: int = 4096
+    max_request_tokens: int | None = None
+    timeout_s: float | None = None
+    requests_per_minute: int | None = None
     max_calls: int = 1024
     body_nbytes: int = 64 * 2**20
     keep_alive_s: float = 5.0

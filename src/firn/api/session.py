@@ -13,7 +13,7 @@ from typing import Any
 
 from firn.api.mailroom import Mailbox
 from firn.api.prompting import make_prompt
-from firn.api.services import Services
+from firn.api.services import Limits, Services
 from firn.api.thinking import ThinkBudget
 from firn.core.errors import (
     BadRequest,
@@ -187,6 +187,9 @@ class Session:
         """What can be told without a prompt."""
         model = self._services.engine.model
         self._services.check_model(request.model)
+        most, asked = self._services.limits.max_request_tokens, request.max_tokens
+        if most is not None and asked is not None and asked > most:
+            raise InvalidValue("max_tokens", f"must be at most {most} on this server")
         if not model.generates:
             raise BadRequest("This model makes embeddings; it does not generate.", param="model")
         for token, _ in request.sampling.logit_bias:
@@ -222,7 +225,7 @@ class Session:
         return Job(
             id=run.id,
             prompt=prompt,
-            max_tokens=_reply_length(request, prompt, model, self._services.limits.max_tokens),
+            max_tokens=_reply_length(request, prompt, model, services.limits),
             sampling=_sampling_for(model, request.sampling),
             n=request.n,
             eos=self._ends(request, grammar),
@@ -422,12 +425,16 @@ def _offers_tools(chat: Chat) -> bool:
     return bool(chat.tools) and chat.tool_choice.mode is not ToolMode.NONE
 
 
-def _reply_length(request: GenerateRequest, prompt: Prompt, model: ModelInfo, default: int) -> int:
+def _reply_length(
+    request: GenerateRequest, prompt: Prompt, model: ModelInfo, limits: Limits
+) -> int:
     # [0, n_prompt) prompt   [n_prompt, context_length) room for the reply
     room = model.context_length - len(prompt)
     if room < 1:
         raise ContextTooLong(len(prompt), model.context_length)
-    return min(default if request.max_tokens is None else request.max_tokens, room)
+    if request.max_tokens is not None:
+        return min(request.max_tokens, room)
+    return min(limits.max_tokens, limits.max_request_tokens or room, room)
 
 
 def _sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:

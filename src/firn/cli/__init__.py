@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from firn import __version__
-from firn.cli.cache import cache_app
+from firn.cli.cache import ConfigFile, Dir, cache_app, cache_dir
 from firn.cli.flags import with_config
 from firn.config import Config, UsageError
 from firn.core.errors import FirnError
@@ -135,6 +135,8 @@ def _doctor(
         str | None,
         typer.Argument(help="A model folder or hub id to look at.", metavar="MODEL"),
     ] = None,
+    folder: Dir = None,
+    config: ConfigFile = None,
 ) -> None:
     """Print versions, device, memory and disk, what a model needs, and say what is wrong.
 
@@ -142,7 +144,7 @@ def _doctor(
     """
     from firn.cli.doctor import doctor
 
-    raise typer.Exit(doctor(model))
+    raise typer.Exit(doctor(model, cache_dir=cache_dir(folder, config)))
 
 
 def _show(

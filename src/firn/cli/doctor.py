@@ -48,9 +48,11 @@ class Finding:
     mark: Mark = "ok"
 
 
-def doctor(model: str | None, *, console: Console | None = None) -> int:
-    """Prints the findings; 1 when one of them is a problem."""
-    findings = [*look_at_machine(), *look_at_model(model)]
+def doctor(
+    model: str | None, *, cache_dir: Path | None = None, console: Console | None = None
+) -> int:
+    """Prints the findings; 1 when one of them is a problem. cache_dir: None for the user's own."""
+    findings = [*look_at_machine(cache_dir or default_cache_dir()), *look_at_model(model)]
     _print(findings, console or Console(highlight=False))
     return int(any(finding.mark == "problem" for finding in findings))
 
@@ -75,7 +77,7 @@ def _print(findings: list[Finding], console: Console) -> None:
 # --- the machine ---------------------------------------------------------------------------
 
 
-def look_at_machine() -> Iterator[Finding]:
+def look_at_machine(cache_dir: Path) -> Iterator[Finding]:
     yield Finding("firn", f"{__version__}, Python {platform.python_version()}")
     yield _version("mlx", f"not installed; {INSTALL_HINT}", missing="problem")
     yield _version("mlx-lm", "not installed; install firn again", missing="problem")
@@ -87,7 +89,7 @@ def look_at_machine() -> Iterator[Finding]:
     else:
         yield from _device_findings(device)
     yield _memory_finding(memory())
-    yield _disk_finding(default_cache_dir())
+    yield _disk_finding(cache_dir)
 
 
 def _version(package: str, otherwise: str, *, missing: Mark) -> Finding:

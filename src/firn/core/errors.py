@@ -136,6 +136,28 @@ class QueueFull(FirnError):
         self.retry_after_s = retry_after_s
 
 
+class TooManyRequests(FirnError):
+    """A client has had its share of this minute."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+    kind = "rate_limit_error"
+
+    def __init__(self, per_minute: int, *, retry_after_s: int) -> None:
+        super().__init__(
+            f"More than {per_minute} requests in a minute; try again in {retry_after_s} s."
+        )
+        self.retry_after_s = retry_after_s
+
+
+class TimedOut(FirnError):
+    status = 504
+    code = "timeout"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"The request took longer than {limit_s:g} s, which is the limit here.")
+
+
 class ShuttingDown(FirnError):
     status = 503
     code = "shutting_down"
