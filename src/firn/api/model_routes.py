@@ -13,7 +13,6 @@ from firn.api.openapi import error_responses
 from firn.api.services import Services
 from firn.core.bounds import SAMPLING
 from firn.core.errors import InvalidValue, ModelNotFound
-from firn.core.values import Defaults, ModelInfo
 
 PAGE = 20
 MAX_PAGE = 1000
@@ -21,13 +20,13 @@ MAX_PAGE = 1000
 
 def add_models(app: FastAPI, services: Services) -> None:
     async def models(request: Request) -> dict[str, Any]:
-        listed = [_model_object(services.engine.model, services.defaults)]
+        listed = [_model_object(services)]
         return _page(services, listed, request.query_params)
 
     async def model(model_id: str) -> dict[str, Any]:
         if not services.serves(model_id):
             raise ModelNotFound(model_id, services.engine.model.name)
-        return _model_object(services.engine.model, services.defaults)
+        return _model_object(services)
 
     for method in ("GET", "HEAD"):
         app.add_api_route(
@@ -77,8 +76,9 @@ def _place(
     return next(i for i, each in enumerate(listed) if each["id"] == served)
 
 
-def _model_object(model: ModelInfo, defaults: Defaults) -> dict[str, Any]:
+def _model_object(services: Services) -> dict[str, Any]:
     """As OpenAI's clients know it and as Anthropic's do, and what we have to say besides."""
+    model, defaults, limits = services.engine.model, services.defaults, services.limits
     born = datetime.fromtimestamp(model.created, tz=UTC)
     sampling = asdict(defaults.sampling)
     return {
@@ -90,6 +90,7 @@ def _model_object(model: ModelInfo, defaults: Defaults) -> dict[str, Any]:
         "created_at": born.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "max_input_tokens": model.context_length,
+        "max_tokens": limits.max_request_tokens or model.context_length,
         "owned_by": "firn",
         "architecture": model.architecture,
         "context_length": model.context_length,
