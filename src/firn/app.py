@@ -35,10 +35,11 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
 from firn.cache.tiers import TierError
 from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier, suggested_limit
-from firn.config import Config, default_cache_dir
+from firn.config import Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
 from firn.core.ports import Pictures, PrefixCache
 from firn.core.values import GenerateRequest, ModelInfo
+from firn.defaults import of_model
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
@@ -51,10 +52,12 @@ from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
 from firn.models.grammar import Compiler
+from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.weight_memory import WeightMemory
+from firn.text import infill
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -80,13 +83,18 @@ def serve(config: Config) -> int:
     configure_logs(config.log.level)
     raise_descriptor_limit()
     sock = _bind(config.server.host, config.server.port)
-    prompts = warm.read(config.cache.warm_prompts) if config.cache.warm_prompts else []
+    prompts = _warm_prompts(config)
     server = build(config)
     try:
         code = uvloop.run(_run(server, sock, prompts))
     finally:
         server.close()
     return leave(code)
+
+
+def _warm_prompts(config: Config) -> list[GenerateRequest]:
+    path = config.cache.warm_prompts
+    return [] if path is None else warm.read(path, config.sampling.defaults())
 
 
 @dataclass(eq=False)
@@ -106,7 +114,8 @@ class Server:
 
 def build(config: Config) -> Server:
     """Load the model and wire everything to it. Raises SetupError."""
-    folder = named.resolve(config.model.path)
+    folder = _model_folder(config)
+    config = _heed_model(config, folder)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
@@ -146,13 +155,20 @@ def build(config: Config) -> Server:
         reply_format=reply_format,
         mailroom=mailroom,
         pool=pool,
-        limits=ApiLimits(max_tokens=config.engine.max_tokens),
+        limits=ApiLimits(
+            max_tokens=config.engine.max_tokens,
+            max_request_tokens=config.engine.max_request_tokens or None,
+            timeout_s=config.server.timeout or None,
+            requests_per_minute=config.server.rate_limit or None,
+        ),
+        defaults=config.sampling.defaults(),
         keys=_keys(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
         quotas=_quotas(config),
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
+        infill=infill.detect(tokenizer),
         fetch_images=_fetcher(config) if model.vision else None,
         compile_grammar=grammars.compile,
         cache_admin=CacheAdmin(
@@ -178,6 +194,13 @@ def _quotas(config: Config) -> Quotas:
         tokens_per_minute=server.key_tokens_per_minute,
     )
     return Quotas(limits, max_queue=config.engine.max_queue)
+
+
+def _heed_model(config: Config, folder: Path) -> Config:
+    found = of_model(folder)
+    for line in found.warnings:
+        log.warning("%s", line)
+    return with_model(config, found)
 
 
 def _pictures(
@@ -220,6 +243,12 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
     )
 
 
+def _model_folder(config: Config) -> Path:
+    wanted = config.model
+    rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
+    return named.resolve(wanted.path, rules)
+
+
 def _build_parts(
     config: Config,
     folder: Path,
@@ -250,6 +279,7 @@ def _build_parts(
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
         memory=WeightMemory(default_cache_dir()),
         cpu_dtype=cpu_dtype,
+        max_context=config.engine.max_context or None,
     )
     info = loaded.info
     threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
@@ -261,8 +291,7 @@ def _build_parts(
         inputs=loaded.inputs,
         threads=threads,
     )
-    headroom = int(config.engine.scheduler_headroom_gb * GIB)
-    capacity = machine.memory_nbytes - info.weights_nbytes - headroom
+    capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
     cache = _build_cache(
@@ -287,6 +316,14 @@ def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
     if blas is None or (wanted == "auto" and blas.library is None):
         return "model"
     return wanted
+
+
+def _headroom(config: Config, machine: devices.Device) -> int:
+    """Device memory that is left to others."""
+    share = config.engine.gpu_memory_utilization
+    if share is not None:
+        return int((1 - share) * machine.memory_nbytes)
+    return int(config.engine.scheduler_headroom_gb * GIB)
 
 
 def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
@@ -362,7 +399,8 @@ def _build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
-    limit = wanted.cache_memory_mb * MIB or devices.free_nbytes(machine) // 5
+    share = int(devices.free_nbytes(machine) * wanted.cache_memory_percent)
+    limit = wanted.cache_memory_mb * MIB or share
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,

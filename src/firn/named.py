@@ -5,18 +5,16 @@ A name of firn's own wins over a folder of the same name; that folder is served 
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 
 from firn.config import converted_dir
+from firn.demo.builtin import builtin_folder
 from firn.models import loader, packaged
+from firn.models.hub import HubRules
 
 
-def resolve(name: str) -> Path:
+def resolve(name: str, rules: HubRules | None = None) -> Path:
     """May download. Raises SetupError."""
-    builtin = resources.files("firn.demo") / "models" / name
-    if "/" not in name and isinstance(builtin, Path) and (builtin / "config.json").exists():
-        return builtin
     if name in packaged.PACKAGED:
         return packaged.folder_of(packaged.PACKAGED[name], converted_dir())
-    return loader.resolve(name)
+    return builtin_folder(name) or loader.resolve(name, rules or HubRules())

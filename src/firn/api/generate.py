@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,7 @@ from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import Session
-from firn.core.errors import Cancelled, FirnError, ShuttingDown
+from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed
 
 logger = logging.getLogger("firn.api")
@@ -46,6 +46,7 @@ class Generate:
             call = await self._decode(scope, receive, exchange)
             await _while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
+            exchange.fault = error
             await send_error(send, error, self._dialect.render_error)
 
     async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> Call:
@@ -82,6 +83,7 @@ class Generate:
             held.enter_context(quota)
             held.enter_context(contextlib.closing(session))
             held.enter_context(contextlib.closing(tally))
+            held.enter_context(self._deadline(head))
             await session.start()
             if call.background:
                 begun = call.fold(head, ())
@@ -93,6 +95,22 @@ class Generate:
                 await _stream(call, head, session, send, tally)
             else:
                 await _reply(call, head, session, send, tally)
+
+    @contextlib.contextmanager
+    def _deadline(self, head: Head) -> Iterator[None]:
+        """The call fails when its time is up."""
+        limit_s = self._services.limits.timeout_s
+        if limit_s is None:
+            yield
+            return
+        fail = self._services.mailroom.fail
+        timer = asyncio.get_running_loop().call_later(
+            limit_s, fail, head.request, TimedOut(limit_s)
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
@@ -184,6 +202,7 @@ class _Tally:
                 self._reasons.append(event.reason)
             elif type(event) is Failed:
                 self._reasons.append(event.error.code)
+                self.exchange.fault = event.error
 
     def close(self) -> None:
         now = time.perf_counter()

@@ -179,6 +179,26 @@ class Crowded(TryLater):
     kind = "server_error"
 
 
+class TooManyRequests(TryLater):
+    """A client has had its share of this minute."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, per_minute: int, *, retry_after_s: int) -> None:
+        super().__init__(
+            f"More than {per_minute} requests in a minute; try again in {retry_after_s} s.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class TimedOut(FirnError):
+    status = 504
+    code = "timeout"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"The request took longer than {limit_s:g} s, which is the limit here.")
+
+
 class ShuttingDown(FirnError):
     status = 503
     code = "shutting_down"

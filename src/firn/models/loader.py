@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from firn.core.values import ModelInfo
 from firn.models.batch import can_batch
 from firn.models.cpu import dtype
 from firn.models.fingerprint import Fingerprint, weight_files
+from firn.models.foreign import WHAT_TO_DO, foreign_format
+from firn.models.hub import HubRules, folder_of
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
@@ -40,6 +43,8 @@ FEATURE_NBYTES = 256 << 20
 LOAD_FAULTS = (Exception, SystemExit)
 """A bad folder raises anything: it may bring code of its own, tokenizers raises bare Exceptions, and
 one module of mlx-lm ends the process (SystemExit)."""
+HUB_RULES = HubRules()
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -54,29 +59,27 @@ class LoadedModel:
     """What the model takes beside ids."""
 
 
-def resolve(name: str) -> Path:
-    """The folder of a local path or hub id; downloads the latter (progress bars on stderr)."""
+def resolve(name: str, rules: HubRules = HUB_RULES) -> Path:
+    """The folder of a local path or hub id; downloads the latter."""
     local = Path(name).expanduser()
     if local.exists():
         if not local.is_dir():
-            raise SetupError(f"{name} is a file; a model is a folder with a config.json.")
+            told = foreign_format(local)
+            raise SetupError(told or f"{name} is a file; a model is a folder with a config.json.")
         return local
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(mlx_utils._download(name))
-    except LocalEntryNotFoundError as e:
-        raise SetupError(f"{name} is not on this machine and the hub cannot be reached.") from e
-    except (HfHubHTTPError, OSError, ValueError) as e:
-        raise SetupError(f"{name} could not be fetched from the hub: {_first_line(e)}") from e
+    folder = folder_of(name, rules)
+    if name.upper().endswith("GGUF") and not (folder / "config.json").exists():
+        raise SetupError(f"{name} is a model in llama.cpp's format; {WHAT_TO_DO}.")
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
-        raise SetupError(f"{folder} has no config.json: it is not a model folder.")
+        told = foreign_format(folder)
+        raise SetupError(told or f"{folder} has no config.json: it is not a model folder.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -96,12 +99,14 @@ def load(
     feature_nbytes: int = FEATURE_NBYTES,
     memory: WeightMemory | None = None,
     cpu_dtype: dtype.Choice = "model",
+    max_context: int | None = None,
 ) -> LoadedModel:
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
     picture: an example from the model's processor; with it the model is loaded with its vision tower.
     memory: where digests of weights are remembered from one start to the next.
     cpu_dtype: whether weights that are not float32 become so; auto: if there is memory for it.
+    max_context: of what the model can attend to, this much.
     """
     config = read_config(folder)
     vision = picture is not None
@@ -138,7 +143,7 @@ def load(
         path=str(folder),
         architecture=kind,
         fingerprint=digest,
-        context_length=context_length(config),
+        context_length=min(context_length(config), max_context or sys.maxsize),
         vocab_size=int(logits.shape[-1]),
         dtype=_dtype(weights),
         weights_nbytes=sum(w.nbytes for w in weights),
@@ -176,6 +181,9 @@ def _first_token(model: Any) -> tuple[mx.array, list[Any]]:
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokenizer:
     """The tokenizer and chat template. Needs no weights and no particular thread."""
     config = read_config(folder)
+    lacks = tokenizer_fault(folder)
+    if lacks is not None:
+        raise SetupError(f"{folder}: {lacks}")
     extra: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     extra |= _template_of_processor(folder)
     try:
@@ -184,6 +192,13 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokeni
     except LOAD_FAULTS as e:
         raise SetupError(f"The tokenizer of {folder} cannot be loaded: {_first_line(e)}") from e
     return HfTokenizer(wrapper)
+
+
+def tokenizer_fault(folder: Path) -> str | None:
+    """What a folder lacks of its tokenizer; a library's own words for it do not name a file."""
+    if any((folder / name).exists() for name in TOKENIZER_FILES) or list(folder.glob("*.tiktoken")):
+        return None
+    return f"The tokenizer is missing: none of {', '.join(TOKENIZER_FILES)}."
 
 
 def load_processor(
@@ -228,7 +243,8 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:
     if not weight_files(folder, vision=vision):
-        raise SetupError(f"{folder} has no model*.safetensors: the weights are missing.")
+        told = foreign_format(folder)
+        raise SetupError(told or f"{folder} has no model*.safetensors: the weights are missing.")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:

@@ -1,0 +1,120 @@
+"""firn on a tiny random model that says what it is told to: a server for real agents to work with.
+
+    .venv/bin/python benchmarks/agents/server.py --folder LAB --script script.json [firn's flags]
+
+Everything is `firn serve` as it is, but for one thing: each reply is forced, token by token, to what
+the script says. A random model then calls tools like a trained one, and its replies come back in the
+next prompt as the same tokens. What is computed, cached and logged is the server's own doing.
+
+script.json is {"MARK": ["reply", ...], ...}. A prompt belongs to the first mark that is in its text; it
+gets the reply with the number of replies that it holds already, and the last one again where there are
+no more. A prompt without a mark (titles, summaries) gets "Fine." The server appends a line of JSON to
+LAB/jobs.jsonl for each prompt: its request, its mark, the number of the reply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import models
+from firn import app
+from firn.cli import make_cli
+from firn.config import Config
+from firn.core.values import Job
+
+SMALL = models.CONFIGS["dense"] | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+"""Agents begin with 30,000 tokens, and what they mean is nothing to it."""
+ASSISTANT = "<|im_start|>assistant\n"
+ENOUGH = "Fine."
+
+
+def write_model(folder: Path) -> Path:
+    """Plain attention, 131,072 tokens of context, and the built-in models' template, which has tools."""
+    if not (folder / "config.json").exists():
+        models.write_model(folder, SMALL, seed=7)
+    builtin = resources.files("firn.demo") / "models" / "firn-demo" / "chat_template.jinja"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = builtin.read_text()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+class Scripted:
+    """The engine, with replies put into its mouth. Everything else is the engine's own."""
+
+    def __init__(self, engine: Any, tokenizer: Any, *, script: Path, jobs: Path) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._script = script
+        self._jobs = jobs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, job: Job) -> None:
+        text = self._tokenizer.decode(job.prompt.ids.tolist())
+        mark, n_said, reply = self._reply_to(text)
+        tokens = [*self._tokenizer.encode(reply, add_special=False), min(self._tokenizer.eos)]
+        with self._jobs.open("a", encoding="utf-8") as file:
+            line = {"request": job.id, "mark": mark, "reply": n_said, "max_tokens": job.max_tokens}
+            file.write(json.dumps(line) + "\n")
+        if mark:
+            (self._jobs.parent / f"prompt-{mark.strip('[]')}-{n_said}.txt").write_text(text)
+
+        def both(_: Any) -> None:  # between two steps: no token can be picked before it is forced
+            self._engine.submit(job)
+            self._engine.force(job.id, 0, tokens, at=0)
+
+        self._engine.call(both).result()
+
+    def _reply_to(self, text: str) -> tuple[str, int, str]:
+        script = json.loads(self._script.read_text(encoding="utf-8"))
+        n_said = text.count(ASSISTANT) - 1
+        for mark, replies in script.items():
+            if mark in text:
+                return mark, n_said, replies[min(n_said, len(replies) - 1)]
+        return "", n_said, ENOUGH
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--folder", type=Path, required=True)
+    options.add_argument("--script", type=Path, required=True)
+    args, flags = options.parse_known_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    model = write_model(args.folder / "tiny-agent")
+    build = app.build
+
+    def scripted(config: Config) -> app.Server:
+        server = build(config)
+        engine: Any = Scripted(
+            server.engine,
+            server.services.tokenizer,
+            script=args.script,
+            jobs=args.folder / "jobs.jsonl",
+        )
+        return replace(server, services=replace(server.services, engine=engine))
+
+    app.build = scripted
+    make_cli()(["serve", str(model), *flags])
+
+
+if __name__ == "__main__":
+    main()
