@@ -79,7 +79,7 @@ def test_a_wrong_key_and_a_full_queue_say_so() -> None:
             live.anthropic(api_key="right").messages.create(
                 model="claude-x", max_tokens=4, messages=HI
             )
-        assert "error=queue_full '7 requests are waiting" in live.log.wait_for(" 429 ")
+        assert "error=queue_full 'Too many requests are waiting" in live.log.wait_for(" 429 ")
 
 
 def test_a_stream_that_breaks_says_why(live: Live) -> None:
