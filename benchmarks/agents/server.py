@@ -1,15 +1,16 @@
 """firn on a tiny random model that says what it is told to: a server for real agents to work with.
 
-    .venv/bin/python benchmarks/agents/server.py --folder LAB --script script.json [firn's flags]
+    .venv/bin/python benchmarks/agents/server.py --folder LAB --script script.json [flags of firn serve]
 
 Everything is `firn serve` as it is, but for one thing: each reply is forced, token by token, to what
 the script says. A random model then calls tools like a trained one, and its replies come back in the
 next prompt as the same tokens. What is computed, cached and logged is the server's own doing.
 
-script.json is {"MARK": ["reply", ...], ...}. A prompt belongs to the first mark that is in its text; it
-gets the reply with the number of replies that it holds already, and the last one again where there are
-no more. A prompt without a mark (titles, summaries) gets "Fine." The server appends a line of JSON to
-LAB/jobs.jsonl for each prompt: its request, its mark, the number of the reply.
+script.json is {"turn": "name", "needs": "text", "[mark]": ["reply", ...], ...} and is read again for
+each prompt. A prompt that has the needed text in it belongs to the first mark that it has, and gets
+that mark's next reply of this turn, or the last one again. Others (titles, summaries) get "Fine." For
+each prompt a line of JSON is appended to LAB/jobs.jsonl: its request, turn, mark and reply, and how long
+a reply it asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -39,7 +41,6 @@ SMALL = models.CONFIGS["dense"] | {
     "head_dim": 32,
 }
 """Agents begin with 30,000 tokens, and what they mean is nothing to it."""
-ASSISTANT = "<|im_start|>assistant\n"
 ENOUGH = "Fine."
 
 
@@ -62,19 +63,21 @@ class Scripted:
         self._tokenizer = tokenizer
         self._script = script
         self._jobs = jobs
+        self._n_said: Counter[tuple[str, str]] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def submit(self, job: Job) -> None:
         text = self._tokenizer.decode(job.prompt.ids.tolist())
-        mark, n_said, reply = self._reply_to(text)
+        turn, mark, number, reply = self._next_reply(text)
         tokens = [*self._tokenizer.encode(reply, add_special=False), min(self._tokenizer.eos)]
+        line = {"request": job.id, "turn": turn, "mark": mark, "reply": number}
         with self._jobs.open("a", encoding="utf-8") as file:
-            line = {"request": job.id, "mark": mark, "reply": n_said, "max_tokens": job.max_tokens}
-            file.write(json.dumps(line) + "\n")
-        if mark:
-            (self._jobs.parent / f"prompt-{mark.strip('[]')}-{n_said}.txt").write_text(text)
+            file.write(json.dumps(line | {"max_tokens": job.max_tokens}) + "\n")
+        if mark:  # for the eye, where two prompts differ that should not
+            name = f"prompt-{turn}-{mark.strip('[]')}-{number}.txt".replace(" ", "-")
+            (self._jobs.parent / name).write_text(text, encoding="utf-8")
 
         def both(_: Any) -> None:  # between two steps: no token can be picked before it is forced
             self._engine.submit(job)
@@ -82,13 +85,14 @@ class Scripted:
 
         self._engine.call(both).result()
 
-    def _reply_to(self, text: str) -> tuple[str, int, str]:
+    def _next_reply(self, text: str) -> tuple[str, str, int, str]:
         script = json.loads(self._script.read_text(encoding="utf-8"))
-        n_said = text.count(ASSISTANT) - 1
-        for mark, replies in script.items():
-            if mark in text:
-                return mark, n_said, replies[min(n_said, len(replies) - 1)]
-        return "", n_said, ENOUGH
+        turn, needs = script.pop("turn"), script.pop("needs")
+        mark = next((mark for mark in script if mark in text and needs in text), "")
+        number = self._n_said[turn, mark]
+        self._n_said[turn, mark] += 1
+        replies = script.get(mark, [ENOUGH])
+        return turn, mark, number, replies[min(number, len(replies) - 1)]
 
 
 def main() -> None:

@@ -63,14 +63,15 @@ def test_mlx_weights_beside_others_are_served(folder: Path) -> None:
 
 
 def test_a_missing_tokenizer_is_named(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer.model"):
-        (folder / name).unlink(missing_ok=True)
+    (folder / "tokenizer.json").unlink()
     with pytest.raises(SetupError) as caught:
         load_tokenizer(folder)
-    assert caught.value.message == (
-        f"{folder}: The tokenizer is missing: none of tokenizer.json, tokenizer.model, "
-        "tiktoken.model, vocab.json."
-    )
+    missing = "The tokenizer is missing: none of tokenizer.json, tokenizer.model, tiktoken.model, "
+    assert caught.value.message.startswith(f"{folder}: {missing}")
+    assert any(problem.startswith(missing) for problem in inspect_folder(folder).problems)
+    (folder / "vocab.json").write_text("{}")
+    with pytest.raises(SetupError, match=r"merges\.txt is missing"):
+        load_tokenizer(folder)
 
 
 def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:

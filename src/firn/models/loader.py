@@ -44,7 +44,16 @@ LOAD_FAULTS = (Exception, SystemExit)
 """A bad folder raises anything: it may bring code of its own, tokenizers raises bare Exceptions, and
 one module of mlx-lm ends the process (SystemExit)."""
 HUB_RULES = HubRules()
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "tekken.json",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Each of them is a tokenizer to some family of models."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -181,22 +190,24 @@ def _first_token(model: Any) -> tuple[mx.array, list[Any]]:
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokenizer:
     """The tokenizer and chat template. Needs no weights and no particular thread."""
     config = read_config(folder)
-    lacks = tokenizer_fault(folder)
-    if lacks is not None:
-        raise SetupError(f"{folder}: {lacks}")
     extra: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     extra |= _template_of_processor(folder)
     try:
         eos = mlx_utils.load_config(folder).get("eos_token_id", config.get("eos_token_id"))
         wrapper = mlx_utils.load_tokenizer(folder, extra, eos_token_ids=eos)
     except LOAD_FAULTS as e:
-        raise SetupError(f"The tokenizer of {folder} cannot be loaded: {_first_line(e)}") from e
+        # What is missing, if that is it: a library's own first line does not name a file.
+        why = tokenizer_fault(folder) or f"The tokenizer cannot be loaded: {_first_line(e)}"
+        raise SetupError(f"{folder}: {why}") from e
     return HfTokenizer(wrapper)
 
 
 def tokenizer_fault(folder: Path) -> str | None:
-    """What a folder lacks of its tokenizer; a library's own words for it do not name a file."""
-    if any((folder / name).exists() for name in TOKENIZER_FILES) or list(folder.glob("*.tiktoken")):
+    """What a folder lacks of its tokenizer, by name."""
+    there = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if there == ["vocab.json"] and not (folder / "merges.txt").exists():
+        return "The tokenizer is not whole: vocab.json is there, merges.txt is missing."
+    if there or list(folder.glob("*.tiktoken")):
         return None
     return f"The tokenizer is missing: none of {', '.join(TOKENIZER_FILES)}."
 
