@@ -41,6 +41,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.logs import configure as configure_logs
+from firn.media.documents import Documents
 from firn.models import blas, cpu_powers, cpu_rope, embedder, loader
 from firn.models import device as devices
 from firn.models.grammar import Compiler
@@ -50,6 +51,7 @@ from firn.models.selfcheck import CHUNKS_MATTER
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
+from firn.text.template import Template
 
 log = logging.getLogger("firn")
 
@@ -96,6 +98,7 @@ def build(config: Config) -> Server:
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
+    template = None if tokenizer.chat_template is None else Template.read(tokenizer)
     found = tokenizer.tool_parser
     # Before the engine starts: an unknown parser must not leave a thread behind.
     reply_format = detect(
@@ -103,6 +106,7 @@ def build(config: Config) -> Server:
         tool_override=config.model.tool_call_parser,
         reasoning_override=config.model.reasoning_parser,
         native=NativeParser(*found) if found else None,
+        takes_tools=template is None or template.rules.tools,
     )
     processor = None
     if not config.model.text_only:
@@ -127,7 +131,10 @@ def build(config: Config) -> Server:
         prompts=PromptMaker(
             tokenizer,
             context_length=model.context_length,
+            n_ids=model.n_ids,
             pictures=_pictures(config, model, processor),
+            tool_format=reply_format.tool,
+            template=template,
         ),
         reply_format=reply_format,
         mailroom=mailroom,
@@ -138,6 +145,7 @@ def build(config: Config) -> Server:
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
         fetch_images=_fetcher(config) if model.vision else None,
+        read_documents=Documents().gather,
         compile_grammar=grammars.compile,
         cache_admin=CacheAdmin(
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),

@@ -16,6 +16,9 @@ from firn.core.ports import CacheAdmin, Embedder, Engine, Tokenizer
 from firn.core.values import GenerateRequest, Grammar, Prompt, Reasoning, Source
 from firn.text.formats import ReplyFormat
 
+Gather = Callable[[GenerateRequest], Awaitable[GenerateRequest]]
+"""Brings in what a request refers to, on the asyncio thread."""
+
 
 class Prompts(Protocol):
     """Makes prompts, in the tokenize pool. `firn.text.prompt.PromptMaker` is one."""
@@ -41,7 +44,8 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Services:
     """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
-    `pool` is the tokenize pool. `fetch_images` None: images by address are refused."""
+    `pool` is the tokenize pool. `fetch_images` None: images by address are refused. `read_documents`
+    None: so are documents."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -56,7 +60,8 @@ class Services:
     compile_grammar: Callable[[Grammar], Any] | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
-    fetch_images: Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None = None
+    fetch_images: Gather | None = None
+    read_documents: Gather | None = None
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from firn.api.mailroom import Mailbox
-from firn.api.prompting import make_prompt
+from firn.api.prompting import gathered, make_prompt
 from firn.api.services import Services
 from firn.api.thinking import ThinkBudget
 from firn.core.errors import (
@@ -173,16 +173,11 @@ class Session:
         for token, _ in request.sampling.logit_bias:
             if token >= model.vocab_size:
                 raise InvalidValue("logit_bias", f"the model has no token {token}")
-        if isinstance(request.source, RawTokens):
-            largest = max(request.source.ids, default=0)
-            if largest >= model.vocab_size:
-                raise InvalidValue("prompt", f"the model has no token {largest}")
         if self._services.compile_grammar is None:
             _refuse_constraints(request)
 
     async def _prepare(self, run: Run) -> Job:
-        if self._services.fetch_images is not None:
-            run.request = await self._services.fetch_images(run.request)
+        run.request = await gathered(self._services, run.request)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._services.pool, self._job, run)
 
@@ -192,6 +187,8 @@ class Session:
         model = services.engine.model
         prompt = make_prompt(services, request)
         run.n_prompt = len(prompt)
+        for note in prompt.notes:
+            logger.info("%s %s", run.id, note)
         tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
         grammar = self._grammar(request, tail)
         run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]

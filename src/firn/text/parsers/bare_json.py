@@ -9,7 +9,7 @@ import re
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.json_calls import JsonCallParser, JsonTape, write_json
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.schema import Toolbox
 
@@ -48,6 +48,8 @@ def bare_calls(g: CallGrammar) -> str:
     return g.several(g.json_call('{"name": ', ', "parameters": ', "}"), "; ")
 
 
+write_bare = write_json('{"name": "', '", "parameters": ', "}")
+
 FORMATS = (
     ToolFormat(
         name="bare_json",
@@ -58,6 +60,7 @@ FORMATS = (
         example='{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
         matches=_matches,
         grammar=bare_calls,
+        write=write_bare,
         rank=-20,
     ),
 )

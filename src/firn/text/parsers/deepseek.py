@@ -9,7 +9,7 @@ from __future__ import annotations
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.json_calls import JsonCallParser, JsonTape, write_json
 from firn.text.parsers import ToolFormat
 
 
@@ -81,5 +81,6 @@ FORMATS = (
         f'{{"city": "Paris", "days": 3}}\n```{CALL_END}{SECTION_END}',
         matches=lambda clues: SECTION in clues.template,
         grammar=_grammar,
+        write=write_json(SECTION + CALL, SEP, CALL_END + SECTION_END),
     ),
 )

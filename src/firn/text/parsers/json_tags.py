@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.json_calls import JsonCallParser, JsonTape, write_json
 from firn.text.parsers import Clues, ToolFormat
 
 CLOSERS = {
@@ -90,6 +90,7 @@ FORMATS = (
         "</tool_call>",
         matches=_matches,
         grammar=_grammar,
+        write=write_json('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
         rank=-10,
     ),
 )

@@ -7,7 +7,7 @@ import re
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import NotACall, Script
-from firn.text.json_calls import JsonCallParser
+from firn.text.json_calls import JsonCallParser, write_json
 from firn.text.parsers import ToolFormat
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -68,6 +68,7 @@ FORMATS = (
         f'{{"city": "Paris", "days": 3}}{CALL_END}{SECTION_END}',
         matches=lambda clues: SECTION in clues.template,
         grammar=_grammar,
+        write=write_json(f"{SECTION}{CALL}functions.", f":0{ARGUMENTS}", CALL_END + SECTION_END),
         rank=5,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.json_calls import JsonCallParser, JsonTape, write_json
 from firn.text.parsers import ToolFormat
 
 MARKER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -52,5 +52,6 @@ FORMATS = (
         example='[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}',
         matches=lambda clues: MARKER in clues.template,
         grammar=_grammar,
+        write=write_json(MARKER, ARGS, ""),
     ),
 )

@@ -6,7 +6,7 @@ from firn.text.call_grammar import CallGrammar
 from firn.text.calls import NotACall, Script
 from firn.text.json_calls import JsonTape
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.parsers.bare_json import BareJson, bare_calls
+from firn.text.parsers.bare_json import BareJson, bare_calls, write_bare
 from firn.text.pythonic import python_calls
 
 TAG = "<|python_tag|>"
@@ -68,5 +68,6 @@ FORMATS = (
         example='<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
         matches=_matches,
         grammar=_grammar,
+        write=lambda name, arguments: TAG + write_bare(name, arguments),
     ),
 )

@@ -10,7 +10,7 @@ from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, Parameter, parameters
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.pythonic import PythonCall, python_calls
+from firn.text.pythonic import PythonCall, python_calls, write_call
 from firn.text.schema import Toolbox
 
 CLOSERS = {
@@ -107,6 +107,9 @@ FORMATS = (
         example='<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>',
         matches=_matches,
         grammar=_grammar,
+        write=lambda name, arguments: (
+            f"<|tool_call_start|>[{write_call(name, arguments)}]<|tool_call_end|>"
+        ),
     ),
     ToolFormat(
         name="pythonic_bare",
@@ -117,5 +120,6 @@ FORMATS = (
         example='[get_weather(city="Paris", days=3)]',
         matches=lambda clues: "[func_name1(params_name1=" in clues.template,
         grammar=_bare_grammar,
+        write=lambda name, arguments: f"[{write_call(name, arguments)}]",
     ),
 )
