@@ -53,7 +53,7 @@ def create_app(services: Services) -> FastAPI:
             allow_origins=list(services.allow_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
         )
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(Front, shapes=shapes, metrics=metrics, routes=routes)

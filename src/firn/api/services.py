@@ -13,7 +13,7 @@ from firn.api.auth import Keys
 from firn.api.mailroom import Mailroom
 from firn.core.errors import ModelNotFound
 from firn.core.ports import CacheAdmin, Embedder, Engine, Tokenizer
-from firn.core.values import GenerateRequest, Grammar, Prompt, Reasoning, Source
+from firn.core.values import GenerateRequest, Grammar, Prompt, Reasoning, Softened, Source
 from firn.text.formats import ReplyFormat
 
 Gather = Callable[[GenerateRequest], Awaitable[GenerateRequest]]
@@ -58,6 +58,7 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar], Any] | None = None
+    soften_schema: Callable[[Mapping[str, Any]], Softened] = Softened
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     fetch_images: Gather | None = None

@@ -107,6 +107,14 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class Softened:
+    """A JSON schema as far as a reply can be held to it; left_out: pointers to what was taken out."""
+
+    schema: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tool:
     """param: where the request has it. grammar: of the one text that a free-form tool takes."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -37,6 +37,7 @@ class ToolFormat:
     seen as text. router: for a format that shapes the whole reply, not its calls alone; `reply` then
     is the grammar of one, around calls, an answer, or either.
     grammar: that of its calls, by which a model can be held to make one. write: a call as text.
+    bare: where calls have no marker, a regular expression of the replies that are one of these tools.
     example: a reply that calls get_weather with city "Paris" and days 3, and nothing else.
     rank: of several formats whose clues match, the highest is meant.
     """
@@ -53,6 +54,7 @@ class ToolFormat:
     grammar: Callable[[CallGrammar], str] | None = None
     reply: Callable[[Lark, str | None, str | None], str] | None = None
     write: WriteCall | None = None
+    bare: Callable[[Sequence[str]], str] | None = None
     rank: int = 0
 
 

@@ -62,12 +62,12 @@ def _grammar(g: CallGrammar) -> str:
     closer = CLOSERS[opening]
     if closer not in g.template and not g.lark.is_token(closer):  # the end of the reply is the end
         closer = ""
-    start, end = g.lark.mark(opening + layout.line), g.lark.mark(layout.line + closer)
+    opens, closes = opening + layout.line, layout.line + closer
     call = g.json_call(layout.before, layout.between, "}")
     if layout.is_list:
         calls = g.several(call, ", ")
-        return f"{start} {g.lark.mark('[')} {calls} {g.lark.mark(']')} {end}"
-    return g.several(g.lark.rule(f"{start} {call} {end}"), layout.line)
+        return f"{g.opening(opens)} {g.lark.mark('[')} {calls} {g.lark.mark(']' + closes)}"
+    return g.in_marks(opens, call, closes, layout.line)
 
 
 FORMATS = (

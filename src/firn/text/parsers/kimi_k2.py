@@ -48,13 +48,13 @@ class KimiK2(JsonCallParser):
 
 
 def _grammar(g: CallGrammar) -> str:
-    def write(param: str, tool: Tool) -> str:
-        head = g.lark.mark(f"{CALL}functions.{plain(tool.name, param)}:")
-        arguments = f"{g.lark.mark(ARGUMENTS)} {g.arguments(param, tool)}"
+    def write(tool: Tool) -> str:
+        head = g.lark.mark(f"{CALL}functions.{plain(tool.name, tool.param)}:")
+        arguments = f"{g.lark.mark(ARGUMENTS)} {g.arguments(tool)}"
         return f"{head} /[0-9]{{1,3}}/ {arguments} {g.lark.mark(CALL_END)}"
 
     calls = g.several(g.each(write))
-    return f"{g.lark.mark(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
+    return f"{g.opening(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
 
 
 FORMATS = (
