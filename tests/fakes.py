@@ -68,14 +68,28 @@ class FakeTokenizer:
         return frozenset(self._special.values())
 
     @property
+    def added_tokens(self) -> Mapping[str, int]:
+        return self._special
+
+    @property
+    def max_token_chars(self) -> int:
+        return max(map(len, self._special))
+
+    @property
     def chat_template(self) -> str | None:
         return self._chat_template
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
         ids: list[int] = []
-        for part in self._split.split(text):
-            known = self._special.get(part)
-            ids += part.encode() if known is None else [known]
+        at = 0
+        for start, end in [*typed, (len(text), len(text))]:
+            for part in self._split.split(text[at:start]):
+                known = self._special.get(part)
+                ids += part.encode() if known is None else [known]
+            ids += text[start:end].encode()
+            at = end
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -100,8 +114,12 @@ class FakeTokenizer:
         self.rendered.append({"messages": messages, "tools": tools, "kwargs": dict(kwargs)})
         if any(message["content"] == "refuse this" for message in messages):
             raise TemplateFailed("this was to be refused")
-        body = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
+        body = "".join(f"{START}{m['role']}\n{m['content']}{_calls(m)}{END}\n" for m in messages)
         return f"{body}{tools or ''}{START}assistant\n"
+
+
+def _calls(message: Mapping[str, Any]) -> str:
+    return "".join(str(call["function"]) for call in message.get("tool_calls") or ())
 
 
 # --- engine --------------------------------------------------------------------------------

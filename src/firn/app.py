@@ -46,6 +46,7 @@ from firn.engine.loop import Limits, Parts
 from firn.leaving import leave, no_later_than
 from firn.logs import configure as configure_logs
 from firn.machine import raise_descriptor_limit
+from firn.media.documents import Documents
 from firn.models import cpu, embedder, loader
 from firn.models import device as devices
 from firn.models.cpu.blas import Blas
@@ -61,6 +62,7 @@ from firn.text import infill
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
+from firn.text.template import Template
 
 log = logging.getLogger("firn")
 
@@ -119,6 +121,7 @@ def build(config: Config) -> Server:
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
+    template = None if tokenizer.chat_template is None else Template.read(tokenizer)
     found = tokenizer.tool_parser
     # Before the engine starts: an unknown parser must not leave a thread behind.
     reply_format = detect(
@@ -126,6 +129,7 @@ def build(config: Config) -> Server:
         tool_override=config.model.tool_call_parser,
         reasoning_override=config.model.reasoning_parser,
         native=NativeParser(*found) if found else None,
+        takes_tools=template is None or template.rules.tools,
     )
     processor = None
     if not config.model.text_only:
@@ -150,7 +154,10 @@ def build(config: Config) -> Server:
         prompts=PromptMaker(
             tokenizer,
             context_length=model.context_length,
+            n_ids=model.n_ids,
             pictures=_pictures(config, model, processor),
+            tool_format=reply_format.tool,
+            template=template,
         ),
         reply_format=reply_format,
         mailroom=mailroom,
@@ -170,7 +177,9 @@ def build(config: Config) -> Server:
         embedder=_embedder_desk(engine),
         infill=infill.detect(tokenizer),
         fetch_images=_fetcher(config) if model.vision else None,
+        read_documents=Documents().gather,
         compile_grammar=grammars.compile,
+        soften_schema=grammars.soften,
         cache_admin=CacheAdmin(
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from firn.api import sse
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
-from firn.api.exchange import Exchange, ServerFault, exchange_of, send_error, send_json
+from firn.api.exchange import Exchange, Headers, ServerFault, exchange_of, send_error, send_json
 from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.services import Services
@@ -25,6 +25,9 @@ from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed
 
 logger = logging.getLogger("firn.api")
+
+MAX_HEADER = 1000
+"""Characters: names in a schema can be long, and clients have limits."""
 
 
 class Generate:
@@ -90,7 +93,7 @@ class Generate:
                 task = asyncio.create_task(_detached(call, head, session, tally, held.pop_all()))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-                await send_json(send, begun)
+                await send_json(send, begun, headers=_said_before(session))
             elif call.stream:
                 await _stream(call, head, session, send, tally)
             else:
@@ -120,7 +123,7 @@ async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _T
     tally.see(events)
     if isinstance(events[-1], Failed):
         raise events[-1].error
-    await send_json(send, call.fold(head, events))
+    await send_json(send, call.fold(head, events), headers=_said_before(session))
 
 
 async def _detached(
@@ -145,7 +148,8 @@ async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _
     encoder = call.encoder(head)
     over = False
     try:
-        await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+        headers = [*sse.HEADERS, *_said_before(session)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for batch in session:
             frames = encoder.feed(batch)
             over = bool(batch) and isinstance(batch[-1], Ended | Failed)
@@ -165,6 +169,13 @@ async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _
         if not over:
             encoder.feed([Failed(Cancelled())])
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _said_before(session: Session) -> Headers:
+    """What a client should know of a reply before it reads it."""
+    places = ", ".join(session.unenforced).encode("ascii", "backslashreplace")
+    places = b" ".join(places.split())[:MAX_HEADER]
+    return [(b"x-firn-unenforced", places)] if places else []
 
 
 async def _while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:

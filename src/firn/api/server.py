@@ -69,7 +69,7 @@ def create_app(services: Services) -> FastAPI:
             allow_origins=list(services.allow_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
         )
     app.add_middleware(HostGate, hosts=services.hosts, shapes=shapes)
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))

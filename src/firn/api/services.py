@@ -22,6 +22,7 @@ from firn.core.values import (
     Namespace,
     Prompt,
     Reasoning,
+    Softened,
     Source,
 )
 from firn.text.formats import ReplyFormat
@@ -29,6 +30,9 @@ from firn.text.infill import Infill
 
 STAND_INS = ("claude", "gpt-")
 """How the ids of models begin that this one stands in for."""
+
+Gather = Callable[[GenerateRequest], Awaitable[GenerateRequest]]
+"""Brings in what a request refers to, on the asyncio thread."""
 
 
 class Prompts(Protocol):
@@ -61,8 +65,8 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Services:
     """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
-    `infill` None: the model has no tokens for filling in the middle.
-    `pool` is the tokenize pool. `fetch_images` None: images by address are refused."""
+    `infill` None: the model has no tokens for filling in the middle. `pool` is the tokenize pool.
+    `fetch_images` None: images by address are refused. `read_documents` None: so are documents."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -78,10 +82,12 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
+    soften_schema: Callable[[Mapping[str, Any]], Softened] = Softened
     infill: Infill | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
-    fetch_images: Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None = None
+    fetch_images: Gather | None = None
+    read_documents: Gather | None = None
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
 

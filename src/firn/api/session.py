@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from firn.api.mailroom import Mailbox
-from firn.api.prompting import make_prompt
+from firn.api.prompting import gathered, make_prompt
 from firn.api.services import Limits, Services
 from firn.api.thinking import ThinkBudget
 from firn.core.errors import (
@@ -59,6 +59,7 @@ from firn.core.values import (
     ToolMode,
     Usage,
 )
+from firn.text.call_check import CallCheck
 from firn.text.constraint import constraint
 from firn.text.echo import echoed
 from firn.text.formats import PLAIN
@@ -87,6 +88,10 @@ class Run:
     """One a choice, where thinking is limited."""
     watches: list[CallWatch] = field(default_factory=list)
     """One a choice, where tools were offered."""
+    checks: list[CallCheck] = field(default_factory=list)
+    """One a choice, where a call may break its schema."""
+    unenforced: tuple[str, ...] = ()
+    """Places of the request that no grammar holds the reply to."""
     finished: set[int] = field(default_factory=set)
     n_prompt: int = 0
     echo: str | None = None
@@ -173,6 +178,11 @@ class Session:
         """What the cache had for each prompt that was taken in."""
         return [r.found for r in self._runs.values() if r.found is not NOT_ADMITTED]
 
+    @property
+    def unenforced(self) -> Sequence[str]:
+        """Places of the requests that their replies are not held to, though they ask for it."""
+        return [place for run in self._runs.values() for place in run.unenforced]
+
     # --- in ------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -207,16 +217,11 @@ class Session:
         for token, _ in request.sampling.logit_bias:
             if token >= model.vocab_size:
                 raise InvalidValue("logit_bias", f"the model has no token {token}")
-        if isinstance(request.source, RawTokens):
-            largest = max(request.source.ids, default=0)
-            if largest >= model.vocab_size:
-                raise InvalidValue("prompt", f"the model has no token {largest}")
         if self._services.compile_grammar is None:
             _refuse_constraints(request)
 
     async def _prepare(self, run: Run) -> Job:
-        if self._services.fetch_images is not None:
-            run.request = await self._services.fetch_images(run.request)
+        run.request = await gathered(self._services, run.request)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._services.pool, self._job, run)
 
@@ -228,8 +233,10 @@ class Session:
         run.n_prompt = len(prompt)
         if request.echo:
             self._note_echo(run, prompt)
+        for note in prompt.notes:
+            logger.info("%s %s", run.id, note)
         tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
-        grammar = self._grammar(request, tail)
+        grammar = self._grammar(run, tail)
         run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
         run.budgets = self._budgets(request)
         if isinstance(request.source, Chat) and _offers_tools(request.source):
@@ -258,18 +265,30 @@ class Session:
             return services.tokenizer.eos | services.infill.ends
         return services.tokenizer.eos
 
-    def _grammar(self, request: GenerateRequest, prompt_tail: str) -> Any:
+    def _grammar(self, run: Run, prompt_tail: str) -> Any:
         """The compiled constraint of the request's replies, if any."""
-        services = self._services
+        services, source = self._services, run.request.source
         if services.compile_grammar is None:
             return None
-        wanted = constraint(
-            request,
+        held = constraint(
+            run.request,
             format=services.reply_format,
             tokenizer=services.tokenizer,
             prompt_tail=prompt_tail,
+            soften=services.soften_schema,
         )
-        return None if wanted is None else services.compile_grammar(wanted, self._namespace)
+        run.unenforced = held.left_out
+        if held.left_out and isinstance(source, Chat):
+            logger.info("%s cannot be held to %s", run.id, ", ".join(held.left_out))
+            loose = [
+                t for t in source.tools if any(p.startswith(f"{t.param}#") for p in held.left_out)
+            ]
+            run.checks = [CallCheck(loose) for _ in range(run.request.n)]
+        return (
+            None
+            if held.grammar is None
+            else services.compile_grammar(held.grammar, self._namespace)
+        )
 
     def _reader(self, run: Run, prompt_tail: str, choice: int) -> ReplyReader:
         services, request = self._services, run.request
@@ -370,6 +389,8 @@ class Session:
 
     def _say(self, run: Run, choice: int, events: list[Event], out: list[Event]) -> None:
         out.extend(events)
+        for fault in run.checks[choice].see(events) if run.checks else ():
+            logger.warning("%s %s", run.id, fault)
         mark = run.watches[choice].see(events) if run.watches else None
         if mark is not None:
             logger.warning(

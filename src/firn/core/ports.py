@@ -41,11 +41,25 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Texts that are a token wherever they stand, with their ids: control tokens and others."""
+        ...
+
+    @property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters than this."""
+        ...
+
+    @property
     def chat_template(self) -> str | None:
         """The template's source, or None where the model has none."""
         ...
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]: ...
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        """`typed`: ascending ranges of characters that spell an added token, and are text."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Exact: leading spaces and special tokens are kept, broken UTF-8 becomes U+FFFD."""

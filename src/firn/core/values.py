@@ -32,16 +32,39 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture by reference. `data` is what an address has led to, once it was fetched. `owner` is
-    who may find out, by the time it takes, that the picture has been here before; "": everybody."""
+    """A picture by reference. `data` is what an address has led to, once it was fetched; `fault` why
+    it has led to nothing. `owner` is who may find out, by the time it takes, that the picture has been
+    here before; "": everybody."""
 
     url: str
     param: str = "messages"
     data: bytes | None = None
     owner: str = ""
+    fault: str = ""
 
 
-Part = TextPart | ImagePart
+@dataclass(frozen=True, slots=True)
+class DocumentPart:
+    """A file that may hold text. `data` is its base64; `lead` what is said about it; `text` what was
+    read in it, or `fault` why it could not be."""
+
+    data: str
+    media_type: str
+    lead: str = ""
+    param: str = "messages"
+    text: str | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPart:
+    """What no model here takes: audio, a file on another server, the work of a hosted tool."""
+
+    kind: str
+    param: str = "messages"
+
+
+Part = TextPart | ImagePart | DocumentPart | OtherPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +78,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`checkpoint`: the caller expects to send all up to the end of this message again."""
+    """checkpoint: the caller expects to send all up to the end of this message again. aside: a
+    program's note that came along with tool results; it begins no turn of its own."""
 
     role: Role
     parts: tuple[Part, ...] = ()
@@ -64,6 +88,7 @@ class Message:
     name: str | None = None
     reasoning: str | None = None
     checkpoint: bool = False
+    aside: bool = False
 
     @property
     def text(self) -> str:
@@ -71,11 +96,36 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the reply, or on a part of it. `kind` names the language of `text`.
+
+    parts: grammars that a lark text refers to as @name; each keeps the request parameter it is from.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
+    text: str = ""
+    param: str = "response_format"
+    parts: tuple[tuple[str, Grammar], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Softened:
+    """A JSON schema as far as a reply can be held to it; left_out: pointers to what was taken out."""
+
+    schema: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tool:
+    """param: where the request has it. grammar: of the one text that a free-form tool takes."""
+
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+    param: str = "tools"
+    grammar: Grammar | None = None
 
 
 class ToolMode(Enum):
@@ -87,9 +137,20 @@ class ToolMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
+    """allowed: names of the tools that may be called, of all that the prompt shows; None: any."""
+
     mode: ToolMode = ToolMode.AUTO
     name: str | None = None
     parallel: bool = True
+    allowed: frozenset[str] | None = None
+
+    def permits(self, tool: Tool) -> bool:
+        """Whether the reply may call this tool."""
+        if self.mode is ToolMode.NONE:
+            return False
+        if self.mode is ToolMode.NAMED:
+            return tool.name == self.name
+        return self.allowed is None or tool.name in self.allowed
 
 
 # --- what is asked for ---------------------------------------------------------------------
@@ -106,10 +167,26 @@ class Chat:
     continues: bool = False
     """The last message is the assistant's, and the reply goes on where it ends."""
 
+    @property
+    def newest(self) -> int:
+        """Which message a user has just written; -1 where a tool or the assistant spoke last."""
+        for i in reversed(range(len(self.messages))):
+            message = self.messages[i]
+            if message.role == "system" or message.aside:
+                continue
+            follows_tool = i > 0 and self.messages[i - 1].role == "tool"
+            return i if message.role == "user" and not follows_tool else -1
+        return -1
+
 
 @dataclass(frozen=True, slots=True)
 class RawText:
+    """add_special: with the tokens that begin a text of this model. parse_special: what spells a
+    control token is that token."""
+
     text: str
+    add_special: bool = True
+    parse_special: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +227,6 @@ class CacheControl:
     read: bool = True
     write: bool = True
     ttl_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A constraint on the reply. `kind` names the language of `text`.
-
-    parts: grammars that a lark text refers to as @name; each keeps the request parameter it is from.
-    """
-
-    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
-    text: str = ""
-    param: str = "response_format"
-    parts: tuple[tuple[str, Grammar], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +328,8 @@ class Prompt:
     """Preprocessed pictures for the model, one per media span; opaque outside `models`."""
     whole_images: bool = False
     """A picture's tokens see each other: they are read in one piece, and nothing resumes inside."""
+    notes: tuple[str, ...] = ()
+    """What of the request is not in it as it was sent, for the log."""
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
@@ -318,6 +384,13 @@ class ModelInfo:
     generates: bool = True
     """False: it makes embeddings and nothing else."""
     created: int = 0
+    n_embeddings: int = 0
+    """Ids from here on must not be read. 0: as many as the vocabulary has."""
+
+    @property
+    def n_ids(self) -> int:
+        """A prompt's ids are below this."""
+        return self.n_embeddings or self.vocab_size
 
 
 # --- what was used -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_utils
 from mlx_lm.models.cache import make_prompt_cache
@@ -54,6 +55,11 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 """Each of them is a tokenizer to some family of models."""
+EMBEDDINGS = frozenset(
+    {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embeddings", "embeddings",
+     "embedding", "embed_in", "embed"}
+)  # fmt: skip
+"""What models call the table of their tokens."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -154,6 +160,7 @@ def load(
         fingerprint=digest,
         context_length=min(context_length(config), max_context or sys.maxsize),
         vocab_size=int(logits.shape[-1]),
+        n_embeddings=_n_embeddings(model, int(logits.shape[-1])),
         dtype=_dtype(weights),
         weights_nbytes=sum(w.nbytes for w in weights),
         layer_kinds=tuple(type(layer).__name__ for layer in layers),
@@ -207,7 +214,7 @@ def tokenizer_fault(folder: Path) -> str | None:
     there = [name for name in TOKENIZER_FILES if (folder / name).exists()]
     if there == ["vocab.json"] and not (folder / "merges.txt").exists():
         return "The tokenizer is not whole: vocab.json is there, merges.txt is missing."
-    if there or list(folder.glob("*.tiktoken")):
+    if there or any(folder.glob("*.tiktoken")):
         return None
     return f"The tokenizer is missing: none of {', '.join(TOKENIZER_FILES)}."
 
@@ -284,6 +291,17 @@ def _load_weights(
         kind = config.get("model_type")
         raise SetupError(f"{folder} ({kind}) cannot be loaded: {_first_line(e)}") from e
     return model, dict(full_config)
+
+
+def _n_embeddings(model: Any, default: int) -> int:
+    """Rows of the table in which token ids are looked up; MLX reads on behind its end."""
+    found = {
+        path: module.weight.shape[0]
+        for path, module in model.named_modules()
+        if path.rsplit(".", 1)[-1] in EMBEDDINGS
+        and isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+    }
+    return int(found[min(found, key=len)]) if found else default
 
 
 def _dtype(weights: list[mx.array]) -> str:
