@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -156,8 +157,10 @@ def test_what_the_tokenizer_puts_in_front_is_a_token_but_no_text() -> None:
 class Opening(FakeTokenizer):
     """Puts a token in front of every raw prompt."""
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
-        return super().encode(START + text if add_special else text, add_special=False)
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        return super().encode(START + text if add_special else text, add_special=False, typed=typed)
 
 
 def test_no_tokens_at_all_reads_the_prompt(live: Live) -> None:
