@@ -11,7 +11,8 @@ each prompt of the conversation the table has the server's own figures (log line
     prompt    tokens of the prompt
     cached    of them, taken from the cache
     computed  the rest
-    new       what the conversation has grown by since the prompt before and its reply
+    new       what the conversation has grown by since the prompt before and its reply; for an agent that
+              rearranges its prompts (aider), all that no earlier prompt and reply began with
 
 `computed` over `new` by more than a few tokens is work done twice; the line ends in the server's reason
 then.
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import scenarios
-from scenarios import MAIN, Turn
+from scenarios import MAIN, Agent, Turn
 
 HERE = Path(__file__).parent
 PORT = 8431
@@ -60,6 +61,11 @@ class Seen:
     why: str
     reply: int
     rest: str
+
+    @property
+    def known(self) -> int:
+        """How much of the next prompt was computed for this one; a reply that was cut off is lost."""
+        return self.prompt + (0 if "client gone" in self.rest else self.reply)
 
 
 def lab_folder() -> Path:
@@ -149,31 +155,31 @@ def logged(log: Path) -> dict[str, Seen]:
     return found
 
 
-def show(agent: str, jobs: Path, log: Path) -> int:
+def show(agent: str, jobs: Path, log: Path, *, rearranges: bool) -> int:
     """The table of one agent; how many prompts computed more than was new."""
     seen = logged(log)
     n_more = 0
-    before: Seen | None = None
-    cut = False
+    last: dict[str, Seen] = {}
+    """By mark: the prompt before in that conversation."""
     for line in read(jobs).splitlines():
         job: dict[str, Any] = json.loads(line)
-        turn = str(job["turn"]).removeprefix(f"{agent} ")
-        if job["mark"] != MAIN or turn == job["turn"] or job["request"] not in seen:
+        turn, mark = str(job["turn"]).removeprefix(f"{agent} "), job["mark"]
+        if not mark or turn == job["turn"] or job["request"] not in seen:
             continue
-        now = seen[job["request"]]
-        known = 0 if before is None else before.prompt + (0 if cut else before.reply)
+        now, before = seen[job["request"]], last.get(mark)
+        known = int(job["shared"]) if rearranges else before.known if before else 0
         computed, new = now.prompt - now.cached, max(now.prompt - known, 0)
         more = before is not None and computed > new + SLACK_TOKENS
         n_more += more
         print(
-            f"{agent:9}{turn:16}{job['reply']:3}{now.prompt:9,}{now.cached:9,}{computed:10,}"
-            f"{new:8,}  {f'MORE: {now.why}' if more else 'ok'}"
+            f"{agent:9}{turn:16}{mark:7}{job['reply']:3}{now.prompt:9,}{now.cached:9,}"
+            f"{computed:10,}{new:8,}  {f'MORE: {now.why}' if more else 'ok'}"
         )
-        before, cut = now, "client gone" in now.rest
+        last[mark] = now
     return n_more
 
 
-def work(agent: str, *, binary: str, folder: Path, script: Path) -> None:
+def work(agent: str, *, binary: str, folder: Path, script: Path) -> Agent:
     home, project = folder / agent / "home", folder / agent / "project"
     shutil.rmtree(folder / agent, ignore_errors=True)
     home.mkdir(parents=True)
@@ -191,6 +197,7 @@ def work(agent: str, *, binary: str, folder: Path, script: Path) -> None:
         code = run_turn(turn, place)
         if code:
             print(f"{agent}: {turn.name} ended with {code}: see {home}", file=sys.stderr)
+    return doing
 
 
 def main() -> None:
@@ -214,11 +221,11 @@ def main() -> None:
             sys.exit(f"there is no {path}: run benchmarks/agents/setup.sh first")
         found[name] = str(path)
     with serving(folder, script) as log:
-        print("agent    turn            reply  prompt   cached  computed     new")
+        print("agent    turn            who  reply  prompt   cached  computed     new", flush=True)
         n_more = 0
         for name, binary in found.items():
-            work(name, binary=binary, folder=folder, script=script)
-            n_more += show(name, folder / "jobs.jsonl", log)
+            doing = work(name, binary=binary, folder=folder, script=script)
+            n_more += show(name, folder / "jobs.jsonl", log, rearranges=doing.rearranges)
     print(f"{n_more} prompts computed more than was new; prompts and logs are in {folder}")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MAIN, SUB = "[main]", "[sub]"
-LONG = "word " * 600
+LONG = "word " * 6000
 ASK = f"{MAIN} Look at the files here, one after the other."
 
 
@@ -29,9 +29,11 @@ class Turn:
 @dataclass(frozen=True)
 class Agent:
     """env: beside a HOME of its own. files: by path, in the home (~/) or in the project. needs: a text
-    that the prompts of its conversations have, and those for titles have not."""
+    that the prompts of its conversations have, and those for titles have not. rearranges: it puts
+    what it said before in other places, so that a prompt does not go on where the last one ended."""
 
     turns: Sequence[Turn]
+    rearranges: bool = False
     needs: str = "<tools>"
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -163,7 +165,9 @@ def aider(binary: str, folder: Path, settings: str) -> Agent:
     tests = ["--auto-test", "--test-cmd", "echo not yet; false"]
     edits = [f"a.txt\n```\nVersion {i} of the file.\n```" for i in range(8)]
     return Agent(
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # or it asks the network for prices
         needs="",
+        rearranges=True,  # the files' contents come behind all that was said
         files={".aider.model.metadata.json": metadata, ".aider.model.settings.yml": rest[0]},
         turns=(
             Turn("three tests", [*run, *tests, "--message", ASK], {MAIN: edits}),

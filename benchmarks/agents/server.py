@@ -9,8 +9,8 @@ next prompt as the same tokens. What is computed, cached and logged is the serve
 script.json is {"turn": "name", "needs": "text", "[mark]": ["reply", ...], ...} and is read again for
 each prompt. A prompt that has the needed text in it belongs to the first mark that it has, and gets
 that mark's next reply of this turn, or the last one again. Others (titles, summaries) get "Fine." For
-each prompt a line of JSON is appended to LAB/jobs.jsonl: its request, turn, mark and reply, and how long
-a reply it asked for.
+each prompt a line of JSON is appended to LAB/jobs.jsonl: its request, turn, mark and reply, how long a
+reply it asked for, and how many of its tokens an earlier prompt of that mark and its reply began with.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
 
 import models
 from firn import app
@@ -64,6 +66,7 @@ class Scripted:
         self._script = script
         self._jobs = jobs
         self._n_said: Counter[tuple[str, str]] = Counter()
+        self._texts: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -73,8 +76,9 @@ class Scripted:
         turn, mark, number, reply = self._next_reply(text)
         tokens = [*self._tokenizer.encode(reply, add_special=False), min(self._tokenizer.eos)]
         line = {"request": job.id, "turn": turn, "mark": mark, "reply": number}
+        line |= {"max_tokens": job.max_tokens, "shared": self._shared(turn, mark, job, tokens)}
         with self._jobs.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line | {"max_tokens": job.max_tokens}) + "\n")
+            file.write(json.dumps(line) + "\n")
         if mark:  # for the eye, where two prompts differ that should not
             name = f"prompt-{turn}-{mark.strip('[]')}-{number}.txt".replace(" ", "-")
             (self._jobs.parent / name).write_text(text, encoding="utf-8")
@@ -84,6 +88,17 @@ class Scripted:
             self._engine.force(job.id, 0, tokens, at=0)
 
         self._engine.call(both).result()
+
+    def _shared(self, turn: str, mark: str, job: Job, reply: list[int]) -> int:
+        """With the best of the earlier prompts of this agent and mark, and what was replied."""
+        ids, agent = job.prompt.ids, turn.partition(" ")[0]
+        best = 0
+        for other in self._texts[agent, mark]:
+            n = min(len(ids), len(other))
+            differ = np.flatnonzero(ids[:n] != other[:n])
+            best = max(best, int(differ[0]) if len(differ) else n)
+        self._texts[agent, mark].append(np.concatenate([ids, np.array(reply)]))
+        return best
 
     def _next_reply(self, text: str) -> tuple[str, str, int, str]:
         script = json.loads(self._script.read_text(encoding="utf-8"))
