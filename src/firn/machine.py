@@ -1,10 +1,11 @@
-"""Facts about this machine that need no MLX: memory, disk, processors, its own addresses."""
+"""Facts about this machine that need no MLX: memory, disk, descriptors, processors, addresses."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -99,3 +100,26 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def most_descriptors() -> int:
+    """How many files a process of this user may open at the most."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def raise_descriptor_limit(*, wanted: int = 65536) -> int:
+    """Let this process open as many files as it may; returns how many that are.
+
+    A connection is one, a record being read another. macOS starts processes with 256.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    for limit in (most, 24576, 10240, 4096, 1024):  # macOS refuses what its kernel would not give
+        if soft != resource.RLIM_INFINITY and soft < limit <= most:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return limit
+            except (OSError, ValueError):
+                continue
+    return wanted if soft == resource.RLIM_INFINITY else soft

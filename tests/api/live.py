@@ -16,6 +16,7 @@ import anthropic
 import openai
 import uvicorn
 
+from firn.api.connections import Connections, http_config
 from firn.api.mailroom import Mailroom
 from firn.api.server import create_app
 from firn.api.services import Limits, Services
@@ -114,6 +115,7 @@ def serve(
     context_length: int = 4096,
     wrap_prompts: Any = lambda prompts: prompts,
     reply_format: ReplyFormat = PLAIN,
+    connections: Connections | None = None,
     **options: Any,
 ) -> Iterator[Live]:
     tokenizer = tokenizer or FakeTokenizer()
@@ -133,7 +135,7 @@ def serve(
     logger.addHandler(log)
     logger.setLevel(logging.DEBUG)
     with ThreadPoolExecutor(2) as pool:
-        prompts = PromptMaker(tokenizer, context_length=context_length)
+        prompts = PromptMaker(tokenizer, context_length=context_length, n_ids=engine.model.n_ids)
         app = create_app(
             Services(
                 engine=engine,
@@ -146,8 +148,7 @@ def serve(
                 **options,
             )
         )
-        config = uvicorn.Config(app, port=0, log_config=None, access_log=False)
-        server = _Server(config)
+        server = _Server(http_config(app, connections or Connections(), port=0))
         thread = threading.Thread(target=server.run, name="uvicorn")
         thread.start()
         try:

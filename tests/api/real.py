@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import openai
-import uvicorn
 
 from firn import app
+from firn.api.connections import Connections, http_config
 from firn.api.server import create_app
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.models.tokenizer import HfTokenizer
@@ -33,9 +33,12 @@ class Real:
         assert isinstance(found, HfTokenizer)
         return found
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def openai(self) -> openai.OpenAI:
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
 
 def write_model(path: Path, *, format: str, template: str) -> None:
@@ -57,9 +60,7 @@ def serving(path: Path, *, config: Config | None = None) -> Iterator[Real]:
         off = CacheConfig(disable_prefix_cache=True)
         config = Config(model=ModelConfig(path=str(path)), cache=off)
     built = app.build(config)
-    server = _Server(
-        uvicorn.Config(create_app(built.services), port=0, log_config=None, access_log=False)
-    )
+    server = _Server(http_config(create_app(built.services), Connections(), port=0))
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()
     try:

@@ -110,8 +110,8 @@ def test_the_built_in_model_and_a_hub_id_are_no_problem() -> None:
     assert list(look_at_model(None)) == []
 
 
-def test_versions_come_first() -> None:
-    topics = [finding.topic for finding in look_at_machine()]
+def test_versions_come_first(tmp_path: Path) -> None:
+    topics = [finding.topic for finding in look_at_machine(tmp_path)]
     assert topics[:4] == ["firn", "mlx", "mlx-lm", "mlx-vlm"]
 
 

@@ -48,10 +48,16 @@ class Finding:
     mark: Mark = "ok"
 
 
-def doctor(model: str | None, *, measure: bool = False, console: Console | None = None) -> int:
-    """Prints the findings; 1 when one of them is a problem."""
+def doctor(
+    model: str | None,
+    *,
+    measure: bool = False,
+    cache_dir: Path | None = None,
+    console: Console | None = None,
+) -> int:
+    """Prints the findings; 1 when one of them is a problem. cache_dir: None for the user's own."""
     console = console or Console(highlight=False)
-    findings = [*look_at_machine(), *look_at_model(model)]
+    findings = [*look_at_machine(cache_dir or default_cache_dir()), *look_at_model(model)]
     if measure and not any(finding.mark == "problem" for finding in findings):
         with console.status("loading and timing the model"):
             findings += time_model(model or BUILTIN_MODEL)
@@ -79,7 +85,7 @@ def _print(findings: list[Finding], console: Console) -> None:
 # --- the machine ---------------------------------------------------------------------------
 
 
-def look_at_machine() -> Iterator[Finding]:
+def look_at_machine(cache_dir: Path) -> Iterator[Finding]:
     yield Finding("firn", f"{__version__}, Python {platform.python_version()}")
     yield _version("mlx", f"not installed; {INSTALL_HINT}", missing="problem")
     yield _version("mlx-lm", "not installed; install firn again", missing="problem")
@@ -91,7 +97,7 @@ def look_at_machine() -> Iterator[Finding]:
     else:
         yield from _device_findings(device)
     yield _memory_finding(memory())
-    yield _disk_finding(default_cache_dir())
+    yield _disk_finding(cache_dir)
 
 
 def _version(package: str, otherwise: str, *, missing: Mark) -> Finding:
@@ -186,7 +192,7 @@ def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> It
 
 def time_model(name: str) -> Iterator[Finding]:
     """Loads it as a server would, and says where the time of a chunk and of a step goes."""
-    from firn.app import model_folder
+    from firn import named
     from firn.models import cpu, loader
     from firn.models import device as devices
     from firn.models.timing import measure
@@ -197,7 +203,7 @@ def time_model(name: str) -> Iterator[Finding]:
         blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
         cpu_dtype = "auto" if blas.library else "model"
     try:
-        folder = model_folder(name)
+        folder = named.resolve(name)
         loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
         timing = measure(loaded.model, loaded.make_layers, chunk=device.prefill_chunk)
     except SetupError as error:
