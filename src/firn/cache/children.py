@@ -1,8 +1,8 @@
-"""The children of one node, ordered by their tokens.
+"""The children of one node, in the order of their tokens.
 
 Among strings in dictionary order, those that share most with a given one lie next to where it would
-stand. So what a prompt shares with any of 20,000 siblings is found by a few comparisons, whatever their
-number: cost by what matches, not by what is stored.
+stand. So what a prompt shares with any of 20,000 siblings is found by a few comparisons: cost by what
+matches, not by what is stored.
 
 Owner: the tree.
 """
@@ -17,42 +17,68 @@ import numpy as np
 
 from firn.core.keys import KeyTokens
 
+NARROW, WIDE = 4, 8
+"""Bytes of a token. Ids fit 32 bits; only the digests that stand for pictures need 64."""
+_DTYPE = {NARROW: np.dtype(">u4"), WIDE: np.dtype(">u8")}
+
+
+class Text:
+    """Key tokens as bytes that sort like them, made once for many comparisons."""
+
+    __slots__ = ("_narrow", "_wide", "tokens")
+
+    def __init__(self, tokens: KeyTokens) -> None:
+        self.tokens = tokens
+        wide = np.flatnonzero(tokens >> np.uint64(32))
+        first = int(wide[0]) if len(wide) else len(tokens)
+        self._narrow = tokens[:first].astype(_DTYPE[NARROW]).tobytes()
+        self._wide: bytes | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, start: int, end: int, width: int) -> bytes:
+        """Tokens [start, end); in narrow form only those before the first that needs more."""
+        if width == NARROW:
+            return self._narrow[start * NARROW : end * NARROW]
+        if self._wide is None:
+            self._wide = self.tokens.astype(_DTYPE[WIDE]).tobytes()
+        return self._wide[start * WIDE : end * WIDE]
+
+    def stored(self, start: int, end: int) -> tuple[bytes, int]:
+        """Tokens [start, end) in the narrowest form that holds them, and its width."""
+        narrow = self.cut(start, end, NARROW)
+        if len(narrow) == (end - start) * NARROW:
+            return narrow, NARROW
+        return self.cut(start, end, WIDE), WIDE
+
+
+def tokens_of(text: bytes, width: int) -> KeyTokens:
+    return np.frombuffer(text, dtype=_DTYPE[width]).astype(np.uint64)
+
 
 class Child(Protocol):
+    """`text`: its tokens, each of `width` bytes."""
+
     @property
-    def text(self) -> bytes:
-        """Its tokens as `sortable` makes them: half of a node's memory, so there is one copy."""
-        ...
+    def text(self) -> bytes: ...
+
+    @property
+    def width(self) -> int: ...
 
 
 C = TypeVar("C", bound=Child)
-NARROW, WIDE = ">u4", ">u8"
-"""Token ids fit 32 bits; only the digests that stand for pictures need 64."""
-
-
-def sortable(tokens: KeyTokens) -> bytes:
-    """Bytes that sort like the tokens; a leading byte tells how wide they are."""
-    narrow = not len(tokens) or int(tokens.max()) < 1 << 32
-    return bytes([narrow]) + tokens.astype(NARROW if narrow else WIDE).tobytes()
-
-
-def tokens_of(text: bytes) -> KeyTokens:
-    return np.frombuffer(text, dtype=NARROW if text[0] else WIDE, offset=1).astype(np.uint64)
-
-
-def n_tokens_of(text: bytes) -> int:
-    return (len(text) - 1) // (4 if text[0] else 8)
 
 
 class Children(Generic[C]):
     """No two children have the same tokens."""
 
-    __slots__ = ("_children", "_is_wide")
+    __slots__ = ("_children", "_width")
 
     def __init__(self) -> None:
         self._children: list[C] = []
-        self._is_wide = False
-        """Some child has tokens that need 64 bits: all are compared as such."""
+        self._width = NARROW
+        """That of the widest child: all are compared in it."""
 
     def __len__(self) -> int:
         return len(self._children)
@@ -61,8 +87,8 @@ class Children(Generic[C]):
         return iter(self._children)
 
     def add(self, child: C) -> None:
-        if not child.text[0] and not self._is_wide:
-            self._is_wide = True
+        if child.width > self._width:
+            self._width = child.width
             self._children.sort(key=self._key)
         self._children.insert(self._place(self._key(child)), child)
 
@@ -71,76 +97,73 @@ class Children(Generic[C]):
         assert self._children[i] is child
         del self._children[i]
 
-    def get(self, tokens: KeyTokens) -> C | None:
+    def get(self, text: Text, start: int, end: int) -> C | None:
         """The child with exactly these tokens."""
-        text = self._text(tokens)
-        i = self._place(text)
-        found = i < len(self) and self._key(self._children[i]) == text
-        return self._children[i] if found else None
+        wanted = text.cut(start, end, self._width)
+        if len(wanted) != (end - start) * self._width:
+            return None
+        i = self._place(wanted)
+        there = i < len(self._children) and self._key(self._children[i]) == wanted
+        return self._children[i] if there else None
 
-    def closest(self, tokens: KeyTokens) -> Iterator[tuple[C, int]]:
-        """Children that share at least a token with these, with how many; most shared first."""
-        text = self._text(tokens)
-        right = self._place(text)
+    def closest(self, text: Text, start: int) -> Iterator[tuple[C, int]]:
+        """Children that share at least a token with the text from `start` on, with how many.
+
+        Most shared first.
+        """
+        wanted = text.cut(start, len(text), self._width)
+        right = self._place(wanted)
         left = right - 1
-        n_left, n_right = self._shared(left, text), self._shared(right, text)
+        n_left, n_right = self._shared(left, wanted), self._shared(right, wanted)
         while n_left or n_right:
             if n_right >= n_left:
                 yield self._children[right], n_right
                 right += 1
-                n_right = self._shared(right, text)
+                n_right = self._shared(right, wanted)
             else:
                 yield self._children[left], n_left
                 left -= 1
-                n_left = self._shared(left, text)
+                n_left = self._shared(left, wanted)
 
-    def prefixes(self, tokens: KeyTokens) -> Iterator[C]:
-        """Children whose tokens these begin with, longest first."""
-        text = self._text(tokens)
-        while text:
-            i = self._place(text)
-            if i < len(self) and self._key(self._children[i]) == text:
+    def prefixes(self, text: Text, start: int, end: int) -> Iterator[C]:
+        """Children that tokens [start, end) begin with, longest first."""
+        wanted = text.cut(start, end, self._width)
+        while wanted:
+            i = self._place(wanted)
+            if i < len(self._children) and self._key(self._children[i]) == wanted:
                 yield self._children[i]
-                n = len(text) // self._width - 1
+                n = len(wanted) // self._width - 1
             else:
                 # A prefix of the text sorts before it, and so shares all of its tokens with every
                 # string between the two: it is no longer than what the neighbour shares.
-                n = self._shared(i - 1, text)
-            text = text[: n * self._width]
+                n = self._shared(i - 1, wanted)
+            wanted = wanted[: n * self._width]
 
-    def longer(self, tokens: KeyTokens) -> Iterator[C]:
-        """Children that begin with these tokens, the child with exactly these among them."""
-        text = self._text(tokens)
-        for i in range(self._place(text), len(self)):
-            if not self._key(self._children[i]).startswith(text):
+    def longer(self, text: Text, start: int, end: int) -> Iterator[C]:
+        """Children that begin with tokens [start, end), the child with exactly these among them."""
+        wanted = text.cut(start, end, self._width)
+        if len(wanted) != (end - start) * self._width:
+            return
+        for i in range(self._place(wanted), len(self._children)):
+            if not self._key(self._children[i]).startswith(wanted):
                 return
             yield self._children[i]
 
-    @property
-    def _width(self) -> int:
-        return 8 if self._is_wide else 4
-
     def _key(self, child: C) -> bytes:
-        if child.text[0] and self._is_wide:
-            return tokens_of(child.text).astype(WIDE).tobytes()
-        return child.text[1:]
+        if child.width == self._width:
+            return child.text
+        return tokens_of(child.text, child.width).astype(_DTYPE[self._width]).tobytes()
 
-    def _text(self, tokens: KeyTokens) -> bytes:
-        if not self._is_wide and len(tokens) and int(tokens.max()) >= 1 << 32:
-            # No child goes on as far as the first wide token.
-            tokens = tokens[: int(np.argmax(tokens >= 1 << 32))]
-        return tokens.astype(WIDE if self._is_wide else NARROW).tobytes()
+    def _place(self, wanted: bytes) -> int:
+        return bisect_left(self._children, wanted, key=self._key)
 
-    def _place(self, text: bytes) -> int:
-        return bisect_left(self._children, text, key=self._key)
-
-    def _shared(self, i: int, text: bytes) -> int:
-        """Tokens that the i-th child and the text begin with alike; 0 where there is no such child."""
-        if not 0 <= i < len(self):
+    def _shared(self, i: int, wanted: bytes) -> int:
+        """Tokens that the i-th child and these begin with alike; 0 where there is no such child."""
+        if not 0 <= i < len(self._children):
             return 0
         other = self._key(self._children[i])
-        n = min(len(text), len(other))
-        if text[:n] == other[:n]:
+        n = min(len(wanted), len(other))
+        if wanted[:n] == other[:n]:
             return n // self._width
-        a, b = (np.frombuffer(t, dtype=np.uint8, count=n) for t in (text, other))
+        a, b = (np.frombuffer(t, dtype=np.uint8, count=n) for t in (wanted, other))
         return int(np.argmax(a != b)) // self._width

@@ -5,26 +5,27 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+from firn.cache.children import Text
 from firn.cache.codecs import Arrays, At, evaluate, joined_copy, slice_tokens
-from firn.cache.holdings import Holdings
-from firn.cache.index import Mark, Node, Record
 from firn.cache.layout import Layout
-from firn.cache.match import common_prefix
 from firn.cache.parts import Part
+from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Piece
-from firn.core.keys import KeyTokens
+from firn.cache.tree import Mark, Node, Record
 from firn.core.ports import LiveRow
 
 
 class Committer:
-    def __init__(self, holdings: Holdings, layout: Layout, *, exact_chunk: int) -> None:
-        self._held = holdings
-        self._needs = holdings.needs
+    def __init__(self, records: Records, layout: Layout, *, exact_chunk: int) -> None:
+        self._records = records
+        self._tree = records.tree
+        self._needs = records.needs
         self._layout = layout
-        self._block = holdings.identity.block
+        self._block = records.identity.block
         self._exact_chunk = exact_chunk
         # A ring smaller than a block loses tokens before the block is whole: they are saved in
         # pieces. One token more may be in flight when the pieces are cut.
@@ -66,39 +67,46 @@ class Committer:
         if self._needs.state:
             self._commit_state(trail, row, at, Mark.REPLY_END, new)
         elif row.n_tokens > trail.node.end:
-            values = trail.values(trail.node.end, row.n_tokens)
-            cover = self._cover(trail.node, values)
+            cut = trail.cut(trail.node.end, row.n_tokens)
+            cover = next((c for c in trail.node.children.longer(*cut) if self._is_whole(c)), None)
             if cover is not None:
-                self._held.extend_life(cover, trail.control.ttl_s)
-            else:
-                tail = self._held.index.child(trail.node, values)
-                with self._held.leased(tail):
-                    if self._store(trail, tail, row, at, new):
-                        self._supersede(tail)
+                self._records.extend_life(cover, trail.control.ttl_s)
+                return
+            tail = self._tree.child(trail.node, *cut)
+            with self._leased(tail):
+                if self._store(trail, tail, row, at, new):
+                    self._supersede(tail)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[list[Record]]:
-        """Collects new records and computes them at the end; after a fault none of them stays."""
+        """Collects what is computed now, and computes it; after a fault none of it stays."""
         new: list[Record] = []
         try:
             yield new
-            evaluate([r.payload for r in new if r.payload is not None])
+            evaluate([r.arrays for r in new if r.arrays is not None])
         except Exception:
-            self._held.take_back(new)
+            self._records.take_back(new)
             raise
-        self._held.spill(r for r in new if r.alive)
+        self._records.spill(r for r in new if r.alive)
+
+    @contextmanager
+    def _leased(self, node: Node) -> Iterator[None]:
+        """Hold on to a node that is being filled."""
+        self._tree.lease(node)
+        try:
+            yield
+        finally:
+            self._records.unlease(node)
 
     def _commit_block(self, trail: CacheTrail, row: LiveRow, at: At, new: list[Record]) -> bool:
         start = trail.node.end
-        i = start // self._block
-        key = trail.keys[i] if i < len(trail.keys) else None
-        values = trail.values(start, start + self._block)
-        node = self._held.index.child(trail.node, values, key=key)
-        with self._held.leased(node):
+        node = self._tree.child(trail.node, *trail.cut(start, start + self._block))
+        with self._leased(node):
             if not self._store(trail, node, row, at, new):
                 return False
             self._supersede(node)
-            trail.move(node, self._held)
+            self._tree.move_lease(trail.node, node)
+            trail.node = node
         trail.pieces = [p for p in trail.pieces if p.end > node.end]
         trail.n_saved = max(trail.n_saved, node.end)
         return True
@@ -110,49 +118,47 @@ class Committer:
         n = row.n_tokens
         node = trail.node
         if n != node.end:
-            node = self._held.index.child(trail.node, trail.values(trail.node.end, n))
+            node = self._tree.child(trail.node, *trail.cut(trail.node.end, n))
         if node.parent is None:
             return
-        with self._held.leased(node):
+        with self._leased(node):
             if node is not trail.node and not self._store(trail, node, row, at, new):
                 return
-            known = node.records.get(Part.STATE)
-            if known is not None and (known.payload is not None or known.stored):
-                self._held.used([known])
-                return
-            payload = self._layout.cut(Part.STATE, row.live_layers, at, 0, n)
-            self._keep(node, Part.STATE, payload, mark, new)
+            self._keep(
+                node,
+                Part.STATE,
+                lambda: self._layout.cut(Part.STATE, row.live_layers, at, 0, n),
+                mark,
+                new,
+            )
 
     def _store(
         self, trail: CacheTrail, node: Node, row: LiveRow, at: At, new: list[Record]
     ) -> bool:
-        """Give the node its pages and window, unless it has them. False: there is no room."""
-        self._held.lease(node)
-        try:
-            for part in self._needs.by_block:
-                known = node.records.get(part)
-                if known is not None and (known.payload is not None or known.stored):
-                    self._held.used([known])
-                    continue
-                if not self._keep(
-                    node, part, self._cut(part, trail, node, row, at), Mark.TURN, new
-                ):
-                    trail.writes = False
-                    return False
-            self._held.extend_life(node, trail.control.ttl_s)
-            return True
-        finally:
-            self._held.unlease(node)
+        """Give the node its pages and window, unless memory has them. False: there is no room."""
+        self._tree.limit_life(node, trail.control.ttl_s)
+        for part in self._needs.by_block:
+            cut = partial(self._cut, part, trail, node, row, at)
+            if not self._keep(node, part, cut, Mark.TURN, new):
+                trail.writes = False
+                return False
+        self._records.extend_life(node, trail.control.ttl_s)
+        return True
 
     def _keep(
-        self, node: Node, part: Part, payload: list[Arrays], mark: Mark, new: list[Record]
+        self,
+        node: Node,
+        part: Part,
+        cut: Callable[[], list[Arrays]],
+        mark: Mark,
+        new: list[Record],
     ) -> bool:
         known = node.records.get(part)
-        if known is not None:  # on its way to a tier below: it may come back to memory at once
-            self._held.promote(known, payload)
+        if known is not None and known.arrays is not None and not known.leaving:
             return True
-        record = self._held.add(node, part, payload, mark)
-        if record is not None:
+        arrays = cut()
+        record = self._records.keep(node, part, arrays, mark)
+        if record is not None and record.arrays is arrays:
             new.append(record)
         return record is not None
 
@@ -169,29 +175,20 @@ class Committer:
         trail.pieces.append(Piece(trail.n_saved, row.n_tokens, cut))
         trail.n_saved = row.n_tokens
 
-    def _cover(self, parent: Node, values: KeyTokens) -> Node | None:
-        """A child that holds these tokens and maybe more."""
-        return next(
-            (
-                c
-                for c in parent.children.values()
-                if len(c.values) >= len(values)
-                and common_prefix(c.values, values) == len(values)
-                and all(map(c.has, self._needs.by_block))
-            ),
-            None,
-        )
+    def _is_whole(self, node: Node) -> bool:
+        """Whether a resume inside this node could have all it needs of it."""
+        there = (node.records.get(part) for part in self._needs.by_block)
+        return all(r is not None and r.obtainable for r in there)
 
     def _supersede(self, node: Node) -> None:
         """Tails that a longer node contains are of no more use, unless they hold a state."""
         assert node.parent is not None
-        for other in list(node.parent.children.values()):
-            if len(other.values) >= len(node.values) or other.has(Part.STATE) or other.n_leases:
+        text = Text(node.tokens)
+        for other in list(node.parent.children.prefixes(text, 0, len(text) - 1)):
+            if Part.STATE in other.records or other.n_leases or other.n_pins:
                 continue
-            if other.n_pins or other.children or other.expires_at > node.expires_at:
-                continue
-            if common_prefix(other.values, node.values) == len(other.values):
-                self._held.forget(other)
+            if not len(other.children) and other.expires_at <= node.expires_at:
+                self._records.forget(other)
 
 
 def _join_pieces(pieces: Sequence[Piece], start: int, end: int) -> list[Arrays]:

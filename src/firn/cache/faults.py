@@ -26,6 +26,13 @@ class Missing(TierError):
         super().__init__(reason)
 
 
+class Unwanted(TierError):
+    """Nobody waits for the record any more, so it was not read."""
+
+    def __init__(self) -> None:
+        super().__init__("unwanted")
+
+
 class Damaged(TierError):
     """The bytes are not those that were written, or not those of the record asked for."""
 

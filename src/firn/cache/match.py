@@ -10,17 +10,22 @@ pages cover [0, p), windows cover [p - reach, p), a state lies exactly at p.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-import numpy as np
-
-from firn.cache.index import Node, Record
+from firn.cache.children import Text
 from firn.cache.parts import Needs, Part
-from firn.core.keys import Key, KeyTokens
+from firn.cache.tree import Node, Record, Root, Tree
+
+MAX_SIBLINGS = 64
+"""Children of one node that are looked at: those that share most with the prompt."""
 
 Have = Callable[[Record], bool]
 """Whether a record can be had: in memory now, or in memory after a load."""
+Ranges = Sequence[tuple[int, int]]
+"""Half-open ranges of positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,170 +38,135 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An empty match is a match: n_tokens 0, no segments, no records."""
+    """A resume point. An empty match is one: no tokens, no segments, no records."""
 
     n_tokens: int
-    segments: tuple[Segment, ...]
-    records: tuple[Record, ...]
+    segments: tuple[Segment, ...] = ()
+    records: tuple[Record, ...] = ()
     """Every record that a resume here reads."""
-    n_shared: int
-    reason: str
-    """Why not more: '' when all but the last token is there."""
 
     @property
     def state(self) -> Record | None:
         return next((r for r in self.records if r.part is Part.STATE), None)
 
-    def by_tier(self, is_below: Callable[[Record], bool]) -> dict[str, int]:
+    def origins(self, origin: Callable[[Record], str]) -> Counter[str]:
         """Tokens by where they come from. Blocks of which nothing is read are in the last state."""
-        read, below = set(self.records), 0
+        read, found = set(self.records), Counter[str]()
         for segment in self.segments:
             own = [r for r in segment.node.records.values() if r in read]
-            if any(map(is_below, own or self.records[-1:])):
-                below += segment.n_tokens
-        found = {"memory": self.n_tokens - below, "ssd": below}
-        return {name: n for name, n in found.items() if n}
+            places = {origin(r) for r in own or self.records[-1:]}
+            place = next(iter(places)) if len(places) == 1 else next(iter(places - {MEMORY}))
+            found[place] += segment.n_tokens
+        return found
 
 
-Ranges = Sequence[tuple[int, int]]
-"""Half-open ranges of positions."""
+MEMORY = "memory"
+NOTHING = Match(0)
 
 
-def find(
-    root: Node,
-    values: KeyTokens,
-    keys: Sequence[Key],
-    needs: Needs,
-    have: Have,
-    *,
-    unbroken: Ranges = (),
-) -> Match:
-    """The longest prefix of the prompt that every layer can resume at."""
-    return next(options(root, values, keys, needs, have, unbroken=unbroken))
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A prompt's way down the tree, as far as it goes."""
+
+    root: Root
+    text: Text
+    path: Sequence[Node]
+    n_shared: int
+    block: int
+    unbroken: Ranges = ()
+
+    @property
+    def limit(self) -> int:
+        """The last position where this prompt could resume: its last token makes the logits."""
+        return self.before(min(self.n_shared, len(self.text) - 1))
+
+    def before(self, position: int) -> int:
+        """The position itself, or the start of the unbroken range that it would cut."""
+        cut = (start for start, end in self.unbroken if start < position < end)
+        return next(cut, position)
+
+    def node(self, n_blocks: int) -> Node:
+        """The end of the first blocks."""
+        return self.path[n_blocks - 1] if n_blocks else self.root
 
 
-def options(
-    root: Node,
-    values: KeyTokens,
-    keys: Sequence[Key],
-    needs: Needs,
-    have: Have,
-    *,
-    unbroken: Ranges = (),
-) -> Iterator[Match]:
-    """Every resume point, last first; the empty match comes last. None lies inside `unbroken`."""
-    path = _walk(root, values, keys)
-    branch = path[-1] if path else root
-    best, n_best = _closest_child(branch, values)
-    n_shared = branch.end + n_best
-    limit = _before(min(n_shared, len(values) - 1), unbroken)
-    stock = _Stock.of(path, needs, have)
-    for p, tail in _candidates(root, path, best, values, limit, needs):
-        if _before(p, unbroken) != p:
-            continue
-        records = stock.records(p, tail)
-        if records is not None:
-            whole = p >= len(values) - 1
-            why = "" if whole else _reason(p, n_shared, limit, needs)
-            yield Match(p, stock.segments(p, tail), records, n_shared, why)
-    yield Match(0, (), (), n_shared, _reason(0, n_shared, limit, needs))
+def walk(tree: Tree, root: Root, text: Text, *, unbroken: Ranges = ()) -> Walk:
+    path = tree.walk(root, text)
+    last = path[-1] if path else root
+    n_more = next((n for _, n in last.children.closest(text, last.end)), 0)
+    return Walk(root, text, path, last.end + n_more, tree.block, unbroken)
 
 
-def _before(position: int, unbroken: Ranges) -> int:
-    """The position itself, or the start of the range that it would cut."""
-    return next((start for start, end in unbroken if start < position < end), position)
+def points(way: Walk, needs: Needs, have: Have) -> Iterator[Match]:
+    """Every resume point, last first; the empty match comes last."""
+    stock = _Stock.of(way, needs, have)
+    for p, tail in _candidates(way, stock):
+        if 0 < p and way.before(p) == p and p % needs.grid == 0:
+            records = stock.records(p, tail)
+            if records is not None:
+                yield Match(p, stock.segments(p, tail), records)
+    yield NOTHING
 
 
-def _walk(root: Node, values: KeyTokens, keys: Sequence[Key]) -> list[Node]:
-    path: list[Node] = []
-    node = root
-    for key in keys:
-        child = node.children.get(key)
-        if child is None or not np.array_equal(child.values, values[child.start : child.end]):
-            break
-        path.append(child)
-        node = child
-    return path
-
-
-def _closest_child(node: Node, values: KeyTokens) -> tuple[Node | None, int]:
-    """The child that shares most with what follows, and how many tokens that is."""
-    rest = values[node.end :]
-    best, n_best = None, 0
-    for child in node.children.values():
-        n = common_prefix(child.values, rest)
-        if n > n_best or (n == n_best and n and best and len(child.values) > len(best.values)):
-            best, n_best = child, n
-    return best, n_best
-
-
-def common_prefix(a: KeyTokens, b: KeyTokens) -> int:
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
-
-
-def _candidates(
-    root: Node,
-    path: Sequence[Node],
-    best: Node | None,
-    values: KeyTokens,
-    limit: int,
-    needs: Needs,
-) -> list[tuple[int, Node | None]]:
+def _candidates(way: Walk, stock: _Stock) -> Iterator[tuple[int, Node | None]]:
     """Positions worth checking, last first, each with the node that covers its partial block."""
-    if needs.state:
-        return _state_positions(root, path, values, limit)
-    found: list[tuple[int, Node | None]] = []
-    path_end = path[-1].end if path else 0
-    if best is not None and limit > path_end and needs.grid == 1:
-        found.append((limit, best))
-    for node in reversed(path):
+    if stock.needs.state:
+        yield from _state_positions(way)
+        return
+    limit = way.limit
+    n_blocks = stock.n_blocks
+    if stock.needs.grid == 1:
+        # Behind the last whole block that can be had: whichever child shares most and can be had.
+        last = way.node(n_blocks)
+        for child, n in islice(last.children.closest(way.text, last.end), MAX_SIBLINGS):
+            if stock.has_block(child):
+                p = way.before(min(last.end + n, limit))
+                if p > last.end:
+                    yield p, child
+                    break
+    for node in reversed(way.path[:n_blocks]):
         if node.end <= limit:
-            found.append((node.end, None))
-        elif node.start < limit and needs.grid == 1:
-            found.append((limit, node))
-    return [(p, n) for p, n in found if p % needs.grid == 0]
+            yield node.end, None
+        elif node.start < limit and stock.needs.grid == 1:
+            yield limit, node
 
 
-def _state_positions(
-    root: Node, path: Sequence[Node], values: KeyTokens, limit: int
-) -> list[tuple[int, Node | None]]:
+def _state_positions(way: Walk) -> Iterator[tuple[int, Node | None]]:
     """Every state on the way: at the ends of whole blocks, and in tails that the prompt contains."""
-    found: list[tuple[int, Node | None]] = []
-    on_path = set(map(id, path))
-    for node in (root, *path):
-        if node.has(Part.STATE) and 0 < node.end <= limit:
-            found.append((node.end, None))
-        for child in node.children.values():
-            if child.has(Part.STATE) and child.end <= limit and id(child) not in on_path:
-                agrees = np.array_equal(child.values, values[child.start : child.end])
-                if agrees:
-                    found.append((child.end, child))
-    return sorted(found, key=lambda c: -c[0])
+    limit = way.limit
+    for i in range(len(way.path), -1, -1):
+        node = way.node(i)
+        goes_on = i < len(way.path)
+        if len(node.children) > goes_on:
+            end = min(node.end + way.block - goes_on, limit)
+            for tail in node.children.prefixes(way.text, node.end, end):
+                if Part.STATE in tail.records:
+                    yield tail.end, tail
+        if i and node.end <= limit and Part.STATE in node.records:
+            yield node.end, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Stock:
     """What can be had of the path, found out once: a long path has hundreds of resume points.
 
-    pages: of the first blocks, up to the first that is missing.
+    n_blocks: of the path, those before the first whose pages cannot be had.
     unbroken_from: for i blocks, the first from which on all their windows can be had.
     """
 
+    way: Walk
     needs: Needs
     have: Have
-    path: Sequence[Node]
-    whole: tuple[Segment, ...]
+    n_blocks: int
     pages: tuple[Record, ...]
     windows: tuple[Record | None, ...]
     unbroken_from: tuple[int, ...]
 
     @classmethod
-    def of(cls, path: Sequence[Node], needs: Needs, have: Have) -> _Stock:
+    def of(cls, way: Walk, needs: Needs, have: Have) -> _Stock:
         def of_part(part: Part) -> Iterator[Record | None]:
-            found = (node.records.get(part) for node in path)
-            return (r if r is not None and have(r) else None for r in found)
+            there = (node.records.get(part) for node in way.path)
+            return (r if r is not None and have(r) else None for r in there)
 
         pages: list[Record] = []
         if needs.pages:
@@ -208,31 +178,31 @@ class _Stock:
         unbroken_from = [0]
         for i, window in enumerate(windows):
             unbroken_from.append(unbroken_from[-1] if window is not None else i + 1)
-        whole = tuple(Segment(n, len(n.values)) for n in path)
-        return cls(needs, have, path, whole, tuple(pages), windows, tuple(unbroken_from))
+        n_blocks = len(pages) if needs.pages else len(way.path)
+        return cls(way, needs, have, n_blocks, tuple(pages), windows, tuple(unbroken_from))
+
+    def has_block(self, node: Node) -> bool:
+        there = (node.records.get(part) for part in self.needs.by_block)
+        return all(r is not None and self.have(r) for r in there)
 
     def segments(self, p: int, tail: Node | None) -> tuple[Segment, ...]:
         """The whole blocks before p, then the node that covers the rest."""
-        if tail is None:
-            return self.whole[: self._n_whole(p)]
-        return (*self.whole[: self._n_whole(tail.start)], Segment(tail, p - tail.start))
+        n = (p if tail is None else tail.start) // self.way.block
+        whole = tuple(Segment(node, self.way.block) for node in self.way.path[:n])
+        return whole if tail is None else (*whole, Segment(tail, p - tail.start))
 
     def records(self, p: int, tail: Node | None) -> tuple[Record, ...] | None:
         """What a resume at p reads; None if some of it cannot be had."""
-        n = self._n_whole(p if tail is None else tail.start)
-        last = tail or (self.path[n - 1] if n else None)
-        if (
-            last is None
-            or (tail is None and last.end != p)
-            or len(self.pages) < n * self.needs.pages
-        ):
+        n = (p if tail is None else tail.start) // self.way.block
+        if n > self.n_blocks:
             return None
         found = list(self.pages[:n])
         if self.needs.window:
-            first = max(p - self.needs.window, 0) // len(self.path[0].values) if n else 0
+            first = max(p - self.needs.window, 0) // self.way.block
             if self.unbroken_from[n] > first:
                 return None
             found += [w for w in self.windows[first:n] if w is not None]
+        last = tail if tail is not None else self.way.node(n)
         wanted = self.needs.by_block if tail is not None else ()
         for part in (*wanted, *((Part.STATE,) if self.needs.state else ())):
             record = last.records.get(part)
@@ -240,17 +210,3 @@ class _Stock:
                 return None
             found.append(record)
         return tuple(found)
-
-    def _n_whole(self, end: int) -> int:
-        """How many blocks of the path lie before this position."""
-        return min(end // len(self.path[0].values), len(self.path)) if self.path else 0
-
-
-def _reason(p: int, n_shared: int, limit: int, needs: Needs) -> str:
-    if n_shared == 0:
-        return "cold"
-    if p < limit:
-        if needs.state:
-            return "no state checkpoint"
-        return "off the grid" if needs.grid > 1 else "evicted"
-    return f"diverged at token {n_shared}"

@@ -1,197 +1,266 @@
-"""Finding a prompt's stored prefix and bringing it back, from memory or from below it.
+"""Bringing a prompt's stored prefix back, from memory or from below it.
 
-A load is worth its time only if computing takes longer: the resume point with the earliest predicted
-first token wins, be it the longest or not. Whatever goes wrong with a load, the request goes on from a
-shorter prefix.
+What is in memory is resumed at once. What is below is loaded while the rest is computed, and the row
+jumps ahead when the two meet (see plan.py). Whatever goes wrong with a load, the request goes on.
 
 Owner: the engine thread, through the prefix cache.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+from firn.cache.below import Arrived, Below
 from firn.cache.codecs import Arrays, slice_tokens
-from firn.cache.holdings import Holdings
-from firn.cache.index import Node, Record
+from firn.cache.faults import Damaged, Missing, TierError
 from firn.cache.layout import Layout
-from firn.cache.match import Match, find, options
+from firn.cache.match import MEMORY, Match, Walk, points, walk
 from firn.cache.parts import Part
+from firn.cache.plan import EVICTED, NOT_YET, SLOWER, SWITCHED_OFF, Plan, make_plan, why_not_more
+from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Loading, Piece
+from firn.cache.tree import Node, Record
+from firn.core.events import Admitted
 from firn.core.ports import Restored
 
-MAX_OPTIONS = 64
-"""Resume points that are weighed against each other."""
-MAX_ATTEMPTS = 3
-MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
-
-SWITCHED_OFF = Match(0, (), (), 0, "reading switched off")
+MAX_PLANS = 3
+"""A load that fails is planned again, so often."""
+NEIGHBOUR = "neighbour"
+"""Where tokens come from that another request computed at the same time."""
+Payloads = dict[tuple[Node, Part], list[Arrays]]
 
 
 class Restorer:
-    def __init__(self, holdings: Holdings, layout: Layout, *, saves_pieces: bool) -> None:
-        self._held = holdings
-        self._saves_pieces = saves_pieces
-        self._needs = holdings.needs
+    def __init__(self, records: Records, layout: Layout, *, saves_pieces: bool) -> None:
+        self._records = records
+        self._needs = records.needs
         self._layout = layout
+        self._saves_pieces = saves_pieces
 
-    # --- fetching --------------------------------------------------------------------------
+    # --- planning and loading --------------------------------------------------------------
 
-    def fetch(self, trail: CacheTrail) -> None:
-        """Start to load what the best resume point needs from below memory."""
-        if self._held.store is None or not trail.control.read:
+    def plan(self, trail: CacheTrail, *, start: int = 0) -> Plan:
+        return make_plan(
+            self._walk(trail),
+            self._needs,
+            self._records.estimates,
+            lambda record: self._tier_of(record).name,
+            start=start,
+            have=_at_hand(trail),
+        )
+
+    def begin(self, trail: CacheTrail, *, start: int = 0) -> None:
+        """Hold on to what can be resumed now, and start to load what is worth it."""
+        if not trail.control.read:
             return
-        match = self.choose(trail)
-        missing = [r for r in match.records if r.payload is None and r not in trail.loaded]
-        if not missing:
+        plan = self.plan(trail, start=start)
+        trail.n_plans += 1
+        trail.is_slower = plan.is_slower
+        self._lease(trail, plan.now)
+        if not plan.loads:
             return
-        nbytes = sum(r.nbytes for r in missing)
-        predicted = self._held.estimates.load_s(nbytes)
-        now = self._held.clock()
-        deadline = now + max(MIN_DEADLINE_S, DEADLINE_FACTOR * predicted)
-        trail.loading = Loading(set(missing), nbytes, began=now, deadline=deadline)
-        trail.n_fetches += 1
-        for record in match.records:
-            record.n_leases += 1
-            trail.leased.append(record)
-        for record in missing:
-            self._held.store.load(record)
+        now = trail.clock()
+        loading = trail.loading = Loading(
+            plan.n_tokens,
+            set(plan.loads),
+            now,
+            now + plan.patience_s,
+            now + plan.busy_patience_s,
+            front=start,
+        )
+        for record in plan.loads:
+            self._tier_of(record).load(record, _wanted(loading, record))
 
-    def arrived(self, trail: CacheTrail, record: Record, payload: list[Arrays] | None) -> None:
-        """A load ended, well (with a payload) or not."""
+    def arrived(self, trail: CacheTrail, tier: Below, news: Arrived) -> None:
+        record = news.record
         loading = trail.loading
         if loading is None or record not in loading.missing:
             return
         loading.missing.discard(record)
-        if payload is None:
-            loading.failed = True
-        else:
-            trail.loaded[record] = payload
-        if loading.missing:
+        loading.nbytes[tier.name] = loading.nbytes.get(tier.name, 0) + record.nbytes
+        loading.last_at = news.at
+        trail.loaded[record] = tier.name, news.arrays
+        if not loading.missing:
+            self.end_loading(trail)
+
+    def lost(self, trail: CacheTrail, record: Record, error: TierError) -> None:
+        """A record that was to be loaded cannot be: plan again with what is left."""
+        loading = trail.loading
+        if loading is None or record not in loading.missing:
             return
-        trail.loading = None
-        if not loading.failed:
-            self._held.estimates.saw_load(loading.nbytes, self._held.clock() - loading.began)
-        elif trail.n_fetches < MAX_ATTEMPTS:
-            self.fetch(trail)
+        self.end_loading(trail)
+        trail.failed = _failure(error)
+        if trail.n_plans < MAX_PLANS:
+            self.begin(trail, start=loading.front)
 
-    def choose(self, trail: CacheTrail) -> Match:
-        """The resume point with the earliest predicted first token."""
-        n_prompt = len(trail.prompt)
-        found = options(
-            trail.root,
-            trail.prompt,
-            trail.keys,
-            self._needs,
-            _obtainable,
-            unbroken=trail.unbroken,
-        )
-        best, best_s, slower = None, 0.0, False
-        for match in _spread(found):
-            nbytes = sum(r.nbytes for r in match.records if r.payload is None)
-            seconds = self._held.estimates.load_s(nbytes)
-            seconds += self._held.estimates.prefill_s(match.n_tokens, n_prompt)
-            if best is None or seconds < best_s:
-                slower = best is not None
-                best, best_s = match, seconds
-            if not nbytes:
-                break  # what is shorter and in memory too can only be slower
-        assert best is not None
-        if slower:
-            self._held.stats.dropped["slower to load than to compute"] += 1
-        return best
+    def passed(self, trail: CacheTrail, n_tokens: int) -> None:
+        """So many tokens are computed: what was on its way for those is not needed any more."""
+        loading = trail.loading
+        if loading is None:
+            return
+        loading.front = trail.node.end  # only what is committed can be resumed with the rest
+        loading.missing = {r for r in loading.missing if loading.wants(r)}
+        if not loading.missing or n_tokens >= loading.n_tokens:
+            self.end_loading(trail)
 
-    # --- restoring -------------------------------------------------------------------------
+    def end_loading(self, trail: CacheTrail) -> None:
+        loading, trail.loading = trail.loading, None
+        if loading is None:
+            return
+        loading.over = True
+        for tier, nbytes in loading.nbytes.items():
+            self._records.estimates.saw_load(tier, nbytes, loading.last_at - loading.began)
+
+    # --- resuming --------------------------------------------------------------------------
 
     def match(self, trail: CacheTrail) -> Match:
         """The longest prefix that can be restored right now."""
         if not trail.control.read:
-            return SWITCHED_OFF
-
-        def have(record: Record) -> bool:
-            return record.payload is not None or record in trail.loaded
-
-        return find(
-            trail.root, trail.prompt, trail.keys, self._needs, have, unbroken=trail.unbroken
-        )
+            return Match(0)
+        return next(points(self._walk(trail), self._needs, _at_hand(trail)))
 
     def resume(self, trail: CacheTrail, match: Match) -> Restored:
         """Let the trail go on from the match; the layers are filled when the row is made."""
-        loaded, trail.loaded = trail.loaded, {}
-        self._held.used(match.records)
-        whole = [s.node for s in match.segments if s.n_tokens == self._held.identity.block]
-        if whole:
-            trail.move(whole[-1], self._held)
+        end = match.segments[-1].node
+        self._records.used(end, again=True)
+        whole = [s.node for s in match.segments if s.n_tokens == self._records.identity.block]
+        if whole and whole[-1].end > trail.node.end:
+            self._records.tree.move_lease(trail.node, whole[-1])
+            trail.node = whole[-1]
         if trail.writes:
-            self._held.extend_life(match.segments[-1].node, trail.control.ttl_s)
+            self._records.extend_life(end, trail.control.ttl_s)
         trail.n_saved = trail.node.end
+        payloads = {(r.node, r.part): _arrays(trail, r) for r in match.records}
         if self._saves_pieces and match.n_tokens > trail.node.end:
             last = match.segments[-1]
-            saved = _payload(last.node, Part.WINDOW, last.n_tokens, loaded)
+            saved = _sliced(last.node, Part.WINDOW, last.n_tokens, payloads)
             trail.pieces = [Piece(trail.node.end, match.n_tokens, saved)]
             trail.n_saved = match.n_tokens
         trail.due = {p: m for p, m in trail.due.items() if p > match.n_tokens}
+        trail.n_restored = match.n_tokens
         return Restored(
             match.n_tokens,
-            lambda layers: self._fill(layers, match, loaded),
-            loaded_nbytes=sum(r.nbytes for r in loaded),
+            lambda layers: self._fill(layers, match, payloads),
+            nbytes=sum(r.nbytes for r in match.records),
         )
 
-    def tiers(self, trail: CacheTrail, match: Match) -> tuple[tuple[str, int], ...]:
-        """How many of the match's tokens came from where. A load counts, even if it is held by now."""
-        return tuple(match.by_tier(lambda r: r in trail.loaded).items())
+    def origins(self, trail: CacheTrail, match: Match, *, ahead: bool = False) -> Counter[str]:
+        """How many of the match's tokens came from where. A load counts, even if it is held by now.
 
-    def _fill(self, layers: list[Any], match: Match, loaded: dict[Record, list[Arrays]]) -> None:
+        ahead: what is in memory by now was not when the trail began.
+        """
+        here = NEIGHBOUR if ahead else MEMORY
+        return match.origins(lambda r: trail.loaded[r][0] if r in trail.loaded else here)
+
+    def jumped(self, trail: CacheTrail, match: Match, n_computed: int) -> None:
+        """The row skips tokens [n_computed, match.n_tokens): say where they came from."""
+        n_skipped = match.n_tokens - n_computed
+        tail = _tail(match, n_computed)
+        tiers = Counter(dict(trail.found.tiers)) + self.origins(trail, tail, ahead=True)
+        n_cached = trail.found.n_cached + n_skipped
+        trail.found = Admitted(n_cached, tuple(tiers.items()), self.why(trail, match.n_tokens))
+
+    def why(self, trail: CacheTrail, n_tokens: int) -> str:
+        """Why a prompt that goes on at this position got no further without computing."""
+        if not trail.control.read:
+            return SWITCHED_OFF
+        way = self._walk(trail)
+        if n_tokens >= len(way.text) - 1:
+            return ""
+        if trail.loading is not None:
+            return NOT_YET
+        if trail.failed:
+            return trail.failed
+        if trail.is_slower:
+            return SLOWER
+        return why_not_more(self._records.tree, way, self._needs, n_tokens)
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _walk(self, trail: CacheTrail) -> Walk:
+        return walk(self._records.tree, trail.root, trail.prompt, unbroken=trail.unbroken)
+
+    def _tier_of(self, record: Record) -> Below:
+        """The first, so the fastest, that has it."""
+        return next(tier for tier in self._records.tiers if tier.has(record))
+
+    def _lease(self, trail: CacheTrail, match: Match) -> None:
+        for record in match.records:
+            self._records.tree.lease_record(record)
+            trail.leased.append(record)
+
+    def unlease(self, trail: CacheTrail) -> None:
+        for record in trail.leased:
+            self._records.tree.unlease_record(record)
+        if trail.leased:
+            trail.leased.clear()
+            self._records.memory.let_go()
+
+    def _fill(
+        self, layers: list[Any], match: Match, payloads: Payloads
+    ) -> None:
         try:
-            self._fill_parts(layers, match, loaded)
+            self._fill_parts(layers, match, payloads)
         except Exception as e:  # the engine starts an empty row instead
-            self._held.failed("fill", e)
+            self._records.failed("fill", e)
             raise
 
     def _fill_parts(
-        self, layers: list[Any], match: Match, loaded: dict[Record, list[Arrays]]
+        self, layers: list[Any], match: Match, payloads: Payloads
     ) -> None:
         n = match.n_tokens
         if self._needs.pages:
-            pieces = [_payload(s.node, Part.PAGES, s.n_tokens, loaded) for s in match.segments]
+            pieces = [_sliced(s.node, Part.PAGES, s.n_tokens, payloads) for s in match.segments]
             self._layout.fill(Part.PAGES, layers, pieces, n)
         if self._needs.window:
             pieces, covered = [], 0
             for s in match.segments:
                 covered += s.n_tokens
                 if covered > n - self._needs.window:
-                    pieces.append(_payload(s.node, Part.WINDOW, s.n_tokens, loaded))
+                    pieces.append(_sliced(s.node, Part.WINDOW, s.n_tokens, payloads))
             self._layout.fill(Part.WINDOW, layers, pieces, n)
         if match.state is not None:
-            state = _of(match.state, loaded)
-            self._layout.fill(Part.STATE, layers, [state], n)
+            self._layout.fill(Part.STATE, layers, [payloads[match.state.node, Part.STATE]], n)
 
 
-def _spread(options: Iterable[Match]) -> Iterator[Match]:
-    """So many of them, evenly over the prompt: the longest, the empty one, and some between."""
-    last, gap = math.inf, 0.0
-    for match in options:
-        if not match.n_tokens or last - match.n_tokens >= gap:
-            gap = gap or match.n_tokens / MAX_OPTIONS
-            last = match.n_tokens
-            yield match
+def _at_hand(trail: CacheTrail) -> Callable[[Record], bool]:
+    return lambda record: record.arrays is not None or record in trail.loaded
 
 
-def _obtainable(record: Record) -> bool:
-    return record.payload is not None or record.stored
+def _wanted(loading: Loading, record: Record) -> Callable[[], bool]:
+    return lambda: loading.wants(record)
 
 
-def _of(record: Record, loaded: dict[Record, list[Arrays]]) -> list[Arrays]:
-    payload: list[Arrays] = loaded.get(record) or record.payload
-    return payload
+def _arrays(trail: CacheTrail, record: Record) -> list[Arrays]:
+    if record in trail.loaded:
+        return trail.loaded[record][1]
+    arrays: list[Arrays] = record.arrays
+    return arrays
 
 
-def _payload(
-    node: Node, part: Part, n_tokens: int, loaded: dict[Record, list[Arrays]]
+def _sliced(
+    node: Node, part: Part, n_tokens: int, payloads: Payloads
 ) -> list[Arrays]:
-    layers = _of(node.records[part], loaded)
-    if n_tokens == len(node.values):
+    layers = payloads[node, part]
+    if n_tokens == node.n_tokens:
         return layers
     return [slice_tokens(a, 0, n_tokens) for a in layers]
+
+
+def _tail(match: Match, start: int) -> Match:
+    """The match's tokens from here on, cut inside a block if need be."""
+    segments, at = [], 0
+    for segment in match.segments:
+        end = at + segment.n_tokens
+        if end > start:
+            segments.append(type(segment)(segment.node, end - max(at, start)))
+        at = end
+    return Match(match.n_tokens - start, tuple(segments), match.records)
+
+
+def _failure(error: TierError) -> str:
+    if isinstance(error, Damaged):
+        return "damaged"
+    return EVICTED if isinstance(error, Missing) else "read failed"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
+from firn.cache.children import Text
 from firn.cache.codecs import Arrays
-from firn.cache.index import Mark, Node, Record
+from firn.cache.tree import Mark, Node, Record, Root
 from firn.core.events import Admitted
-from firn.core.keys import Key, KeyTokens
+from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl
 
 
@@ -26,21 +26,25 @@ class Piece:
 
 @dataclass(eq=False)
 class Loading:
-    """Records on their way from below memory."""
+    """Records on their way from below memory, for a resume at `n_tokens`."""
 
+    n_tokens: int
     missing: set[Record]
-    nbytes: int
     began: float
-    deadline: float
-    failed: bool = False
+    patience_until: float
+    busy_patience_until: float
+    front: int = 0
+    """What is computed meanwhile: records before it are of no more use. Read by I/O threads."""
+    over: bool = False
+    """Likewise."""
+    nbytes: dict[str, int] = field(default_factory=dict)
+    """What has arrived, by tier."""
+    last_at: float = 0.0
+    failed: str = ""
+    """Why one of them will not come."""
 
-
-class Leases(Protocol):
-    """Keeps a node, and with it all above it, from being evicted."""
-
-    def lease(self, node: Node) -> None: ...
-
-    def unlease(self, node: Node) -> None: ...
+    def wants(self, record: Record) -> bool:
+        return not self.over and record.node.end > self.front
 
 
 @dataclass(eq=False)
@@ -49,9 +53,8 @@ class CacheTrail:
     # [0, node.end) committed   [node.end, row.n_tokens) not yet   [n_prompt, ...) the reply
     """
 
-    root: Node
-    prompt: KeyTokens
-    keys: Sequence[Key]
+    root: Root
+    prompt: Text
     boundaries: Sequence[int]
     hints: Sequence[int]
     control: CacheControl
@@ -68,40 +71,50 @@ class CacheTrail:
     pieces: list[Piece] = field(default_factory=list)
     n_saved: int = 0
     """Window layers' tokens up to here are in records or pieces."""
-    loading: Loading | None = None
-    loaded: dict[Record, list[Arrays]] = field(default_factory=dict)
-    """What was loaded for this trail: held here too, so that nothing can evict it before its use."""
     leased: list[Record] = field(default_factory=list)
-    n_fetches: int = 0
+    """What it is about to resume from."""
+    loading: Loading | None = None
+    loaded: dict[Record, tuple[str, list[Arrays]]] = field(default_factory=dict)
+    """What was loaded for it, and from where: kept here too, so that nothing can evict it before use."""
+    n_plans: int = 0
+    failed: str = ""
+    """Why the last load failed, where it did."""
+    is_slower: bool = False
+    """Something stored was left alone: computing it is faster."""
+    n_restored: int = 0
+    kind: str = ""
+    """What sort of hit it was; '' before it was looked up."""
     found: Admitted = Admitted(0)
+    counted: bool = False
     closed: bool = False
 
     @property
-    def ready(self) -> bool:
-        """Nothing is on its way any more, or it took too long."""
-        return self.loading is None or self.clock() > self.loading.deadline
+    def racing(self) -> bool:
+        """Something is on its way that would let it skip a part of its prompt."""
+        return self.loading is not None
+
+    def waits(self, *, busy: bool) -> bool:
+        """Whether what is on its way should come sooner than another chunk is computed."""
+        loading = self.loading
+        if loading is None:
+            return False
+        until = loading.busy_patience_until if busy else loading.patience_until
+        return self.clock() < until
 
     def wants(self, n_tokens: int) -> bool:
         return self.writes and n_tokens - self.n_saved >= self.step
 
-    def move(self, node: Node, leases: Leases) -> None:
-        """Go on to a deeper block."""
-        leases.lease(node)
-        previous, self.node = self.node, node
-        leases.unlease(previous)
-
-    def unlease_records(self) -> None:
-        for record in self.leased:
-            record.n_leases -= 1
-        self.leased.clear()
-
-    def values(self, start: int, end: int) -> KeyTokens:
-        """Key tokens [start, end) of the prompt and the reply."""
+    def cut(self, start: int, end: int) -> tuple[Text, int, int]:
+        """Tokens [start, end) of the prompt and the reply: a text, and where in it they are."""
         n_prompt = len(self.prompt)
         if end <= n_prompt:
-            return self.prompt[start:end]
-        reply = self.reply[max(start - n_prompt, 0) : end - n_prompt]
-        return np.concatenate([self.prompt[start:], np.array(reply, dtype=np.uint64)])
+            return self.prompt, start, end
+        return Text(self.tokens(start, end)), 0, end - start
+
+    def tokens(self, start: int, end: int) -> KeyTokens:
+        n_prompt = len(self.prompt)
+        reply = self.reply[max(start - n_prompt, 0) : max(end - n_prompt, 0)]
+        return np.concatenate([self.prompt.tokens[start:end], np.array(reply, dtype=np.uint64)])
 
     @property
     def n_known(self) -> int:

@@ -1,0 +1,372 @@
+"""A tier below memory, seen from the engine thread: spilling, loading, and what others changed.
+
+Arrays become host bytes and come back on the engine thread; hashing, files and waiting belong to the I/O
+threads. Their results arrive in a queue that `poll` empties between two steps, a little at a time while
+there are rows to decode.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from firn.cache.codecs import Arrays
+from firn.cache.codecs._host import from_host, to_host
+from firn.cache.container import Header, Layers, Loaded
+from firn.cache.faults import TierError, TierFault, Unwanted
+from firn.cache.tiers import Entry, Gone, Name, Stored, Usage
+from firn.cache.tree import Record, Tree
+from firn.core.keys import Key, KeyTokens
+from firn.core.ports import Load
+
+BUSY_SHARE = 0.02
+"""Spilling may take this much of the engine's time while requests run; all of it when none do."""
+MAX_CREDIT_S = 0.05
+PATIENCE_S = 2.0
+"""So long records wait while somebody waits for a first token: that comes first."""
+POLL_BUSY_S = 0.005
+"""Results are taken in for so long between two steps while there is other work."""
+RESCAN_S = 10.0
+TOUCH_EVERY_S = 60.0
+N_TOUCHED = 4096
+Done = Callable[[Any], None]
+Wanted = Callable[[], bool]
+
+
+class Io(Protocol):
+    """The I/O threads of one tier. `done` gets a result or a TierError, on their side."""
+
+    def try_write(
+        self, header: Header, buffers: Sequence[Any], *, used_at: float, done: Done
+    ) -> bool:
+        """False: the queue is full."""
+        ...
+
+    def has_room(self, nbytes: int) -> bool: ...
+
+    def defer_writes(self, wanted: bool) -> None:
+        """Leave queued writes alone for a while, or no longer."""
+        ...
+
+    def read(
+        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
+    ) -> None:
+        """`wanted` is asked, on an I/O thread, just before the read: Unwanted if it is not."""
+        ...
+
+    def delete(self, names: Iterable[Name]) -> None: ...
+
+    def touch(self, stamps: Mapping[Name, float]) -> None:
+        """These count as used then, unless they were used later."""
+        ...
+
+    def scan(self, batch: Callable[[Sequence[Entry | Gone]], None], done: Done) -> None:
+        """What is stored, and later what others changed: in batches, then `done`."""
+        ...
+
+    def usage(self) -> Usage: ...
+
+    def close(self) -> object:
+        """Flush what is queued, in bounded time."""
+        ...
+
+
+class Catalogue(Protocol):
+    """What a record says of itself in a tier."""
+
+    def header(self, record: Record, layers: Layers) -> Header: ...
+
+    def tokens(self, record: Record) -> KeyTokens: ...
+
+
+# --- what poll tells -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A record was read and verified, at this time of the cache's clock, and made into arrays."""
+
+    record: Record
+    arrays: list[Arrays]
+    at: float
+    array_s: float
+    """What making the arrays took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A record could not be read: it is not there any more."""
+
+    record: Record
+    error: TierError
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    record: Record
+    evicted: tuple[Name, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """A record was not written."""
+
+    record: Record
+    error: TierError
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A piece of what a scan saw: records that others added or took away."""
+
+    changes: Sequence[Entry | Gone]
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A scan is over; the first has told of everything."""
+
+
+News = Arrived | Lost | Written | Unwritten | Seen | Scanned
+
+
+class Below:
+    def __init__(
+        self,
+        name: str,
+        io: Io,
+        tree: Tree,
+        catalogue: Catalogue,
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wake` is called from an I/O thread when there is something to poll."""
+        self.name = name
+        self.number = tree.add_tier()
+        self._io = io
+        self._tree = tree
+        self._catalogue = catalogue
+        self._wake = wake
+        self._clock = clock
+        self._results: queue.SimpleQueue[tuple[Record | None, Any, float]] = queue.SimpleQueue()
+        """With the time when it came."""
+        self._to_spill: deque[tuple[Record, float]] = deque()
+        """With the time since when it waits."""
+        self._unwritten: dict[Record, None] = {}
+        """In their order; a fault of the tier stood in their way."""
+        self._lent: dict[Record, Sequence[memoryview]] = {}
+        """Bytes that are being written. They may be an array's own: it must die on this thread."""
+        self._loading: dict[Record, list[Wanted]] = {}
+        """With those who want it."""
+        self._touched: dict[Key, float] = {}
+        self._credit_s = MAX_CREDIT_S
+        self._last_poll = clock()
+        self._last_scan = clock()
+        self._scanning = False
+
+    # --- orders ----------------------------------------------------------------------------
+
+    def spill(self, record: Record) -> None:
+        """Write the record soon."""
+        self._to_spill.append((record, self._clock()))
+
+    def spill_now(self, record: Record) -> None:
+        """Write a record that is about to leave memory, as soon as the queue has room."""
+        if not self._is_on_its_way(record) and not self._write(record):
+            self._to_spill.appendleft((record, self._clock() - PATIENCE_S))
+
+    def load(self, record: Record, wanted: Wanted) -> None:
+        """Read the record, if it is still wanted when its turn comes; `poll` will tell.
+
+        One that is being read already is not read twice.
+        """
+        askers = self._loading.setdefault(record, [])
+        askers.append(wanted)
+        if len(askers) == 1:
+            self._read(record)
+
+    def _read(self, record: Record) -> None:
+        askers = self._loading[record]
+        self._io.read(
+            name_of(record),
+            self._catalogue.tokens(record),
+            self._done(record),
+            wanted=lambda: any(wanted() for wanted in list(askers)),
+        )
+
+    def forget(self, names: Iterable[Name]) -> None:
+        self._io.delete(names)
+
+    def touch(self, records: Iterable[Record], end: Key) -> None:
+        """The records of a chain that ends with this key were just used."""
+        now = self._clock()
+        if now - self._touched.get(end, -TOUCH_EVERY_S) < TOUCH_EVERY_S:
+            return
+        if len(self._touched) >= N_TOUCHED:
+            self._touched.clear()
+        self._touched[end] = now
+        self._io.touch({name_of(r): self._tree.rank(r) for r in records if self.has(r)})
+
+    def has(self, record: Record) -> bool:
+        return bool(record.stored >> self.number & 1)
+
+    def usage(self) -> Usage:
+        return self._io.usage()
+
+    @property
+    def writes(self) -> bool:
+        """Whether the tier takes writes just now."""
+        return self._io.usage().status.state == "ok"
+
+    def close(self) -> None:
+        self._retry()
+        while self._to_spill and self._spill_next():
+            pass
+        self._io.close()
+
+    # --- results ---------------------------------------------------------------------------
+
+    def poll(self, load: Load) -> Iterator[News]:
+        """What happened below, and a share of the spilling. A fraction of both under load."""
+        now, busy = self._clock(), load is not Load.NONE
+        self._io.defer_writes(load is Load.PREFILLING and not self._tree.leaving_nbytes)
+        elapsed, self._last_poll = now - self._last_poll, now
+        self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
+        yield from self.take_results(now + POLL_BUSY_S)
+        while self._to_spill and (not busy or self._may_spill(load, now)):
+            began = self._clock()
+            if not self._spill_next():
+                break
+            self._credit_s -= self._clock() - began
+            if not busy and not self._results.empty():
+                break  # someone waits: the rest comes with the next poll
+        if not self._scanning and now - self._last_scan > RESCAN_S:
+            self._retry()
+            self.scan()
+
+    def scan(self) -> None:
+        """Look at what is stored, or at what others changed since. `poll` tells."""
+        self._scanning = True
+
+        def batch(changes: Sequence[Entry | Gone]) -> None:
+            self._results.put((None, Seen(changes), self._clock()))
+            self._wake()
+
+        self._io.scan(batch, self._done(None))
+
+    def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[News]:
+        """What the I/O threads are done with. wait_s: for the first of it."""
+        while True:
+            try:
+                record, result, at = self._results.get(wait_s > 0, wait_s or None)
+            except queue.Empty:
+                return
+            wait_s = 0.0
+            news = self._news(record, result, at)
+            if news is not None:
+                yield news
+            if self._clock() > until:
+                if not self._results.empty():
+                    self._wake()
+                return
+
+    @property
+    def idle(self) -> bool:
+        """Nothing can be spilled now: none is left, or the queue is full and a write will wake us."""
+        return not self._to_spill or not self._io.has_room(self._to_spill[0][0].nbytes)
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _news(self, record: Record | None, result: Any, at: float) -> News | None:
+        if record is None:
+            return self._scan_news(result)
+        self._lent.pop(record, None)
+        if isinstance(result, Stored):
+            self._tree.set_stored(record, self.number)
+            return Written(record, result.evicted)
+        if isinstance(result, Loaded):
+            self._loading.pop(record, None)
+            began = self._clock()
+            arrays = from_host(result.header.layers, result.buffers)
+            return Arrived(record, arrays, at, self._clock() - began)
+        if isinstance(result, Unwanted):
+            if any(wanted() for wanted in self._loading[record]):
+                self._read(record)  # somebody asked for it meanwhile
+            else:
+                del self._loading[record]
+            return None
+        if record.writing >> self.number & 1:
+            self._tree.set_writing(record, self.number, on=False)
+            if isinstance(result, TierFault):
+                self._unwritten[record] = None
+            return Unwritten(record, result)
+        self._loading.pop(record, None)
+        self._tree.set_gone(record, self.number)
+        return Lost(record, result)
+
+    def _scan_news(self, result: Any) -> News | None:
+        if isinstance(result, Seen):
+            return result
+        self._scanning = False
+        self._last_scan = self._clock()
+        return Scanned()
+
+    def _retry(self) -> None:
+        """Spill again what a fault kept back; while the fault lasts, one record, to find out."""
+        ours = [r for r in self._unwritten if r.alive and r.arrays is not None]
+        ours.sort(key=lambda r: r.node.start)
+        n = len(ours) if self.writes else 1
+        self._unwritten = dict.fromkeys(ours[n:])
+        for record in ours[:n]:
+            self.spill(record)
+
+    def _may_spill(self, load: Load, now: float) -> bool:
+        if load is Load.PREFILLING and now - self._to_spill[0][1] < PATIENCE_S:
+            return False
+        return self._credit_s > 0
+
+    def _is_on_its_way(self, record: Record) -> bool:
+        return bool((record.stored | record.writing) >> self.number & 1)
+
+    def _spill_next(self) -> bool:
+        """Queue one record; False when the write queue is full."""
+        record, since = self._to_spill.popleft()
+        if record.arrays is None or self._is_on_its_way(record) or not record.alive:
+            return True
+        if self._write(record):
+            return True
+        self._to_spill.appendleft((record, since))
+        return False
+
+    def _write(self, record: Record) -> bool:
+        if not self._io.has_room(record.nbytes):
+            return False
+        layers, buffers = to_host(record.arrays)
+        accepted = self._io.try_write(
+            self._catalogue.header(record, layers),
+            buffers,
+            used_at=self._tree.rank(record),
+            done=self._done(record),
+        )
+        if accepted:
+            self._tree.set_writing(record, self.number, on=True)
+            self._lent[record] = buffers
+        return accepted
+
+    def _done(self, record: Record | None) -> Done:
+        def done(result: Any) -> None:
+            self._results.put((record, result, self._clock()))
+            self._wake()
+
+        return done
+
+
+def name_of(record: Record) -> Name:
+    return Name(record.node.key, record.part)
