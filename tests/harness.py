@@ -85,10 +85,23 @@ def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "ti
 
 
 class Eager(Estimates):
-    """Loading is worth its time whatever it takes: tiny models would sooner compute."""
+    """Loading is worth waiting for whatever it takes: tiny models would sooner compute."""
 
-    def load_s(self, nbytes: int) -> float:
-        return 0.0
+    @property
+    def knows_prefill(self) -> bool:
+        return True
+
+    def knows_tier(self, tier: str) -> bool:
+        return True
+
+    def load_s(self, tier: str, nbytes: int) -> float:
+        return 20.0
+
+    def prefill_s(self, start: int, end: int) -> float:
+        return 1e6 * (end - start)
+
+    def chunk_s(self, start: int) -> float:
+        return 1e6
 
 
 class Harness:
@@ -130,10 +143,11 @@ class Harness:
                     layout, settings, fingerprint=fingerprint, dtype=info.dtype, clock=clock
                 )
                 if tier is not None:
-                    cache.held.estimates = Eager()
+                    cache.records.estimates = Eager()
                     self.io = TierIo(tier)
                     known = [Namespace(n) for n in namespaces]
-                    cache.open_store(self.io, namespaces=known, wake=lambda: self.engine.wake())
+                    wake = lambda: self.engine.wake()  # noqa: E731
+                    cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
             return Parts(runner, cache, budget, Limits(max_rows, 10_000, chunk, aligned=exact))
 

@@ -305,9 +305,13 @@ class DictTrail:
     control: CacheControl
     reply: Sequence[int] = ()
     found: Admitted = Admitted(0)
-    ready: bool = True
+    racing: bool = False
+    patient: bool = False
     closed: bool = False
     n_stored: int = 0
+
+    def waits(self, *, busy: bool) -> bool:
+        return self.patient
 
     def wants(self, n_tokens: int) -> bool:
         return n_tokens - self.n_stored >= WORTH_A_RESTORE
@@ -323,11 +327,14 @@ class DictCache:
     `corrupt`: restoring raises half-way, as a damaged record might.
     """
 
-    def __init__(self, *, corrupt: bool = False, ready: bool = True) -> None:
+    def __init__(
+        self, *, corrupt: bool = False, racing: bool = False, patient: bool = False
+    ) -> None:
         self.store: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self.corrupt = corrupt
-        self.ready = ready
-        """What `open` says of new trails: False while something would still be read."""
+        self.racing = racing
+        self.patient = patient
+        """What `open` says of new trails: something is on its way, and worth waiting for."""
         self.trails: list[DictTrail] = []
         """Those still open: what would be leases."""
         self.room_nbytes: int | None = None
@@ -335,7 +342,7 @@ class DictCache:
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictTrail:
         trail = DictTrail(namespace, tuple(int(t) for t in prompt.ids), control)
-        trail.ready = self.ready
+        trail.racing, trail.patient = self.racing, self.patient
         self.trails.append(trail)
         return trail
 

@@ -20,12 +20,12 @@ def test_fifty_sessions_in_memory_for_ten(model: str) -> None:
     with Oracle(model) as measured:
         one = measured.exam(0, n_facts=6)
         assert measured.wrong([one]) == []
-        session_nbytes = measured.cache.held.pool.held.total_nbytes
+        session_nbytes = measured.cache.records.memory.nbytes
     with Oracle(model, cache_nbytes=10 * session_nbytes) as oracle:
         exams = [oracle.exam(seed, n_facts=6) for seed in range(50)]
         assert oracle.wrong(exams, rounds=2) == []
         assert oracle.cache.stats.evictions
-        assert oracle.cache.held.pool.held.total_nbytes <= 10 * session_nbytes
+        assert oracle.cache.records.memory.nbytes <= 10 * session_nbytes
         assert not oracle.cache.stats.faults
 
 

@@ -81,7 +81,7 @@ def check(oracle: Oracle) -> None:
     settle(oracle)
     faults = oracle.cache.stats.faults
     assert all(reason.startswith("read: ") for reason in faults), faults
-    assert oracle.cache.held.pool.held.total_nbytes <= oracle.cache.settings.limit_nbytes
+    assert oracle.cache.records.memory.nbytes <= oracle.cache.settings.limit_nbytes
 
 
 @pytest.mark.parametrize("model", MODELS)

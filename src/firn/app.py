@@ -33,7 +33,6 @@ from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
-from firn.cache.tiers import TierError
 from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier, suggested_limit
 from firn.config import Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
@@ -439,10 +438,7 @@ def _add_ssd(config: Config, cache: PrefixTree, model: ModelInfo, wake: Callable
         model=ModelNote(model.fingerprint, model.name, model.path),
     )
     io = TierIo(SsdTier(settings), flush_timeout_s=FLUSH_S, progress=_flushing)
-    try:
-        cache.open_store(io, namespaces=_keys(config).namespaces, wake=wake)
-    except TierError as e:
-        log.warning("ssd cache: %s cannot be read: %s", folder, e)
+    cache.add_tier("ssd", io, namespaces=_keys(config).namespaces, wake=wake)
     log.info("ssd cache: %s, at most %.1f GiB (--no-ssd-cache turns it off)", folder, limit / GIB)
 
 

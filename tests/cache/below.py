@@ -13,20 +13,21 @@ DEADLINE_S = 60.0
 def on_its_way(harness: Harness) -> dict[str, int]:
     """Everything that must be nought when nobody asks anything. On the engine thread."""
     cache, health, io = harness.cache, harness.engine.health(), harness.io.threads.counts()
-    store = cache.held.store
-    assert store is not None
+    (below,) = cache.records.tiers
     found = {
         "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
         "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
-        "trails that wait": len(cache._open),
-        "loads": len(store._loading),
-        "records to spill": len(store._to_spill),
-        "records being written": sum(r.writing for r in records_of(cache)),
+        "trails that race": len(cache._racing),
+        "loads": len(below._loading),
+        "records to spill": len(below._to_spill),
+        "records being written": sum(r.writing != 0 for r in records_of(cache)),
         "leases": n_leases(cache),
-        "pins": sum(n.n_pins for n in cache.held.index.nodes()),
+        "pins": sum(n.n_pins for n in cache.records.tree.nodes()),
         "orders": sum(io.n_queued.values()) + sum(io.n_running.values()),
         "queued bytes": io.write_nbytes,
-        "results": store._results.qsize(),
+        "records that leave": cache.records.tree.leaving_nbytes,
+        "a scan": int(below._scanning),
+        "results": below._results.qsize(),
     }
     return {what: n for what, n in found.items() if n}
 

@@ -7,6 +7,7 @@ garbage. On top of `HashRunner` that makes every wrong block a wrong answer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,10 +17,10 @@ import numpy as np
 
 from firn.cache.codecs import ALL_TOKENS, Arrays, At
 from firn.cache.estimates import Estimates
-from firn.cache.index import Node, Record
 from firn.cache.layout import Layout
 from firn.cache.parts import Needs, Part
 from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.tree import Held, Node, Record
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.ports import Restored
 from firn.core.values import Job, Prompt
@@ -215,13 +216,14 @@ def tree(
     limit_nbytes: int = 1 << 40,
     exact_chunk: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
+    wall: Callable[[], float] = time.time,
     fingerprint: bytes = b"lab",
 ) -> PrefixTree:
     settings = CacheSettings(limit_nbytes=limit_nbytes, block=block, exact_chunk=exact_chunk)
     made = PrefixTree(
-        shape.layout(), settings, fingerprint=fingerprint, dtype="tokens", clock=clock
+        shape.layout(), settings, fingerprint=fingerprint, dtype="tokens", clock=clock, wall=wall
     )
-    made.held.estimates = Steady()
+    made.records.estimates = Steady()
     return made
 
 
@@ -284,77 +286,99 @@ def prompt_of(ids: Sequence[int], boundaries: Sequence[int] = ()) -> Prompt:
 
 
 def records_of(tree: PrefixTree) -> list[Record]:
-    return [r for n in tree.held.index.nodes() for r in n.records.values()]
+    return [r for n in tree.records.tree.nodes() for r in n.records.values()]
 
 
 def n_leases(tree: PrefixTree) -> int:
-    nodes = [*tree.held.index.roots(), *tree.held.index.nodes()]
-    return sum(n.n_leases + sum(r.n_leases for r in n.records.values()) for n in nodes)
+    inner = tree.records.tree
+    leased = sum(root.n_leases for root in inner.roots())
+    return leased + sum(r.n_leases for r in records_of(tree))
 
 
 def check_tree(tree: PrefixTree) -> None:
     """Every chain is whole, nothing lies about, and the books are right."""
-    for root in tree.held.index.roots():
-        assert root.children or root.n_leases, "an empty root was left behind"
-        _check_occupied(root)
-    for node in tree.held.index.nodes():
+    for root in tree.records.tree.roots():
+        used = len(root.children) or root.n_leases or root.cleared_at > 0
+        assert used, "an empty root was left behind"
+        _check_branch(root)
+    for node in tree.records.tree.nodes():
         _check_node(node, tree)
     check_books(tree)
 
 
 def check_books(tree: PrefixTree) -> None:
-    """What the pool says that it holds is what the records hold."""
-    held = [r for r in records_of(tree) if r.payload is not None]
+    """What the tree says that memory and tiers hold is what the records hold."""
+    inner = tree.records.tree
+    every = records_of(tree)
+    held = [r for r in every if r.arrays is not None and not r.leaving]
+    _check_held(inner.memory, held)
+    for record in held:
+        nbytes = sum(a.nbytes for layer in record.arrays for a in layer if a is not None)
+        assert nbytes == record.nbytes
+    for tier, counted in enumerate(inner.tiers):
+        _check_held(counted, [r for r in every if r.stored >> tier & 1])
+    assert inner.leaving_nbytes == sum(r.nbytes for r in every if r.leaving)
+    for root in inner.roots():
+        own = [r for n in inner.below(root) for r in n.records.values()]
+        _check_held(root.memory, [r for r in own if r.arrays is not None and not r.leaving])
+        with_records = [n for n in inner.below(root) if n.records]
+        assert root.n_stored_tokens == sum(n.n_tokens for n in with_records)
+
+
+def _check_held(counted: Held, records: Sequence[Record]) -> None:
     for part in Part:
-        mine = [r for r in held if r.part is part]
-        assert tree.held.pool.held.n_records[part] == len(mine)
-        assert tree.held.pool.held.nbytes[part] == sum(r.nbytes for r in mine)
-        for record in mine:
-            nbytes = sum(a.nbytes for layer in record.payload for a in layer if a is not None)
-            assert nbytes == record.nbytes
+        mine = [r for r in records if r.part is part]
+        assert counted.n_records[part] == len(mine)
+        assert counted.nbytes[part] == sum(r.nbytes for r in mine)
 
 
 def _check_node(node: Node, tree: PrefixTree) -> None:
     assert node.parent is not None
-    assert node.parent.children[node.key] is node
-    assert node.key == child_key(node.parent.key, node.values)
-    assert 0 < len(node.values) <= tree.settings.block
+    assert node in list(node.parent.children)
+    assert node.key == child_key(node.parent.key, node.tokens)
+    assert 0 < node.n_tokens <= tree.settings.block
     assert node.start % tree.settings.block == 0, "only whole blocks have children"
     assert node.start == node.parent.end
-    assert node.records or node.children or node.n_leases, "an empty node was left behind"
+    assert node.root is node.parent.root
+    assert node.records or len(node.children) or node.n_leases, "an empty node was left behind"
     assert node.n_leases >= 0
     assert node.parent.parent is None or node.parent.expires_at >= node.expires_at
-    _check_occupied(node)
-    if tree.held.needs.pages and node.records:
+    _check_branch(node)
+    if tree.records.needs.pages and node.records:
         for above in node.path():
-            assert above.has(Part.PAGES), "a child whose parent's pages are gone"
+            assert Part.PAGES in above.records, "a child whose parent's pages are gone"
     for part, record in node.records.items():
         assert record.part is part
         assert record.node is node
 
 
-def _check_occupied(node: Node) -> None:
-    assert node.n_occupied == sum(c.occupied for c in node.children.values())
+def _check_branch(node: Node) -> None:
+    """What holds for a node holds for those above it."""
+    assert node.n_leases >= sum(c.n_leases for c in node.children)
+    assert node.n_pins >= sum(c.n_pins for c in node.children)
+    for child in node.children:
+        assert node.used_at >= child.used_at or node.parent is None
+        assert node.n_uses >= child.n_uses
 
 
 def longest(tree: PrefixTree, root: Key, values: KeyTokens) -> int:
     """The longest resumable prefix, by trying every position on every chain of the tree."""
-    start = next((r for r in tree.held.index.roots() if r.key == root), None)
+    start = next((r for r in tree.records.tree.roots() if r.key == root), None)
     if start is None:
         return 0
     best = 0
-    for node in tree.held.index.below(start):
+    for node in tree.records.tree.below(start):
         chain = list(reversed(list(node.path())))
-        agrees = all(np.array_equal(n.values, values[n.start : n.end]) for n in chain[:-1])
+        agrees = all(np.array_equal(n.tokens, values[n.start : n.end]) for n in chain[:-1])
         if not agrees or not chain:
             continue
         n_same = 0
-        for mine, theirs in zip(node.values, values[node.start :], strict=False):
+        for mine, theirs in zip(node.tokens, values[node.start :], strict=False):
             if mine != theirs:
                 break
             n_same += 1
         for p in range(node.start + 1, min(node.start + n_same, len(values) - 1) + 1):
-            if p > best and _resumes(chain, p, tree.held.needs):
+            if p > best and _resumes(chain, p, tree.records.needs):
                 best = p
     return best
 
@@ -364,9 +388,9 @@ def _resumes(chain: Sequence[Node], p: int, needs: Needs) -> bool:
         return False
     if needs.grid > 1 and p != chain[-1].end:
         return False  # exact mode takes whole records only
-    if needs.state and not (chain[-1].end == p and chain[-1].has(Part.STATE)):
+    if needs.state and not (chain[-1].end == p and Part.STATE in chain[-1].records):
         return False
-    if needs.pages and not all(n.has(Part.PAGES) for n in chain):
+    if needs.pages and not all(Part.PAGES in n.records for n in chain):
         return False
     reached = [n for n in chain if n.end > p - needs.window]
-    return not needs.window or all(n.has(Part.WINDOW) for n in reached)
+    return not needs.window or all(Part.WINDOW in n.records for n in reached)

@@ -74,10 +74,10 @@ def contents(harness: Harness) -> Contents:
 
     def look() -> Contents:
         return {
-            (node.key, part.value): [bits(a) for layer in record.payload for a in layer]
-            for node in harness.cache.held.index.nodes()
+            (node.key, part.value): [bits(a) for layer in record.arrays for a in layer]
+            for node in harness.cache.records.tree.nodes()
             for part, record in node.records.items()
-            if record.payload is not None
+            if record.arrays is not None
         }
 
     return harness.between_steps(look)

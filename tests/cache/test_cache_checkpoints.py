@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.cache.checkpoints import LATTICE_FROM_TOKENS, MIN_GAP_TOKENS, N_TURNS, due
-from firn.cache.index import Mark
+from firn.cache.tree import Mark
 from firn.core.events import Admitted
 from tests.cache.lab import (
     ALL_KINDS,
@@ -319,6 +319,6 @@ def test_exact_mode_keeps_states_on_chunks_only(shape: Shape) -> None:
         assert Chat(lab, 3, system).turn().n_cached == 128
         ids = prompt_of(5, 200)
         assert [ask(lab, ids, [100], 8).n_cached for _ in range(2)] == [0, 192]
-        ends = {n.end for n in cache.held.index.nodes() if n.records}
+        ends = {n.end for n in cache.records.tree.nodes() if n.records}
         assert all(e % 16 == 0 for e in ends)
         lab.check()

@@ -201,7 +201,7 @@ def test_every_counter_is_what_the_simulator_says(shape: Shape, seed: int) -> No
         mine = Counter({k: n for k, n in simulator.counts.items() if not k.startswith("commits.")})
         check_counts(by_name[name], mine)
     assert everything["memory"]["records"] == len(records_of(cache))
-    assert everything["memory"]["used_bytes"] == cache.held.pool.held.total_nbytes
+    assert everything["memory"]["used_bytes"] == cache.records.memory.nbytes
 
 
 def _next_prompt(rng: random.Random, chats: list[Tokens], i: int) -> Tokens:

@@ -151,7 +151,7 @@ def test_fifty_sessions_in_room_for_ten(kind: str, exact: bool) -> None:
     sessions = [tokens(i, rng.randint(18, 34)) for i in range(50)]
     with running(KINDS[kind], chunk=CHUNK, block=8, exact=exact) as one:
         one.ask(sessions[0] + tokens(99, 20), 2)
-        room = 10 * one.cache.held.pool.held.total_nbytes
+        room = 10 * one.cache.records.memory.nbytes
     options: dict[str, Any] = {"chunk": CHUNK, "block": 8, "exact": exact, "cache_nbytes": room}
     with cold_and_warm(KINDS[kind], **options) as (cold, warm):
         n_reused = 0
@@ -164,9 +164,9 @@ def test_fifty_sessions_in_room_for_ten(kind: str, exact: bool) -> None:
             assert same_bits(a, b) if exact else same_tokens(a, b), (i, b.n_cached)
             n_reused += b.n_cached
             sessions[i] = ids + a.reply + tokens(1000 + i, 7)
-            assert warm.cache.held.pool.held.total_nbytes <= room
+            assert warm.cache.records.memory.nbytes <= room
         assert n_reused > 0
-        assert warm.cache.held.pool.n_evicted > 40
+        assert sum(warm.cache.stats.evictions.values()) > 40
         check(warm)
 
 
@@ -181,7 +181,7 @@ def test_full_mode_says_the_same_away_from_ties(kind: str) -> None:
             ids = base[:n] + tokens(n, 12)
             got = warm.ask(ids, 3, control=CacheControl(write=False))
             assert same_tokens(want(ids, 3), got), (n, got.n_cached)
-            if not warm.cache.held.needs.state:
+            if not warm.cache.records.needs.state:
                 assert got.n_cached >= n
         check(warm)
 
@@ -198,7 +198,7 @@ def test_the_two_modes_and_other_blocks_share_nothing() -> None:
         {"exact": False, "block": 8, "kv_bits": 4},
     ):
         with running(tiny("llama", head_dim=32), chunk=CHUNK, **options) as harness:
-            roots.add(harness.cache.held.identity.root(""))
+            roots.add(harness.cache.records.identity.root(""))
     assert len(roots) == 6
 
 
@@ -216,7 +216,7 @@ def test_quantised_records_are_smaller_and_answer_alike(bits: int, ratio: float)
         ids = tokens(1, 150)
         for harness in (plain, small):
             harness.ask(ids, 4)
-        sizes = [h.cache.held.pool.held.total_nbytes for h in (plain, small)]
+        sizes = [h.cache.records.memory.nbytes for h in (plain, small)]
         assert sizes[1] / sizes[0] == pytest.approx(ratio, rel=1e-6)
         grown = ids + tokens(2, 20)
         a, b = plain.ask(grown, 1), small.ask(grown, 1)

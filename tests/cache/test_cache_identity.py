@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 def identity(folder: Path, adapter: Path | None = None, shape: Shape = DENSE) -> bytes:
     """The root of the tree that a server on this folder would use."""
     cache = tree(shape, fingerprint=fingerprint(folder, adapter=adapter))
-    return cache.held.identity.root(Namespace("alice"))
+    return cache.records.identity.root(Namespace("alice"))
 
 
 def adapter_of(path: Path, scale: float) -> Path:
@@ -74,7 +74,7 @@ def test_how_it_is_served_is_not_a_part_of_it() -> None:
         cache = tree(DENSE, limit_nbytes=limit)
         with LabEngine(DENSE, cache=cache, **options) as lab:
             lab.submit(words(1, 40), 4).wait().check()
-            roots.add(tuple(sorted(n.key for n in cache.held.index.nodes())))
+            roots.add(tuple(sorted(n.key for n in cache.records.tree.nodes())))
     assert len(roots) == 1
 
 

@@ -214,7 +214,7 @@ def test_sessions_that_come_and_go_at_once(shape: Shape, n_sessions: int) -> Non
                 outcome.wait().check()
                 sessions[i] += outcome.tokens() + words(rng.randrange(10_000), 6)
             lab.check()
-        assert cache.held.pool.n_evicted
+        assert sum(cache.stats.evictions.values())
         assert cache.stats.n_tokens_cached > 0
         assert not cache.stats.faults
 
@@ -230,7 +230,7 @@ def test_a_budget_too_small_for_one_prompt_still_serves_it(shape: Shape, limit: 
         for _ in range(2):
             ask(lab, words(1, 200), 30, boundaries=[100])
             ask(lab, words(2, 20), 3)
-        assert cache.held.pool.held.total_nbytes <= limit
+        assert cache.records.memory.nbytes <= limit
         assert not cache.stats.faults
         lab.check()
 
@@ -239,7 +239,7 @@ def test_a_budget_too_small_for_one_prompt_still_serves_it(shape: Shape, limit: 
 def test_fifty_sessions_in_room_for_ten(shape: Shape) -> None:
     with LabEngine(shape, cache=tree(shape, block=BLOCK)) as lab:
         ask(lab, words(0, 80), 10, boundaries=[40])
-        one = lab.tree.held.pool.held.total_nbytes
+        one = lab.tree.records.memory.nbytes
     cache = tree(shape, block=BLOCK, limit_nbytes=10 * one)
     rng = random.Random(11)
     with LabEngine(shape, cache=cache, max_rows=8) as lab:
@@ -248,8 +248,8 @@ def test_fifty_sessions_in_room_for_ten(shape: Shape) -> None:
             sessions[i] = sessions[i][-150:] if len(sessions[i]) > 200 else sessions[i]
             outcome = ask(lab, sessions[i], 10, boundaries=[40])
             sessions[i] += outcome.tokens() + words(rng.randrange(9999), 5)
-            assert cache.held.pool.held.total_nbytes <= 10 * one
-        assert cache.held.pool.n_evicted
+            assert cache.records.memory.nbytes <= 10 * one
+        assert sum(cache.stats.evictions.values())
         assert cache.stats.n_tokens_cached
         lab.check()
 
@@ -370,7 +370,7 @@ def test_a_pinned_prefix_survives_whatever_comes(shape: Shape) -> None:
         clock.now = 100.0
         for i in range(2, 40):
             ask(lab, words(i, 60), 4)
-        assert cache.held.pool.n_evicted
+        assert sum(cache.stats.evictions.values())
         lab.between_steps(partial(cache.set_room, 0))
         lab.between_steps(partial(cache.set_room, 1 << 40))
         assert ask(lab, ids, 1, control=CacheControl(write=False)).n_cached == 49

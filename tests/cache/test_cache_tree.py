@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from firn.cache import admin
-from firn.cache.index import Node, Record
+from firn.cache.tree import Node, Record
 from firn.cache.parts import Part
 from firn.core.errors import BadRequest
 from firn.core.keys import key_tokens
@@ -114,7 +114,7 @@ class Machine(RuleBasedStateMachine):
         self.requests.append(Request(ids, trail))
         if read:
             values = key_tokens(prompt_of(ids).ids)
-            want = longest(self.tree, self.tree.held.identity.root(Namespace(name)), values)
+            want = longest(self.tree, self.tree.records.identity.root(Namespace(name)), values)
             assert self.tree.look_up(prompt_of(ids), Namespace(name)).n_tokens == want
 
     @precondition(lambda self: self.waiting())
@@ -237,7 +237,7 @@ class Machine(RuleBasedStateMachine):
         pool = self.tree.held.pool
         assert pool.limit_nbytes <= self.tree.settings.limit_nbytes
         if pool.held.total_nbytes > pool.limit_nbytes:
-            left = [r for r in records_of(self.tree) if r.payload is not None]
+            left = [r for r in records_of(self.tree) if r.arrays is not None]
             assert not [r for r in left if pool._may_go(r)], "over the limit for no reason"
 
     # --- what always holds -----------------------------------------------------------------
@@ -258,19 +258,19 @@ class Machine(RuleBasedStateMachine):
         trails = [r.trail for r in self.requests if not r.choices and not r.trail.closed]
         trails += [c.trail for r in self.requests for c in r.choices]
         want = Counter(t.node for t in trails if hasattr(t, "node"))
-        nodes = [*self.tree.held.index.roots(), *self.tree.held.index.nodes()]
+        nodes = [*self.tree.records.tree.roots(), *self.tree.records.tree.nodes()]
         assert {n: n.n_leases for n in nodes if n.n_leases} == want
 
     def check_protected(self) -> None:
         """What was pinned or led to a lease before this step is still there."""
         for record, node in self.protected.items():
             assert node.records.get(record.part) is record
-            assert record.payload is not None
+            assert record.arrays is not None
         self.protect()
 
     def protect(self) -> None:
         self.protected = {r: r.node for r in records_of(self.tree) if r.node.n_pins}
-        for node in self.tree.held.index.nodes():
+        for node in self.tree.records.tree.nodes():
             if node.n_leases:
                 for above in node.path():
                     if above.has(Part.PAGES):
@@ -284,9 +284,9 @@ class Machine(RuleBasedStateMachine):
         check_tree(self.tree)
         admin.clear(self.tree)
         assert records_of(self.tree) == []
-        assert list(self.tree.held.index.nodes()) == []
-        assert list(self.tree.held.index.roots()) == []
-        assert self.tree.held.pool.held.total_nbytes == 0
+        assert list(self.tree.records.tree.nodes()) == []
+        assert list(self.tree.records.tree.roots()) == []
+        assert self.tree.records.memory.nbytes == 0
 
     # --- who is where ----------------------------------------------------------------------
 

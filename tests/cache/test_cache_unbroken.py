@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from firn.cache.index import Node, Record
+from firn.cache.tree import Node, Record
 from firn.cache.match import find, options
 from firn.cache.parts import Needs, Part
 from firn.core.keys import Key, KeyTokens, block_keys, child_key

@@ -37,16 +37,16 @@ def resumes_at(load_s: Callable[[float], float]) -> float:
     """What share of a long prompt is taken from below memory, if this share takes so many seconds."""
     ids = words(1, BLOCK * N_BLOCKS)
     cache = tree(DENSE, block=BLOCK)
-    cache.open_store(SickIo(lambda name: None), namespaces=[EVERYONE], wake=lambda: None)
+    cache.add_tier("ssd", SickIo(lambda name: None), namespaces=[EVERYONE], wake=lambda: None)
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(ids, 1).wait().check()
         lab.between_steps(lambda: cache.set_room(0))
-        assert not any(r.payload is not None for r in records_of(cache))
+        assert not any(r.arrays is not None for r in records_of(cache))
         total = sum(r.nbytes for r in records_of(cache))
         prompt = Prompt(np.array([*ids, *words(2, BLOCK)], dtype=np.int64))
 
         def look() -> float:
-            cache.held.estimates = Told(lambda nbytes: load_s(nbytes / total))
+            cache.records.estimates = Told(lambda nbytes: load_s(nbytes / total))
             return cache.look_up(prompt, EVERYONE).n_tokens / len(ids)
 
         return lab.between_steps(look)

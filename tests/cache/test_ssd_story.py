@@ -70,7 +70,7 @@ class Teller:
         large = open_engine(kind, None)
         cold = [ask(large, ids) for ids in PROMPTS]
         records = contents(large)
-        room = large.cache.held.pool.held.total_nbytes * N_HELD // len(PROMPTS)
+        room = large.cache.records.memory.nbytes * N_HELD // len(PROMPTS)
         large.close()
         small = open_engine(kind, self.folder, memory_nbytes=room)
         first = [ask(small, ids) for ids in PROMPTS]

@@ -75,7 +75,7 @@ def test_a_fault_that_ends() -> None:
     now, ids = [0.0], words(1, 40)
     io = SickIo(lambda name: TierFault("disk full"), Status("paused", "disk full"))
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
-    cache.open_store(io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(ids, 4).wait().check()
         settled(lab, now)
@@ -84,7 +84,7 @@ def test_a_fault_that_ends() -> None:
         assert io.n_tries == before + 1, "while it lasts, one record finds out"
         io.fault, io.status = lambda name: None, Status()
         settled(lab, now)
-        held = [r for r in records_of(cache) if r.payload is not None]
+        held = [r for r in records_of(cache) if r.arrays is not None]
         assert {Name(r.node.key, r.part) for r in held} == set(io.written)
         assert all(r.stored for r in held)
         starts = {r.node.key: r.node.start for r in held}
@@ -96,11 +96,11 @@ def test_a_refusal_is_not_asked_for_again_and_again(reason: str) -> None:
     now = [0.0]
     io = SickIo(lambda name: Refused(reason))
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
-    cache.open_store(io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(words(1, 40), 4).wait().check()
         settled(lab, now)
-        n_records = len([r for r in records_of(cache) if r.payload is not None])
+        n_records = len([r for r in records_of(cache) if r.arrays is not None])
         settled(lab, now)
         settled(lab, now)
         assert io.n_tries == (2 if reason == NO_PARENT else 1) * n_records
@@ -110,7 +110,7 @@ def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
     now = [0.0]
     io = SickIo(lambda name: TierFault("disk full"))
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
-    cache.open_store(io, namespaces=[Namespace("")], wake=lambda: None)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(words(1, 40), 4).wait().check()
         settled(lab, now)

@@ -87,8 +87,8 @@ def same_bits(a: Result, b: Result) -> bool:
 def payloads(harness: Harness) -> dict[tuple[bytes, str], list[mx.array]]:
     """Every record in memory, by its content address."""
     found: dict[tuple[bytes, str], list[mx.array]] = {}
-    for node in harness.cache.held.index.nodes():
+    for node in harness.cache.records.tree.nodes():
         for part, record in node.records.items():
-            arrays = [a for layer in record.payload for a in layer if a is not None]
+            arrays = [a for layer in record.arrays for a in layer if a is not None]
             found[node.key, part.value] = arrays
     return found

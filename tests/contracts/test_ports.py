@@ -330,7 +330,8 @@ def visit(
     """One request, as the engine would lead it: how much was cached, and what was said."""
     cache, runner = at.cache, at.runner
     trail = cache.open(prompt, Namespace(namespace), control)
-    assert trail.ready
+    assert not trail.racing
+    assert not trail.waits(busy=False)
     restored = cache.restore(trail)
     row = runner.start(restored)
     if restored is not None:
@@ -412,7 +413,8 @@ def test_a_blank_trail_neither_reads_nor_writes(kind: str) -> None:
     prompt = prompt_of(40)
     visit(at, prompt)
     trail = at.cache.blank()
-    assert trail.ready
+    assert not trail.racing
+    assert not trail.waits(busy=False)
     assert at.cache.restore(trail) is None
     assert at.cache.advance(trail, 0) is None
     assert list(at.cache.stops(trail)) == []

@@ -232,26 +232,48 @@ def test_a_prompt_takes_over_what_its_neighbour_reads() -> None:
 
 
 def test_a_request_waits_for_what_is_being_read_and_holds_nobody_up() -> None:
-    cache = DictCache(ready=False)
-    with HashEngine(cache=cache, max_rows=1) as lab:
+    cache = DictCache(racing=True, patient=True)
+    with HashEngine(cache=cache, max_rows=2) as lab:
         slow = lab.submit(prompt_of(14, 30), 5)
         lab.between_steps()
-        cache.ready = True
+        cache.racing = cache.patient = False
         for i in range(5):
             lab.submit(prompt_of(i, 30), 5).wait().check()
         assert slow.events == []
-        assert lab.engine.health().n_waiting == 1
+        assert lab.engine.health().n_prefilling == 1
 
         def arrived() -> None:
-            cache.trails[0].ready = True
+            cache.trails[0].racing = cache.trails[0].patient = False
 
         lab.between_steps(arrived)
         slow.wait().check()
         assert lab.leftovers() == {}
 
 
+def test_a_request_that_races_is_computed_while_nobody_else_is() -> None:
+    cache = DictCache(racing=True)
+    with HashEngine(cache=cache) as lab:
+        outcome = lab.submit(prompt_of(14, 300), 5).wait().check()
+        assert outcome.n_cached == 0
+        assert lab.leftovers() == {}
+
+
+def test_a_request_that_races_takes_no_chunk_from_one_that_does_not() -> None:
+    cache = DictCache(racing=True)
+    with HashEngine(cache=cache, chunk=16) as lab:
+        gate = lab.hold()
+        racing = lab.submit(prompt_of(14, 300), 1)
+        lab.engine.call(lambda _: setattr(cache, "racing", False))
+        other = lab.submit(prompt_of(15, 160), 1)
+        gate.set()
+        racing.wait().check()
+        other.wait().check()
+        assert lab.runner.prefills[:9] == [(i * 16, i * 16 + 16) for i in range(9)]
+        assert lab.runner.prefills[10][0] == 0, "the one that races comes after it"
+
+
 def test_a_request_can_be_cancelled_while_it_waits_for_a_read() -> None:
-    cache = DictCache(ready=False)
+    cache = DictCache(racing=True, patient=True)
     with HashEngine(cache=cache) as lab:
         gone = lab.submit(prompt_of(14, 30), 5)
         lab.cancel(gone)

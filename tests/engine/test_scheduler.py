@@ -17,19 +17,17 @@ EMPTY = View(
 )
 
 
-def waiting_of(sizes: Sequence[tuple[int, int, bool]]) -> tuple[Waiting, ...]:
+def waiting_of(sizes: Sequence[tuple[int, int]]) -> tuple[Waiting, ...]:
     return tuple(
-        Waiting(RequestId(str(i)), n_rows, need, ready)
-        for i, (n_rows, need, ready) in enumerate(sizes)
+        Waiting(RequestId(str(i)), n_rows, need) for i, (n_rows, need) in enumerate(sizes)
     )
 
 
-waitings = st.lists(
-    st.tuples(st.integers(1, 5), st.integers(0, 100), st.booleans()), max_size=12
-).map(waiting_of)
-prefillings = st.lists(st.integers(1, 10_000), max_size=8).map(
-    lambda lefts: tuple(Prefilling(10 + i, n) for i, n in enumerate(lefts))
-)
+waitings = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 100)), max_size=12).map(waiting_of)
+prefillings = st.lists(
+    st.tuples(st.integers(1, 10_000), st.sampled_from([(False, False), (True, False), (True, True)])),
+    max_size=8,
+).map(lambda some: tuple(Prefilling(10 + i, n, *race) for i, (n, race) in enumerate(some)))
 views = st.builds(
     View,
     waiting=waitings,
@@ -61,17 +59,15 @@ def test_rows_and_bytes_stay_within_their_limits(view: View) -> None:
 
 @given(views)
 def test_admission_is_in_order_of_arrival(view: View) -> None:
-    """Admitted is a prefix of those that are ready: nobody overtakes one who could start."""
-    ready = [w.id for w in view.waiting if w.ready]
+    """Admitted is a prefix of those that wait: nobody overtakes another."""
     admit = list(plan(view).admit)
-    assert admit == ready[: len(admit)]
+    assert admit == [w.id for w in view.waiting][: len(admit)]
 
 
 @given(views)
 def test_whoever_fits_next_is_not_left_waiting(view: View) -> None:
     admit = plan(view).admit
-    ready = [w for w in view.waiting if w.ready]
-    taken, left = ready[: len(admit)], ready[len(admit) :]
+    taken, left = view.waiting[: len(admit)], view.waiting[len(admit) :]
     n_rows = view.n_rows + sum(w.n_rows for w in taken)
     free = view.free_nbytes - sum(w.need_nbytes for w in taken)
     if left:
@@ -79,23 +75,13 @@ def test_whoever_fits_next_is_not_left_waiting(view: View) -> None:
         assert n_rows + left[0].n_rows > view.max_rows or left[0].need_nbytes > free
 
 
-@given(views)
-def test_the_unready_are_passed_over_and_keep_their_place(view: View) -> None:
-    without = replace(view, waiting=tuple(w for w in view.waiting if w.ready))
-    assert plan(view).admit == plan(without).admit
-    ready_now = replace(view, waiting=tuple(replace(w, ready=True) for w in view.waiting))
-    everyone = [w.id for w in view.waiting]
-    admit = list(plan(ready_now).admit)
-    assert admit == everyone[: len(admit)]
-
-
 def test_one_that_does_not_fit_holds_back_smaller_ones_behind_it() -> None:
-    view = replace(EMPTY, waiting=waiting_of([(3, 0, True), (1, 0, True)]), n_rows=2)
+    view = replace(EMPTY, waiting=waiting_of([(3, 0), (1, 0)]), n_rows=2)
     assert plan(view).admit == ()
 
 
 def test_an_empty_engine_takes_what_is_too_large_for_it() -> None:
-    view = replace(EMPTY, waiting=waiting_of([(9, 1 << 40, True), (1, 0, True)]))
+    view = replace(EMPTY, waiting=waiting_of([(9, 1 << 40), (1, 0)]))
     assert plan(view).admit == ("0",)
 
 
@@ -107,23 +93,35 @@ def test_decoders_step_whenever_there_are_any(view: View) -> None:
     assert plan(view).decode == (view.n_decoding > 0)
 
 
+def eligible(view: View) -> list[Prefilling]:
+    """Those that do not race; if there are none, those that do and need not wait."""
+    alone = [p for p in view.prefilling if not p.racing]
+    return alone or [p for p in view.prefilling if not p.waits]
+
+
 @given(views)
 def test_a_chunk_goes_to_someone_whenever_a_prompt_is_unread(view: View) -> None:
-    tasks = [p.task for p in view.prefilling]
+    tasks = [p.task for p in eligible(view)]
     chosen = plan(view).prefill
     assert chosen in tasks if tasks else chosen is None
 
 
 @given(views)
+def test_a_prompt_that_races_takes_no_chunk_from_one_that_does_not(view: View) -> None:
+    without = replace(view, prefilling=tuple(p for p in view.prefilling if not p.racing))
+    if without.prefilling:
+        assert plan(view).prefill == plan(without).prefill
+
+
+@given(views)
 def test_turns_alternate_between_the_oldest_and_the_shortest(view: View) -> None:
-    if view.prefilling:
-        shortest = min(p.n_left for p in view.prefilling)
-        of = {p.task: p.n_left for p in view.prefilling}
+    of = {p.task: p.n_left for p in eligible(view)}
+    if of:
         even = plan(replace(view, turn=2 * view.turn)).prefill
         odd = plan(replace(view, turn=2 * view.turn + 1)).prefill
         assert even is not None
-        assert of[even] == shortest
-        assert odd == view.prefilling[0].task
+        assert of[even] == min(of.values())
+        assert odd == eligible(view)[0].task
 
 
 class Prompts:

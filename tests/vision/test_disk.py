@@ -67,7 +67,7 @@ class Teller:
         asked = prompts(name)
         with an_engine(name, None) as large:
             cold = {label: large.ask(prompt, N_REPLY) for label, prompt in asked.items()}
-            room = large.cache.held.pool.held.total_nbytes // 2
+            room = large.cache.records.memory.nbytes // 2
             prompt = gallery.prompt_of(name, *another())
             other = large.ask(prompt, N_REPLY, control=CacheControl(read=False, write=False))
         with an_engine(name, self.folder, memory_nbytes=room) as small:
@@ -186,7 +186,7 @@ def test_quantised_records_come_back_too(tmp_path: Path, name: str) -> None:
         with quantising_engine(kv_bits=bits) as h:
             assert h.ask(first, 1).n_cached == 0
             settle(h)
-            nbytes[bits] = h.cache.held.pool.held.total_nbytes
+            nbytes[bits] = h.cache.records.memory.nbytes
     assert nbytes[8] < 0.7 * nbytes[0]
     with quantising_engine(kv_bits=8) as h:
         got = h.ask(grown, 1)

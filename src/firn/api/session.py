@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,12 +67,9 @@ from firn.text.reply import ReplyReader
 
 logger = logging.getLogger("firn.api")
 
-
 NOT_ADMITTED = Admitted(0)
 MAX_SCORES = 1 << 18
 """Logprobs of a prompt's tokens in one reply, those of the likeliest ones included."""
-NEIGHBOUR = "neighbour"
-"""Where tokens come from that another request was computing at the same time."""
 
 
 @dataclass(slots=True)
@@ -416,9 +412,7 @@ class Session:
         out.append(Resumed(event.n_cached))
 
     def _on_advanced(self, run: Run, event: Advanced, out: list[Event]) -> None:
-        found = run.found
-        tiers = Counter(dict(found.tiers)) + Counter({NEIGHBOUR: event.n_tokens})
-        run.found = Admitted(found.n_cached + event.n_tokens, tuple(tiers.items()), found.reason)
+        run.found = event.found
 
     def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
         if event.n_done < event.n_total:  # the first token says the rest

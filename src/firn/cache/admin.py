@@ -9,15 +9,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from firn.cache.index import Node
-from firn.cache.match import Match
+from firn.cache.match import MEMORY
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import Usage
+from firn.cache.tree import Held, Root
 from firn.core.errors import BadRequest
 from firn.core.values import Namespace, Prompt
 
+PIN_SHARE = 0.5
+"""Of memory: what may be pinned in all."""
 Run = Callable[[Callable[[Any, dict[str, Any]], Any]], "Future[Any]"]
 """Runs a function on the engine thread: over the cache, and how admission by memory stands."""
 
@@ -60,68 +62,87 @@ class CacheAdmin:
 
 
 def stats(tree: PrefixTree, namespace: Namespace | None) -> dict[str, Any]:
-    """What was counted: all of it, or one namespace's own share and nothing of the others."""
+    """What was counted: all of it, or one namespace's own share and nothing of the others.
+
+    Of sums that are kept up to date: costs the same however much is stored.
+    """
     everything = namespace is None
     counted = tree.stats if namespace is None else tree.stats_of(namespace)
-    nodes = list(tree.held.index.nodes() if namespace is None else tree.nodes_of(namespace))
-    records = [r for n in nodes for r in n.records.values() if r.payload is not None]
+    roots = _roots(tree, namespace)
+    held = tree.records.tree
+    if namespace is None:
+        in_memory, in_tiers = held.memory, held.tiers
+    else:
+        in_memory, in_tiers = _own(tree, roots)
     memory: dict[str, Any] = {
-        "records": len(records),
-        "used_bytes": sum(r.nbytes for r in records),
-        "tokens": sum(len(n.values) for n in nodes if n.records),
-        "pinned_bytes": sum(r.nbytes for r in records if r.node.n_pins),
+        **_held_view(in_memory),
+        "tokens": sum(root.n_stored_tokens for root in roots),
+        "pinned_bytes": sum(root.pinned_nbytes for root in roots),
         "parts": {
-            part.value: {
-                "records": sum(r.part is part for r in records),
-                "bytes": sum(r.nbytes for r in records if r.part is part),
-            }
+            part.value: {"records": in_memory.n_records[part], "bytes": in_memory.nbytes[part]}
             for part in Part
         },
     }
-    below = [r for n in nodes for r in n.records.values() if r.stored]
-    ssd: dict[str, Any] = {
-        "enabled": tree.held.store is not None,
-        "records": len(below),
-        "used_bytes": sum(r.nbytes for r in below),
-    }
+    tiers: dict[str, dict[str, Any]] = {}
+    for below, in_tier in zip(tree.records.tiers, in_tiers, strict=True):
+        tiers[below.name] = {"enabled": True, **_held_view(in_tier)}
+        if everything:
+            tiers[below.name]["folder"] = usage_view(below.usage())
     if everything:
         memory["limit_bytes"] = tree.settings.limit_nbytes
-        memory["room_bytes"] = tree.held.pool.limit_nbytes
-        usage = tree.held.usage()
-        if usage is not None:
-            ssd["folder"] = usage_view(usage)
+        memory["room_bytes"] = tree.records.memory.limit_nbytes
+        memory["leaving_bytes"] = held.leaving_nbytes
     found: dict[str, Any] = {
         "enabled": True,
         "reuse": "exact" if tree.settings.exact_chunk else "full",
         "block_tokens": tree.settings.block,
-        "memory": memory,
-        "ssd": ssd,
+        "tiers": [MEMORY, *tiers],
+        MEMORY: memory,
+        **tiers,
         **counted.view(),
     }
     if everything:  # learned from everybody's requests
-        found["estimates"] = tree.held.estimates.view()
+        found["estimates"] = tree.records.estimates.view()
     return found
+
+
+def _roots(tree: PrefixTree, namespace: Namespace | None) -> list[Root]:
+    if namespace is None:
+        return tree.records.tree.roots()
+    root = tree.records.tree.find_root(tree.records.identity.root(namespace))
+    return [] if root is None else [root]
+
+
+def _own(tree: PrefixTree, roots: list[Root]) -> tuple[Held, list[Held]]:
+    if roots:
+        return roots[0].memory, roots[0].tiers
+    return Held(), [Held() for _ in tree.records.tiers]
+
+
+def _held_view(held: Held) -> dict[str, Any]:
+    return {"records": held.total_records, "used_bytes": held.total_nbytes}
 
 
 def snapshot(cache: object) -> dict[str, Any]:
     """Counters for a scrape, from any thread: copies, which need not agree to the last one."""
     if not isinstance(cache, PrefixTree):
         return {}
-    held = {"memory": {p.value: n for p, n in cache.held.pool.held.nbytes.items()}}
-    usage = cache.held.usage()
-    if usage is not None:
-        held["ssd"] = {p.value: n for p, n in usage.part_nbytes.items()}
-    return {**cache.stats.view(), "bytes": held}
+    tree = cache.records.tree
+    places = {MEMORY: tree.memory}
+    places |= {t.name: held for t, held in zip(cache.records.tiers, tree.tiers, strict=True)}
+    nbytes = {place: {p.value: n for p, n in held.nbytes.items()} for place, held in places.items()}
+    return {**cache.stats.view(), "bytes": nbytes}
 
 
 def health(cache: object) -> dict[str, Any]:
-    """Whether reuse is on, and whether the folder takes writes. From any thread."""
+    """Whether reuse is on, and which tiers take writes. From any thread."""
     if isinstance(cache, CacheOff):
         return {"reuse": False, "why": cache.why}
     found: dict[str, Any] = {"reuse": True}
-    usage = cache.held.usage() if isinstance(cache, PrefixTree) else None
-    if usage is not None:
-        found["ssd"] = {"state": usage.status.state, "reason": usage.status.reason}
+    if isinstance(cache, PrefixTree):
+        for tier in cache.records.tiers:
+            status = tier.usage().status
+            found[tier.name] = {"state": status.state, "reason": status.reason}
     return found
 
 
@@ -144,14 +165,14 @@ def usage_view(usage: Usage) -> dict[str, Any]:
 
 
 def probe(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> dict[str, Any]:
-    """How much would hit, from where, and where it diverges. Touches nothing."""
-    match = tree.look_up(prompt, namespace)
+    """How much would hit, from where, and why not more. Changes nothing."""
+    look = tree.look_up(prompt, namespace)
     return {
         "prompt_tokens": len(prompt),
-        "cached_tokens": match.n_tokens,
-        "shared_tokens": match.n_shared,
-        "tiers": match.by_tier(lambda record: record.payload is None),
-        "reason": match.reason,
+        "cached_tokens": look.match.n_tokens,
+        "shared_tokens": look.n_shared,
+        "tiers": look.tiers,
+        "reason": look.reason,
     }
 
 
@@ -159,53 +180,46 @@ def pin(
     tree: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: int
 ) -> dict[str, Any]:
     """Keep what is stored of this prompt until it is unpinned."""
-    match = tree.look_up(prompt, namespace)
-    nodes = _nodes_of(match)
-    more = sum(r.nbytes for n in nodes if not n.n_pins for r in n.records.values())
-    if pinned_nbytes(tree) + more > cap_nbytes:
-        raise BadRequest(
-            f"Pinning needs {more} bytes more; {cap_nbytes} bytes may be pinned in all."
-        )
-    for node in nodes:
-        node.n_pins = 1
+    match = tree.look_up(prompt, namespace).match
+    if match.segments:
+        end = match.segments[-1].node
+        allowed = _allowed(tree, end.root, cap_nbytes)
+        was_pinned = end in end.root.pinned
+        tree.records.tree.pin(end)
+        if end.root.pinned_nbytes > allowed:
+            more = end.root.pinned_nbytes
+            if not was_pinned:
+                tree.records.unpin(end)
+            raise BadRequest(
+                f"With this prefix {more} bytes would be pinned; at most {allowed} may be."
+            )
     return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(tree, namespace)}
+
+
+def _allowed(tree: PrefixTree, root: Root, cap_nbytes: int) -> int:
+    """What this key may pin: a share of the memory there is, less where others have pinned."""
+    size = tree.records.memory.limit_nbytes
+    all_keys = min(cap_nbytes, int(PIN_SHARE * size))
+    others = sum(r.pinned_nbytes for r in tree.records.tree.roots() if r is not root)
+    return max(min(all_keys - others, all_keys), 0)
 
 
 def unpin(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> dict[str, Any]:
     """Let go of what was pinned of this prompt, but for what a longer pinned prompt shares."""
-    match = tree.look_up(prompt, namespace)
     n_unpinned = 0
-    for node in _nodes_of(match):
-        if node.n_pins and not any(c.n_pins for c in node.children.values()):
-            node.n_pins = 0
-            n_unpinned += len(node.values)
-            tree.held.pool.rejoin(node)
+    for segment in reversed(tree.look_up(prompt, namespace).match.segments):
+        node = segment.node
+        tree.records.unpin(node)
+        n_unpinned += 0 if node.n_pins else node.n_tokens
     return {"unpinned_tokens": n_unpinned, "pinned_bytes": pinned_nbytes(tree, namespace)}
 
 
 def clear(tree: PrefixTree, namespace: Namespace | None = None) -> dict[str, Any]:
-    """Forget every record, or one namespace's. Those in use stay."""
-    only = None if namespace is None else tree.held.identity.root(namespace)
-    before = tree.held.pool.held.total_nbytes
-    for root in tree.held.index.roots():
-        if only is None or root.key == only:
-            for node in reversed(list(tree.held.index.below(root))):
-                if not _in_use(tree, node):
-                    node.n_pins = 0
-                    tree.held.forget(node)
-    return {"freed_bytes": before - tree.held.pool.held.total_nbytes}
+    """Forget every record, or one namespace's. Requests that run end well, and store nothing more."""
+    freed = sum(tree.records.clear(root) for root in _roots(tree, namespace))
+    return {"freed_bytes": freed}
 
 
 def pinned_nbytes(tree: PrefixTree, namespace: Namespace | None = None) -> int:
     """Of everybody, or of one namespace alone."""
-    nodes = tree.held.index.nodes() if namespace is None else tree.nodes_of(namespace)
-    return sum(r.nbytes for n in nodes if n.n_pins for r in n.records.values())
-
-
-def _nodes_of(match: Match) -> list[Node]:
-    """The nodes of a match, deepest first."""
-    return [s.node for s in reversed(match.segments)]
-
-
-def _in_use(tree: PrefixTree, node: Node) -> bool:
-    return any(n.n_leases for n in tree.held.index.below(node) if n.parent is not None)
+    return sum(root.pinned_nbytes for root in _roots(tree, namespace))

@@ -19,7 +19,7 @@ from firn.core.keys import KeyTokens
 
 NARROW, WIDE = 4, 8
 """Bytes of a token. Ids fit 32 bits; only the digests that stand for pictures need 64."""
-_DTYPE = {NARROW: np.dtype(">u4"), WIDE: np.dtype(">u8")}
+_DTYPE = {NARROW: ">u4", WIDE: ">u8"}
 
 
 class Text:

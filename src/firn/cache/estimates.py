@@ -224,8 +224,7 @@ class Estimates:
             "fill": self.fill_s.value if self.fill_s.known else None,
             "tiers": {
                 name: [
-                    s.value if s.known else None
-                    for s in (speed.latency_s, speed.seconds_per_byte)
+                    s.value if s.known else None for s in (speed.latency_s, speed.seconds_per_byte)
                 ]
                 for name, speed in self.tiers.items()
             },

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from firn.cache.container import Header
-from firn.cache.faults import TierError
-from firn.cache.tiers import Name, Tier, Usage
+from firn.cache.container import Header, Loaded
+from firn.cache.faults import TierError, Unwanted
+from firn.cache.tiers import Entry, Gone, Name, Tier, Usage
 from firn.core.keys import KeyTokens
 
 log = logging.getLogger("firn.cache")
@@ -311,11 +311,11 @@ class TierIo:
         self._tier = tier
         self._flush_timeout_s = flush_timeout_s
         self._progress = progress
-        self._reads: dict[Name, Job] = {}
-        self._guard = threading.RLock()
         self.threads = IoThreads(n_threads, max_write_nbytes=max_write_nbytes)
 
-    def try_write(self, header: Header, buffers: Sequence[Any], done: Done) -> bool:
+    def try_write(
+        self, header: Header, buffers: Sequence[Any], *, used_at: float, done: Done
+    ) -> bool:
         nbytes = sum(spec.nbytes for spec in header.specs)
         return self.threads.try_write(
             lambda: self._tier.write(header, buffers), done, nbytes=nbytes
@@ -327,31 +327,31 @@ class TierIo:
     def defer_writes(self, wanted: bool) -> None:
         self.threads.defer_writes(wanted)
 
-    def read(self, name: Name, expect: KeyTokens, done: Done) -> None:
-        with self._guard:
-            self._reads[name] = self.threads.read(
-                lambda: self._tier.read(name, expect), lambda result: self._read(name, result, done)
-            )
+    def read(
+        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
+    ) -> None:
+        def work() -> Loaded:
+            if not wanted():
+                raise Unwanted
+            return self._tier.read(name, expect)
 
-    def cancel(self, names: Iterable[Name]) -> None:
-        """Take back reads that wait; nothing is said about those."""
-        with self._guard:
-            for name in names:
-                job = self._reads.get(name)
-                if job is not None and self.threads.cancel(job):
-                    del self._reads[name]
+        self.threads.read(work, done)
 
     def delete(self, names: Iterable[Name]) -> None:
         for name in names:
             self.threads.delete(lambda name=name: self._tier.delete(name))  # type: ignore[misc]
 
-    def touch(self, names: Iterable[Name]) -> None:
-        wanted = list(names)
-        if wanted:
-            self.threads.delete(lambda: self._tier.touch(wanted))
+    def touch(self, stamps: Mapping[Name, float]) -> None:
+        if stamps:
+            self.threads.delete(lambda: self._tier.touch(stamps))
 
-    def scan(self, done: Done) -> None:
-        self.threads.delete(lambda: list(self._tier.scan()), done)
+    def scan(self, batch: Callable[[Sequence[Entry | Gone]], None], done: Done) -> None:
+        def work() -> None:
+            seen = list(self._tier.scan())
+            for at in range(0, len(seen), 256):
+                batch(seen[at : at + 256])
+
+        self.threads.delete(work, done)
 
     def usage(self) -> Usage:
         usage = self._tier.usage()
@@ -361,8 +361,3 @@ class TierIo:
     def close(self) -> Flushed:
         """Write what is queued, in bounded time."""
         return self.threads.close(timeout_s=self._flush_timeout_s, progress=self._progress)
-
-    def _read(self, name: Name, result: Any, done: Done) -> None:
-        with self._guard:
-            self._reads.pop(name, None)
-        done(result)

@@ -101,7 +101,7 @@ def points(way: Walk, needs: Needs, have: Have) -> Iterator[Match]:
     """Every resume point, last first; the empty match comes last."""
     stock = _Stock.of(way, needs, have)
     for p, tail in _candidates(way, stock):
-        if 0 < p and way.before(p) == p and p % needs.grid == 0:
+        if p > 0 and way.before(p) == p and p % needs.grid == 0:
             records = stock.records(p, tail)
             if records is not None:
                 yield Match(p, stock.segments(p, tail), records)

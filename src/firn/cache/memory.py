@@ -19,21 +19,17 @@ from firn.cache.parts import Part
 from firn.cache.tree import Record, Tree
 
 STATE_SHARE = 0.5
-Entry = tuple[float, int, Record]
 
 
 class Memory:
-    def __init__(
-        self, tree: Tree, *, limit_nbytes: int, evict: Callable[[Record], None]
-    ) -> None:
+    def __init__(self, tree: Tree, *, limit_nbytes: int, evict: Callable[[Record], None]) -> None:
         """`evict` takes a record out of memory."""
         self._tree = tree
         self._evict = evict
-        self._heap: list[Entry] = []
-        self._states: list[Entry] = []
-        self._kept: list[Entry] = []
-        """Of both heaps: what may not go for now."""
-        self._serial = count()
+        self._all = Order(tree.rank)
+        self._states = Order(tree.state_rank)
+        self._kept: dict[Record, None] = {}
+        """What may not go for now, of either order."""
         self.limit_nbytes = limit_nbytes
 
     @property
@@ -42,9 +38,12 @@ class Memory:
 
     def added(self, record: Record) -> None:
         """The tree holds it from now on. Room was made before."""
-        self._push(self._heap, record)
+        self._all.push(record)
         if record.part is Part.STATE:
-            self._push(self._states, record)
+            self._states.push(record)
+        n_held = self._tree.memory.total_records
+        self._all.tidy(n_held)
+        self._states.tidy(n_held)
 
     def make_room(self, nbytes: int, *, part: Part) -> bool:
         """Evict until `nbytes` more fit; False when what is left may not go."""
@@ -60,37 +59,56 @@ class Memory:
     def shrink_to(self, nbytes: int) -> bool:
         """Evict until at most `nbytes` are held."""
         while self.nbytes > nbytes:
-            if not self._evict_next(self._heap):
+            if not self._evict_next(self._all):
                 return False
         return True
 
     def let_go(self) -> None:
         """A lease or a pin ended: what was set aside may be able to go."""
-        for entry in self._kept:
-            self._push(self._heap, entry[2])
-            if entry[2].part is Part.STATE:
-                self._push(self._states, entry[2])
-        self._kept = []
+        kept, self._kept = self._kept, {}
+        for record in kept:
+            if record.arrays is not None and record.alive:
+                self.added(record)
 
-    def _evict_next(self, heap: list[Entry]) -> bool:
+    def _evict_next(self, order: Order) -> bool:
         """Evict the lowest-ranked; False when none may go."""
-        while heap:
-            entry = heapq.heappop(heap)
-            rank, _, record = entry
-            if record.arrays is None or record.leaving or not record.alive:
-                continue
-            if not self._tree.may_go(record):
-                self._kept.append(entry)
-            elif self._tree.rank(record) > rank:
-                self._push(heap, record)
-            else:
+        while (record := order.pop()) is not None:
+            if self._tree.may_go(record):
                 self._evict(record)
                 return True
+            self._kept[record] = None
         return False
 
-    def _push(self, heap: list[Entry], record: Record) -> None:
-        heapq.heappush(heap, (self._tree.rank(record), next(self._serial), record))
-        if len(heap) > 64 + 4 * self._tree.memory.total_records:
-            live = {r for *_, r in heap if r.arrays is not None and r.alive}
-            heap[:] = [(self._tree.rank(r), next(self._serial), r) for r in live]
-            heapq.heapify(heap)
+
+class Order:
+    """Records by rank, lowest first. A record may be in it twice: the first time counts."""
+
+    def __init__(self, rank: Callable[[Record], float]) -> None:
+        self._rank = rank
+        self._heap: list[tuple[float, int, Record]] = []
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, record: Record) -> None:
+        heapq.heappush(self._heap, (self._rank(record), next(self._serial), record))
+
+    def pop(self) -> Record | None:
+        """The lowest of those that memory holds; one whose rank has grown since goes back."""
+        while self._heap:
+            rank, _, record = heapq.heappop(self._heap)
+            if record.arrays is None or record.leaving or not record.alive:
+                continue
+            if self._rank(record) <= rank:
+                return record
+            self.push(record)
+        return None
+
+    def tidy(self, n_held: int) -> None:
+        """Throw out what is long gone, before it is more than what is there."""
+        if len(self._heap) > 64 + 4 * n_held:
+            live = dict.fromkeys(r for *_, r in self._heap if r.arrays is not None and r.alive)
+            self._heap.clear()
+            for record in live:
+                self.push(record)

@@ -14,8 +14,11 @@ from firn.core.values import CacheControl, Namespace, Prompt
 class BlankTrail:
     """A trail that neither reads nor writes."""
 
-    ready: bool = True
     found: Admitted = Admitted(0, reason="no cache")
+    racing: bool = False
+
+    def waits(self, *, busy: bool) -> bool:
+        return False
 
     def wants(self, n_tokens: int) -> bool:
         return False

@@ -36,7 +36,8 @@ class Plan:
     loads: tuple[Record, ...] = ()
     """What is to be read, in this order; then `n_tokens` can be resumed."""
     n_tokens: int = 0
-    nbytes: int = 0
+    load_s: float = 0.0
+    """How long that is thought to take."""
     patience_s: float = 0.0
     """So long computing waits for the loads, when nobody else has anything to do..."""
     busy_patience_s: float = 0.0
@@ -74,7 +75,7 @@ def make_plan(
         now,
         _from_the_back(best.missing),
         best.match.n_tokens,
-        sum(r.nbytes for r in best.missing),
+        best.load_s,
         patience_s,
         busy_s,
     )
@@ -185,4 +186,3 @@ def _next_was_evicted(tree: Tree, way: Walk) -> bool:
     last = way.node(len(way.path))
     tokens = way.text.tokens[last.end : last.end + way.block]
     return len(tokens) == way.block and tree.was_evicted(last, tokens)
-

@@ -12,23 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from firn.cache import checkpoints
+from firn.cache.below import Arrived, Io, Lost
+from firn.cache.children import Text
 from firn.cache.commit import Committer
-from firn.cache.holdings import Holdings, Identity
-from firn.cache.index import Node
 from firn.cache.layout import Layout
-from firn.cache.match import Match, Segment, common_prefix
+from firn.cache.match import Match
 from firn.cache.off import BlankTrail
-from firn.cache.restore import Restorer
+from firn.cache.records import Identity, Records
+from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
-from firn.cache.store import Arrived, Io, Lost
 from firn.cache.trail import CacheTrail
 from firn.core.events import Admitted
-from firn.core.keys import Key, block_keys, key_tokens
+from firn.core.keys import Key, key_tokens
 from firn.core.ports import LiveRow, Load, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
 AnyTrail = CacheTrail | BlankTrail
-NO_MATCH = Match(0, (), (), 0, "fault")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,47 +53,53 @@ class PrefixTree:
         fingerprint: bytes,
         dtype: str,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
-        identity = Identity(fingerprint, settings.layout(layout, dtype), settings.block)
-        needs = layout.needs(grid=settings.exact_chunk or 1)
-        self.held = Holdings(identity, needs, settings.limit_nbytes, clock)
-        self._committer = Committer(self.held, layout, exact_chunk=settings.exact_chunk)
-        self._restorer = Restorer(self.held, layout, saves_pieces=self._committer.piece_tokens > 0)
+        self.records = Records(
+            Identity(fingerprint, settings.layout(layout, dtype), settings.block),
+            layout.needs(grid=settings.exact_chunk or 1),
+            limit_nbytes=settings.limit_nbytes,
+            clock=clock,
+            wall=wall,
+        )
+        self._committer = Committer(self.records, layout, exact_chunk=settings.exact_chunk)
+        self._restorer = Restorer(
+            self.records, layout, saves_pieces=self._committer.piece_tokens > 0
+        )
         self._clock = clock
-        self._open: set[CacheTrail] = set()
-        """Trails that wait for a load."""
+        self._racing: set[CacheTrail] = set()
         self._stats_by_root: dict[Key, Stats] = {}
 
     @property
     def stats(self) -> Stats:
-        return self.held.stats
+        return self.records.stats
 
-    def open_store(
-        self, io: Io, *, namespaces: Sequence[Namespace], wake: Callable[[], None]
+    def add_tier(
+        self, name: str, io: Io, *, namespaces: Sequence[Namespace], wake: Callable[[], None]
     ) -> None:
-        """Put a tier below memory. `wake` gets the engine to poll. Blocks for the first scan."""
+        """Put a tier below memory, and below those that are there. `wake` gets the engine to tick."""
         for namespace in namespaces:
-            self.held.root(namespace)
-        self.held.open_store(io, wake=wake)
+            self.records.root(namespace)
+        self.records.add_tier(name, io, wake=wake)
 
     # --- a request's way -------------------------------------------------------------------
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> AnyTrail:
         try:
-            self.held.expire()
+            self.records.expire()
             trail = self._trail(prompt, namespace, control)
         except Exception as e:
-            self.held.failed("open", e)
+            self.records.failed("open", e)
             return BlankTrail()
         try:
-            self._restorer.fetch(trail)
-            if not trail.ready:
-                self._open.add(trail)
+            self._restorer.begin(trail)
+            if trail.racing:
+                self._racing.add(trail)
         except Exception as e:  # what is in memory can be restored all the same
-            self.held.failed("open", e)
-            trail.loading = None
-            trail.unlease_records()
+            self.records.failed("open", e)
+            self._stop_racing(trail)
+            self._restorer.unlease(trail)
         return trail
 
     def restore(self, trail: AnyTrail) -> Restored | None:
@@ -103,30 +108,20 @@ class PrefixTree:
         try:
             return self._restore(trail)
         except Exception as e:
-            self.held.failed("restore", e)
+            self.records.failed("restore", e)
+            self._stop_racing(trail)
             trail.writes = False
-            trail.found = Admitted(0, reason="fault")
-            self._count(NO_MATCH, trail.found, len(trail.prompt), trail.root.key)
+            trail.kind, trail.found = "branching", Admitted(0, reason="fault")
             return None
 
     def advance(self, trail: AnyTrail, n_tokens: int) -> Restored | None:
         if isinstance(trail, BlankTrail) or not trail.control.read:
             return None
-        block = self.settings.block
-        i = trail.node.end // block
-        ahead = trail.node.children.get(trail.keys[i]) if i < len(trail.keys) else None
-        if ahead is None:
-            return None
-        if ahead.records and all(r.payload is None for r in ahead.records.values()):
-            return None  # below memory, and not worth a load
         try:
-            match = self._restorer.match(trail)
-            if match.n_tokens < n_tokens + block:
-                return None
-            self.stats.advanced(match.n_tokens - n_tokens)
-            return self._restorer.resume(trail, match)
+            return self._advance(trail, n_tokens)
         except Exception as e:
-            self.held.failed("advance", e)
+            self.records.failed("advance", e)
+            self._stop_racing(trail)
             return None
 
     def stops(self, trail: AnyTrail) -> Sequence[int]:
@@ -135,22 +130,25 @@ class PrefixTree:
         return list(trail.due)
 
     def commit(self, trail: AnyTrail, row: LiveRow) -> None:
-        if isinstance(trail, BlankTrail) or not trail.writes:
+        if isinstance(trail, BlankTrail) or not self._may_write(trail):
             return
         try:
             self._committer.commit(trail, row)
         except Exception as e:
-            self.held.failed("commit", e)
+            self.records.failed("commit", e)
             trail.writes = False
 
     def fork(self, trail: AnyTrail, reply: Sequence[int]) -> AnyTrail:
-        if isinstance(trail, BlankTrail) or self.settings.exact_chunk:
+        if isinstance(trail, BlankTrail):
+            return trail
+        self._stop_racing(trail)
+        self._count(trail)
+        if self.settings.exact_chunk:
             return BlankTrail()  # exact mode keeps only what prefill computed
-        self.held.lease(trail.node)
+        self.records.tree.lease(trail.node)
         return CacheTrail(
             root=trail.root,
             prompt=trail.prompt,
-            keys=trail.keys,
             boundaries=trail.boundaries,
             hints=trail.hints,
             control=trail.control,
@@ -161,24 +159,29 @@ class PrefixTree:
             reply=reply,
             pieces=list(trail.pieces),
             n_saved=trail.n_saved,
+            counted=True,
         )
 
     def close_trail(self, trail: AnyTrail, row: LiveRow | None) -> None:
         if isinstance(trail, BlankTrail) or trail.closed:
             return
         trail.closed = True
-        self._open.discard(trail)
+        self._stop_racing(trail)
+        self._count(trail)
         try:
-            if row is not None and trail.writes and not self.settings.exact_chunk:
+            if row is not None and self._may_write(trail) and not self.settings.exact_chunk:
                 self._committer.commit(trail, row)
                 self._committer.commit_tail(trail, row)
         except Exception as e:
-            self.held.failed("close", e)
+            self.records.failed("close", e)
         try:
-            trail.unlease_records()
-            self.held.unlease(trail.node)
+            self._restorer.unlease(trail)
+            trail.loaded.clear()
+            if trail.node.parent is not None:
+                self.records.used(trail.node, again=False)
+            self.records.unlease(trail.node)
         except Exception as e:
-            self.held.failed("close", e)
+            self.records.failed("close", e)
 
     def blank(self) -> BlankTrail:
         return BlankTrail()
@@ -187,72 +190,74 @@ class PrefixTree:
 
     def set_room(self, nbytes: int) -> None:
         try:
-            self.held.pool.limit_nbytes = max(min(nbytes, self.settings.limit_nbytes), 0)
-            self.held.pool.shrink_to(self.held.pool.limit_nbytes)
+            memory = self.records.memory
+            memory.limit_nbytes = max(min(nbytes, self.settings.limit_nbytes), 0)
+            memory.shrink_to(memory.limit_nbytes)
         except Exception as e:
-            self.held.failed("room", e)
+            self.records.failed("room", e)
 
     def tick(self, load: Load) -> None:
         try:
             if load is Load.NONE:
-                self.held.expire()
-            if self.held.store is not None:
-                for news in self.held.store.poll(load):
-                    self.held.note(news)
-                    if isinstance(news, Arrived | Lost):
-                        payload = news.payload if isinstance(news, Arrived) else None
-                        for trail in [t for t in self._open if t.loading is not None]:
-                            self._restorer.arrived(trail, news.record, payload)
+                self.records.expire()
+            for tier, news in self.records.poll(load):
+                if isinstance(news, Arrived):
+                    for trail in list(self._racing):
+                        self._restorer.arrived(trail, tier, news)
+                elif isinstance(news, Lost):
+                    for trail in list(self._racing):
+                        self._restorer.lost(trail, news.record, news.error)
         except Exception as e:
-            self.held.failed("tick", e)
+            self.records.failed("tick", e)
+        for trail in list(self._racing):
+            if self._restorer.give_up(trail) or not trail.racing:
+                self._racing.discard(trail)
 
     @property
     def settled(self) -> bool:
         """Nothing is left to spill."""
-        return self.held.store is None or self.held.store.idle
+        return self.records.settled
 
     def saw_prefill(self, start: int, end: int, seconds: float) -> None:
-        self.held.estimates.saw_prefill(start, end, seconds)
+        self.records.estimates.saw_prefill(start, end, seconds)
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:
-        if restored.loaded_nbytes:
-            self.held.estimates.saw_fill(restored.loaded_nbytes, seconds)
+        self.records.estimates.saw_fill(restored.nbytes, seconds)
 
     def close(self) -> None:
-        if self.held.store is not None:
-            self.held.store.close()
+        self.records.close()
 
     # --- views -----------------------------------------------------------------------------
 
     def stats_of(self, namespace: Namespace) -> Stats:
         """One namespace's own lookups and commits."""
-        return self._stats_by_root.get(self.held.identity.root(namespace), Stats())
+        return self._stats_by_root.get(self.records.identity.root(namespace), Stats())
 
-    def nodes_of(self, namespace: Namespace) -> list[Node]:
-        root = self.held.root(namespace)
-        nodes = [n for n in self.held.index.below(root) if n is not root]
-        self.held.index.prune(root)
-        return nodes
-
-    def look_up(self, prompt: Prompt, namespace: Namespace) -> Match:
-        """What a request with this prompt would resume at. Changes nothing."""
+    def look_up(self, prompt: Prompt, namespace: Namespace) -> Look:
+        """What a request with this prompt would resume at, by loading if that pays."""
         trail = self._trail(prompt, namespace, CacheControl(write=False))
         try:
-            return self._restorer.choose(trail)
+            plan = self._restorer.plan(trail)
+            trail.is_slower = plan.is_slower
+            match = self._restorer.target(trail, plan)
+            return Look(
+                match,
+                self._restorer.shared(trail),
+                dict(self._restorer.stored_in(match)),
+                self._restorer.why(trail, match.n_tokens),
+            )
         finally:
-            self.held.unlease(trail.node)
+            self.records.unlease(trail.node)
 
     # --- inside ----------------------------------------------------------------------------
 
     def _trail(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheTrail:
-        values = key_tokens(prompt.ids, prompt.media)
-        keys = block_keys(self.held.identity.root(namespace), values, self.settings.block)
-        root = self.held.root(namespace)
-        self.held.lease(root)
+        root = self.records.root(namespace)
+        text = Text(key_tokens(prompt.ids, prompt.media))
+        self.records.tree.lease(root)
         return CacheTrail(
             root=root,
-            prompt=values,
-            keys=keys,
+            prompt=text,
             boundaries=prompt.boundaries,
             hints=prompt.hints,
             control=control,
@@ -263,54 +268,88 @@ class PrefixTree:
             unbroken=prompt.unbroken,
         )
 
+    def _may_write(self, trail: CacheTrail) -> bool:
+        """What was cleared away since must not come back."""
+        return trail.writes and self.records.tree.is_attached(trail.root)
+
     def _restore(self, trail: CacheTrail) -> Restored | None:
         n_prompt = len(trail.prompt)
-        self._open.discard(trail)
-        match = self._restorer.match(trail)
-        if trail.loading is not None:
-            self.stats.faults["read: too slow"] += 1
-            trail.loading = None
-        tiers = self._restorer.tiers(trail, match)
-        if self.held.needs.state and trail.writes:
+        match, n_shared = self._restorer.match(trail), self._restorer.shared(trail)
+        tiers = self._restorer.origins(trail, match)
+        if self.records.needs.state and trail.writes:
             trail.due = checkpoints.due(
                 trail.boundaries,
                 n_prompt,
                 n_restored=match.n_tokens,
-                n_shared=match.n_shared,
+                n_shared=n_shared,
                 hints=trail.hints,
                 grid=self.settings.exact_chunk or 1,
             )
+        trail.kind = _kind(match, n_prompt)
         restored = self._restorer.resume(trail, match) if match.n_tokens else None
-        trail.unlease_records()
-        trail.found = Admitted(match.n_tokens, tiers, match.reason)
-        self._count(match, trail.found, n_prompt, trail.root.key)
+        self._restorer.passed(trail, match.n_tokens)
+        self._restorer.unlease(trail)
+        why = self._restorer.why(trail, match.n_tokens)
+        trail.found = Admitted(match.n_tokens, tuple(tiers.items()), why)
         return restored
 
-    def _count(self, match: Match, found: Admitted, n_prompt: int, root: Key) -> None:
-        kind = "branching"
-        if match.n_tokens >= n_prompt - 1:
-            kind = "whole"
-        elif match.segments and _is_the_end(match.segments[-1]):
-            kind = "growing"
-        saved = self.held.estimates.prefill_s(0, match.n_tokens)
-        for stats in (self.stats, self._stats_by_root.setdefault(root, Stats())):
+    def _advance(self, trail: CacheTrail, n_tokens: int) -> Restored | None:
+        self._restorer.passed(trail, n_tokens)
+        if not self._restorer.is_more_at_hand(trail):
+            return None
+        match = self._restorer.match(trail)
+        if not self._restorer.is_worth_it(match, n_tokens):
+            return None
+        trail.kind = _kind(match, len(trail.prompt))
+        restored = self._restorer.resume(trail, match)
+        self._restorer.passed(trail, match.n_tokens)
+        self._restorer.jumped(trail, match, n_tokens)
+        return restored
+
+    def _stop_racing(self, trail: CacheTrail) -> None:
+        self._restorer.end_loading(trail)
+        self._racing.discard(trail)
+
+    def _count(self, trail: CacheTrail) -> None:
+        """The prompt is read, or given up: what was it that the cache did for it."""
+        if trail.counted or not trail.kind:
+            return
+        trail.counted = True
+        found = trail.found
+        saved = self.records.estimates.prefill_s(0, found.n_cached)
+        for stats in (self.stats, self._stats_by_root.setdefault(trail.root.key, Stats())):
             stats.looked_up(
-                n_prompt=n_prompt,
-                n_cached=match.n_tokens,
-                kind=kind,
-                reason=match.reason,
+                n_prompt=len(trail.prompt),
+                n_cached=found.n_cached,
+                n_advanced=dict(found.tiers).get(NEIGHBOUR, 0),
+                kind=trail.kind,
+                reason=found.reason,
                 tiers=found.tiers,
             )
             stats.seconds_saved += saved
 
 
-def _is_the_end(last: Segment) -> bool:
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a request would get."""
+
+    match: Match
+    n_shared: int
+    tiers: dict[str, int]
+    reason: str
+
+
+def _kind(match: Match, n_prompt: int) -> str:
+    if match.n_tokens >= n_prompt - 1:
+        return "whole"
+    return "growing" if match.segments and _is_the_end(match) else "branching"
+
+
+def _is_the_end(match: Match) -> bool:
     """Whether nothing stored goes on from here: the prompt has used all there was."""
+    last = match.segments[-1]
     node = last.node
-    if node.children or node.parent is None or last.n_tokens < len(node.values):
+    if len(node.children) or node.parent is None or last.n_tokens < node.n_tokens:
         return False
-    n = len(node.values)
-    siblings = node.parent.children.values()
-    return not any(
-        len(c.values) > n and common_prefix(c.values, node.values) == n for c in siblings
-    )
+    longer = node.parent.children.longer(Text(node.tokens), 0, node.n_tokens)
+    return all(other is node for other in longer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from firn.cache.below import Arrived, Below
@@ -27,6 +28,7 @@ from firn.core.ports import Restored
 
 MAX_PLANS = 3
 """A load that fails is planned again, so often."""
+MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request computed at the same time."""
 Payloads = dict[tuple[Node, Part], list[Arrays]]
@@ -68,6 +70,7 @@ class Restorer:
             now,
             now + plan.patience_s,
             now + plan.busy_patience_s,
+            now + max(MIN_DEADLINE_S, DEADLINE_FACTOR * plan.load_s),
             front=start,
         )
         for record in plan.loads:
@@ -90,10 +93,23 @@ class Restorer:
         loading = trail.loading
         if loading is None or record not in loading.missing:
             return
-        self.end_loading(trail)
-        trail.failed = _failure(error)
+        self._fail(trail, _failure(error))
         if trail.n_plans < MAX_PLANS:
             self.begin(trail, start=loading.front)
+
+    def give_up(self, trail: CacheTrail) -> bool:
+        """End a load that takes far longer than it should; whether it was one."""
+        if trail.loading is None or trail.clock() < trail.loading.deadline:
+            return False
+        self._records.stats.faults["read: too slow"] += 1
+        self._fail(trail, NOT_YET)
+        return True
+
+    def _fail(self, trail: CacheTrail, why: str) -> None:
+        self.end_loading(trail)
+        trail.failed = why
+        if trail.found.reason:
+            trail.found = replace(trail.found, reason=why)
 
     def passed(self, trail: CacheTrail, n_tokens: int) -> None:
         """So many tokens are computed: what was on its way for those is not needed any more."""
@@ -120,6 +136,40 @@ class Restorer:
         if not trail.control.read:
             return Match(0)
         return next(points(self._walk(trail), self._needs, _at_hand(trail)))
+
+    def shared(self, trail: CacheTrail) -> int:
+        """How far the prompt agrees with anything stored."""
+        return self._walk(trail).n_shared
+
+    def is_more_at_hand(self, trail: CacheTrail) -> bool:
+        """Whether the block behind the last committed one has come to memory: a cheap look."""
+        node = trail.node
+        if not self._needs.by_block:
+            return bool(trail.loaded) and not trail.racing
+        ahead = next(node.children.closest(trail.prompt, node.end), None)
+        if ahead is None:
+            return False
+        there = (ahead[0].records.get(part) for part in self._needs.by_block)
+        return any(r is not None and _at_hand(trail)(r) for r in there)
+
+    def is_worth_it(self, match: Match, n_tokens: int) -> bool:
+        """Whether to leave a row of so many tokens for one that is filled to the match."""
+        estimates, block = self._records.estimates, self._records.identity.block
+        if match.n_tokens < n_tokens + block:
+            return False
+        fill_s = estimates.fill_s.value * sum(r.nbytes for r in match.records)
+        return fill_s < estimates.prefill_s(n_tokens, match.n_tokens)
+
+    def target(self, trail: CacheTrail, plan: Plan) -> Match:
+        """Where a prompt resumes that does as planned."""
+        if not plan.loads:
+            return plan.now
+        every = points(self._walk(trail), self._needs, lambda record: record.obtainable)
+        return next(m for m in every if m.n_tokens == plan.n_tokens)
+
+    def stored_in(self, match: Match) -> Counter[str]:
+        """How many of the match's tokens lie where."""
+        return match.origins(lambda r: MEMORY if r.arrays is not None else self._tier_of(r).name)
 
     def resume(self, trail: CacheTrail, match: Match) -> Restored:
         """Let the trail go on from the match; the layers are filled when the row is made."""
@@ -198,18 +248,14 @@ class Restorer:
             trail.leased.clear()
             self._records.memory.let_go()
 
-    def _fill(
-        self, layers: list[Any], match: Match, payloads: Payloads
-    ) -> None:
+    def _fill(self, layers: list[Any], match: Match, payloads: Payloads) -> None:
         try:
             self._fill_parts(layers, match, payloads)
         except Exception as e:  # the engine starts an empty row instead
             self._records.failed("fill", e)
             raise
 
-    def _fill_parts(
-        self, layers: list[Any], match: Match, payloads: Payloads
-    ) -> None:
+    def _fill_parts(self, layers: list[Any], match: Match, payloads: Payloads) -> None:
         n = match.n_tokens
         if self._needs.pages:
             pieces = [_sliced(s.node, Part.PAGES, s.n_tokens, payloads) for s in match.segments]
@@ -240,9 +286,7 @@ def _arrays(trail: CacheTrail, record: Record) -> list[Arrays]:
     return arrays
 
 
-def _sliced(
-    node: Node, part: Part, n_tokens: int, payloads: Payloads
-) -> list[Arrays]:
+def _sliced(node: Node, part: Part, n_tokens: int, payloads: Payloads) -> list[Arrays]:
     layers = payloads[node, part]
     if n_tokens == node.n_tokens:
         return layers

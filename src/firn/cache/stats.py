@@ -25,6 +25,7 @@ class Stats:
     n_tokens_prompt: int = 0
     n_tokens_cached: int = 0
     n_tokens_advanced: int = 0
+    """Of the cached ones, those that a prompt being read got from a neighbour."""
     tokens_by_tier: Counter[str] = field(default_factory=Counter)
     seconds_saved: float = 0.0
 
@@ -33,6 +34,7 @@ class Stats:
         *,
         n_prompt: int,
         n_cached: int,
+        n_advanced: int = 0,
         kind: str,
         reason: str,
         tiers: Iterable[tuple[str, int]] = (),
@@ -42,17 +44,13 @@ class Stats:
             self.tokens_by_tier[tier] += n
         self.n_tokens_prompt += n_prompt
         self.n_tokens_cached += n_cached
+        self.n_tokens_advanced += n_advanced
         if n_cached:
             self.hits[kind] += 1
             if reason:
                 self.shortfalls[_group(reason)] += 1
         else:
             self.misses[_group(reason)] += 1
-
-    def advanced(self, n_tokens: int) -> None:
-        """A prompt being read skipped tokens that a neighbour had just computed."""
-        self.n_tokens_cached += n_tokens
-        self.n_tokens_advanced += n_tokens
 
     def view(self) -> dict[str, Any]:
         """A copy, as plain values."""

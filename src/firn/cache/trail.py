@@ -33,6 +33,7 @@ class Loading:
     began: float
     patience_until: float
     busy_patience_until: float
+    deadline: float
     front: int = 0
     """What is computed meanwhile: records before it are of no more use. Read by I/O threads."""
     over: bool = False

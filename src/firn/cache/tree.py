@@ -273,18 +273,16 @@ class Tree:
                 if node is not root:
                     yield node
 
-    def prune(self, node: Node | None) -> None:
+    def prune(self, node: Node) -> None:
         """Drop the node and those above it that hold nothing, lead nowhere and are not in use."""
-        while node is not None and not (node.records or len(node.children) or node.n_leases):
+        while not (node.records or len(node.children) or node.n_leases):
             if node in node.root.pinned:
                 self.unpin(node)
             parent = node.parent
             if parent is None:
-                if self._roots.get(node.key) is node and node.root.cleared_at == -math.inf:
+                if self.is_attached(node.root) and node.root.cleared_at == -math.inf:
                     del self._roots[node.key]
                 return
-            if node.expires_at != math.inf:
-                node.expires_at = math.inf  # whoever sweeps finds nothing to do
             assert parent._children is not None
             parent._children.remove(node)
             node.parent = None
@@ -312,7 +310,8 @@ class Tree:
 
     def leave(self, record: Record) -> None:
         """Memory counts it no more, but keeps its arrays until it is written."""
-        assert record.arrays is not None and not record.leaving
+        assert record.arrays is not None
+        assert not record.leaving
         self._count_memory(record, -1)
         record.leaving = True
         self.leaving_nbytes += record.nbytes
@@ -429,6 +428,10 @@ class Tree:
         if record.part is not self._chain and _is_inside(record):
             at -= DAY_S
         return at
+
+    def state_rank(self, record: Record) -> float:
+        """Among states alone, for they have a share of their own: places that many pass go last."""
+        return self.rank(record) + (DAY_S if record.mark >= Mark.LATTICE else 0.0)
 
     # --- pins ------------------------------------------------------------------------------
 

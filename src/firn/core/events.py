@@ -39,9 +39,9 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """While its prompt was read, so many more tokens of it came from a neighbour that reads the same."""
+    """While its prompt was read, more of it came from elsewhere: this holds instead of what was said."""
 
-    n_tokens: int
+    found: Admitted
 
 
 @dataclass(frozen=True, slots=True)

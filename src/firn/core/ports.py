@@ -181,8 +181,8 @@ class Restored:
 
     n_tokens: int
     fill: Callable[[list[Any]], None]
-    loaded_nbytes: int = 0
-    """How much of it had to be read from below memory."""
+    nbytes: int = 0
+    """Of the records that it is made of."""
 
 
 class Picked(Protocol):
@@ -275,13 +275,17 @@ class Trail(Protocol):
     """One sequence's way through the prefix cache."""
 
     @property
-    def ready(self) -> bool:
-        """False while something it will restore is still being read."""
+    def found(self) -> Admitted:
+        """What the cache has done for its prompt so far."""
         ...
 
     @property
-    def found(self) -> Admitted:
-        """What `restore` found for it."""
+    def racing(self) -> bool:
+        """Something is being read that would let it skip a part of its prompt."""
+        ...
+
+    def waits(self, *, busy: bool) -> bool:
+        """Whether that will come so soon that no chunk should be begun. busy: others decode."""
         ...
 
     def wants(self, n_tokens: int) -> bool:
@@ -305,15 +309,15 @@ class PrefixCache(Protocol):
     """
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Trail:
-        """Find the longest stored prefix and start to fetch it. No I/O on this thread."""
+        """Find what is stored of the prompt and start to load it. No I/O on this thread."""
         ...
 
     def restore(self, trail: Any) -> Restored | None:
-        """What was found, ready to be copied into a new row; None for nothing."""
+        """What can be had at once, ready to be copied into a new row; None for nothing."""
         ...
 
     def advance(self, trail: Any, n_tokens: int) -> Restored | None:
-        """A longer prefix than these tokens, committed by a neighbour since; None for nothing."""
+        """A longer prefix than these tokens, if one was loaded, or computed by a neighbour, since."""
         ...
 
     def stops(self, trail: Any) -> Sequence[int]:

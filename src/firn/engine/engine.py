@@ -24,6 +24,7 @@ log = logging.getLogger("firn.engine")
 T = TypeVar("T")
 
 IDLE_TICK_S = 0.5
+LOAD_TICK_S = 0.005
 
 
 class Engine:
@@ -169,6 +170,8 @@ class Engine:
             if not self._loop.busy:
                 self._loop.flush()
                 wait = IDLE_TICK_S if self._parts.cache.settled else 0.0
+                if self._loop.tasks:  # they wait for a load, but not for long
+                    wait = min(wait, LOAD_TICK_S)
                 self._inbox.get(timeout=wait)()
             while True:
                 self._inbox.get_nowait()()

@@ -88,7 +88,9 @@ class Loop:
     @property
     def busy(self) -> bool:
         """There is something to compute, or somebody to admit."""
-        return bool(self.tasks or self.rows) or any(s.trail.ready for s in self.waiting)
+        if self.rows or (self.waiting and not self.tasks):
+            return True
+        return any(not task.trail.waits(busy=False) for task in self.tasks.values())
 
     @property
     def n_admitted(self) -> int:
@@ -131,10 +133,12 @@ class Loop:
         budget.learn(estimated_nbytes=estimated, used_nbytes=self.runner.live_nbytes())
 
     def _plan(self) -> Plan:
-        waiting = tuple(
-            Waiting(s.job.id, s.job.n, s.need_nbytes, s.trail.ready) for s in self.waiting
+        waiting = tuple(Waiting(s.job.id, s.job.n, s.need_nbytes) for s in self.waiting)
+        busy = bool(self.rows)
+        prefilling = tuple(
+            Prefilling(t.number, t.n_left, t.trail.racing, t.trail.waits(busy=busy))
+            for t in self.tasks.values()
         )
-        prefilling = tuple(Prefilling(t.number, t.n_left) for t in self.tasks.values())
         n_rows = sum(len(s.open_choices) for s in self.sequences.values() if s.admitted)
         return plan(
             View(
@@ -173,13 +177,19 @@ class Loop:
         self._leave_queue()
         sequence.admitted = True
         self.budget.admit(sequence.job, sequence.need_nbytes)
-        self.cache.set_room(self.budget.free_nbytes())
         task = self._guard(sequence, lambda: self._open_task(sequence))
+        self.cache.set_room(self.budget.free_nbytes())  # what it resumed from was needed until here
         if task is None:
             return
-        self._say(sequence.job.id, sequence.trail.found)
+        self._announce(sequence)
         if task.n_left == 0:
             self._begin_decode(task)
+
+    def _announce(self, sequence: Sequence, *, at_last: bool = False) -> None:
+        """Say what the cache did for the prompt, as soon as that is settled."""
+        if not sequence.announced and (at_last or not sequence.trail.racing):
+            sequence.announced = True
+            self._say(sequence.job.id, sequence.trail.found)
 
     def _open_task(self, sequence: Sequence) -> Task:
         """Restore what the cache has of the prompt into a new row."""
@@ -280,9 +290,11 @@ class Loop:
             row = self._restore(task.sequence, ahead)
             task.trail = task.sequence.trail
             if row is not None:
-                self._say(task.sequence.job.id, Advanced(ahead.n_tokens - task.row.n_tokens))
                 self.runner.leave([task.row])
                 task.row = row
+                if task.sequence.announced:
+                    self._say(task.sequence.job.id, Advanced(task.trail.found))
+            self._announce(task.sequence)
             if task.n_left == 0:
                 self._begin_decode(task)
                 return None
@@ -314,7 +326,9 @@ class Loop:
         settled = self._guard(task.sequence, lambda: self._commit_chunk(task))
         if settled is None:
             return
-        self._say(task.sequence.job.id, Prefilled(task.row.n_tokens, len(task.prompt)))
+        self._announce(task.sequence)
+        if task.sequence.announced:
+            self._say(task.sequence.job.id, Prefilled(task.row.n_tokens, len(task.prompt)))
         if task.n_left == 0:
             self._begin_decode(task)
 
@@ -330,6 +344,7 @@ class Loop:
     def _begin_decode(self, task: Task) -> None:
         """The prompt is read but for its last token: its choices join the decode batch."""
         job = task.sequence.job
+        self._announce(task.sequence, at_last=True)
         if not job.max_tokens:
             for choice in [c for c in task.choices if not c.done]:
                 self._say(job.id, ChoiceDone(choice.index, "length"))

@@ -1,11 +1,12 @@
 """What the next step does, as a pure function of what there is to do.
 
-Fairness, in three rules:
+Fairness, in four rules:
 - Decoders take a step between any two prefill chunks, so a long prompt never silences the others.
 - Requests are admitted in the order they came.
 - Of two consecutive chunks one goes to the oldest prompt and one to the prompt with the least left.
   Short prompts pass a 100K one within a few chunks, and the long one still gets half of all prefill:
   it takes at most twice as long, whatever arrives behind it.
+- A prompt that is computed while it is also being loaded takes no chunk from one that is not.
 """
 
 from __future__ import annotations
@@ -18,20 +19,24 @@ from firn.core.values import RequestId
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request in the queue, in order of arrival. ready: nothing it needs is still being read."""
+    """A request in the queue, in order of arrival."""
 
     id: RequestId
     n_rows: int
     need_nbytes: int = 0
-    ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """A prompt being read, in order of arrival."""
+    """A prompt being read, in order of arrival.
+
+    racing: a part of it is being loaded meanwhile. waits: so soon that no chunk should be begun.
+    """
 
     task: int
     n_left: int
+    racing: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +73,6 @@ def _admit(view: View) -> tuple[RequestId, ...]:
     admitted: list[RequestId] = []
     n_rows, free = view.n_rows, view.free_nbytes
     for w in view.waiting:
-        if not w.ready:
-            continue  # its bytes are still on their way; those behind need not wait for a disk
         alone = n_rows == 0  # an empty engine takes anything: refusing would wait for ever
         if n_rows + w.n_rows > view.max_rows and not alone:
             break
@@ -81,7 +84,9 @@ def _admit(view: View) -> tuple[RequestId, ...]:
     return tuple(admitted)
 
 
-def _next_prefill(prefilling: Sequence[Prefilling], turn: int) -> int | None:
+def _next_prefill(every: Sequence[Prefilling], turn: int) -> int | None:
+    prefilling = [p for p in every if not p.racing]
+    prefilling = prefilling or [p for p in every if not p.waits]
     if not prefilling:
         return None
     if turn % 2 == 0:

@@ -66,12 +66,14 @@ class Choice:
 
 @dataclass(eq=False)
 class Sequence:
-    """One request. `task` is set while its prompt is being read."""
+    """One request."""
 
     job: Job
     trail: Trail
     choices: list[Choice] = field(default_factory=list)
     admitted: bool = False
+    announced: bool = False
+    """The client has been told what the cache did for it."""
     need_nbytes: int = 0
 
     def __post_init__(self) -> None:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from firn.cache.container import Tag
-from firn.cache.index import Mark
 from firn.cache.parts import Part
 from firn.cache.tiers import Name
+from firn.cache.tree import Mark
 from firn.core.keys import Key
 
 UNUSABLE, USABLE = 0, 1
