@@ -26,7 +26,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
         "orders": sum(io.n_queued.values()) + sum(io.n_running.values()),
         "queued bytes": io.write_nbytes,
         "records that leave": cache.records.tree.leaving_nbytes,
-        "a scan": int(below._scanning),
+        "a scan": int(below.scanning),
         "results": below._results.qsize(),
     }
     return {what: n for what, n in found.items() if n}

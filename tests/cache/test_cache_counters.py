@@ -82,7 +82,7 @@ class Simulator:
 
     def _why(self, n_cached: int, limit: int, read: bool) -> str:
         if not read:
-            return "reading switched off"
+            return "reading off"
         if not self.n_shared:
             return "cold"
         return "no state checkpoint" if n_cached < limit else "diverged"

@@ -36,9 +36,9 @@ from tests.cache.lab import prompt_of as lab_prompt
 from tests.hash_runner import Faults, HashRow, Outcome, prompt_of
 
 CALLS = {
-    "pool": ("admit", "touch", "make_room", "drop", "rejoin", "evict"),
-    "index": ("child", "add", "remove", "prune", "set_payload"),
-    "held": ("add", "extend_life", "forget"),
+    "memory": ("added", "make_room", "let_go"),
+    "tree": ("child", "add", "hold", "release", "remove", "prune", "use"),
+    "records": ("keep", "used", "extend_life", "forget", "lose"),
 }
 
 
@@ -64,7 +64,8 @@ class Saboteur:
             raise Injected(f"call {self.at}: {where}")
 
     def sabotage(self, cache: PrefixTree) -> None:
-        owners = {"pool": cache.held.pool, "index": cache.held.index, "held": cache.held}
+        records = cache.records
+        owners = {"memory": records.memory, "tree": records.tree, "records": records}
         for owner, names in CALLS.items():
             for name in names:
                 self._wrap(owners[owner], name, f"{owner}.{name}")
@@ -128,8 +129,8 @@ def calls_of(shape: Shape) -> dict[str, list[int]]:
 SHAPES = {"dense": DENSE, "hybrid": HYBRID, "all kinds": ALL_KINDS, "no pages": WINDOW_AND_STATE}
 
 
-BOOKS = {"pool.admit", "pool.touch", "pool.drop", "index.set_payload", "index.remove"}
-BOOKS |= {"index.prune", "held.forget", "pool.rejoin"}
+BOOKS = {"memory.added", "memory.let_go", "tree.hold", "tree.release", "tree.remove", "tree.prune"}
+BOOKS |= {"tree.use", "records.forget", "records.lose", "records.used"}
 """Halves of one entry in the books: if one of them fails the books are off, and only those."""
 N_OF_EACH = 5
 
@@ -137,7 +138,7 @@ N_OF_EACH = 5
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_call_fails_once(shape: Shape, caplog: pytest.LogCaptureFixture) -> None:
     calls = calls_of(shape)
-    assert {"cut", "fill", "pool.make_room", "index.child", "index.add"} <= set(calls)
+    assert {"cut", "fill", "memory.make_room", "tree.child", "tree.add"} <= set(calls)
     some = [at for found in calls.values() for at in found[:: len(found) // N_OF_EACH + 1]]
     for at in some:
         saboteur = Saboteur(at)
@@ -272,7 +273,7 @@ def test_a_part_that_was_evicted_shortens_the_match_of_all(part: Part) -> None:
             lab.submit(ids[:n], 4, boundaries=[n - 3]).wait().check()
         while found := [r for r in records_of(cache) if r.part is part]:
             deepest = max(found, key=lambda r: r.node.end)
-            lab.between_steps(partial(cache.held.pool.evict, deepest))
+            lab.between_steps(partial(cache.records._evict, deepest))
             outcome = lab.submit(ids, 4, control=CacheControl(write=False)).wait()
             outcome.check()
             assert not cache.stats.faults
@@ -346,7 +347,7 @@ def test_thousands_of_cancels_leave_no_lease_and_no_pin(shape: Shape) -> None:
             if wave % 4 == 3:
                 lab.between_steps(partial(admin.clear, cache))
                 assert records_of(cache) == []
-                assert list(cache.records.tree.roots()) == []
+                assert not any(len(r.children) for r in cache.records.tree.roots())
         assert not cache.stats.faults
     assert len(crowd.cancelled) > 200
     assert n_right > 1500

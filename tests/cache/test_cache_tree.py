@@ -26,8 +26,8 @@ from hypothesis.stateful import (
 )
 
 from firn.cache import admin
-from firn.cache.tree import Node, Record
 from firn.cache.parts import Part
+from firn.cache.tree import Node, Record
 from firn.core.errors import BadRequest
 from firn.core.keys import key_tokens
 from firn.core.ports import Load
@@ -115,7 +115,7 @@ class Machine(RuleBasedStateMachine):
         if read:
             values = key_tokens(prompt_of(ids).ids)
             want = longest(self.tree, self.tree.records.identity.root(Namespace(name)), values)
-            assert self.tree.look_up(prompt_of(ids), Namespace(name)).n_tokens == want
+            assert self.tree.look_up(prompt_of(ids), Namespace(name)).match.n_tokens == want
 
     @precondition(lambda self: self.waiting())
     @rule(pick=st.integers(0, 99))
@@ -234,11 +234,11 @@ class Machine(RuleBasedStateMachine):
     def set_room(self, nbytes: int) -> None:
         self.room = nbytes
         self.tree.set_room(nbytes)
-        pool = self.tree.held.pool
-        assert pool.limit_nbytes <= self.tree.settings.limit_nbytes
-        if pool.held.total_nbytes > pool.limit_nbytes:
+        memory, inner = self.tree.records.memory, self.tree.records.tree
+        assert memory.limit_nbytes <= self.tree.settings.limit_nbytes
+        if memory.nbytes > memory.limit_nbytes:
             left = [r for r in records_of(self.tree) if r.arrays is not None]
-            assert not [r for r in left if pool._may_go(r)], "over the limit for no reason"
+            assert not [r for r in left if inner.may_go(r)], "over the limit for no reason"
 
     # --- what always holds -----------------------------------------------------------------
 
@@ -247,9 +247,9 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "tree"):
             return
         check_tree(self.tree)
-        pool = self.tree.held.pool
-        assert pool.held.total_nbytes <= max(pool.limit_nbytes, self.n_held), "grew past the limit"
-        self.n_held = pool.held.total_nbytes
+        memory = self.tree.records.memory
+        assert memory.nbytes <= max(memory.limit_nbytes, self.n_held), "grew past the limit"
+        self.n_held = memory.nbytes
         assert dict(self.tree.stats.faults) == {}
         self.check_leases()
         self.check_protected()
@@ -257,7 +257,9 @@ class Machine(RuleBasedStateMachine):
     def check_leases(self) -> None:
         trails = [r.trail for r in self.requests if not r.choices and not r.trail.closed]
         trails += [c.trail for r in self.requests for c in r.choices]
-        want = Counter(t.node for t in trails if hasattr(t, "node"))
+        ends = [t.node for t in trails if hasattr(t, "node")]
+        ends = [n for n in ends if self.tree.records.tree.is_attached(n.root)]
+        want = Counter(above for n in ends for above in (*n.path(), n.root))
         nodes = [*self.tree.records.tree.roots(), *self.tree.records.tree.nodes()]
         assert {n: n.n_leases for n in nodes if n.n_leases} == want
 
@@ -273,7 +275,7 @@ class Machine(RuleBasedStateMachine):
         for node in self.tree.records.tree.nodes():
             if node.n_leases:
                 for above in node.path():
-                    if above.has(Part.PAGES):
+                    if Part.PAGES in above.records:
                         self.protected[above.records[Part.PAGES]] = above
 
     def teardown(self) -> None:
@@ -285,7 +287,7 @@ class Machine(RuleBasedStateMachine):
         admin.clear(self.tree)
         assert records_of(self.tree) == []
         assert list(self.tree.records.tree.nodes()) == []
-        assert list(self.tree.records.tree.roots()) == []
+        assert not any(len(root.children) for root in self.tree.records.tree.roots())
         assert self.tree.records.memory.nbytes == 0
 
     # --- who is where ----------------------------------------------------------------------

@@ -5,32 +5,37 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from firn.cache.tree import Node, Record
-from firn.cache.match import find, options
+from firn.cache.children import Text
+from firn.cache.match import points, walk
 from firn.cache.parts import Needs, Part
-from firn.core.keys import Key, KeyTokens, block_keys, child_key
+from firn.cache.tree import Mark, Node, Tree
+from firn.core.keys import Key, KeyTokens
+from firn.core.values import Namespace
 
 BLOCK = 8
 ROOT = Key(b"r" * 32)
 PROMPT: KeyTokens = np.arange(100, dtype=np.uint64)
+EVERYONE = Namespace("")
 
 
-def stored(n_tokens: int, *parts: Part) -> Node:
+def stored(n_tokens: int, *parts: Part) -> Tree:
     """A tree that holds the prompt's first tokens: whole blocks, then a tail."""
-    root = Node(ROOT, None, 0, np.empty(0, dtype=np.uint64))
-    parent = root
+    tree = Tree(BLOCK)
+    node: Node = tree.root(ROOT, EVERYONE)
     for start in range(0, n_tokens, BLOCK):
-        values = PROMPT[start : min(start + BLOCK, n_tokens)]
-        node = Node(child_key(parent.key, values), parent, start, values)
-        node.records = {part: Record(node, part, 1, payload=[]) for part in parts}
-        parent.children[node.key] = node
-        parent = node
-    return root
+        node = tree.child(node, Text(PROMPT), start, min(start + BLOCK, n_tokens))
+        for part in parts:
+            tree.add(node, part, nbytes=1, mark=Mark.TURN)
+    return tree
 
 
-def resume(root: Node, needs: Needs, *unbroken: tuple[int, int]) -> int:
-    keys = block_keys(ROOT, PROMPT, BLOCK)
-    return find(root, PROMPT, keys, needs, lambda r: True, unbroken=unbroken).n_tokens
+def resumes(tree: Tree, needs: Needs, *unbroken: tuple[int, int]) -> list[int]:
+    way = walk(tree, tree.root(ROOT, EVERYONE), Text(PROMPT), unbroken=unbroken)
+    return [m.n_tokens for m in points(way, needs, lambda record: True)]
+
+
+def resume(tree: Tree, needs: Needs, *unbroken: tuple[int, int]) -> int:
+    return resumes(tree, needs, *unbroken)[0]
 
 
 PAGES = Needs(pages=True, window=0, state=False)
@@ -74,9 +79,6 @@ def test_the_grid_is_kept() -> None:
     assert resume(root, GRID, (23, 50)) == 16
 
 
-def test_no_option_lies_inside() -> None:
-    root = stored(64, Part.PAGES)
-    keys = block_keys(ROOT, PROMPT, BLOCK)
-    unbroken = [(10, 30), (33, 62)]
-    found = options(root, PROMPT, keys, PAGES, lambda r: True, unbroken=unbroken)
-    assert [m.n_tokens for m in found] == [64, 32, 8, 0]
+def test_no_point_lies_inside() -> None:
+    found = resumes(stored(64, Part.PAGES), PAGES, (10, 30), (33, 62))
+    assert found == [64, 32, 8, 0]

@@ -253,8 +253,7 @@ def test_a_request_waits_for_what_is_being_read_and_holds_nobody_up() -> None:
 def test_a_request_that_races_is_computed_while_nobody_else_is() -> None:
     cache = DictCache(racing=True)
     with HashEngine(cache=cache) as lab:
-        outcome = lab.submit(prompt_of(14, 300), 5).wait().check()
-        assert outcome.n_cached == 0
+        lab.submit(prompt_of(14, 300), 5).wait().check()
         assert lab.leftovers() == {}
 
 

@@ -18,14 +18,14 @@ EMPTY = View(
 
 
 def waiting_of(sizes: Sequence[tuple[int, int]]) -> tuple[Waiting, ...]:
-    return tuple(
-        Waiting(RequestId(str(i)), n_rows, need) for i, (n_rows, need) in enumerate(sizes)
-    )
+    return tuple(Waiting(RequestId(str(i)), n_rows, need) for i, (n_rows, need) in enumerate(sizes))
 
 
 waitings = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 100)), max_size=12).map(waiting_of)
 prefillings = st.lists(
-    st.tuples(st.integers(1, 10_000), st.sampled_from([(False, False), (True, False), (True, True)])),
+    st.tuples(
+        st.integers(1, 10_000), st.sampled_from([(False, False), (True, False), (True, True)])
+    ),
     max_size=8,
 ).map(lambda some: tuple(Prefilling(10 + i, n, *race) for i, (n, race) in enumerate(some)))
 views = st.builds(

@@ -169,7 +169,7 @@ class Below:
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
         self._last_scan = clock()
-        self._scanning = False
+        self.scanning = False
 
     # --- orders ----------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Below:
         if len(self._touched) >= N_TOUCHED:
             self._touched.clear()
         self._touched[end] = now
-        self._io.touch({name_of(r): self._tree.rank(r) for r in records if self.has(r)})
+        self._io.touch({name_of(r): self._tree.stamp(r) for r in records if self.has(r)})
 
     def has(self, record: Record) -> bool:
         return bool(record.stored >> self.number & 1)
@@ -247,13 +247,13 @@ class Below:
             self._credit_s -= self._clock() - began
             if not busy and not self._results.empty():
                 break  # someone waits: the rest comes with the next poll
-        if not self._scanning and now - self._last_scan > RESCAN_S:
+        if not self.scanning and now - self._last_scan > RESCAN_S:
             self._retry()
             self.scan()
 
     def scan(self) -> None:
         """Look at what is stored, or at what others changed since. `poll` tells."""
-        self._scanning = True
+        self.scanning = True
 
         def batch(changes: Sequence[Entry | Gone]) -> None:
             self._results.put((None, Seen(changes), self._clock()))
@@ -314,7 +314,7 @@ class Below:
     def _scan_news(self, result: Any) -> News | None:
         if isinstance(result, Seen):
             return result
-        self._scanning = False
+        self.scanning = False
         self._last_scan = self._clock()
         return Scanned()
 
@@ -352,7 +352,7 @@ class Below:
         accepted = self._io.try_write(
             self._catalogue.header(record, layers),
             buffers,
-            used_at=self._tree.rank(record),
+            used_at=self._tree.stamp(record),
             done=self._done(record),
         )
         if accepted:

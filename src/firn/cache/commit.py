@@ -136,7 +136,6 @@ class Committer:
         self, trail: CacheTrail, node: Node, row: LiveRow, at: At, new: list[Record]
     ) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
-        self._tree.limit_life(node, trail.control.ttl_s)
         for part in self._needs.by_block:
             cut = partial(self._cut, part, trail, node, row, at)
             if not self._keep(node, part, cut, Mark.TURN, new):

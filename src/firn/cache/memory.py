@@ -30,6 +30,7 @@ class Memory:
         self._states = Order(tree.state_rank)
         self._kept: dict[Record, None] = {}
         """What may not go for now, of either order."""
+        self._look_again = False
         self.limit_nbytes = limit_nbytes
 
     @property
@@ -65,6 +66,10 @@ class Memory:
 
     def let_go(self) -> None:
         """A lease or a pin ended: what was set aside may be able to go."""
+        self._look_again = True
+
+    def _take_back(self) -> None:
+        self._look_again = False
         kept, self._kept = self._kept, {}
         for record in kept:
             if record.arrays is not None and record.alive:
@@ -72,6 +77,8 @@ class Memory:
 
     def _evict_next(self, order: Order) -> bool:
         """Evict the lowest-ranked; False when none may go."""
+        if self._look_again:
+            self._take_back()
         while (record := order.pop()) is not None:
             if self._tree.may_go(record):
                 self._evict(record)
@@ -81,23 +88,24 @@ class Memory:
 
 
 class Order:
-    """Records by rank, lowest first. A record may be in it twice: the first time counts."""
+    """Records by rank, lowest first, and deepest first of equals. A record may be in it twice."""
 
     def __init__(self, rank: Callable[[Record], float]) -> None:
         self._rank = rank
-        self._heap: list[tuple[float, int, Record]] = []
+        self._heap: list[tuple[float, int, int, Record]] = []
         self._serial = count()
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, record: Record) -> None:
-        heapq.heappush(self._heap, (self._rank(record), next(self._serial), record))
+        depth = record.node.start
+        heapq.heappush(self._heap, (self._rank(record), -depth, next(self._serial), record))
 
     def pop(self) -> Record | None:
         """The lowest of those that memory holds; one whose rank has grown since goes back."""
         while self._heap:
-            rank, _, record = heapq.heappop(self._heap)
+            rank, *_, record = heapq.heappop(self._heap)
             if record.arrays is None or record.leaving or not record.alive:
                 continue
             if self._rank(record) <= rank:

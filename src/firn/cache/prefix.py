@@ -141,10 +141,17 @@ class PrefixTree:
     def fork(self, trail: AnyTrail, reply: Sequence[int]) -> AnyTrail:
         if isinstance(trail, BlankTrail):
             return trail
-        self._stop_racing(trail)
-        self._count(trail)
-        if self.settings.exact_chunk:
-            return BlankTrail()  # exact mode keeps only what prefill computed
+        try:
+            self._stop_racing(trail)
+            self._count(trail)
+            if self.settings.exact_chunk:
+                return BlankTrail()  # exact mode keeps only what prefill computed
+            return self._fork(trail, reply)
+        except Exception as e:
+            self.records.failed("fork", e)
+            return BlankTrail()
+
+    def _fork(self, trail: CacheTrail, reply: Sequence[int]) -> CacheTrail:
         self.records.tree.lease(trail.node)
         return CacheTrail(
             root=trail.root,
@@ -174,14 +181,19 @@ class PrefixTree:
                 self._committer.commit_tail(trail, row)
         except Exception as e:
             self.records.failed("close", e)
-        try:
-            self._restorer.unlease(trail)
-            trail.loaded.clear()
-            if trail.node.parent is not None:
-                self.records.used(trail.node, again=False)
-            self.records.unlease(trail.node)
-        except Exception as e:
-            self.records.failed("close", e)
+        for release in (self._restorer.unlease, self._mark_used, self._leave_node):
+            try:
+                release(trail)
+            except Exception as e:
+                self.records.failed("close", e)
+
+    def _mark_used(self, trail: CacheTrail) -> None:
+        trail.loaded.clear()
+        if trail.node.parent is not None:
+            self.records.used(trail.node, again=False)
+
+    def _leave_node(self, trail: CacheTrail) -> None:
+        self.records.unlease(trail.node)
 
     def blank(self) -> BlankTrail:
         return BlankTrail()

@@ -47,6 +47,8 @@ LEAVING_SHARE = 0.25
 """Of memory's limit: what may wait to be written before it leaves."""
 WRITE_WAIT_S = 0.05
 """How long the engine waits for a tier that cannot keep up, before something is lost."""
+FIRST_SCAN_S = 1.0
+"""How long the start waits for a tier's first scan; longer ones go on behind."""
 N_STRAYS = 20_000
 """Stored records whose parents a scan has not seen yet."""
 N_TRASHED = 256
@@ -99,10 +101,17 @@ class Records:
         return self.tree.root(key, namespace)
 
     def add_tier(self, name: str, io: Io, *, wake: Callable[[], None]) -> None:
-        """Spill there from now on; what is stored there is learned as a scan finds it."""
+        """Spill there from now on; what is stored there is learned as a scan finds it.
+
+        That takes milliseconds for most: worth waiting for, so that the first request hits.
+        """
         below = Below(name, io, self.tree, self, wake=wake, clock=self.clock)
         self.tiers.append(below)
         below.scan()
+        until = time.monotonic() + FIRST_SCAN_S
+        while below.scanning and (left := until - time.monotonic()) > 0:
+            for news in below.take_results(math.inf, wait_s=left):
+                self.note(below, news)
 
     # --- coming ----------------------------------------------------------------------------
 

@@ -139,16 +139,14 @@ class Restorer:
 
     def shared(self, trail: CacheTrail) -> int:
         """How far the prompt agrees with anything stored."""
-        return self._walk(trail).n_shared
+        return self._walk(trail).n_shared if trail.control.read else 0
 
     def is_more_at_hand(self, trail: CacheTrail) -> bool:
         """Whether the block behind the last committed one has come to memory: a cheap look."""
         node = trail.node
-        if not self._needs.by_block:
-            return bool(trail.loaded) and not trail.racing
         ahead = next(node.children.closest(trail.prompt, node.end), None)
-        if ahead is None:
-            return False
+        if ahead is None or not self._needs.by_block:
+            return ahead is not None
         there = (ahead[0].records.get(part) for part in self._needs.by_block)
         return any(r is not None and _at_hand(trail)(r) for r in there)
 

@@ -6,8 +6,8 @@ model's state for it, in memory, in tiers below, or in both; a node without reco
 below it.
 
 Leases and pins are counted for a whole branch, and a node was used, and lives, at least as long as
-everything below it. So whatever takes nodes in the order of `rank` takes leaves before their parents, in
-memory and in tiers that know nothing of chains.
+everything below it. So whoever takes records by `rank` takes leaves before their parents: memory, and
+tiers that know nothing of chains.
 
 Owner: the engine thread, through the prefix cache. Knows nothing of arrays: payloads are opaque.
 """
@@ -30,7 +30,7 @@ from firn.core.values import Namespace
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
 BLOCK_S = 2.0
-"""A block counts as used so much earlier than its parent: more than the coarsest file system rounds."""
+"""In a tier a block counts as used so much earlier than its parent: no file system rounds by more."""
 N_REMEMBERED = 1 << 16
 """Evicted blocks whose keys are remembered, so that a miss can name its reason."""
 RETRY_S = 60.0
@@ -199,7 +199,8 @@ class Tree:
         self._roots: dict[Key, Root] = {}
         self._by_key: dict[Key, Node] = {}
         """Nodes that have records: tiers name them by key."""
-        self._expiring: list[tuple[float, int, Node]] = []
+        self._expiring: list[tuple[float, int, float, Node]] = []
+        """When to look, and the life that was to end then."""
         self._serial = count()
         self._evicted: dict[bytes, None] = {}
         self.memory = Held()
@@ -253,6 +254,7 @@ class Tree:
         made = Node(key, parent, parent.end, *text.stored(start, end))
         made.root = parent.root
         made.used_at = parent.used_at
+        made.expires_at = -math.inf  # until somebody gives it a life
         if parent._children is None:
             parent._children = Children()
         parent._children.add(made)
@@ -420,14 +422,17 @@ class Tree:
 
         Value counts as time: every doubling of its uses as an hour; a window or state in the midst
         of a chain, which only a branch asks for, as a day less. What carries the chain never ranks
-        below what it carries: so a chain goes from its end.
+        below what it carries; of equals the deeper goes first, and so a chain goes from its end.
         """
         node = record.node
         at = node.used_at + HOUR_S * math.log2(1 + node.n_uses)
-        at -= BLOCK_S * (node.start // self.block)
         if record.part is not self._chain and _is_inside(record):
             at -= DAY_S
         return at
+
+    def stamp(self, record: Record) -> float:
+        """The rank as a tier keeps it, which knows no depths: a little lower with every block."""
+        return self.rank(record) - BLOCK_S * (record.node.start // self.block)
 
     def state_rank(self, record: Record) -> float:
         """Among states alone, for they have a share of their own: places that many pass go last."""
@@ -450,12 +455,6 @@ class Tree:
 
     # --- lifetimes -------------------------------------------------------------------------
 
-    def limit_life(self, node: Node, ttl_s: float | None) -> None:
-        """A new node lives so long, as far as it is for its maker; None: while there is room."""
-        if ttl_s is not None and not node.records:
-            node.expires_at = -math.inf
-            self.extend_life(node, ttl_s)
-
     def extend_life(self, node: Node, ttl_s: float | None) -> list[Node]:
         """Let the node and all above it live at least so long; None for while there is room.
 
@@ -470,21 +469,21 @@ class Tree:
             if until == math.inf:
                 freed.append(n)
             else:
-                heapq.heappush(self._expiring, (until, next(self._serial), n))
+                heapq.heappush(self._expiring, (until, next(self._serial), until, n))
         return freed
 
     def expired(self) -> Iterator[Node]:
         """Nodes whose time is over; those in use have another minute."""
         now = self._clock()
         while self._expiring and self._expiring[0][0] <= now:
-            at, _, node = heapq.heappop(self._expiring)
-            if node.expires_at != at or node.parent is None:
+            *_, life, node = heapq.heappop(self._expiring)
+            if node.expires_at != life or node.parent is None:
                 continue  # it lives longer, or is gone
             if node.n_leases or node.n_pins:
-                node.expires_at = now + RETRY_S
-                heapq.heappush(self._expiring, (node.expires_at, next(self._serial), node))
-                continue
-            yield node
+                again = (now + RETRY_S, next(self._serial), life, node)
+                heapq.heappush(self._expiring, again)
+            else:
+                yield node
 
     # --- what was --------------------------------------------------------------------------
 
