@@ -110,7 +110,7 @@ def snapshot(cache: object) -> dict[str, Any]:
     held = {"memory": {p.value: n for p, n in cache.held.pool.held.nbytes.items()}}
     usage = cache.held.usage()
     if usage is not None:
-        held["ssd"] = {p.value: n for p, n in usage.part_nbytes.items()}
+        held["ssd"] = dict(usage.part_nbytes)
     return {**cache.stats.view(), "bytes": held}
 
 
@@ -132,12 +132,10 @@ def usage_view(usage: Usage) -> dict[str, Any]:
         "limit_bytes": usage.limit_nbytes,
         "state": usage.status.state,
         "reason": usage.status.reason,
-        "files": {part.value: n for part, n in usage.n_files.items()},
-        "part_bytes": {part.value: n for part, n in usage.part_nbytes.items()},
+        "files": dict(usage.n_files),
+        "part_bytes": dict(usage.part_nbytes),
         "foreign": usage.n_foreign,
-        "orphans": usage.n_orphans,
         "quarantined": usage.n_quarantined,
-        "read_bytes_per_s": round(usage.read_nbytes_per_s),
         "counts": dict(usage.counts),
         "drops": dict(usage.drops),
     }

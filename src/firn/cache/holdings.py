@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
 from firn.cache.codecs import Arrays, nbytes_of
-from firn.cache.container import Header, Label, Layers
+from firn.cache.container import Header, Label, Layers, Name
 from firn.cache.estimates import Estimates
 from firn.cache.faults import TierError
 from firn.cache.index import Index, Mark, Node, Record
+from firn.cache.io import Changes, Entry, Io
 from firn.cache.parts import Needs, Part
 from firn.cache.pool import Pool
 from firn.cache.stats import Stats
-from firn.cache.store import Arrived, Found, Io, Lost, News, Store, Unwritten, Written
-from firn.cache.tiers import Entry, Gone, Name, Usage
+from firn.cache.store import Arrived, Found, Lost, News, Store, Unwritten, Written
+from firn.cache.tiers import Gone, Usage
 from firn.core.keys import Key, KeyTokens, child_key, root_key
 from firn.core.values import Namespace
 
@@ -64,6 +64,8 @@ class Holdings:
         self._namespaces: dict[Key, Namespace] = {}
         self._by_key: WeakValueDictionary[Key, Node] = WeakValueDictionary()
         """Nodes that a tier below has records of; scans name them by key."""
+        self._waiting: dict[Key, list[Entry]] = {}
+        """Records that a scan found before their parents."""
 
     def root(self, namespace: Namespace) -> Node:
         key = self.identity.root(namespace)
@@ -129,21 +131,11 @@ class Holdings:
         """A record leaves memory. What no tier below has is gone."""
         self.stats.evictions[record.part.value] += 1
         wanted = not record.stored and self._spills(record)
-        if self.store is not None and wanted and not self._spill_now(record, self.store):
+        if self.store is not None and wanted and not self.store.spill_now(record):
             self.stats.dropped["write queue full"] += 1
         self.pool.drop(record)
         if not (record.stored or record.writing):
             self._lose(record)
-
-    def _spill_now(self, record: Record, store: Store) -> bool:
-        """Leaves leave memory first, but below none is taken without its parent: that goes before it."""
-        chain = [record]
-        for node in islice(record.node.path(), 1, None):
-            above = [node.records[part] for part in self.needs.by_block if node.has(part)]
-            if any(r.stored or r.writing for r in above):
-                break
-            chain += (r for r in above if r.payload is not None)
-        return all(store.spill_now(r) for r in reversed(chain))
 
     def _lose(self, record: Record) -> None:
         """No tier has it any more. Without its pages a node's other records cannot be used."""
@@ -204,7 +196,8 @@ class Holdings:
     def open_store(self, io: Io, *, wake: Callable[[], None]) -> None:
         """Take what is stored into the tree, and spill from now on. Namespaces must be known."""
         self.store = Store(io, self._header, self.tokens, wake=wake, clock=self.clock)
-        self._learn_all(self.store.first_scan())
+        for changes in self.store.first_scan():
+            self._learn_all(changes)
 
     def note(self, news: News) -> None:
         """Bring the tree up to date with what a tier told."""
@@ -230,12 +223,13 @@ class Holdings:
     def _written(self, record: Record, evicted: Sequence[Name]) -> None:
         if record.alive:
             self._by_key[record.node.key] = record.node
+            self._learn_all(self._waiting.pop(record.node.key, ()))
         elif self.store is not None:
             self.store.forget([record])  # it was superseded while it was on its way
         for name in evicted:
             self._gone(name)
 
-    def _learn_all(self, changes: Iterable[Entry | Gone]) -> None:
+    def _learn_all(self, changes: Changes) -> None:
         """Records that others added or took away; parents are placed before their children."""
         added: list[Entry] = []
         for change in changes:
@@ -243,20 +237,33 @@ class Holdings:
                 self._gone(change.name)
             else:
                 added.append(change)
-        for entry in sorted(added, key=lambda e: e.label.start):
-            self._learn(entry)
+        left = sorted(added, key=lambda e: -e.label.start)
+        while left:
+            node = self._learn(left.pop())
+            if node is not None:
+                left += self._waiting.pop(node.key, ())
 
-    def _learn(self, entry: Entry) -> None:
-        node, part = self._place(entry.label), entry.label.part
+    def _learn(self, entry: Entry) -> Node | None:
+        """The record's node; None while it has no place in the tree."""
+        label = entry.label
+        if not self._is_ours(label):
+            return None
+        if label.start and label.parent not in self._by_key:
+            self._waiting.setdefault(label.parent, []).append(entry)
+            return None
+        node = self._place(label)
         if node is None:
-            return
+            return None
         self._by_key[node.key] = node
         node.expires_at = math.inf
-        record = node.records.get(part)
+        record = node.records.get(label.part)
         if record is None:
-            mark = Mark(entry.label.mark)
-            record = self.index.add(node, part, nbytes=entry.nbytes, payload=None, mark=mark)
+            mark = Mark(label.mark)
+            record = self.index.add(node, label.part, nbytes=entry.nbytes, payload=None, mark=mark)
         record.stored = True
+        if self.store is not None:
+            self.store.saw(node, entry.used_at)
+        return node
 
     def _gone(self, name: Name) -> None:
         node = self._by_key.get(name.key)
@@ -266,15 +273,15 @@ class Holdings:
             if record.payload is None and not record.writing:
                 self._lose(record)
 
+    def _is_ours(self, label: Label) -> bool:
+        return label.root in self._namespaces and label.layout == self.identity.layout
+
     def _place(self, label: Label) -> Node | None:
-        """The node of a stored record; None if it is not ours or its parent is not there."""
-        if label.root not in self._namespaces or label.layout != self.identity.layout:
-            return None
-        root = self.index.root(label.root)
+        """The node of a stored record; None if it does not fit where it says it does."""
         if label.start == 0:
-            return self._path(root, label)
-        parent = self._by_key.get(label.parent)
-        if parent is None or parent.end != label.start:
+            return self._path(self.index.root(label.root), label)
+        parent = self._by_key[label.parent]
+        if parent.end != label.start:
             return None
         if child_key(parent.key, label.tokens) != label.key:
             return None

@@ -15,12 +15,13 @@ from firn.cache import checkpoints
 from firn.cache.commit import Committer
 from firn.cache.holdings import Holdings, Identity
 from firn.cache.index import Node
+from firn.cache.io import Io
 from firn.cache.layout import Layout
 from firn.cache.match import Match, Segment, common_prefix
 from firn.cache.off import BlankTrail
 from firn.cache.restore import Restorer
 from firn.cache.stats import Stats
-from firn.cache.store import Arrived, Io, Lost
+from firn.cache.store import Arrived, Lost
 from firn.cache.trail import CacheTrail
 from firn.core.events import Admitted
 from firn.core.keys import Key, block_keys, key_tokens

@@ -9,22 +9,28 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-from weakref import WeakSet
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from firn.cache.codecs import Arrays
 from firn.cache.codecs._host import from_host, to_host
-from firn.cache.container import Header, Layers, Loaded
-from firn.cache.faults import NO_PARENT, Refused, TierError, TierFault
-from firn.cache.index import Record
-from firn.cache.tiers import Entry, Gone, Name, Stored, Usage
+from firn.cache.container import Header, Layers, Loaded, Name
+from firn.cache.faults import TierError, TierFault
+from firn.cache.index import Node, Record
+from firn.cache.io import Changes, Io
+from firn.cache.parts import Part
+from firn.cache.tiers import Stored, Usage
 from firn.core.keys import KeyTokens
 from firn.core.ports import Load
+
+log = logging.getLogger("firn.cache")
 
 BUSY_SHARE = 0.02
 """Spilling may take this much of the engine's time while requests run; all of it when none do."""
@@ -35,36 +41,11 @@ POLL_BUSY_S = 0.01
 """Bytes turn into arrays for so long between two steps while rows decode."""
 RESCAN_S = 10.0
 FIRST_SCAN_S = 60.0
-
-
-class Io(Protocol):
-    """The I/O threads, as the store uses them. `done` gets a result or a TierError, on their side."""
-
-    def try_write(
-        self, header: Header, buffers: Sequence[Any], done: Callable[[Any], None]
-    ) -> bool:
-        """False: the queue is full."""
-        ...
-
-    def has_room(self, nbytes: int) -> bool: ...
-
-    def defer_writes(self, wanted: bool) -> None:
-        """Leave queued writes alone for a while, or no longer."""
-        ...
-
-    def read(self, name: Name, expect: KeyTokens, done: Callable[[Any], None]) -> None: ...
-
-    def delete(self, names: Iterable[Name]) -> None: ...
-
-    def touch(self, names: Iterable[Name]) -> None: ...
-
-    def scan(self, done: Callable[[Any], None]) -> None: ...
-
-    def usage(self) -> Usage: ...
-
-    def close(self) -> object:
-        """Flush what is queued, in bounded time."""
-        ...
+"""So long a start waits for the first scan; the rest of it goes on behind."""
+STAMP_STEP_S = 2.0
+"""A record's stamp is at least this much below its parent's, and a window's or state's below its pages': what
+goes by age then goes from the end of a chain. As coarse as the coarsest time stamps of file systems."""
+TOUCH_EVERY_S = 60.0
 
 
 # --- what poll tells -----------------------------------------------------------------------
@@ -104,7 +85,7 @@ class Unwritten:
 class Found:
     """What a scan saw: records that others added or took away."""
 
-    changes: tuple[Entry | Gone, ...]
+    changes: Changes
 
 
 News = Arrived | Lost | Written | Unwritten | Found
@@ -130,8 +111,9 @@ class Store:
         self._to_spill: deque[tuple[Record, float]] = deque()
         """With the time since when it waits."""
         self._unwritten: dict[Record, None] = {}
-        """In their order; a fault of the disk, or of a parent's write, stood in their way."""
-        self._retried: WeakSet[Record] = WeakSet()
+        """In their order; a fault of the disk stood in their way."""
+        self._stamps: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
+        """What nodes below were last stamped with."""
         self._lent: dict[Record, Sequence[memoryview]] = {}
         """Bytes that are being written. They may be an array's own: it must die on this thread."""
         self._loading: set[Record] = set()
@@ -161,7 +143,36 @@ class Store:
         self._io.delete([_name(r) for r in records])
 
     def touch(self, records: Iterable[Record]) -> None:
-        self._io.touch([_name(r) for r in records if r.stored])
+        """These were used, and so was all that leads to them: a parent is never older than its child."""
+        used = {r for r in records if r.stored}
+        if not used:
+            return
+        leaf, now = max((r.node for r in used), key=lambda n: n.end), time.time()
+        path = list(leaf.path())
+        if now - STAMP_STEP_S * 2 * len(path) - self._stamps.get(leaf, 0.0) < TOUCH_EVERY_S:
+            return
+        stamps: dict[Name, float] = {}
+        for depth, node in zip(count(len(path), -1), path):
+            stored = [r for r in node.records.values() if r.stored]
+            main = [r for r in stored if r.part is Part.PAGES] or stored
+            self.saw(node, now - STAMP_STEP_S * 2 * depth)
+            for record in {*main, *used.intersection(stored)}:
+                stamps[_name(record)] = self._stamps[node] - _below(record)
+        self._io.touch(stamps)
+
+    def saw(self, node: Node, stamp: float) -> None:
+        """What a record of the node is stamped with."""
+        self._stamps[node] = max(self._stamps.get(node, 0.0), stamp)
+
+    def _stamp(self, record: Record) -> float:
+        """For a new record: not above that of the node it hangs on."""
+        node = record.node
+        above = self._stamps.get(node.parent) if node.parent is not None else None
+        stamp = time.time() - STAMP_STEP_S * 2 * sum(1 for _ in node.path())
+        if above is not None:
+            stamp = min(stamp, above - 2 * STAMP_STEP_S)
+        self.saw(node, stamp)
+        return stamp - _below(record)
 
     def usage(self) -> Usage:
         return self._io.usage()
@@ -172,13 +183,25 @@ class Store:
             pass
         self._io.close()
 
-    def first_scan(self) -> tuple[Entry | Gone, ...]:
-        """Everything that is stored. Blocks: for the start only."""
-        self._io.scan(self._done(None))
-        _, result = self._results.get(timeout=FIRST_SCAN_S)
-        if isinstance(result, TierError):
-            raise result
-        return tuple(result)
+    def first_scan(self) -> Iterator[Changes]:
+        """What is stored. Blocks, for the start only; what takes too long is told by `poll`."""
+        self._scan()
+        until = time.monotonic() + FIRST_SCAN_S
+        while self._scanning:
+            try:
+                _, result = self._results.get(timeout=max(until - time.monotonic(), 0.0))
+            except queue.Empty:
+                log.warning("the cache is still being scanned; what is not found yet is computed")
+                return
+            news = self._news(None, result)
+            if isinstance(result, TierError):
+                raise result
+            if isinstance(news, Found):
+                yield news.changes
+
+    def _scan(self) -> None:
+        self._scanning = True
+        self._io.scan(self._done(None), self._done(None))
 
     # --- results ---------------------------------------------------------------------------
 
@@ -198,8 +221,7 @@ class Store:
                 break  # someone waits: the rest comes with the next poll
         if not self._scanning and now - self._last_scan > RESCAN_S:
             self._retry()
-            self._scanning = True
-            self._io.scan(self._done(None))
+            self._scan()
 
     def _retry(self) -> None:
         """Spill again what a fault kept back; while the fault lasts, one record, to find out."""
@@ -208,7 +230,6 @@ class Store:
         n = len(ours) if self._io.usage().status.state == "ok" else 1
         self._unwritten = dict.fromkeys(ours[n:])
         for record in ours[:n]:
-            self._retried.add(record)
             self.spill(record)
 
     def _may_spill(self, load: Load, now: float) -> bool:
@@ -237,9 +258,11 @@ class Store:
 
     def _news(self, record: Record | None, result: Any) -> News | None:
         if record is None:
+            if result is not None and not isinstance(result, TierError):
+                return Found(result)
             self._scanning = False
             self._last_scan = self._clock()
-            return None if isinstance(result, TierError) else Found(tuple(result))
+            return None
         self._lent.pop(record, None)
         if isinstance(result, Stored):
             record.writing, record.stored = False, True
@@ -249,8 +272,7 @@ class Store:
             return Arrived(record, from_host(result.header.layers, result.buffers))
         if record.writing:
             record.writing = False
-            is_early = isinstance(result, Refused) and record not in self._retried
-            if isinstance(result, TierFault) or (is_early and result.reason == NO_PARENT):
+            if isinstance(result, TierFault):
                 self._unwritten[record] = None
             return Unwritten(record, result)
         self._loading.discard(record)
@@ -271,7 +293,12 @@ class Store:
         if not self._io.has_room(record.nbytes):
             return False
         layers, buffers = to_host(record.payload)
-        accepted = self._io.try_write(self._header_of(record, layers), buffers, self._done(record))
+        accepted = self._io.try_write(
+            self._header_of(record, layers),
+            buffers,
+            used_at=self._stamp(record),
+            done=self._done(record),
+        )
         if accepted:
             record.writing, self._lent[record] = True, buffers
         return accepted
@@ -282,6 +309,10 @@ class Store:
             self._wake()
 
         return done
+
+
+def _below(record: Record) -> float:
+    return 0.0 if record.part is Part.PAGES else STAMP_STEP_S
 
 
 def _name(record: Record) -> Name:
