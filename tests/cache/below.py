@@ -12,7 +12,7 @@ DEADLINE_S = 60.0
 
 def on_its_way(harness: Harness) -> dict[str, int]:
     """Everything that must be nought when nobody asks anything. On the engine thread."""
-    cache, health, io = harness.cache, harness.engine.health(), harness.io.threads.counts()
+    cache, health, io = harness.cache, harness.engine.health(), harness.io.threads
     store = cache.held.store
     assert store is not None
     found = {
@@ -24,7 +24,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
         "records being written": sum(r.writing for r in records_of(cache)),
         "leases": n_leases(cache),
         "pins": sum(n.n_pins for n in cache.held.index.nodes()),
-        "orders": sum(io.n_queued.values()) + sum(io.n_running.values()),
+        "orders": io.n_pending,
         "queued bytes": io.write_nbytes,
         "results": store._results.qsize(),
     }
@@ -37,4 +37,4 @@ def settle(harness: Harness) -> None:
     while left := harness.between_steps(lambda: on_its_way(harness)):
         assert time.monotonic() < until, left
     harness.between_steps(lambda: check_books(harness.cache))
-    assert harness.io.threads.counts().n_callback_faults == 0
+    assert harness.io.threads.n_callback_faults == 0

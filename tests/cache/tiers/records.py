@@ -98,7 +98,8 @@ def fill(header: Header) -> list[bytes]:
 def of_size(nbytes: int, n: int = 0, **more: Any) -> Record:
     """A record with one tensor of so many bytes, the n-th of its kind."""
     layers: Layers = ((TensorSpec("U8", (nbytes,)),),)
-    return record(range(n * BLOCK, n * BLOCK + BLOCK), layers=layers, **more)
+    tokens = more.pop("tokens", range(n * BLOCK, n * BLOCK + BLOCK))
+    return record(tokens, layers=layers, **more)
 
 
 def chain(n: int, *, first: int = 0, nbytes: int | None = None) -> list[Record]:
