@@ -125,6 +125,7 @@ KINDS: dict[str, Kind] = {
         venv="llama",
         command=(
             *("python", "-m", "llama_cpp.server", "--model", "{model}", *_ADDRESS),
+            *("--interrupt_requests", "false"),  # a second request would end the first
             *("--n_threads", "{cores}", "--n_threads_batch", "{cores}", "--n_ctx", "4096"),
         ),
         packages=("llama-cpp-python",),

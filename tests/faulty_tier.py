@@ -1,6 +1,6 @@
 """An SSD tier on a disk that misbehaves. Bytes are really spoilt: what notices is really tested.
 
-    tier = FaultyTier(SsdSettings(folder, limit), plan=random_plan(seed=1, rate=0.2))
+    tier = FaultyTier(TierOptions(folder, limit), plan=random_plan(seed=1, rate=0.2))
 
 A plan is asked before each read and write, and names the fault to suffer. `tier.suffered` counts them.
 """
@@ -14,17 +14,14 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from firn.cache.container import Buffer, Header, Loaded
-from firn.cache.tiers import Entry, Gone, Name, Stored, Usage, name_of
-from firn.cache.tiers._disk import Disk, path_of
-from firn.cache.tiers._survey import record_paths
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
-from firn.core.keys import KeyTokens
+from firn.cache.tiers import Buffer, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers._folder import Disk, path_of
+from firn.cache.tiers.ssd import SsdTier
 
 
 class Fault(Enum):
@@ -55,7 +52,7 @@ READ_FAULTS = (
 QUICK_FAULTS = tuple(f for f in (*WRITE_FAULTS, *READ_FAULTS) if f is not Fault.DELAY)
 ERRNO = {Fault.ENOSPC: errno.ENOSPC, Fault.EIO: errno.EIO, Fault.EROFS: errno.EROFS}
 Op = Literal["read", "write"]
-Plan = Callable[[Op, Name], Fault | None]
+Plan = Callable[[Op, str], Fault | None]
 
 
 def random_plan(*, seed: int, rate: float, faults: Sequence[Fault] = QUICK_FAULTS) -> Plan:
@@ -66,7 +63,7 @@ def random_plan(*, seed: int, rate: float, faults: Sequence[Fault] = QUICK_FAULT
         "read": [f for f in faults if f in READ_FAULTS],
     }
 
-    def plan(op: Op, name: Name) -> Fault | None:
+    def plan(op: Op, name: str) -> Fault | None:
         with lock:
             return rng.choice(allowed[op]) if allowed[op] and rng.random() < rate else None
 
@@ -91,6 +88,22 @@ class FaultyDisk(Disk):
         finally:
             self._here.next = None
 
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name.startswith("_") or name not in vars(Disk) or not callable(found):
+            return found
+
+        def watched(*args: Any) -> Any:
+            try:
+                self._enter(name)
+            except OSError:
+                if name == "write":
+                    os.write(args[0], b"".join(args[1])[: sum(len(p) for p in args[1]) // 2])
+                raise
+            return found(*args)
+
+        return watched
+
     def _enter(self, op: str) -> None:
         self.calls[op] += 1
         number = self.errors.get(op)
@@ -103,63 +116,21 @@ class FaultyDisk(Disk):
         if number is not None:
             raise OSError(number, os.strerror(number))
 
-    def write(self, fd: int, pieces: Sequence[Buffer]) -> None:
-        try:
-            self._enter("write")
-        except OSError:
-            os.write(fd, b"".join(pieces)[: sum(len(p) for p in pieces) // 2])
-            raise
-        super().write(fd, pieces)
-
-    def names(self, shelf: str) -> list[str]:
-        self._enter("names")
-        return super().names(shelf)
-
-    def make_folder(self) -> None:
-        self._enter("make_folder")
-        super().make_folder()
-
-    def open_lock(self) -> int:
-        self._enter("open_lock")
-        return super().open_lock()
-
-    def write_page(self, fd: int, page: bytes) -> None:
-        self._enter("write_page")
-        super().write_page(fd, page)
-
-    def create(self, path: str) -> int:
-        self._enter("create")
-        return super().create(path)
-
-    def rename(self, path: str, to: str) -> None:
-        self._enter("rename")
-        super().rename(path, to)
-
-    def unlink(self, path: str) -> None:
-        self._enter("unlink")
-        super().unlink(path)
-
-    def set_mtime(self, path: str, at: float) -> None:
-        self._enter("set_mtime")
-        super().set_mtime(path, at)
-
-    def open(self, path: str) -> int:
-        self._enter("open")
-        return super().open(path)
-
-    def read(self, fd: int, buffer: memoryview) -> int:
-        self._enter("read")
-        return super().read(fd, buffer)
-
 
 class FaultyTier:
     """Implements tiers.Tier."""
 
     def __init__(
-        self, settings: SsdSettings, *, plan: Plan, seed: int = 0, delay_s: float = 10.0
+        self,
+        options: TierOptions,
+        *,
+        plan: Plan,
+        seed: int = 0,
+        delay_s: float = 10.0,
+        **more: Any,
     ) -> None:
-        self.disk = FaultyDisk(settings.folder)
-        self.inner = SsdTier(settings, disk=self.disk)
+        self.disk = FaultyDisk(Path(options.location))
+        self.inner = SsdTier(options, disk=self.disk, **more)
         self.suffered: Counter[str] = Counter()
         self._plan = plan
         self._rng = random.Random(seed)
@@ -173,48 +144,45 @@ class FaultyTier:
 
     # --- the contract ------------------------------------------------------------------------
 
-    def scan(self) -> Iterator[Entry | Gone]:
+    def scan(self) -> Iterator[Seen | Gone[str]]:
         return self.inner.scan()
 
-    def write(self, header: Header, buffers: Sequence[Any]) -> Stored:
-        fault = self._next("write", name_of(header))
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+        fault = self._next("write", name)
         if fault is Fault.DROP:
             return Stored(1, new=True)
         if fault is Fault.DUPLICATE:
-            self.inner.write(header, buffers)
-        if fault in ERRNO:
-            with self.disk.failing("write", ERRNO[fault]):
-                return self.inner.write(header, buffers)
-        if fault is Fault.KILL:
-            with self.disk.failing("write", 0):
-                return self.inner.write(header, buffers)
-        return self.inner.write(header, buffers)
+            self.inner.write(name, pieces, used_at=used_at)
+        if fault in ERRNO or fault is Fault.KILL:
+            with self.disk.failing("write", ERRNO.get(fault, 0)):
+                return self.inner.write(name, pieces, used_at=used_at)
+        return self.inner.write(name, pieces, used_at=used_at)
 
-    def read(self, name: Name, expect: KeyTokens | None = None) -> Loaded:
+    def read(self, name: str, n: int | None = None) -> memoryview:
         fault = self._next("read", name)
         if fault is Fault.EIO:
             with self.disk.failing("read", errno.EIO):
-                return self.inner.read(name, expect)
+                return self.inner.read(name, n)
         if fault is Fault.DUPLICATE:
-            self.inner.read(name, expect)
+            self.inner.read(name, n)
         if fault in (Fault.DROP, Fault.SHORT_READ, Fault.BIT_FLIP, Fault.SWAP, Fault.STALE):
             # A file, or its folder, may go while it is being spoilt: it is lost all the same.
             with self._lock, contextlib.suppress(FileNotFoundError):
                 self._spoil(self.disk.folder / path_of(name), fault)
-        return self.inner.read(name, expect)
+        return self.inner.read(name, n)
 
-    def delete(self, name: Name) -> None:
-        self.inner.delete(name)
+    def touch(self, stamps: Mapping[str, float]) -> None:
+        self.inner.touch(stamps)
 
-    def touch(self, names: Iterable[Name]) -> None:
-        self.inner.touch(names)
+    def delete(self, name: str, *, keep: bool = False) -> None:
+        self.inner.delete(name, keep=keep)
 
     def usage(self) -> Usage:
         return self.inner.usage()
 
     # --- the damage --------------------------------------------------------------------------
 
-    def _next(self, op: Op, name: Name) -> Fault | None:
+    def _next(self, op: Op, name: str) -> Fault | None:
         fault = self._plan(op, name)
         if fault is not None:
             with self._lock:
@@ -241,8 +209,7 @@ class FaultyTier:
                 put(other, raw)
 
     def _other(self, path: Path) -> Path | None:
-        paths = [self.disk.folder / p for p in record_paths(Disk(self.disk.folder))]
-        others = [p for p in sorted(paths) if p != path]
+        others = [p for p in sorted(self.disk.folder.glob("??/*.safetensors")) if p != path]
         return self._rng.choice(others) if others else None
 
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from firn.cache.estimates import Estimates
-from firn.cache.io import TierIo
+from firn.cache.io import IoThreads, TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
@@ -144,7 +144,7 @@ class Harness:
                 )
                 if tier is not None:
                     cache.records.estimates = Eager()
-                    self.io = TierIo(tier)
+                    self.io = TierIo(tier, IoThreads())
                     known = [Namespace(n) for n in namespaces]
                     wake = lambda: self.engine.wake()  # noqa: E731
                     cache.add_tier("ssd", self.io, namespaces=known, wake=wake)

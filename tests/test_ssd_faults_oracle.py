@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.tiers import Name
-from firn.cache.tiers.ssd import SsdSettings
+from firn.cache.tiers import TierOptions
 from tests.cache.below import settle
 from tests.faulty_tier import (
     READ_FAULTS,
@@ -42,7 +41,7 @@ def in_turn(**every: int) -> Plan:
     counts = {"read": itertools.count(1), "write": itertools.count(1)}
     lock = threading.Lock()
 
-    def plan(op: Op, name: Name) -> Fault | None:
+    def plan(op: Op, name: str) -> Fault | None:
         with lock:
             return None if next(counts[op]) % every[op] else next(turns[op])
 
@@ -52,8 +51,8 @@ def in_turn(**every: int) -> Plan:
 def faulty(
     folder: Path, plan: Plan, *, limit_nbytes: int = 64 * MIB, delay_s: float = 0.02
 ) -> FaultyTier:
-    settings = SsdSettings(folder, limit_nbytes, retry_s=0.0, max_retry_s=0.0)
-    return FaultyTier(settings, plan=plan, delay_s=delay_s)
+    options = TierOptions(str(folder), limit_nbytes)
+    return FaultyTier(options, plan=plan, delay_s=delay_s, retry_s=0.0, max_retry_s=0.0)
 
 
 def sit(model: str, tier: FaultyTier, **options: object) -> Oracle:
@@ -121,7 +120,7 @@ def test_a_read_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
     """The deadline passes: the prompt is computed, and nothing hangs on the read when it ends."""
     ahead_s, stuck = [0.0], threading.Event()
 
-    def plan(op: Op, name: Name) -> Fault | None:
+    def plan(op: Op, name: str) -> Fault | None:
         return Fault.DELAY if op == "read" and stuck.is_set() else None
 
     tier = faulty(tmp_path, plan, delay_s=60)

@@ -15,8 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from firn.cache.tiers._disk import Disk
-from firn.cache.tiers._shared import FolderLock
+from firn.cache.tiers._folder import Disk, FolderLock
 from firn.demo.facts import Session, make_session
 from firn.demo.server import Child
 from tests.cache.tiers.test_ssd_folder import du

@@ -28,12 +28,13 @@ from firn.api.server import create_app
 from firn.api.services import Limits as ApiLimits
 from firn.api.services import Services
 from firn.cache.admin import CacheAdmin, health, snapshot
-from firn.cache.io import TierIo
+from firn.cache.inventory import ModelNote, note_model
+from firn.cache.io import IoThreads, TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
-from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier, suggested_limit
+from firn.cache.tiers import TierOptions, discover
 from firn.config import Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
 from firn.core.ports import Pictures, PrefixCache
@@ -429,16 +430,20 @@ def _add_ssd(config: Config, cache: PrefixTree, model: ModelInfo, wake: Callable
         log.info("ssd cache: off (--no-ssd-cache)")
         return
     folder = wanted.ssd_cache_dir or default_cache_dir()
-    limit = int(wanted.ssd_cache_max_gb * GIB) or suggested_limit(folder)
-    settings = SsdSettings(
-        folder,
-        limit,
-        write_budget_nbytes=int(wanted.ssd_write_budget_gb_per_day * GIB) or None,
-        seal=load_seal(wanted.ssd_cache_key_file) if wanted.ssd_cache_key_file else None,
-        model=ModelNote(model.fingerprint, model.name, model.path),
+    options = TierOptions(
+        str(folder),
+        int(wanted.ssd_cache_max_gb * GIB) or None,
+        int(wanted.ssd_write_budget_gb_per_day * GIB) or None,
     )
-    io = TierIo(SsdTier(settings), flush_timeout_s=FLUSH_S, progress=_flushing)
+    seal = load_seal(wanted.ssd_cache_key_file) if wanted.ssd_cache_key_file else None
+    tier = discover()["ssd"](options)
+    io = TierIo(tier, IoThreads(), seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
     cache.add_tier("ssd", io, namespaces=_keys(config).namespaces, wake=wake)
+    try:
+        note_model(folder, model.fingerprint, ModelNote(model.name, model.path))
+    except OSError as e:
+        log.warning("ssd cache: %s takes no notes: %s", folder, e)
+    limit = io.usage().limit_nbytes
     log.info("ssd cache: %s, at most %.1f GiB (--no-ssd-cache turns it off)", folder, limit / GIB)
 
 

@@ -12,7 +12,7 @@ DEADLINE_S = 60.0
 
 def on_its_way(harness: Harness) -> dict[str, int]:
     """Everything that must be nought when nobody asks anything. On the engine thread."""
-    cache, health, io = harness.cache, harness.engine.health(), harness.io.threads.counts()
+    cache, health, io = harness.cache, harness.engine.health(), harness.io.threads
     (below,) = cache.records.tiers
     found = {
         "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
@@ -23,7 +23,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
         "records being written": sum(r.writing != 0 for r in records_of(cache)),
         "leases": n_leases(cache),
         "pins": sum(n.n_pins for n in cache.records.tree.nodes()),
-        "orders": sum(io.n_queued.values()) + sum(io.n_running.values()),
+        "orders": io.n_pending,
         "queued bytes": io.write_nbytes,
         "records that leave": cache.records.tree.leaving_nbytes,
         "a scan": int(below.scanning),
@@ -38,4 +38,4 @@ def settle(harness: Harness) -> None:
     while left := harness.between_steps(lambda: on_its_way(harness)):
         assert time.monotonic() < until, left
     harness.between_steps(lambda: check_books(harness.cache))
-    assert harness.io.threads.counts().n_callback_faults == 0
+    assert harness.io.threads.n_callback_faults == 0

@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers.ssd import SsdTier
 from tests import one_blas
 from tests.cache.tiny import Build, tiny, tokens
 from tests.harness import Harness, Result
@@ -92,7 +93,7 @@ def open_engine(kind: str, folder: Path | None, *, memory_nbytes: int = GIB) -> 
         exact=True,
         cache_nbytes=memory_nbytes,
         fingerprint=kind.encode(),
-        tier=SsdTier(SsdSettings(folder, GIB)) if folder is not None else None,
+        tier=SsdTier(TierOptions(str(folder), GIB)) if folder is not None else None,
     )
 
 

@@ -19,7 +19,8 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from firn.cache.parts import Part
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers.ssd import SsdTier
 from tests.cache.below import settle
 from tests.cache.story import (
     GIB,
@@ -193,7 +194,9 @@ def test_a_token_is_stored_once_and_as_it_is(
     build = tiny("llama", head_dim=WIDTH, **options)
     shared = tokens(1, PAGE)
     prompts = [shared + tokens(2 + i, PAGE + 150 + i) for i in range(2)]
-    with running(build, chunk=PAGE, block=PAGE, tier=SsdTier(SsdSettings(tmp_path, GIB))) as warm:
+    with running(
+        build, chunk=PAGE, block=PAGE, tier=SsdTier(TierOptions(str(tmp_path), GIB))
+    ) as warm:
         texts = [ids + warm.ask(ids, 4).reply for ids in prompts]
         grown = texts[0] + tokens(9, 200)
         texts.append(grown + warm.ask(grown, 4).reply)
@@ -222,7 +225,9 @@ def test_states_are_few_and_weigh_what_the_layers_hold(tmp_path: Path) -> None:
     build = tiny("qwen3_5")
     state_nbytes, token_nbytes = row_nbytes(build)
     ids = tokens(1, 4 * PAGE + 1)
-    with running(build, chunk=PAGE, block=PAGE, tier=SsdTier(SsdSettings(tmp_path, GIB))) as warm:
+    with running(
+        build, chunk=PAGE, block=PAGE, tier=SsdTier(TierOptions(str(tmp_path), GIB))
+    ) as warm:
         text = ids + warm.ask(ids, 4, boundaries=(PAGE, 3 * PAGE)).reply
         settle(warm)
     n_states, nbytes = on_disk(tmp_path, Part.STATE)

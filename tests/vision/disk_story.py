@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers.ssd import SsdTier
 from firn.core.values import Message, Prompt
 from tests import one_blas
 from tests.harness import Harness, running
@@ -56,7 +57,7 @@ def an_engine(
         exact=True,
         cache_nbytes=memory_nbytes,
         fingerprint=name.encode(),
-        tier=SsdTier(SsdSettings(folder, GIB)) if folder is not None else None,
+        tier=SsdTier(TierOptions(str(folder), GIB)) if folder is not None else None,
     )
 
 

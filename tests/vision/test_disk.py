@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers.ssd import SsdTier
 from firn.core.values import CacheControl
 from tests.cache.below import settle
 from tests.harness import Harness, Result, running
@@ -177,7 +178,7 @@ def test_quantised_records_come_back_too(tmp_path: Path, name: str) -> None:
     grown = gallery.prompt_of(name, *chat, said("Firn."), user("And ", 3, "?"))
 
     def quantising_engine(**options: Any) -> AbstractContextManager[Harness]:
-        tier = SsdTier(SsdSettings(tmp_path / "ssd", GIB))
+        tier = SsdTier(TierOptions(str(tmp_path / "ssd"), GIB))
         build = gallery.build(name, path=home)
         return running(build, chunk=CHUNK, block=BLOCK, tier=tier, **options)
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from firn.cache.codecs import Arrays
 from firn.cache.codecs._host import from_host, to_host
-from firn.cache.container import Header, Layers, Loaded
+from firn.cache.container import Header, Layers, Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
-from firn.cache.tiers import Entry, Gone, Name, Stored, Usage
+from firn.cache.io import Changes, Done, Io
+from firn.cache.tiers import Stored, Usage
 from firn.cache.tree import Record, Tree
 from firn.core.keys import Key, KeyTokens
 from firn.core.ports import Load
@@ -35,46 +36,7 @@ POLL_BUSY_S = 0.005
 RESCAN_S = 10.0
 TOUCH_EVERY_S = 60.0
 N_TOUCHED = 4096
-Done = Callable[[Any], None]
 Wanted = Callable[[], bool]
-
-
-class Io(Protocol):
-    """The I/O threads of one tier. `done` gets a result or a TierError, on their side."""
-
-    def try_write(
-        self, header: Header, buffers: Sequence[Any], *, used_at: float, done: Done
-    ) -> bool:
-        """False: the queue is full."""
-        ...
-
-    def has_room(self, nbytes: int) -> bool: ...
-
-    def defer_writes(self, wanted: bool) -> None:
-        """Leave queued writes alone for a while, or no longer."""
-        ...
-
-    def read(
-        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
-    ) -> None:
-        """`wanted` is asked, on an I/O thread, just before the read: Unwanted if it is not."""
-        ...
-
-    def delete(self, names: Iterable[Name]) -> None: ...
-
-    def touch(self, stamps: Mapping[Name, float]) -> None:
-        """These count as used then, unless they were used later."""
-        ...
-
-    def scan(self, batch: Callable[[Sequence[Entry | Gone]], None], done: Done) -> None:
-        """What is stored, and later what others changed: in batches, then `done`."""
-        ...
-
-    def usage(self) -> Usage: ...
-
-    def close(self) -> object:
-        """Flush what is queued, in bounded time."""
-        ...
 
 
 class Catalogue(Protocol):
@@ -125,7 +87,7 @@ class Unwritten:
 class Seen:
     """A piece of what a scan saw: records that others added or took away."""
 
-    changes: Sequence[Entry | Gone]
+    changes: Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +217,7 @@ class Below:
         """Look at what is stored, or at what others changed since. `poll` tells."""
         self.scanning = True
 
-        def batch(changes: Sequence[Entry | Gone]) -> None:
+        def batch(changes: Changes) -> None:
             self._results.put((None, Seen(changes), self._clock()))
             self._wake()
 

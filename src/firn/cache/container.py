@@ -32,11 +32,10 @@ import xxhash
 from firn.cache.faults import Damaged, Foreign, Locked
 from firn.cache.parts import Part
 from firn.cache.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, Box, Seal
+from firn.cache.tiers import Buffer
 from firn.core.keys import Key, KeyTokens
 
 VERSION = "1"
-PEEK_NBYTES = 4096
-"""What a scan reads of a file at first: the whole label of most records."""
 ALIGN = 64
 ITEM_NBYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
@@ -45,7 +44,25 @@ ITEM_NBYTES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 
-Buffer = bytes | bytearray | memoryview
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A record's name: the same in every tier, where it is written `<key>.<part>`."""
+
+    key: Key
+    part: Part
+
+    def __str__(self) -> str:
+        return f"{self.key.hex()}.{self.part.value}"
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """None: no record of this version has such a name."""
+        key, _, part = text.partition(".")
+        try:
+            return cls(Key(bytes.fromhex(key)), Part(part)) if len(key) == 64 else None
+        except ValueError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +93,15 @@ class Tag:
     namespace: str
     created: float
     mark: int
+
+    @property
+    def name(self) -> Name:
+        return Name(self.key, self.part)
+
+    @property
+    def above(self) -> Key | None:
+        """The block that must be there for this one to be found; None at the beginning of a chain."""
+        return None if self.start == 0 or self.parent == self.root else self.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,17 +265,19 @@ def _bound(plain: dict[str, str]) -> bytes:
 # --- reading -------------------------------------------------------------------------------
 
 
-def read_header(read: Callable[[int], Buffer], nbytes: int, *, seal: Seal | None = None) -> Tag:
-    """What a scan needs, from the first bytes of a file of `nbytes`. The tensors are not looked at.
+def read_header(
+    head: Buffer, nbytes: int, *, more: Callable[[int], Buffer], seal: Seal | None = None
+) -> Tag:
+    """What a scan needs, from the first bytes of a record of `nbytes`. The tensors are not looked at.
 
-    `read(n)` gives the first n bytes, fewer where the file ends. Returns a Label, or only a Tag when
-    the record is encrypted with another key. Raises Damaged or Foreign.
+    `more(n)` gives the first n bytes where `head` is too short. Returns a Label, or only a Tag when the
+    record is encrypted with another key. Raises Damaged or Foreign.
     """
-    first = bytes(read(min(PEEK_NBYTES, nbytes)))
+    first = bytes(head)
     n_text = _text_nbytes(first, nbytes)
     need = 8 + len(_PREFIX) + _meta_nbytes(first[8:], n_text)
     if need > len(first):
-        first = bytes(read(need))
+        first = bytes(more(need))
     fields, _ = _fields(first[8:], n_text)
     try:
         if 8 + n_text + int(fields["nbytes"]) != nbytes:
@@ -264,27 +292,20 @@ def read_header(read: Callable[[int], Buffer], nbytes: int, *, seal: Seal | None
         raise Damaged("unreadable header", str(e)) from e
 
 
-def unpack(
-    buffer: Any, *, seal: Seal | None = None, fill: Callable[[int], None] = lambda upto: None
-) -> Loaded:
-    """The record in a file's bytes, every checksum and length verified. Nothing is copied.
+def unpack(buffer: Any, *, seal: Seal | None = None) -> Loaded:
+    """The record in these bytes, every checksum and length verified. Nothing is copied.
 
-    `fill(upto)` is called before bytes [0, upto) are looked at: a reader fills the buffer as it
-    goes, so that bytes are checked while they are still in the processor's cache. Raises Damaged,
-    Foreign, Locked.
+    Raises Damaged, Foreign, Locked.
     """
     view = flat(buffer)
-    fill(min(PEEK_NBYTES, len(view)))
-    n_text = _text_nbytes(view[:PEEK_NBYTES], len(view))
-    fill(8 + n_text)
-    text = bytes(view[8 : 8 + n_text])
-    fields, rest = _fields(text, n_text)
+    n_text = _text_nbytes(view, len(view))
+    fields, rest = _fields(bytes(view[8 : 8 + n_text]), n_text)
     data = view[8 + n_text :]
     try:
         if int(fields["nbytes"]) != len(data):
             raise Damaged("wrong length", f"{len(view)} bytes")
         if "cipher" in fields:
-            return _unsealed(fields, rest, data, seal, lambda upto: fill(8 + n_text + upto))
+            return _unsealed(fields, rest, data, seal)
         header = _header(fields, rest)
         sums = _sums(fields, header)
     except (ValueError, KeyError, TypeError, IndexError) as e:
@@ -293,7 +314,6 @@ def unpack(
     at = 0
     for spec, want in zip(header.specs, sums, strict=True):
         end = at + spec.nbytes
-        fill(8 + n_text + end)
         buffers.append(_checked(data[at:end], want))
         at = end
     if at != len(data):
@@ -301,13 +321,7 @@ def unpack(
     return Loaded(header, buffers)
 
 
-def _unsealed(
-    fields: dict[str, str],
-    rest: bytes,
-    data: memoryview,
-    seal: Seal | None,
-    fill: Callable[[int], None],
-) -> Loaded:
+def _unsealed(fields: dict[str, str], rest: bytes, data: memoryview, seal: Seal | None) -> Loaded:
     if seal is None or seal.id != fields["key_id"]:
         raise Locked
     if xxhash.xxh3_128_hexdigest(rest.rstrip(b" ")) != fields["entries"]:
@@ -323,7 +337,6 @@ def _unsealed(
         for start in range(0, spec.nbytes, PIECE_NBYTES):
             index += 1
             end = at + min(PIECE_NBYTES, spec.nbytes - start) + TAG_NBYTES
-            fill(end)
             opened.append(box.open(index, data[at:end]))
             at = end
         plain = opened[0] if len(opened) == 1 else b"".join(opened)

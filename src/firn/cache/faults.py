@@ -50,11 +50,9 @@ class Locked(Foreign):
 
 # --- writing -------------------------------------------------------------------------------
 
-NO_PARENT = "no parent"
-
 
 class Refused(TierError):
-    """The tier is well but will not take this record: no parent, write budget spent, ..."""
+    """The tier is well but will not take this record: write budget spent, nothing older to evict."""
 
 
 class TierFull(Refused):

@@ -5,18 +5,21 @@ A value made by one look; a folder in use may have moved on since.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
-from firn.cache.container import Tag
+from firn.cache.container import Label, Name, Tag
+from firn.cache.faults import Damaged, Foreign, Missing
+from firn.cache.io import label_of
 from firn.cache.parts import Part
 from firn.cache.seal import Seal
-from firn.cache.tiers import Name
-from firn.cache.tiers._catalog import parent_of
-from firn.cache.tiers._disk import MODELS, Disk
-from firn.cache.tiers._survey import Found, look_at_all, record_paths
+from firn.cache.tiers import Seen, TierOptions
+from firn.cache.tiers._folder import MODELS, look, path_of
+from firn.cache.tiers.ssd import SsdTier
 from firn.core.errors import FirnError
 from firn.core.keys import Key
 
@@ -26,7 +29,7 @@ class NotStored(FirnError):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelNote:
     """What the folder's servers call a model; empty where none has said."""
 
     name: str = ""
@@ -34,15 +37,38 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordFile:
+    """A file and what its first bytes say. `fault` or `tag` is given, never both."""
+
+    name: str
+    nbytes: int
+    used_at: float
+    tag: Tag | None = None
+    fault: Damaged | Foreign | None = None
+
+    @property
+    def path(self) -> str:
+        return path_of(self.name)
+
+    @property
+    def label(self) -> Label | None:
+        """None: not readable here."""
+        return self.tag if isinstance(self.tag, Label) else None
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The records of one block of tokens."""
 
     tag: Tag
-    parent: Key | None
-    """None: it begins a chain."""
     n_tokens: int
     """0 when they cannot be read without the key."""
-    files: Mapping[Part, Found]
+    files: Mapping[Part, RecordFile]
+
+    @property
+    def parent(self) -> Key | None:
+        """None: it begins a chain."""
+        return self.tag.above
 
     @property
     def end(self) -> int:
@@ -50,11 +76,11 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        return sum(f.listed.nbytes for f in self.files.values())
+        return sum(f.nbytes for f in self.files.values())
 
     @property
     def last_use(self) -> float:
-        return max(f.listed.mtime for f in self.files.values())
+        return max(f.used_at for f in self.files.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +89,7 @@ class Group:
 
     fingerprint: bytes
     namespace: str
-    model: Model
+    model: ModelNote
     blocks: tuple[Block, ...]
 
     @property
@@ -94,23 +120,31 @@ class Prefix:
     branches: tuple[Prefix, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inventory:
-    found: tuple[Found, ...]
+    files: tuple[RecordFile, ...]
     blocks: Mapping[Key, Block]
-    models: Mapping[bytes, Model]
+    models: Mapping[bytes, ModelNote]
 
     @property
-    def faulty(self) -> list[Found]:
-        return [f for f in self.found if f.fault is not None]
+    def faulty(self) -> list[RecordFile]:
+        return [f for f in self.files if f.fault is not None]
 
     @property
     def n_locked(self) -> int:
-        return sum(f.tag is not None and f.label is None for f in self.found)
+        return sum(f.tag is not None and f.label is None for f in self.files)
 
-    @property
+    @cached_property
     def orphans(self) -> list[Block]:
-        return [b for b in self.blocks.values() if b.parent and b.parent not in self.blocks]
+        """Blocks that no prompt can reach, because one before them is not stored."""
+        reached: set[Key] = set()
+        found: list[Block] = []
+        for block in sorted(self.blocks.values(), key=lambda b: b.tag.start):
+            if block.parent is None or block.parent in reached:
+                reached.add(block.tag.key)
+            else:
+                found.append(block)
+        return found
 
     def groups(self) -> list[Group]:
         """The largest first."""
@@ -119,7 +153,7 @@ class Inventory:
             which = (block.tag.fingerprint, block.tag.namespace)
             sorted_in.setdefault(which, []).append(block)
         groups = [
-            Group(fingerprint, namespace, self.models.get(fingerprint, Model()), tuple(blocks))
+            Group(fingerprint, namespace, self.models.get(fingerprint, ModelNote()), tuple(blocks))
             for (fingerprint, namespace), blocks in sorted_in.items()
         ]
         return sorted(groups, key=lambda g: -g.nbytes)
@@ -146,30 +180,48 @@ class Inventory:
 
 
 def take(folder: Path, *, seal: Seal | None = None) -> Inventory:
-    disk = Disk(folder)
-    found = tuple(look_at_all(disk, record_paths(disk), seal=seal))
-    files: dict[Key, dict[Part, Found]] = {}
-    for one in found:
-        if one.tag is not None:
-            files.setdefault(one.tag.key, {})[one.tag.part] = one
-    blocks = {key: _block(parts) for key, parts in files.items()}
-    return Inventory(found, blocks, _models(folder))
+    """Raises OSError when the folder cannot be looked into."""
+    tier = SsdTier(TierOptions(str(folder), 0), guest=True)
+    files = tuple(_file(seen, tier, seal) for seen in look(folder))
+    parts: dict[Key, dict[Part, RecordFile]] = {}
+    for file in files:
+        if file.tag is not None:
+            parts.setdefault(file.tag.key, {})[file.tag.part] = file
+    return Inventory(files, {key: _block(some) for key, some in parts.items()}, _models(folder))
 
 
-def _block(files: dict[Part, Found]) -> Block:
+def _file(seen: Seen, tier: SsdTier, seal: Seal | None) -> RecordFile:
+    made = partial(RecordFile, seen.name, seen.nbytes, seen.used_at)
+    try:
+        return made(tag=label_of(seen, more=lambda n: tier.read(seen.name, n), seal=seal))
+    except (Damaged, Foreign) as e:
+        return made(fault=e)
+    except Missing as e:
+        return made(fault=Foreign(e.reason))
+
+
+def _block(files: Mapping[Part, RecordFile]) -> Block:
     first = next(iter(files.values()))
-    tag = first.tag
-    assert tag is not None
-    label = first.label
-    return Block(tag, parent_of(tag), 0 if label is None else len(label.tokens), files)
+    assert first.tag is not None
+    return Block(first.tag, 0 if first.label is None else len(first.label.tokens), files)
 
 
-def _models(folder: Path) -> dict[bytes, Model]:
-    models: dict[bytes, Model] = {}
+def note_model(folder: Path, fingerprint: bytes, note: ModelNote) -> None:
+    """Say what people call a model. Nothing depends on it: a folder that takes no notes has none."""
+    path = folder / MODELS / f"{fingerprint.hex()}.json"
+    text = json.dumps({"name": note.name, "path": note.path})
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(text, encoding="utf-8")
+
+
+def _models(folder: Path) -> dict[bytes, ModelNote]:
+    models: dict[bytes, ModelNote] = {}
     for path in (folder / MODELS).glob("*.json"):
         try:
             note = json.loads(path.read_text(encoding="utf-8"))
-            models[bytes.fromhex(path.stem)] = Model(str(note["name"]), str(note["path"]))
+            models[bytes.fromhex(path.stem)] = ModelNote(str(note["name"]), str(note["path"]))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # a note that cannot be read is no note
     return models

@@ -1,7 +1,8 @@
-"""The cache's I/O threads: one queue in three classes, read before delete before write.
+"""Between the engine thread and the tiers: orders in one queue, results by callbacks on an I/O thread.
 
-Nothing here waits for the disk on behalf of a caller. Writes are bounded by their bytes and refused when
-there are too many: the engine never blocks on them. Results come by callbacks, on an I/O thread.
+Here records become bytes and bytes become records: packed, sealed, checked against their names. Nothing here
+waits for a disk on behalf of a caller, and writes are refused when too many bytes wait: the engine never
+blocks on them.
 """
 
 from __future__ import annotations
@@ -10,29 +11,127 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
-from firn.cache.container import Header, Loaded
-from firn.cache.faults import TierError, Unwanted
-from firn.cache.tiers import Entry, Gone, Name, Tier, Usage
+import numpy as np
+
+from firn.cache.container import Header, Label, Loaded, Name, Tag, pack, read_header, unpack
+from firn.cache.faults import Damaged, Foreign, Locked, Missing, TierError, TierFault, Unwanted
+from firn.cache.seal import Seal
+from firn.cache.tiers import Gone, Seen, Stored, Tier, Usage
+from firn.cache.tiers._health import Tally
 from firn.core.keys import KeyTokens
 
 log = logging.getLogger("firn.cache")
+T = TypeVar("T")
 
 MAX_DEFER_S = 2.0
+N_THREADS = 4
+BATCH = 256
+"""Records in one order or report: small enough for others to come in between."""
 Done = Callable[[Any], None]
 """Gets what the work returned, or the TierError that ended it. Called on an I/O thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record that a scan found."""
+
+    label: Label
+    nbytes: int
+    used_at: float
+    """Unix time."""
+
+    @property
+    def name(self) -> Name:
+        return self.label.name
+
+
+Changes = Sequence[Entry | Gone[Name]]
+
+
+class Io(Protocol):
+    """One tier, as the tree uses it from the engine thread. No method waits but close()."""
+
+    def try_write(
+        self, header: Header, buffers: Sequence[Any], *, used_at: float, done: Done
+    ) -> bool:
+        """Hand a record over; done(Stored[Name] | TierError). False: the queue is full."""
+        ...
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a write of so many bytes would be taken now."""
+        ...
+
+    def defer_writes(self, wanted: bool) -> None:
+        """Begin no write, unless one has waited for long; or begin them again."""
+        ...
+
+    def read(
+        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
+    ) -> None:
+        """done(Loaded | TierError): every byte verified. A damaged record is set aside.
+
+        `wanted` is asked, on an I/O thread, just before: done(Unwanted) if it is not any more.
+        """
+        ...
+
+    def delete(self, names: Iterable[Name]) -> None: ...
+
+    def touch(self, stamps: Mapping[Name, float]) -> None:
+        """Raise each stamp to at least this."""
+        ...
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        """What is stored or, from the second time on, what others changed; then done(None | TierError).
+
+        `batch` is called on an I/O thread, with 256 at most, as they are found.
+        """
+        ...
+
+    def usage(self) -> Usage: ...
+
+    def close(self) -> object:
+        """Write what is queued, in bounded time."""
+        ...
+
+
+# --- a record in a tier --------------------------------------------------------------------
+
+
+def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
+    """A record, verified. Raises Missing, Foreign, Damaged, TierFault."""
+    loaded = unpack(tier.read(str(name)), seal=seal)
+    if loaded.header.name != name:
+        raise Damaged("another record's bytes")
+    return loaded
+
+
+def label_of(seen: Seen, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
+    """What a record says of itself: a Label, or only a Tag without its key. Raises Damaged, Foreign."""
+    name = Name.parse(seen.name)
+    if name is None:
+        raise Foreign("a name of another format")
+    tag = read_header(seen.head, seen.nbytes, more=more, seal=seal)
+    if tag.name != name:
+        raise Damaged("another record's bytes")
+    return tag
+
+
+# --- the threads ---------------------------------------------------------------------------
 
 
 class Kind(Enum):
     """In the order in which they are served; first in, first out among equals."""
 
-    READ = "reads"
-    DELETE = "deletes"
-    WRITE = "writes"
+    READ = "read"
+    DELETE = "delete"
+    WRITE = "write"
 
 
 @dataclass(eq=False, slots=True)
@@ -42,29 +141,6 @@ class Job:
     done: Done
     nbytes: int = 0
     since: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class IoCounts:
-    n_queued: Mapping[str, int]
-    n_running: Mapping[str, int]
-    n_finished: Mapping[str, int]
-    n_failed: Mapping[str, int]
-    n_refused: int
-    """Writes that found the queue full."""
-    n_cancelled: int
-    n_dropped: int
-    """Writes that a stop left undone."""
-    write_nbytes: int
-    """Queued or being written."""
-    n_callback_faults: int
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    n_done: int
-    n_dropped: int
-    seconds: float
 
 
 class Closed(TierError):
@@ -77,22 +153,21 @@ def _nothing() -> None:
 
 
 class IoThreads:
-    """Owner: whoever built it. Every method may be called from any thread; none waits but close().
+    """One queue for all tiers. Owner: whoever built it. Any thread may call; none waits but in close().
 
-    One thread writes at a time, in the order of the orders: a record is refused below while its parent
-    is not there, so a child must not overtake it. The other threads are free for reads. Writes can be
-    deferred, for a bounded time: they take processor time from whoever computes.
+    At most half of the threads write, so that the others are free for reads. Writes can be deferred, for
+    a bounded time: they take processor time from whoever computes.
     """
 
     def __init__(
         self,
-        n_threads: int,
+        n_threads: int = N_THREADS,
         *,
-        max_write_nbytes: int,
+        max_write_nbytes: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
-        name: str = "firn-io",
     ) -> None:
         self._max_write_nbytes = max_write_nbytes
+        self._max_writers = max(n_threads // 2, 1)
         self._clock = clock
         lock = threading.RLock()
         self._work = threading.Condition(lock)
@@ -102,14 +177,13 @@ class IoThreads:
         self._deferred = False
         self._queues: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
         self._running: Counter[Kind] = Counter()
-        self._finished: Counter[Kind] = Counter()
-        self._failed: Counter[Kind] = Counter()
-        self._n_refused = self._n_cancelled = self._n_dropped = self._n_callback_faults = 0
-        self._write_nbytes = 0
-        self._closing = False
         self._stopped = False
+        self.closing = False
+        self.write_nbytes = 0
+        """Queued or being written."""
+        self.n_callback_faults = 0
         self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            threading.Thread(target=self._run, name=f"firn-io-{i}", daemon=True)
             for i in range(n_threads)
         ]
         for thread in self._threads:
@@ -117,128 +191,94 @@ class IoThreads:
 
     # --- orders ------------------------------------------------------------------------------
 
-    def read(self, work: Callable[[], Any], done: Done) -> Job:
-        return self._submit(Job(Kind.READ, work, done))
+    def read(self, work: Callable[[], Any], done: Done) -> None:
+        self._submit(Job(Kind.READ, work, done))
 
-    def delete(self, work: Callable[[], Any], done: Done = lambda result: None) -> Job:
-        """Also for other small upkeep that may not wait for the writes."""
-        return self._submit(Job(Kind.DELETE, work, done))
+    def delete(self, work: Callable[[], Any], done: Done = lambda result: None) -> None:
+        """Also for other upkeep that may not wait for the writes."""
+        self._submit(Job(Kind.DELETE, work, done))
 
     def try_write(self, work: Callable[[], Any], done: Done, *, nbytes: int) -> bool:
         """False, and nothing happens, when as many bytes wait as may. One record always fits."""
-        with self._changed:
-            is_full = self._write_nbytes and self._write_nbytes + nbytes > self._max_write_nbytes
-            if is_full or self._closing:
-                self._n_refused += 1
+        with self._work:
+            if not self.has_room(nbytes):
                 return False
-            self._write_nbytes += nbytes
+            self.write_nbytes += nbytes
             self._queues[Kind.WRITE].append(Job(Kind.WRITE, work, done, nbytes, self._clock()))
             self._work.notify()
             return True
 
+    def has_room(self, nbytes: int) -> bool:
+        with self._work:
+            is_full = self.write_nbytes and self.write_nbytes + nbytes > self._max_write_nbytes
+            return not is_full and not self.closing
+
     def defer_writes(self, wanted: bool) -> None:
-        """Begin no write, unless one has waited for long; or begin them again."""
         if wanted == self._deferred:
             return
         with self._work:
             self._deferred = wanted
-            if self._queues[Kind.WRITE]:
-                self._work.notify()
+            self._work.notify_all()
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a write of so many bytes would be taken now."""
-        with self._changed:
-            is_full = self._write_nbytes and self._write_nbytes + nbytes > self._max_write_nbytes
-            return not is_full and not self._closing
-
-    def cancel(self, job: Job) -> bool:
-        """Take back a job that waits; its callback is not called. False: it runs, or has run."""
-        with self._changed:
-            try:
-                self._queues[job.kind].remove(job)
-            except ValueError:
-                return False
-            self._n_cancelled += 1
-            self._write_nbytes -= job.nbytes
-            self._changed.notify_all()
-            return True
-
-    def counts(self) -> IoCounts:
-        with self._changed:
-            return IoCounts(
-                n_queued={kind.value: len(q) for kind, q in self._queues.items()},
-                n_running={kind.value: self._running[kind] for kind in Kind},
-                n_finished={kind.value: self._finished[kind] for kind in Kind},
-                n_failed={kind.value: self._failed[kind] for kind in Kind},
-                n_refused=self._n_refused,
-                n_cancelled=self._n_cancelled,
-                n_dropped=self._n_dropped,
-                write_nbytes=self._write_nbytes,
-                n_callback_faults=self._n_callback_faults,
-            )
+    @property
+    def n_pending(self) -> int:
+        """Orders that wait or run."""
+        with self._work:
+            return sum(len(q) for q in self._queues.values()) + self._running.total()
 
     def close(
         self,
         *,
-        flush: bool = True,
         timeout_s: float = 10.0,
         progress: Callable[[int, int], None] = lambda n_left, nbytes_left: None,
-    ) -> Flushed:
-        """Take no more; end what waits, within `timeout_s`, and stop the threads.
+    ) -> None:
+        """Take no more; write what is queued, within `timeout_s`, and stop the threads.
 
-        flush: write what is queued. Queued reads are answered with Closed, for nobody should wait
-        on them for ever. `progress(n_left, nbytes_left)` is called here whenever one is done.
+        Queued reads are answered with Closed, for nobody should wait on them for ever, and so is what is
+        not done in time. `progress(n_left, nbytes_left)` is called here whenever something is done.
         """
-        start = self._clock()
+        until = self._clock() + timeout_s
         with self._changed:
-            self._closing = True
+            self.closing = True
             self._work.notify_all()
             unread = self._take(Kind.READ)
-            undone = [] if flush else self._take(Kind.WRITE) + self._take(Kind.DELETE)
-            n_before = sum(self._finished.values())
-        self._answer(unread + undone)
+        self._answer(unread)
         with self._changed:
-            left = self._n_left()
-            while left and self._clock() - start < timeout_s:
-                self._changed.wait(timeout=max(timeout_s - (self._clock() - start), 0.0))
-                if self._n_left() != left:
-                    left = self._n_left()
-                    progress(left, self._write_nbytes)
-            late = self._take(Kind.WRITE) + self._take(Kind.DELETE)
+            left = self.n_pending
+            while left and self._clock() < until:
+                self._changed.wait(timeout=max(until - self._clock(), 0.0))
+                if self.n_pending != left:
+                    left = self.n_pending
+                    progress(left, self.write_nbytes)
+            late = self._take(Kind.DELETE) + self._take(Kind.WRITE)
             self._stopped = True
             self._work.notify_all()
-            n_done = sum(self._finished.values()) - n_before
         self._answer(late)
         for thread in self._threads:
-            thread.join(timeout=max(timeout_s - (self._clock() - start), 0.1))
-        return Flushed(n_done, len(late) + len(undone), self._clock() - start)
+            thread.join(timeout=max(until - self._clock(), 0.1))
 
     # --- the threads -------------------------------------------------------------------------
 
-    def _submit(self, job: Job) -> Job:
-        with self._changed:
-            if not self._closing:
+    def _submit(self, job: Job) -> None:
+        with self._work:
+            if not self.closing:
                 self._queues[job.kind].append(job)
                 self._work.notify()
-                return job
+                return
         self._answer([job])
-        return job
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
                 result = job.work()
-                failed = False
             except TierError as e:
-                result, failed = e, True
+                result = e
             except BaseException as e:  # the outermost frame of the thread
-                log.warning("%s failed: %r", job.kind.value, e, exc_info=e)
-                result, failed = TierError("internal error", repr(e)), True
+                log.warning("a %s failed: %r", job.kind.value, e, exc_info=e)
+                result = TierError("internal error", repr(e))
             with self._changed:
                 self._running[job.kind] -= 1
-                self._finished[job.kind] += 1
-                self._failed[job.kind] += failed
-                self._write_nbytes -= job.nbytes
+                self.write_nbytes -= job.nbytes
                 job.work = _nothing  # its bytes may go now
                 self._changed.notify_all()
                 if job.kind is Kind.WRITE and self._queues[Kind.WRITE]:
@@ -254,7 +294,7 @@ class IoThreads:
                     if not waiting:
                         continue
                     if kind is Kind.WRITE:
-                        if self._running[kind]:
+                        if self._running[kind] >= self._max_writers:
                             continue
                         patience = self._patience_s(waiting[0])
                         if patience > 0:
@@ -267,7 +307,7 @@ class IoThreads:
 
     def _patience_s(self, write: Job) -> float:
         """How much longer a write is to wait."""
-        if not self._deferred or self._closing:
+        if not self._deferred or self.closing:
             return 0.0
         return write.since + MAX_DEFER_S - self._clock()
 
@@ -275,9 +315,8 @@ class IoThreads:
         try:
             job.done(result)
         except Exception as e:
-            with self._changed:
-                self._n_callback_faults += 1
-            log.warning("the callback of %s failed: %r", job.kind.value, e, exc_info=e)
+            self.n_callback_faults += 1
+            log.warning("the callback of a %s failed: %r", job.kind.value, e, exc_info=e)
 
     def _answer(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -287,39 +326,42 @@ class IoThreads:
         """Empty a queue; its jobs will not run."""
         jobs = list(self._queues[kind])
         self._queues[kind].clear()
-        if kind is Kind.WRITE:
-            self._n_dropped += len(jobs)
-            self._write_nbytes -= sum(j.nbytes for j in jobs)
+        self.write_nbytes -= sum(j.nbytes for j in jobs)
         return jobs
-
-    def _n_left(self) -> int:
-        return sum(len(q) for q in self._queues.values()) + sum(self._running.values())
 
 
 class TierIo:
-    """A tier behind I/O threads. Owner: the cache; its methods belong on the engine thread."""
+    """Implements Io: a tier behind I/O threads. Owner: the cache; its methods belong on the engine thread."""
 
     def __init__(
         self,
         tier: Tier,
+        threads: IoThreads,
         *,
-        n_threads: int = 4,
-        max_write_nbytes: int = 1 << 30,
+        seal: Seal | None = None,
         flush_timeout_s: float = 10.0,
         progress: Callable[[int, int], None] = lambda n_left, nbytes_left: None,
     ) -> None:
+        """seal: encrypts what is written; what another key encrypted is a miss."""
+        self.threads = threads
         self._tier = tier
+        self._seal = seal
         self._flush_timeout_s = flush_timeout_s
         self._progress = progress
-        self.threads = IoThreads(n_threads, max_write_nbytes=max_write_nbytes)
+        self._foreign: set[str] = set()
+        """Of another version, or encrypted with another key: such a record gives way to ours."""
+        self._tally = Tally()
 
     def try_write(
         self, header: Header, buffers: Sequence[Any], *, used_at: float, done: Done
     ) -> bool:
         nbytes = sum(spec.nbytes for spec in header.specs)
-        return self.threads.try_write(
-            lambda: self._tier.write(header, buffers), done, nbytes=nbytes
+        is_taken = self.threads.try_write(
+            lambda: self._write(header, buffers, used_at), done, nbytes=nbytes
         )
+        if not is_taken:
+            self._tally.drop("queue full")
+        return is_taken
 
     def has_room(self, nbytes: int) -> bool:
         return self.threads.has_room(nbytes)
@@ -330,34 +372,110 @@ class TierIo:
     def read(
         self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
     ) -> None:
-        def work() -> Loaded:
-            if not wanted():
-                raise Unwanted
-            return self._tier.read(name, expect)
-
-        self.threads.read(work, done)
+        self.threads.read(lambda: self._read(name, expect, wanted), done)
 
     def delete(self, names: Iterable[Name]) -> None:
-        for name in names:
-            self.threads.delete(lambda name=name: self._tier.delete(name))  # type: ignore[misc]
+        for some in _batches(names):
+            self.threads.delete(lambda some=some: self._delete(some))  # type: ignore[misc]
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
         if stamps:
-            self.threads.delete(lambda: self._tier.touch(stamps))
+            named = {str(name): stamp for name, stamp in stamps.items()}
+            self.threads.delete(lambda: self._tier.touch(named))
 
-    def scan(self, batch: Callable[[Sequence[Entry | Gone]], None], done: Done) -> None:
-        def work() -> None:
-            seen = list(self._tier.scan())
-            for at in range(0, len(seen), 256):
-                batch(seen[at : at + 256])
-
-        self.threads.delete(work, done)
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        self.threads.delete(lambda: self._scan(batch), done)
 
     def usage(self) -> Usage:
         usage = self._tier.usage()
-        n_refused = self.threads.counts().n_refused
-        return replace(usage, drops={**usage.drops, "queue full": n_refused})
+        return replace(
+            usage,
+            n_foreign=usage.n_foreign + len(self._foreign),
+            counts={**usage.counts, **self._tally.counts},
+            drops={**usage.drops, **self._tally.drops},
+        )
 
-    def close(self) -> Flushed:
-        """Write what is queued, in bounded time."""
-        return self.threads.close(timeout_s=self._flush_timeout_s, progress=self._progress)
+    def close(self) -> None:
+        self.threads.close(timeout_s=self._flush_timeout_s, progress=self._progress)
+
+    # --- on an I/O thread --------------------------------------------------------------------
+
+    def _write(self, header: Header, buffers: Sequence[Any], used_at: float) -> Stored[Name]:
+        name = str(header.name)
+        packed = pack(header, buffers, seal=self._seal)
+        if name in self._foreign:
+            self._tier.delete(name)
+            self._foreign.discard(name)
+        stored = self._tier.write(name, packed.pieces, used_at=used_at)
+        self._foreign.difference_update(stored.evicted)
+        return Stored(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
+
+    def _read(self, name: Name, expect: KeyTokens, wanted: Callable[[], bool]) -> Loaded:
+        if not wanted():
+            raise Unwanted
+        try:
+            loaded = load(self._tier, name, seal=self._seal)
+            if not np.array_equal(loaded.header.tokens, expect):
+                raise Damaged("another record's bytes", "tokens differ")
+        except Foreign as e:
+            self._foreign.add(str(name))
+            raise Missing(e.reason) from e
+        except Damaged as e:
+            self._set_aside(str(name), e)
+            raise
+        return loaded
+
+    def _delete(self, names: Iterable[Name]) -> None:
+        fault = None
+        for name in names:
+            try:
+                self._tier.delete(str(name))
+            except TierFault as e:
+                fault = e
+        if fault is not None:
+            raise fault
+
+    def _scan(self, batch: Callable[[Changes], None]) -> None:
+        for some in _batches(self._changes()):
+            if self.threads.closing:
+                return
+            batch(some)
+
+    def _changes(self) -> Iterator[Entry | Gone[Name]]:
+        for change in self._tier.scan():
+            if isinstance(change, Gone):
+                self._foreign.discard(change.name)
+                yield from map(Gone, _parsed([change.name]))
+            elif (entry := self._entry(change)) is not None:
+                yield entry
+
+    def _entry(self, seen: Seen) -> Entry | None:
+        """None: not a record that can be read here."""
+        try:
+            tag = label_of(seen, more=lambda n: self._tier.read(seen.name, n), seal=self._seal)
+            if not isinstance(tag, Label):
+                raise Locked
+            return Entry(tag, seen.nbytes, seen.used_at)
+        except Foreign:
+            self._foreign.add(seen.name)
+        except Damaged as e:
+            self._set_aside(seen.name, e)
+        except Missing:  # since it was seen
+            pass
+        return None
+
+    def _set_aside(self, name: str, why: Damaged) -> None:
+        self._tally.add(damaged=1)
+        log.warning("a damaged record is set aside: %s (%s)", name, why.message)
+        with suppress(TierFault):  # the tier will not read it again, whether or not it can move it
+            self._tier.delete(name, keep=True)
+
+
+def _parsed(names: Iterable[str]) -> Iterator[Name]:
+    return (name for name in map(Name.parse, names) if name is not None)
+
+
+def _batches(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
+    left = iter(items)
+    while some := tuple(islice(left, BATCH)):
+        yield some

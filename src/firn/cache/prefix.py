@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from firn.cache import checkpoints
-from firn.cache.below import Arrived, Io, Lost
+from firn.cache.below import Arrived, Lost
 from firn.cache.children import Text
 from firn.cache.commit import Committer
+from firn.cache.io import Io
 from firn.cache.layout import Layout
 from firn.cache.match import Match
 from firn.cache.off import BlankTrail

@@ -18,7 +18,6 @@ import numpy as np
 from firn.cache.below import (
     Arrived,
     Below,
-    Io,
     Lost,
     News,
     Scanned,
@@ -29,13 +28,14 @@ from firn.cache.below import (
 )
 from firn.cache.children import Text
 from firn.cache.codecs import Arrays, nbytes_of
-from firn.cache.container import Header, Label, Layers
+from firn.cache.container import Header, Label, Layers, Name
 from firn.cache.estimates import Estimates
 from firn.cache.faults import TierError
+from firn.cache.io import Changes, Entry, Io
 from firn.cache.memory import Memory
 from firn.cache.parts import Needs, Part
 from firn.cache.stats import Stats
-from firn.cache.tiers import Entry, Gone, Name
+from firn.cache.tiers import Gone
 from firn.cache.tree import BLOCK_S, Mark, Node, Record, Root, Tree
 from firn.core.keys import Key, KeyTokens, child_key, root_key
 from firn.core.ports import Load
@@ -327,7 +327,7 @@ class Records:
             self.tree.remember_evicted(record.node)
             self.lose(record)
 
-    def _learn_all(self, tier: Below, changes: Iterable[Entry | Gone]) -> None:
+    def _learn_all(self, tier: Below, changes: Changes) -> None:
         for change in changes:
             if isinstance(change, Gone):
                 self._gone(tier, change.name)
@@ -352,7 +352,7 @@ class Records:
                 continue
             record = self.tree.add(node, label.part, nbytes=entry.nbytes, mark=Mark(label.mark))
             self.tree.set_stored(record, tier.number)
-            used_at = entry.last_use + BLOCK_S * (node.start // self.identity.block)
+            used_at = entry.used_at + BLOCK_S * (node.start // self.identity.block)
             self.tree.remember_use(node, min(used_at, self._wall()))
             self.extend_life(node, None)
             for number, stray in self._strays.pop(node.key, ()):

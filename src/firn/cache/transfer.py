@@ -8,19 +8,23 @@ from __future__ import annotations
 import os
 import re
 import tarfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from firn.cache.container import Header, Loaded, pack, unpack
+from firn.cache.container import Header, Loaded, Name, pack, unpack
 from firn.cache.faults import Damaged, Foreign
-from firn.cache.tiers import Name, Tier
-from firn.cache.tiers._disk import SUFFIX
+from firn.cache.seal import Seal
+from firn.cache.tiers import Tier
 from firn.core.keys import Key, child_key, root_key
 from firn.core.values import Namespace
 
+SUFFIX = ".safetensors"
 SECTOR_NBYTES = 512
+STEP_S = 2.0
+"""A record is stamped so much below the one before it, so that its parent outlives it."""
 _BLOCK = re.compile(r"\bblock(\d+)\b")
 
 Progress = Callable[[int], None]
@@ -57,7 +61,7 @@ def export(
 
 def _add(file: BinaryIO, name: Name, loaded: Loaded) -> int:
     packed = pack(loaded.header, loaded.buffers)
-    info = tarfile.TarInfo(f"{name.key.hex()}.{name.part.value}{SUFFIX}")
+    info = tarfile.TarInfo(f"{name}{SUFFIX}")
     info.size, info.mode, info.mtime = packed.nbytes, 0o600, int(loaded.header.created)
     file.write(info.tobuf(tarfile.PAX_FORMAT))
     for piece in packed.pieces:
@@ -70,22 +74,26 @@ def import_file(
     path: Path,
     tier: Tier,
     *,
+    seal: Seal | None = None,
     namespace: str | None = None,
     progress: Progress = lambda nbytes: None,
 ) -> Imported:
     """Store the records of an exported file. Raises Damaged, Foreign, and what `write` raises.
 
+    seal: encrypts them.
     namespace: put them there instead of where they come from; their keys change with it.
     """
     n_new = n_present = nbytes = 0
     moved: dict[Key, Key] = {}
-    for loaded in _records(path):
+    now = time.time()
+    for i, loaded in enumerate(_records(path)):
         header = loaded.header
         if derived_key(header, header.parent) != header.key:
             raise Damaged("another record's bytes", "the key does not follow from the tokens")
         if namespace is not None:
             header = _move(header, namespace, moved)
-        stored = tier.write(header, loaded.buffers)
+        pieces = pack(header, loaded.buffers, seal=seal).pieces
+        stored = tier.write(str(header.name), pieces, used_at=now - STEP_S * i)
         n_new, n_present = n_new + stored.new, n_present + (not stored.new)
         nbytes += stored.nbytes
         progress(sum(len(b) for b in loaded.buffers))

@@ -15,11 +15,9 @@ from rich.tree import Tree
 
 from firn.cache.container import Header
 from firn.cache.inventory import Block, Group, Inventory, Prefix, prefixes
+from firn.cache.io import load
 from firn.cache.parts import Part
-from firn.cache.tiers import Name
-from firn.cache.tiers._disk import QUARANTINE, TMP
-from firn.cache.tiers._shared import peek
-from firn.cache.tiers._survey import load
+from firn.cache.tiers._folder import QUARANTINE, TMP, peek
 from firn.cli.cache_work import Where, out
 from firn.cli.doctor import size
 from firn.core.errors import FirnError
@@ -49,7 +47,7 @@ def ls(where: Where, *, top: int) -> None:
     inventory = where.take()
     groups = inventory.groups()
     console = out()
-    if not inventory.found:
+    if not inventory.files:
         console.print(f"Nothing is stored in {where.folder}.", markup=False)
         return
     console.print(_table(groups))
@@ -124,22 +122,18 @@ def show(where: Where, key: str, *, model: str | None, whole: bool) -> None:
     for topic, text in _facts(inventory, block):
         table.add_row(topic, Text(text))
     console.print(table)
-    for part, found in block.files.items():
-        if found.label is None:
+    for part, file in block.files.items():
+        if file.label is None:
             console.print(f"\n{part.value}: encrypted with another key")
             continue
-        header = load(where.disk(), found.listed.path, _name(block, part), seal=where.seal).header
-        console.print(f"\n{part.value}: {size(found.listed.nbytes)}", style="bold")
+        header = load(where.tier(), file.label.name, seal=where.seal).header
+        console.print(f"\n{part.value}: {size(file.nbytes)}", style="bold")
         for line in _layer_lines(header):
             console.print(f"  {line}", markup=False)
     tokens = _tokens(inventory, block, whole=whole)
     if tokens:
         console.print()
         console.print(_text_of(tokens, model or _recorded_model(inventory, block)), markup=False)
-
-
-def _name(block: Block, part: Part) -> Name:
-    return Name(block.tag.key, part)
 
 
 def _facts(inventory: Inventory, block: Block) -> list[tuple[str, str]]:
@@ -221,18 +215,19 @@ def stats(where: Where) -> dict[str, Any]:
     inventory = where.take()
     disk = where.disk()
     page = peek(disk)
-    by_part = {p: [f for f in inventory.found if f.tag and f.tag.part is p] for p in Part}
+    files = inventory.files
+    by_part = {p: [f for f in files if f.tag and f.tag.part is p] for p in Part}
     bad = disk.files(QUARANTINE)
     now = time.time()
     return {
         "folder": str(where.folder),
         "limit_bytes": page.limit_nbytes if page else None,
-        "bytes": sum(f.listed.nbytes for f in inventory.found) + sum(x.nbytes for x in bad),
-        "records": len(inventory.found),
+        "bytes": sum(f.nbytes for f in files) + sum(x.nbytes for x in bad),
+        "records": len(files),
         "tokens": sum(b.n_tokens for b in inventory.blocks.values()),
         "parts": {
-            part.value: {"records": len(files), "bytes": sum(f.listed.nbytes for f in files)}
-            for part, files in by_part.items()
+            part.value: {"records": len(some), "bytes": sum(f.nbytes for f in some)}
+            for part, some in by_part.items()
         },
         "models": len({b.tag.fingerprint for b in inventory.blocks.values()}),
         "namespaces": len({b.tag.namespace for b in inventory.blocks.values()}),
@@ -240,9 +235,9 @@ def stats(where: Where) -> dict[str, Any]:
         "unusable": len(inventory.faulty),
         "orphans": len(inventory.orphans),
         "quarantine": {"files": len(bad), "bytes": sum(x.nbytes for x in bad)},
-        "being_written": len(disk.names(TMP)),
+        "being_written": len(disk.files(TMP)),
         "bytes_written_last_24_hours": page.day_nbytes(int(now) // 3600) if page else None,
-        "oldest_use": min((f.listed.mtime for f in inventory.found), default=None),
+        "oldest_use": min((f.used_at for f in files), default=None),
     }
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from firn.cache.faults import Damaged, Missing
-from firn.cache.inventory import Inventory, records_of, take
+from firn.cache.faults import Damaged, Foreign, Locked, Missing, TierError
+from firn.cache.inventory import Inventory, RecordFile, records_of, take
+from firn.cache.io import load
 from firn.cache.seal import Seal, load_seal
-from firn.cache.tiers import Name
-from firn.cache.tiers._disk import QUARANTINE, Disk, path_of
-from firn.cache.tiers._survey import Found, load
-from firn.cache.tiers.ssd import SsdSettings, SsdTier, suggested_limit
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers._folder import QUARANTINE, Disk
+from firn.cache.tiers.ssd import SsdTier
 from firn.cache.transfer import export as write_export
 from firn.cache.transfer import import_file
 from firn.cli.doctor import size
@@ -43,8 +43,7 @@ class Where:
 
     def tier(self) -> SsdTier:
         """A guest in the folder: it keeps to the limit that the servers have."""
-        limit = suggested_limit(self.folder)
-        return SsdTier(SsdSettings(self.folder, limit, seal=self.seal, guest=True))
+        return SsdTier(TierOptions(str(self.folder)), guest=True)
 
 
 def out() -> Console:
@@ -70,34 +69,28 @@ def bar(what: str, total: int) -> Iterator[Progress]:
 
 
 def verify(where: Where, *, quarantine: bool) -> int:
-    inventory = where.take()
-    bad: list[tuple[str, str]] = []
-    n_good = 0
-    with bar("verifying", sum(f.listed.size for f in inventory.found)) as progress:
-        for found in inventory.found:
-            if found.fault is None and found.label is None:
-                pass  # encrypted with another key
-            elif isinstance(found.fault, Damaged):
-                bad.append((found.listed.path, found.fault.message))
-            elif found.fault is None:
-                fault = _check(where, found)
-                if fault is None:
-                    n_good += 1
-                elif isinstance(fault, Damaged):
-                    bad.append((found.listed.path, fault.message))
-            progress.advance(progress.task_ids[0], found.listed.size)
-    n_foreign = sum(
-        f.fault is not None and not isinstance(f.fault, Damaged) for f in inventory.found
-    )
+    inventory, tier = where.take(), where.tier()
+    bad: dict[RecordFile, str] = {}
+    n_good = n_foreign = 0
+    with bar("verifying", sum(f.nbytes for f in inventory.files)) as progress:
+        for file in inventory.files:
+            fault = file.fault or _check(where, tier, file)
+            if isinstance(fault, Damaged):
+                bad[file] = fault.message
+            elif isinstance(fault, Foreign):
+                n_foreign += not isinstance(fault, Locked)
+            else:
+                n_good += fault is None
+            progress.advance(progress.task_ids[0], file.nbytes)
     console = out()
-    for path, reason in bad:
-        console.print(f"damaged: {path}: {reason}", style="red", markup=False)
-    if quarantine and bad:
-        tier = where.tier()
-        for path, _ in bad:
-            tier.quarantine(path)
+    for file, reason in bad.items():
+        console.print(f"damaged: {file.path}: {reason}", style="red", markup=False)
+    if quarantine:
+        for file in bad:
+            tier.delete(file.name, keep=True)
     moved = f", moved to {where.folder / QUARANTINE}" if quarantine and bad else ""
     console.print(f"{n_good} records are good, {len(bad)} damaged{moved}.", markup=False)
+    _orphans(where, tier, inventory, drop=quarantine)
     if inventory.n_locked or n_foreign:
         console.print(
             f"Not looked into: {inventory.n_locked} encrypted with another key, "
@@ -106,14 +99,25 @@ def verify(where: Where, *, quarantine: bool) -> int:
     return int(bool(bad))
 
 
-def _check(where: Where, found: Found) -> Damaged | Missing | None:
-    assert found.tag is not None
-    name = Name(found.tag.key, found.tag.part)
+def _check(where: Where, tier: SsdTier, file: RecordFile) -> TierError | None:
+    assert file.tag is not None
     try:
-        load(where.disk(), found.listed.path, name, seal=where.seal)
-    except (Damaged, Missing) as e:
+        load(tier, file.tag.name, seal=where.seal)
+    except (Damaged, Foreign, Missing) as e:
         return e
     return None
+
+
+def _orphans(where: Where, tier: SsdTier, inventory: Inventory, *, drop: bool) -> None:
+    """Records that no prompt can reach. A server may be writing their parents: look twice."""
+    before = {b.tag.key for b in inventory.orphans}
+    blocks = [b for b in where.take().orphans if b.tag.key in before] if before else []
+    files = [f for block in blocks for f in block.files.values()]
+    if files:
+        done = ", deleted" if drop else ""
+        out().print(f"{len(files)} records that no prompt can reach{done}.")
+    for file in files if drop else ():
+        tier.delete(file.name)
 
 
 # --- gc and clear --------------------------------------------------------------------------
@@ -127,44 +131,45 @@ def gc(where: Where, *, max_nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    paths: tuple[str, ...]
-    text: str
+    names: tuple[str, ...] | None
+    """None: everything."""
+    n_files: int
+    nbytes: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.n_files} files, {size(self.nbytes)},"
 
 
 def to_clear(where: Where, *, model: str | None, namespace: str | None) -> Chosen:
     _must_exist(where)
     inventory = where.take()
-    chosen = [f for f in inventory.found if _is_chosen(inventory, f, model, namespace)]
-    paths = [f.listed.path for f in chosen]
-    nbytes = sum(f.listed.nbytes for f in chosen)
-    if model is None and namespace is None:
-        bad = where.disk().files(QUARANTINE)
-        paths += [x.path for x in bad]
-        nbytes += sum(x.nbytes for x in bad)
-    return Chosen(tuple(paths), f"{len(paths)} files, {size(nbytes)},")
+    is_all = model is None and namespace is None
+    chosen = [f for f in inventory.files if is_all or _is_chosen(inventory, f, model, namespace)]
+    bad = where.disk().files(QUARANTINE) if is_all else []
+    nbytes = sum(f.nbytes for f in chosen) + sum(x.nbytes for x in bad)
+    names = None if is_all else tuple(f.name for f in chosen)
+    return Chosen(names, len(chosen) + len(bad), nbytes)
 
 
 def _is_chosen(
-    inventory: Inventory, found: Found, model: str | None, namespace: str | None
+    inventory: Inventory, file: RecordFile, model: str | None, namespace: str | None
 ) -> bool:
-    if model is None and namespace is None:
-        return True
-    tag = found.tag
-    if tag is None:
+    tag = file.tag
+    if tag is None or not tag.namespace.startswith(namespace or ""):
         return False
-    if namespace is not None and not tag.namespace.startswith(namespace):
-        return False
-    if model is None:
-        return True
     known = inventory.models.get(tag.fingerprint)
-    return tag.fingerprint.hex().startswith(model.lower()) or (
-        known is not None and known.name == model
-    )
+    is_named = known is not None and known.name == model
+    return model is None or is_named or tag.fingerprint.hex().startswith(model.lower())
 
 
 def clear(where: Where, chosen: Chosen) -> None:
-    freed = where.tier().delete_all(chosen.paths)
-    out().print(f"{len(chosen.paths)} files deleted, {size(freed)} freed.")
+    tier = where.tier()
+    if chosen.names is None:
+        tier.evict_to(0)
+    for name in chosen.names or ():
+        tier.delete(name)
+    out().print(f"{chosen.n_files} files deleted, {size(chosen.nbytes)} freed.")
 
 
 def _must_exist(where: Where) -> None:
@@ -179,13 +184,13 @@ def export(where: Where, key: str, file: Path) -> None:
     inventory = where.take()
     chain = inventory.chain(inventory.find(key))
     names = records_of(chain)
-    disk = where.disk()
+    tier = where.tier()
     total = sum(b.nbytes for b in chain)
     with bar("exporting", total) as progress:
         try:
             nbytes = write_export(
                 names,
-                lambda name: load(disk, path_of(name), name, seal=where.seal),
+                lambda name: load(tier, name, seal=where.seal),
                 file,
                 progress=lambda n: progress.advance(progress.task_ids[0], n),
             )
@@ -203,6 +208,7 @@ def import_(where: Where, file: Path, *, namespace: str | None) -> None:
             done = import_file(
                 file,
                 where.tier(),
+                seal=where.seal,
                 namespace=namespace,
                 progress=lambda n: progress.advance(progress.task_ids[0], n),
             )

@@ -9,17 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from firn.cache.faults import Refused
+from firn.cache.io import Entry
 from firn.cache.parts import Part
-from firn.cache.tiers import Entry
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
-from tests.cache.tiers.records import beside, chain, holds
+from tests.cache.tiers.records import Folder, beside, chain
 
 FAMILIES = [chain(5, first=1000 * i, nbytes=20_000 + 30_000 * (i % 4)) for i in range(12)]
 STATES = [beside(family[-1], Part.STATE) for family in FAMILIES]
 
 
 def main(folder: Path, limit_nbytes: int, seed: int, n_rounds: int) -> int:
-    tier = SsdTier(SsdSettings(folder, limit_nbytes, touch_every_s=0.0))
+    tier = Folder(folder, limit_nbytes)
     rng = np.random.default_rng(seed)
     n_hits = n_over = 0
     print("ready", flush=True)
@@ -29,15 +28,15 @@ def main(folder: Path, limit_nbytes: int, seed: int, n_rounds: int) -> int:
         family = [*FAMILIES[which], STATES[which]]
         for one in family:
             try:
-                tier.write(one.header, one.buffers)
+                tier.write(one)
             except Refused:
                 break
             n_over += tier.usage().nbytes > limit_nbytes
         other = int(rng.integers(len(FAMILIES)))
-        n_hits += sum(holds(tier, r) for r in [*FAMILIES[other], STATES[other]])
-        tier.touch(r.name for r in FAMILIES[other])
+        n_hits += sum(tier.holds(r) for r in [*FAMILIES[other], STATES[other]])
+        tier.touch(FAMILIES[other])
         if i % 5 == 0:
-            tier.delete(STATES[which].name)
+            tier.delete(STATES[which])
         if i % 7 == 0:
             known = {r.name for f in FAMILIES for r in f} | {s.name for s in STATES}
             assert all(e.name in known for e in tier.scan() if isinstance(e, Entry))

@@ -14,18 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from firn.cache.container import Buffer
 from firn.cache.parts import Part
-from firn.cache.tiers import Entry
-from firn.cache.tiers._disk import Disk, path_of
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
-from tests.cache.tiers.records import beside, chain, holds, of_size
+from firn.cache.tiers import Buffer
+from firn.cache.tiers._folder import Disk, path_of
+from tests.cache.tiers.records import Folder, beside, chain, of_size
 from tests.cache.tiers.test_ssd_folder import du
 
 MIB = 1 << 20
 LIMIT = 2 * MIB
+BEFORE, NOW = 1.7e9, 1.75e9
 CHANGES = {
-    "make_folder", "put", "open_lock", "try_lock", "unlock", "write_page", "create", "write",
+    "make_folder", "open_lock", "try_lock", "unlock", "write_page", "create", "write",
     "close", "rename", "unlink", "rmdir", "set_mtime",
 }  # fmt: skip
 OLD = chain(4, nbytes=200_000)
@@ -71,38 +70,37 @@ def die() -> None:
 
 def prepare(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    tier = SsdTier(SsdSettings(folder, LIMIT))
-    for one in (*OLD, *OTHERS):
-        tier.write(one.header, one.buffers)
-    tier.close()
-    path = folder / path_of(BAD.name)
+    tier = Folder(folder, LIMIT)
+    for i, one in enumerate((*OLD, *OTHERS)):
+        tier.write(one, used_at=BEFORE - 4 * i)
+    tier.tier.close()
+    path = folder / path_of(str(BAD.name))
     path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
 def work(folder: Path, disk: Disk) -> None:
     """A scan, writes that evict, a damaged read that quarantines, a delete, a touch."""
-    tier = SsdTier(SsdSettings(folder, LIMIT, touch_every_s=0.0), disk=disk)
-    list(tier.scan())
-    holds(tier, BAD)
+    tier = Folder(folder, LIMIT, disk=disk)
+    tier.scan()
+    tier.holds(BAD)
     for one in NEW:
-        tier.write(one.header, one.buffers)
-    tier.touch(r.name for r in OLD)
-    tier.delete(OTHERS[3].name)
+        tier.write(one, used_at=NOW)
+    tier.touch(OLD, at=NOW)
+    tier.delete(OTHERS[3])
 
 
 def look(folder: Path) -> None:
     """What a restart must find, whatever happened."""
     assert du(folder) <= LIMIT
-    tier = SsdTier(SsdSettings(folder, LIMIT))
-    found = {e.name for e in tier.scan() if isinstance(e, Entry)}
+    tier = Folder(folder, LIMIT)
+    found = tier.names()
     assert not any((folder / "tmp").iterdir()), "a temp file is left"
     for one in (*OLD, *OTHERS, *NEW):
-        good = holds(tier, one)  # never other bytes than its own
+        good = tier.holds(one)  # never other bytes than its own
         assert good == (one.name in found) or one is BAD
-    assert tier.usage().n_orphans == 0
     for one in NEW:
-        tier.write(one.header, one.buffers)
-    assert all(holds(tier, one) for one in NEW)
+        tier.write(one, used_at=NOW)
+    assert all(tier.holds(one) for one in NEW)
     assert du(folder) <= LIMIT
     assert tier.usage().nbytes <= LIMIT
 

@@ -1,17 +1,26 @@
-"""Records to store: small, chained like real ones, with bytes that follow from their names."""
+"""Records to store: small, chained like real ones, with bytes that follow from their names.
+
+`Direct` stores them in a tier as the cache does, packed and verified, but at once and on the caller's thread.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from firn.cache.container import Header, Layers, TensorSpec
+from firn.cache.container import Header, Layers, Loaded, Name, TensorSpec
+from firn.cache.faults import Damaged, Missing, TierError
+from firn.cache.io import Entry, IoThreads, TierIo
 from firn.cache.parts import Part
-from firn.cache.tiers import Name, Tier, name_of
+from firn.cache.seal import Seal
+from firn.cache.tiers import Gone, Stored, Tier, TierOptions, Usage
+from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import Key, child_key, root_key
 from firn.core.values import Namespace
 
@@ -35,7 +44,7 @@ class Record:
 
     @property
     def name(self) -> Name:
-        return name_of(self.header)
+        return self.header.name
 
 
 def root(namespace: str = "ns", fingerprint: bytes = FINGERPRINT) -> Key:
@@ -89,7 +98,8 @@ def fill(header: Header) -> list[bytes]:
 def of_size(nbytes: int, n: int = 0, **more: Any) -> Record:
     """A record with one tensor of so many bytes, the n-th of its kind."""
     layers: Layers = ((TensorSpec("U8", (nbytes,)),),)
-    return record(range(n * BLOCK, n * BLOCK + BLOCK), layers=layers, **more)
+    tokens = more.pop("tokens", range(n * BLOCK, n * BLOCK + BLOCK))
+    return record(tokens, layers=layers, **more)
 
 
 def chain(n: int, *, first: int = 0, nbytes: int | None = None) -> list[Record]:
@@ -109,17 +119,117 @@ def beside(pages: Record, part: Part) -> Record:
     return Record(made, fill(made))
 
 
-def holds(tier: Tier, one: Record) -> bool:
-    """Whether the tier gives it back, bit for bit. Anything else it may give back is a failure."""
-    from firn.cache.faults import Damaged, Missing
+class Inline(IoThreads):
+    """No threads: every order is carried out at once."""
 
-    try:
-        loaded = tier.read(one.name, one.header.tokens)
-    except (Missing, Damaged):
-        return False
-    assert_same(loaded.header, one.header)
-    assert [bytes(b) for b in loaded.buffers] == one.buffers
-    return True
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def read(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        try:
+            result = work()
+        except TierError as e:
+            result = e
+        done(result)
+
+    def delete(
+        self, work: Callable[[], Any], done: Callable[[Any], None] = lambda result: None
+    ) -> None:
+        self.read(work, done)
+
+    def try_write(
+        self, work: Callable[[], Any], done: Callable[[Any], None], *, nbytes: int
+    ) -> bool:
+        self.read(work, done)
+        return True
+
+
+class Direct:
+    """A tier with records in it. Faults are raised."""
+
+    def __init__(
+        self, tier: Tier, *, seal: Seal | None = None, wall: Callable[[], float] = time.time
+    ) -> None:
+        self.tier = tier
+        self.io = TierIo(tier, Inline(), seal=seal)
+        self.wall = wall
+
+    def write(self, one: Record, *, used_at: float | None = None) -> Stored[Name]:
+        at = self.stamp(one) if used_at is None else used_at
+        results: list[Any] = []
+        self.io.try_write(one.header, one.buffers, used_at=at, done=results.append)
+        found: Stored[Name] = _raised(results)
+        return found
+
+    def stamp(self, one: Record) -> float:
+        """As the tree stamps: a child below its parent, a state below its pages."""
+        depth = one.header.start // BLOCK
+        return self.wall() - 4.0 * depth - 2.0 * (one.header.part is not Part.PAGES)
+
+    def read(self, one: Record) -> Loaded:
+        results: list[Any] = []
+        self.io.read(one.name, one.header.tokens, results.append)
+        found: Loaded = _raised(results)
+        return found
+
+    def scan(self) -> list[Entry | Gone[Name]]:
+        changes: list[Entry | Gone[Name]] = []
+        results: list[Any] = []
+        self.io.scan(changes.extend, results.append)
+        _raised(results)
+        return changes
+
+    def names(self) -> set[Name]:
+        """What a scan finds."""
+        return {e.name for e in self.scan() if isinstance(e, Entry)}
+
+    def delete(self, one: Record) -> None:
+        self.tier.delete(str(one.name))
+
+    def touch(self, records: Iterable[Record], *, at: float | None = None) -> None:
+        self.tier.touch({str(r.name): self.stamp(r) if at is None else at for r in records})
+
+    def usage(self) -> Usage:
+        return self.io.usage()
+
+    def holds(self, one: Record) -> bool:
+        """Whether it comes back, bit for bit. Anything else that comes back is a failure."""
+        try:
+            loaded = self.read(one)
+        except (Missing, Damaged):
+            return False
+        assert_same(loaded.header, one.header)
+        assert [bytes(b) for b in loaded.buffers] == one.buffers
+        return True
+
+
+class Folder(Direct):
+    """An SSD tier with records in it."""
+
+    tier: SsdTier
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_nbytes: int = 64 << 20,
+        *,
+        write_budget_nbytes: int | None = None,
+        seal: Seal | None = None,
+        wall: Callable[[], float] = time.time,
+        **more: Any,
+    ) -> None:
+        options = TierOptions(str(folder), limit_nbytes, write_budget_nbytes)
+        super().__init__(SsdTier(options, wall=wall, **more), seal=seal, wall=wall)
+
+    def evict_to(self, nbytes: int) -> int:
+        return self.tier.evict_to(nbytes)
+
+
+def _raised(results: list[Any]) -> Any:
+    (result,) = results
+    if isinstance(result, TierError):
+        raise result
+    return result
 
 
 def assert_same(a: Header, b: Header) -> None:

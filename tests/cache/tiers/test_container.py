@@ -20,6 +20,8 @@ from firn.cache.container import (
     Header,
     Label,
     Layers,
+    Name,
+    Tag,
     TensorSpec,
     pack,
     read_header,
@@ -27,8 +29,9 @@ from firn.cache.container import (
 )
 from firn.cache.faults import Damaged, Foreign
 from firn.cache.parts import Part
+from firn.cache.tiers import PEEK_NBYTES
 from firn.core.keys import Key
-from tests.cache.tiers.records import BLOCK, LAYERS, Record, assert_same, chain, header, record
+from tests.cache.tiers.records import BLOCK, Record, assert_same, chain, header, record
 
 
 def packed(one: Record) -> bytes:
@@ -36,9 +39,15 @@ def packed(one: Record) -> bytes:
 
 
 def label_of(raw: bytes) -> Label:
-    label = read_header(lambda n: raw[:n], len(raw))
+    label = peeked(raw)
     assert isinstance(label, Label)
     return label
+
+
+def peeked(raw: bytes | bytearray, nbytes: int | None = None) -> Tag:
+    """As a scan looks at it: a few bytes first."""
+    size = len(raw) if nbytes is None else nbytes
+    return read_header(raw[:PEEK_NBYTES], size, more=lambda n: raw[:n])
 
 
 specs = st.builds(
@@ -160,14 +169,14 @@ def test_a_scan_notices_damage_to_what_it_reads() -> None:
         broken = bytearray(raw)
         broken[at] ^= 0x11
         with pytest.raises((Damaged, Foreign)):
-            read_header(lambda n, broken=broken: broken[:n], len(broken))  # type: ignore[misc]
+            peeked(broken)
 
 
 def test_any_truncation_is_noticed_by_a_scan_already() -> None:
     raw = packed(record())
     for n in range(len(raw)):
         with pytest.raises(Damaged):
-            read_header(lambda k, n=n: raw[: min(k, n)], n)  # type: ignore[misc]
+            peeked(raw[:n])
         with pytest.raises(Damaged):
             unpack(raw[:n])
     with pytest.raises(Damaged):
@@ -211,7 +220,7 @@ def test_a_scan_reads_little_and_parses_no_tensor_entries() -> None:
     entries = raw.index(b'"0.0":')
     spoilt = raw[:entries] + b"!" * 20 + raw[entries + 20 :]
     assert np.array_equal(label_of(spoilt).tokens, one.header.tokens)
-    read_header(read, len(raw))
+    read_header(raw[:100], len(raw), more=read)
     assert max(asked) < entries
     with pytest.raises(Damaged):
         unpack(spoilt)
@@ -252,18 +261,13 @@ def test_buffers_that_are_not_contiguous_are_not_copied_silently() -> None:
         pack(one.header, [np.arange(16, dtype=np.uint8)[::2]])
 
 
-def test_filling_goes_from_front_to_back_and_no_further_than_needed() -> None:
-    one = record(layers=LAYERS)
-    raw = packed(one)
-    buffer = bytearray(len(raw))
-    have = 0
+@given(key=keys, part=st.sampled_from(Part))
+def test_names_are_read_back(key: Key, part: Part) -> None:
+    name = Name(key, part)
+    assert Name.parse(str(name)) == name
+    assert len(str(name).partition(".")[0]) == 64
 
-    def fill(upto: int) -> None:
-        nonlocal have
-        assert upto <= len(raw)
-        buffer[have : max(upto, have)] = raw[have : max(upto, have)]
-        have = max(upto, have)
 
-    loaded = unpack(buffer, fill=fill)
-    assert have == len(raw)
-    assert [bytes(b) for b in loaded.buffers] == one.buffers
+@pytest.mark.parametrize("text", ["", "x", "ab.pages", f"{'ab' * 32}.heads", f"{'zz' * 32}.pages"])
+def test_other_names_are_none(text: str) -> None:
+    assert Name.parse(text) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,23 +12,35 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from firn.cache.container import Label, Tag, TensorSpec, pack, read_header, unpack
+from firn.cache.container import (
+    _PREFIX,
+    Label,
+    Tag,
+    TensorSpec,
+    _framed,
+    _metadata,
+    pack,
+    read_header,
+    unpack,
+)
 from firn.cache.faults import Damaged, Foreign, Locked, Missing
 from firn.cache.parts import Part
 from firn.cache.seal import PIECE_NBYTES, Seal, load_seal
-from firn.cache.tiers import Entry
-from firn.cache.tiers._disk import path_of
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.cache.tiers._folder import path_of
 from firn.core.errors import SetupError
-from tests.cache.tiers.records import assert_same, beside, chain, holds, of_size, record
+from tests.cache.tiers.records import Folder, assert_same, beside, chain, of_size, record
 from tests.faulty_tier import put
 
 MIB = 1 << 20
 KEY, OTHER = Seal(bytes(range(32))), Seal(b"\1" * 32)
 
 
-def opened(folder: Path, seal: Seal | None) -> SsdTier:
-    return SsdTier(SsdSettings(folder, 16 * MIB, seal=seal))
+def opened(folder: Path, seal: Seal | None) -> Folder:
+    return Folder(folder, 16 * MIB, seal=seal)
+
+
+def peeked(raw: bytes, seal: Seal | None) -> Tag:
+    return read_header(raw[:4096], len(raw), more=lambda n: raw[:n], seal=seal)
 
 
 def test_round_trip() -> None:
@@ -35,7 +49,7 @@ def test_round_trip() -> None:
     loaded = unpack(raw, seal=KEY)
     assert_same(loaded.header, one.header)
     assert [bytes(b) for b in loaded.buffers] == one.buffers
-    label = read_header(lambda n: raw[:n], len(raw), seal=KEY)
+    label = peeked(raw, KEY)
     assert isinstance(label, Label)
     assert label.tokens.tolist() == list(range(40))
 
@@ -44,7 +58,7 @@ def test_other_keys_see_the_chain_and_nothing_else() -> None:
     one = record(range(40))
     raw = b"".join(pack(one.header, one.buffers, seal=KEY).pieces)
     for seal in (None, OTHER):
-        tag = read_header(lambda n: raw[:n], len(raw), seal=seal)
+        tag = peeked(raw, seal)
         assert type(tag) is Tag
         assert (tag.key, tag.parent) == (one.header.key, one.header.parent)
         with pytest.raises(Locked):
@@ -93,6 +107,42 @@ def test_pieces_of_two_records_cannot_be_mixed() -> None:
         unpack(raw_a[:-516] + raw_b[-516:], seal=KEY)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("start", "4096"),
+        ("parent", "00" * 32),
+        ("root", "11" * 32),
+        ("namespace", "someone else's"),
+        ("fingerprint", "22" * 32),
+        ("mark", "5"),
+        ("created", "1.0"),
+        ("part", "state"),
+    ],
+)
+def test_no_plain_field_of_a_sealed_record_can_be_forged(field: str, value: str) -> None:
+    """The plain fields are what those without the key go by: the seal binds them, too."""
+    one = record(range(40))
+    raw = b"".join(pack(one.header, one.buffers, seal=KEY).pieces)
+    (n_text,) = struct.unpack("<Q", raw[:8])
+    start = len(_PREFIX)
+    text = raw[8 : 8 + n_text].rstrip(b" ")
+    fields = json.JSONDecoder().raw_decode(text[start:].decode())[0]
+    rest = text[start + int(fields["meta"]) :]
+    plain = {k: v for k, v in fields.items() if k not in ("firn", "meta", "sum")}
+    assert plain[field] != value
+    same, forged = (
+        b"".join(_framed(_PREFIX + _metadata(plain | more) + rest, [raw[8 + n_text :]]).pieces)
+        for more in ({}, {field: value})
+    )
+    assert same == raw
+    assert peeked(forged, None) != peeked(raw, None), "whoever has no key believes it"
+    for look in (lambda: peeked(forged, KEY), lambda: unpack(forged, seal=KEY)):
+        with pytest.raises(Damaged) as caught:
+            look()
+        assert caught.value.detail == "authentication tag"
+
+
 def test_a_tensor_larger_than_a_piece() -> None:
     one = of_size(PIECE_NBYTES + 1000)
     raw = b"".join(pack(one.header, one.buffers, seal=KEY).pieces)
@@ -106,10 +156,10 @@ def test_a_folder_with_a_key(tmp_path: Path) -> None:
     records = [*chain(3), beside(chain(1)[0], Part.STATE)]
     tier = opened(tmp_path, KEY)
     for one in records:
-        tier.write(one.header, one.buffers)
+        tier.write(one)
     fresh = opened(tmp_path, KEY)
-    assert {e.name for e in fresh.scan() if isinstance(e, Entry)} == {r.name for r in records}
-    assert all(holds(fresh, r) for r in records)
+    assert fresh.names() == {r.name for r in records}
+    assert all(fresh.holds(r) for r in records)
 
 
 @pytest.mark.parametrize("seal", [None, OTHER], ids=["no key", "wrong key"])
@@ -119,55 +169,54 @@ def test_without_the_key_files_are_misses_kept_and_evictable(
     records = chain(3, nbytes=100_000)
     tier = opened(tmp_path, KEY)
     for one in records:
-        tier.write(one.header, one.buffers)
+        tier.write(one)
     other = opened(tmp_path, seal)
-    assert list(other.scan()) == []
+    assert other.scan() == []
     usage = other.usage()
     assert usage.n_foreign == 3
-    assert usage.n_orphans == 0
     assert usage.nbytes > 300_000
     for one in records:
         with pytest.raises(Missing):
-            other.read(one.name)
+            other.read(one)
     assert usage.n_quarantined == 0
-    assert all(holds(tier, r) for r in records)
+    assert all(tier.holds(r) for r in records)
     assert other.evict_to(0) > 300_000
-    assert not any(holds(tier, r) for r in records)
+    assert not any(tier.holds(r) for r in records)
 
 
 def test_reading_without_a_scan_is_a_miss_too(tmp_path: Path) -> None:
     one = record()
-    opened(tmp_path, KEY).write(one.header, one.buffers)
+    opened(tmp_path, KEY).write(one)
     other = opened(tmp_path, OTHER)
     with pytest.raises(Missing):
-        other.read(one.name)
-    assert (tmp_path / path_of(one.name)).exists()
-    other.write(one.header, one.buffers)
-    assert holds(other, one)
+        other.read(one)
+    assert (tmp_path / path_of(str(one.name))).exists()
+    other.write(one)
+    assert other.holds(one)
 
 
 def test_chains_of_others_still_go_from_their_end(tmp_path: Path) -> None:
     records = chain(4, nbytes=200_000)
     tier = opened(tmp_path, KEY)
     for one in records:
-        tier.write(one.header, one.buffers)
+        tier.write(one)
     other = opened(tmp_path, None)
-    list(other.scan())
+    other.scan()
     for nbytes in (700_000, 500_000, 300_000, 0):
         other.evict_to(nbytes)
-        there = [holds(tier, r) for r in records]
+        there = [tier.holds(r) for r in records]
         assert there == sorted(there, reverse=True)
 
 
 def test_damage_with_the_key_is_damage(tmp_path: Path) -> None:
     one = of_size(1000)
     tier = opened(tmp_path, KEY)
-    tier.write(one.header, one.buffers)
-    path = tmp_path / path_of(one.name)
+    tier.write(one)
+    path = tmp_path / path_of(str(one.name))
     raw = path.read_bytes()
     put(path, raw[:-5] + b"?" + raw[-4:])
     with pytest.raises(Damaged):
-        tier.read(one.name)
+        tier.read(one)
     assert tier.usage().n_quarantined == 1
 
 

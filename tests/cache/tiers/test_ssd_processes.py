@@ -13,12 +13,9 @@ from pathlib import Path
 import pytest
 
 from firn.cache.faults import TierFault
-from firn.cache.tiers import Entry
-from firn.cache.tiers._disk import Disk
-from firn.cache.tiers._shared import FolderLock
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.cache.tiers._folder import Disk, FolderLock
 from tests.cache.tiers.hammer import FAMILIES
-from tests.cache.tiers.records import holds
+from tests.cache.tiers.records import Folder
 from tests.cache.tiers.test_ssd_folder import du
 
 MIB = 1 << 20
@@ -42,7 +39,7 @@ def start(folder: Path, limit: int, seed: int, n_rounds: int) -> subprocess.Pope
 )
 def test_the_limit_holds_at_every_moment(tmp_path: Path, n_processes: int, n_rounds: int) -> None:
     folder, limit = tmp_path / "cache", 3 * MIB
-    SsdTier(SsdSettings(folder, limit)).evict_to(limit)
+    Folder(folder, limit).evict_to(limit)
     processes = [start(folder, limit, seed, n_rounds) for seed in range(n_processes)]
     for process in processes:
         assert process.stdout is not None
@@ -65,24 +62,23 @@ def test_the_limit_holds_at_every_moment(tmp_path: Path, n_processes: int, n_rou
     totals: Counter[str] = Counter()
     for out, _ in results:
         found = json.loads(out)
-        assert set(found.pop("drops")) <= {"full", "no parent"}
+        assert set(found.pop("drops")) <= {"full"}
         totals.update(found)
     assert totals["over"] == 0
     assert totals["hits"] > 50
     assert totals["evictions"] > 20
     assert totals["damaged"] == totals["quarantined"] == 0
     assert list((folder / "tmp").iterdir()) == []
-    fresh = SsdTier(SsdSettings(folder, limit))
-    entries = {e.name for e in fresh.scan() if isinstance(e, Entry)}
+    fresh = Folder(folder, limit)
+    entries = fresh.names()
     assert entries
-    assert all(holds(fresh, r) == (r.name in entries) for f in FAMILIES for r in f)
-    assert fresh.usage().n_orphans == 0
+    assert all(fresh.holds(r) == (r.name in entries) for f in FAMILIES for r in f)
 
 
 def test_a_writer_that_died_leaves_nothing_and_a_living_one_is_left_alone(tmp_path: Path) -> None:
     """By the lock on the temp file, not by the process id in its name, which another may have."""
     folder, limit = tmp_path / "cache", 3 * MIB
-    tier = SsdTier(SsdSettings(folder, limit))
+    tier = Folder(folder, limit)
     tier.evict_to(limit)
     key = "ab" * 32
     dead = folder / "tmp" / f"{key}.pages.{os.getpid()}.0.500000.tmp"
@@ -90,15 +86,15 @@ def test_a_writer_that_died_leaves_nothing_and_a_living_one_is_left_alone(tmp_pa
     living = folder / "tmp" / f"{key}.state.999999999.0.500000.tmp"
     fd = Disk(folder).create(f"tmp/{living.name}")
     try:
-        before = SsdTier(SsdSettings(folder, limit))
-        list(before.scan())
+        before = Folder(folder, limit)
+        before.scan()
         assert not dead.exists()
         assert living.exists()
         assert before.usage().nbytes > 500_000, "what it set aside is counted"
         assert before.usage().counts["stale_temps"] == 1
     finally:
         os.close(fd)
-    list(before.scan())
+    before.scan()
     assert not living.exists()
     assert before.usage().nbytes < 100_000
 
@@ -106,26 +102,23 @@ def test_a_writer_that_died_leaves_nothing_and_a_living_one_is_left_alone(tmp_pa
 def test_a_record_that_another_process_is_writing_is_not_written_twice(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     one = FAMILIES[0][0]
-    tier = SsdTier(SsdSettings(folder, 3 * MIB))
+    tier = Folder(folder, 3 * MIB)
     tier.evict_to(MIB)
     name = f"{one.header.key.hex()}.pages.1.0.50000.tmp"
     fd = Disk(folder).create(f"tmp/{name}")
     try:
-        assert not tier.write(one.header, one.buffers).new
-        child = FAMILIES[0][1]
-        assert tier.write(child.header, child.buffers).new, "its parent is on its way"
+        assert not tier.write(one).new
     finally:
         os.close(fd)
-    assert tier.write(one.header, one.buffers).new
-    assert holds(tier, one)
+    assert tier.write(one).new
+    assert tier.holds(one)
 
 
 def test_the_lock_of_a_stopped_process_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from firn.cache.tiers._disk import Disk\n"
-        "from firn.cache.tiers._shared import FolderLock\n"
+        "from firn.cache.tiers._folder import Disk, FolderLock\n"
         "with FolderLock(Disk(Path(sys.argv[1])), timeout_s=5).hold():\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.readline()\n"
@@ -138,12 +131,12 @@ def test_the_lock_of_a_stopped_process_is_not_waited_for_for_ever(tmp_path: Path
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    tier = SsdTier(SsdSettings(tmp_path, MIB, lock_timeout_s=0.05))
+    tier = Folder(tmp_path, MIB, lock_timeout_s=0.05)
     one = FAMILIES[0][0]
     with pytest.raises(TierFault) as caught:
-        tier.write(one.header, one.buffers)
+        tier.write(one)
     assert caught.value.reason == "locked"
     holder.kill()
     holder.communicate()
-    fresh = SsdTier(SsdSettings(tmp_path, MIB, lock_timeout_s=5))
-    assert fresh.write(one.header, one.buffers).new
+    fresh = Folder(tmp_path, MIB, lock_timeout_s=5)
+    assert fresh.write(one).new

@@ -1,98 +1,84 @@
-"""Storage tiers: where records live as bytes. One file each, found by being here.
+"""Storage tiers: places where records live as bytes. One file each, found by its name.
 
-A module of this package whose name has no leading underscore defines one class with the methods of
-`Tier` and a function `open_tier(folder, limit_nbytes)`; the contract tests pick it up by themselves.
+A module here whose name has no leading underscore defines `open_tier(options)`, which returns a `Tier`. The
+contract tests pick it up by themselves. A tier knows names and bytes: no chains, no arrays, no namespaces.
+Checksums, encryption and what a record says of itself belong to the layer above (cache/io.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
-from firn.cache.container import Header, Label, Loaded, Tag, TensorSpec
-from firn.cache.faults import (
-    Damaged,
-    Foreign,
-    Locked,
-    Missing,
-    Refused,
-    TierError,
-    TierFault,
-    TierFull,
-)
-from firn.cache.parts import Part
-from firn.core.keys import Key, KeyTokens
+from firn.cache.faults import Missing, Refused, TierError, TierFault, TierFull
 
 __all__ = [
-    "Damaged",
-    "Entry",
-    "Foreign",
+    "PEEK_NBYTES",
+    "Buffer",
     "Gone",
-    "Header",
-    "Label",
-    "Loaded",
-    "Locked",
     "Missing",
-    "Name",
     "Refused",
+    "Seen",
     "Status",
     "Stored",
-    "Tag",
-    "TensorSpec",
     "Tier",
     "TierError",
     "TierFault",
     "TierFull",
+    "TierOptions",
     "Usage",
     "discover",
-    "name_of",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """A record's name: the same in every tier."""
-
-    key: Key
-    part: Part
-
-
-def name_of(tag: Tag) -> Name:
-    return Name(tag.key, tag.part)
+Buffer = bytes | bytearray | memoryview
+PEEK_NBYTES = 4096
+"""What a scan reads of a record: all that most records say of themselves."""
+N = TypeVar("N")
+"""A record's name: text in a tier, key and part above it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TierOptions:
+    location: str
+    """A folder, an address: whatever the tier means by it."""
+    limit_nbytes: int | None = None
+    """None: what the tier thinks right for its location."""
+    write_budget_nbytes: int | None = None
+    """Bytes that all processes together may write in 24 hours."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Settings of one kind of tier alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
     """A record that a scan found."""
 
-    label: Label
+    name: str
+    head: Buffer
+    """Its first PEEK_NBYTES, fewer where it ends; `read(name, n)` gives more."""
     nbytes: int
-    last_use: float
-    """Unix time."""
-
-    @property
-    def name(self) -> Name:
-        return name_of(self.label)
+    """The record's length."""
+    used_at: float
+    """Its stamp, as a Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(Generic[N]):
     """A record that is there no more, by someone else's doing."""
 
-    name: Name
+    name: N
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Generic[N]):
     nbytes: int
     """Bytes that it takes up; 0 when nothing was written."""
     new: bool
-    """False: it was there already, or is being written by someone else; nothing was written."""
-    evicted: tuple[Name, ...] = ()
+    """False: it was there already, or is being written by someone else."""
+    evicted: tuple[N, ...] = ()
     """What had to go to make room. Not told again by a scan."""
 
 
@@ -111,69 +97,73 @@ class Usage:
     """All numbers of a tier at one moment. Counts are since the tier was opened."""
 
     nbytes: int
-    """Real bytes taken up, with what is being written and what is in quarantine."""
+    """Real bytes taken up, with what is being written and what is set aside."""
     limit_nbytes: int
     status: Status = Status()
-    n_files: Mapping[Part, int] = field(default_factory=dict)
-    part_nbytes: Mapping[Part, int] = field(default_factory=dict)
+    n_files: Mapping[str, int] = field(default_factory=dict)
+    """By what follows the dot in their names; as far as has been scanned."""
+    part_nbytes: Mapping[str, int] = field(default_factory=dict)
     n_foreign: int = 0
-    """Files of other formats, or encrypted with another key."""
-    n_orphans: int = 0
-    """Blocks that no prompt can reach, because their parent is not stored."""
+    """Files that no record's name fits, or that may not be opened."""
     n_quarantined: int = 0
-    """In quarantine now; `counts` has how many were moved there."""
-    read_nbytes_per_s: float = 0.0
-    """Recent, checksums included; 0 while nothing has been read."""
+    """Set aside now; `counts` has how many were."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """writes, bytes_written, reads, bytes_read, deletes, evictions, bytes_evicted, missing,
-    damaged, quarantined, read_faults, touches, stale_temps; those that are 0 may not be there."""
+    quarantined, read_faults, touches, stale_temps; those that are 0 may not be there."""
     drops: Mapping[str, int] = field(default_factory=dict)
     """Records not written, by reason."""
 
 
 class Tier(Protocol):
-    """Blocking; called from I/O threads only, by several of them at once."""
+    """Blocking; called on I/O threads only, by several of them at once.
 
-    def scan(self) -> Iterator[Entry | Gone]:
-        """The first time everything that is stored, later what others added or took away since.
+    A name is 64 hexadecimal digits, a dot, and lower-case letters; the same name always means the same
+    record. Every record has a stamp, the time of its last use, and the lowest stamps are evicted first. The
+    caller sees to it that what is needed longest has the highest stamp.
+    """
 
-        What the caller itself wrote, deleted or was told of by `Stored` is not told again. Raises
-        TierFault when not even looking is possible.
+    def scan(self) -> Iterator[Seen | Gone[str]]:
+        """The first time everything that is stored, later what others added or removed since.
+
+        Yields as it finds, the highest stamps first, and may take minutes. What the caller itself wrote,
+        deleted or was told of by `Stored` is not told again. Raises TierFault when not even looking is
+        possible.
         """
         ...
 
-    def write(self, header: Header, buffers: Sequence[Any]) -> Stored:
+    def read(self, name: str, n: int | None = None) -> memoryview:
+        """All of a record, or its first n bytes. Raises Missing, Damaged, TierFault."""
+        ...
+
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
         """Keep a record. Room is made first: a tier is never over its limit, not for a moment.
 
-        Raises Refused, TierFull, TierFault.
+        Only records with a stamp of at most `used_at` are evicted for it. Raises Refused, TierFull,
+        TierFault.
         """
         ...
 
-    def read(self, name: Name, expect: KeyTokens | None = None) -> Loaded:
-        """The record, verified: every byte, its name, and its tokens where they are given.
+    def touch(self, stamps: Mapping[str, float]) -> None:
+        """Raise each stamp to at least this; never lower one. Says nothing of what is not there."""
+        ...
 
-        Raises Missing, Damaged (it is gone then, too), TierFault.
+    def delete(self, name: str, *, keep: bool = False) -> None:
+        """Forget a record; one that is not there is no fault. Raises TierFault.
+
+        keep: set it aside for people. It is never found or read again, even if it cannot be moved.
         """
-        ...
-
-    def delete(self, name: Name) -> None:
-        """Forget a record; one that is not there is no fault. Raises TierFault."""
-        ...
-
-    def touch(self, names: Iterable[Name]) -> None:
-        """These were just used. Never raises for a record that is not there."""
         ...
 
     def usage(self) -> Usage:
-        """Does not touch the disk, so it may be called from anywhere."""
+        """Does not touch the disk or the network: may be called from any thread."""
         ...
 
 
-OpenTier = Callable[[Path, int], Tier]
+OpenTier = Callable[[TierOptions], Tier]
 
 
 def discover() -> dict[str, OpenTier]:
-    """How to open each kind of tier on a folder with a limit in bytes."""
+    """How to open each kind of tier."""
     return {
         module.name: importlib.import_module(f"{__name__}.{module.name}").open_tier
         for module in pkgutil.iter_modules(__path__)

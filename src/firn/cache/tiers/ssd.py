@@ -1,223 +1,211 @@
 """The SSD tier: a folder of record files under one limit, shared by any number of processes.
 
-The folder is the index; there is no database to disagree with it. A file is written under another name
-and renamed, so a name stands for a whole file. It is not fsynced: the page cache outlives a killed
-process, and what a power cut tears the checksums find. A record is named by its content, so it is
-written once in its life and never changed.
+A file's mtime is its stamp: foreign files go first, then the lowest stamp. Nothing is fsynced: the page cache
+outlives a killed process, and what a power cut tears, the checksums find. Reads take no lock. What changes
+the folder happens under its lock (see _folder.py), but for the long part, writing the bytes: those were set
+aside before, so that at every moment
 
-Reads take no lock. Everything that changes the folder happens under its lock (see _shared.py), except
-for the long part, writing the bytes: those were set aside under the lock before.
+    records + folders + temp files at the size set aside for them + quarantine <= limit
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from math import inf
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from firn.cache.container import Header, Loaded, Packed, pack
-from firn.cache.faults import Damaged, Missing, Refused, TierError, TierFault
-from firn.cache.seal import Seal
-from firn.cache.tiers import Entry, Gone, Name, Stored, Usage
-from firn.cache.tiers._disk import MODELS, SHELVES, Disk, path_of
-from firn.cache.tiers._meter import Meter, Tally
-from firn.cache.tiers._mirror import Mirror, Temp
-from firn.cache.tiers._pause import Pause
-from firn.cache.tiers._shared import FolderLock, Page
-from firn.cache.tiers._survey import load, reason_of
-from firn.core.keys import KeyTokens
+from firn.cache.faults import Damaged, Missing, Refused, TierError, TierFault, TierFull
+from firn.cache.tiers import PEEK_NBYTES, Buffer, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers._folder import (
+    BLOCK_NBYTES,
+    COUNTED,
+    INDEX,
+    LOCK,
+    MODELS,
+    QUARANTINE,
+    TAG_FILE,
+    TMP,
+    Disk,
+    FolderLock,
+    Listed,
+    Page,
+    allocated,
+    fault_of,
+    path_of,
+    reserved_nbytes,
+    suggested_limit,
+)
+from firn.cache.tiers._health import Tally, WriteBackoff
+from firn.cache.tiers._known import AHEAD_S, UNLISTED, KnownFiles, is_foreign
 
-log = logging.getLogger("firn.cache")
-
-DEFAULT_LIMIT_NBYTES = 10 << 30
+SLACK_NBYTES = 2 * BLOCK_NBYTES
+"""What a new name may add to folders."""
+MARGIN_NBYTES = 4 * BLOCK_NBYTES
+"""Kept free for notes on models, which the tier does not write."""
+QUARANTINE_FILES = 32
+QUARANTINE_SHARE = 16
+"""At most this part of the limit."""
 HOUR_S = 3600
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNote:
-    """What people call a model; kept in the folder for `firn cache`, used for nothing else."""
-
-    fingerprint: bytes
-    name: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class SsdSettings:
-    folder: Path
-    limit_nbytes: int
-    write_budget_nbytes: int | None = None
-    """Bytes that all processes together may write to the folder in 24 hours."""
-    seal: Seal | None = None
-    """Encrypts what is written; what another key encrypted is a miss."""
-    model: ModelNote | None = None
-    guest: bool = False
-    """Keep to the limit that the folder's servers have; `limit_nbytes` is for a folder without."""
-    touch_every_s: float = 60.0
-    lock_timeout_s: float = 10.0
-    retry_s: float = 1.0
-    max_retry_s: float = 60.0
-
-
-def default_limit(free_nbytes: int, used_nbytes: int = 0) -> int:
-    """10 GiB, but never more than a quarter of what is free or used by the cache already."""
-    return max(min(DEFAULT_LIMIT_NBYTES, (free_nbytes + used_nbytes) // 4), 0)
-
-
-def suggested_limit(folder: Path) -> int:
-    """The default limit for a folder that may not be there yet."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    stats = os.statvfs(there)
-    used = sum(x.nbytes for shelf in SHELVES for x in Disk(folder).files(shelf))
-    return default_limit(stats.f_bavail * stats.f_frsize, used)
+SCAN_BATCH = 128
+SCAN_THREADS = 8
+SLOW_S = 1e-4
+"""A file that keeps a scan waiting longer comes from the disk, not from the page cache."""
 
 
 class SsdTier:
     """Implements tiers.Tier. Thread-safe; its methods block and belong on I/O threads.
 
-    The mutex guards the mirror and is never held while a record is read or written.
+    The mutex guards what is known of the folder. It is never held while a record is read or written.
     """
 
     def __init__(
         self,
-        settings: SsdSettings,
+        options: TierOptions,
         *,
+        guest: bool = False,
+        lock_timeout_s: float = 10.0,
+        retry_s: float = 1.0,
+        max_retry_s: float = 60.0,
         disk: Disk | None = None,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings
-        self._disk = disk or Disk(settings.folder)
+        """guest: keep to the limit of the folder's servers; the own one is for a folder without."""
+        folder = Path(options.location)
+        limit = options.limit_nbytes
+        self._own_limit = suggested_limit(folder) if limit is None else limit
+        self._budget_nbytes = options.write_budget_nbytes
+        self._guest = guest
         self._wall = wall
-        self._tally = Tally()
-        self._meter = Meter()
+        self._disk = disk or Disk(folder)
+        self._lock = FolderLock(self._disk, timeout_s=lock_timeout_s)
+        self._lock_timeout_s = lock_timeout_s
         self._mutex = threading.Lock()
-        self._lock = FolderLock(self._disk, timeout_s=settings.lock_timeout_s)
-        self._mirror = Mirror(
-            self._disk,
-            self._tally,
-            limit_nbytes=settings.limit_nbytes,
-            seal=settings.seal,
-            wall=wall,
+        self._known = KnownFiles(self._disk, wall)
+        self._backoff = WriteBackoff(
+            "SSD", first_s=retry_s, max_s=max_retry_s, clock=clock, wall=wall
         )
-        self._pause = Pause(
-            first_s=settings.retry_s, max_s=settings.max_retry_s, clock=clock, wall=wall
-        )
-        self._is_announced = False
+        self._tally = Tally()
+        self._serial = count()
+        self._has_joined = False
+        self._nbytes = 0
+        self._limit_nbytes = self._own_limit
 
     # --- the contract ------------------------------------------------------------------------
 
-    def scan(self) -> Iterator[Entry | Gone]:
+    def scan(self) -> Iterator[Seen | Gone[str]]:
         """As the contract says. A folder that cannot be locked or changed is still read."""
+        counters = None
         try:
-            with self._alone():
-                self._mirror.look_ahead()
-            with self._held(thorough=True) as page:
-                self._mirror.shrink(page, self._mirror.limit_nbytes)
+            with self._locked() as page:
+                counters = page.counters.copy()
         except (OSError, TierFault) as e:
             self._failed(e)
-            self._look_only()
-        with self._alone():
-            return iter(self._mirror.take_news())
-
-    def write(self, header: Header, buffers: Sequence[Any]) -> Stored:
+        measured = self._list_changed(counters)
         try:
-            with self._alone():
-                self._pause.check()
-            packed = pack(header, buffers, seal=self.settings.seal)
-            try:
-                stored = self._write(header, packed)
-            except FileNotFoundError:
-                stored = self._write(header, packed)  # someone deleted the folder: make it again
-        except TierError as e:
-            self._tally.drop(e.reason)
-            if isinstance(e, TierFault) and e.reason != "paused":
-                self._failed(e)
-            raise
+            if counters is not None:
+                with self._locked() as page:
+                    for i, nbytes in measured.items():  # not only firn moves files
+                        if page.counters[i] == counters[i]:
+                            page.nbytes[i] = nbytes
+                    page.save()
+                    self._sweep_temps()
+                    self._shrink(page, self._limit_nbytes)
+        except (OSError, TierFault) as e:
+            self._failed(e)
+        with self._alone():
+            gone, new = self._known.take_news()
+        yield from map(Gone, gone)
+        yield from self._heads(new)
+
+    def read(self, name: str, n: int | None = None) -> memoryview:
+        if name in self._known.unreadable:
+            self._tally.add(missing=1)
+            raise Missing("unreadable")
+        try:
+            fd = self._disk.open(path_of(name))
+        except (FileNotFoundError, NotADirectoryError) as e:
+            self._known.doubt(name[:2])
+            self._tally.add(missing=1)
+            raise Missing from e
         except OSError as e:
+            self._tally.add(read_faults=1)
+            raise fault_of(e) from e
+        try:
+            size = self._disk.stat_open(fd).size
+            view = self._fill(fd, size if n is None else min(n, size))
+        except OSError as e:
+            raise Damaged("read error", e.strerror or "") from e
+        finally:
+            self._disk.close(fd)
+        self._tally.add(reads=1, bytes_read=len(view))
+        return view
+
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+        try:
+            self._backoff.check()
+            try:
+                stored = self._write(name, pieces, used_at)
+            except FileNotFoundError:  # someone deleted the folder: make it again
+                stored = self._write(name, pieces, used_at)
+        except (OSError, TierError) as e:
             fault = self._failed(e)
             self._tally.drop(fault.reason)
             raise fault from e
         if stored.new:
-            self._tally.add(writes=1, bytes_written=packed.nbytes)
-            with self._alone():
-                self._pause.worked()
+            self._tally.add(writes=1, bytes_written=sum(len(p) for p in pieces))
+            self._backoff.worked()
         return stored
 
-    def read(self, name: Name, expect: KeyTokens | None = None) -> Loaded:
-        path = path_of(name)
-        file = self._mirror.catalog.get(path)
-        try:
-            if file is not None and not file.readable:
-                raise Missing("unreadable")
-            with self._meter.read() as came:
-                loaded = load(self._disk, path, name, seal=self.settings.seal)
-                nbytes = sum(len(b) for b in loaded.buffers)
-                came(nbytes)
-            if expect is not None and not np.array_equal(loaded.header.tokens, expect):
-                raise Damaged("another record's bytes", "tokens differ")
-        except Missing as e:
-            self._tally.add(missing=1)
-            self._note_missing(path, e)
-            raise
-        except Damaged as e:
-            self._tally.add(damaged=1)
-            log.warning("a damaged record goes to quarantine: %s (%s)", path, e.message)
-            self._quarantine(path, known=file is not None)
-            raise
-        except TierFault:
-            self._tally.add(read_faults=1)
-            raise
-        self._tally.add(reads=1, bytes_read=nbytes)
-        return loaded
+    def touch(self, stamps: Mapping[str, float]) -> None:
+        """The highest first: half-way, too, their order is as it was to be, for all who look."""
+        latest = self._wall() + AHEAD_S
+        for name, stamp in sorted(stamps.items(), key=lambda item: -item[1]):
+            # A read-only or deleted file is found out about elsewhere.
+            with contextlib.suppress(OSError):
+                found = self._disk.stat(path_of(name))
+                if found is not None and not stamp <= found.mtime <= latest:
+                    self._disk.set_mtime(path_of(name), stamp)
+                    self._tally.add(touches=1)
 
-    def delete(self, name: Name) -> None:
-        path = path_of(name)
+    def delete(self, name: str, *, keep: bool = False) -> None:
         try:
-            with self._held() as page:
-                if self._mirror.catalog.get(path) is not None:
-                    self._mirror.unlink(page, [path])
+            with self._locked() as page:
+                found = self._disk.stat(path_of(name))
+                if found is None:
+                    self._known.forget(name, 0)
+                elif keep:
+                    self._set_aside(page, name, found.nbytes)
+                else:
+                    self._remove(page, name, found.nbytes)
                     self._tally.add(deletes=1)
-        except OSError as e:
-            raise TierFault(reason_of(e), e.strerror or "") from e
-
-    def touch(self, names: Iterable[Name]) -> None:
-        now = self._wall()
-        with self._alone():
-            for name in names:
-                file = self._mirror.catalog.get(path_of(name))
-                if file is None:
-                    continue
-                self._mirror.catalog.touch(file, now)
-                if now - file.stamped >= self.settings.touch_every_s:
-                    file.stamped = now
-                    # A read-only or deleted file is found out about elsewhere.
-                    with contextlib.suppress(OSError):
-                        self._disk.set_mtime(file.path, now)
-                        self._tally.add(touches=1)
+                self._count(page)
+        except (OSError, TierFault) as e:
+            if keep:
+                self._mark_unreadable(name)
+            raise fault_of(e) if isinstance(e, OSError) else e from e
 
     def usage(self) -> Usage:
         """Takes no lock either: numbers that change together may be a moment apart."""
-        mirror, catalog = self._mirror, self._mirror.catalog
+        by_part = self._known.by_part()
+        n_foreign, _ = by_part.pop("", (0, 0))
         return Usage(
-            nbytes=mirror.nbytes,
-            limit_nbytes=mirror.limit_nbytes,
-            status=self._pause.status,
-            n_files=dict(catalog.n_files),
-            part_nbytes=dict(catalog.part_nbytes),
-            n_foreign=catalog.n_unreadable,
-            n_orphans=catalog.n_orphans,
-            n_quarantined=mirror.n_quarantined,
-            read_nbytes_per_s=self._meter.nbytes_per_s,
+            nbytes=self._nbytes,
+            limit_nbytes=self._limit_nbytes,
+            status=self._backoff.status,
+            n_files={part: n for part, (n, _) in by_part.items()},
+            part_nbytes={part: nbytes for part, (_, nbytes) in by_part.items()},
+            n_foreign=n_foreign + len(self._known.unreadable),
+            n_quarantined=self._known.n_quarantined,
             counts=self._tally.counts,
             drops=self._tally.drops,
         )
@@ -227,92 +215,234 @@ class SsdTier:
     def evict_to(self, nbytes: int) -> int:
         """Shrink the folder to `nbytes`, as far as it can be; returns what was let go."""
         try:
-            with self._held(thorough=True) as page:
-                before = self._mirror.nbytes
-                self._mirror.shrink(page, nbytes)
-                return before - self._mirror.nbytes
+            with self._locked() as page:
+                before = self._count(page)
+                self._shrink(page, nbytes)
+                return before - self._nbytes
         except OSError as e:
-            raise TierFault(reason_of(e), e.strerror or "") from e
-
-    def delete_all(self, paths: Iterable[str]) -> int:
-        """Remove these files of the folder, foreign ones too; returns the bytes let go."""
-        try:
-            with self._held(thorough=True) as page:
-                before = self._mirror.nbytes
-                self._mirror.unlink(page, [p for p in paths if self._mirror.knows(p)])
-                return before - self._mirror.nbytes
-        except OSError as e:
-            raise TierFault(reason_of(e), e.strerror or "") from e
-
-    def quarantine(self, path: str) -> None:
-        """Move a file out of the way. Raises TierFault."""
-        try:
-            with self._held() as page:
-                self._mirror.quarantine(page, path)
-        except OSError as e:
-            raise TierFault(reason_of(e), e.strerror or "") from e
+            raise fault_of(e) from e
 
     def close(self) -> None:
         with self._alone():
             self._lock.close()
 
-    # --- inside ------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------
 
-    def _look_only(self) -> None:
+    def _list_changed(self, counters: npt.NDArray[np.int64] | None) -> dict[int, int]:
+        """List what others changed, a subfolder at a time; returns the bytes of each that was listed."""
+        measured: dict[int, int] = {}
+        for i, sub in enumerate(COUNTED):
+            counter = UNLISTED if counters is None else int(counters[i])
+            try:
+                with self._alone():
+                    if self._known.is_changed(sub, counter):
+                        measured[i] = self._known.relist(sub, counter)
+            except OSError as e:
+                raise fault_of(e) from e
+        return measured
+
+    def _heads(self, names: Sequence[str]) -> Iterator[Seen]:
+        """One thread is fastest for what lies in the page cache, several are for what does not."""
+        is_slow = False
+        with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="firn-scan") as pool:
+            for at in range(0, len(names), SCAN_BATCH):
+                some = names[at : at + SCAN_BATCH]
+                began, worked = time.perf_counter(), time.thread_time()
+                found = list(pool.map(self._head, some) if is_slow else map(self._head, some))
+                waited = (time.perf_counter() - began) - (time.thread_time() - worked)
+                is_slow = is_slow or waited > SLOW_S * len(some)
+                yield from (seen for seen in found if seen is not None)
+
+    def _head(self, name: str) -> Seen | None:
+        """None: it is gone, or not for us, or to be tried again at the next scan."""
         try:
+            fd = self._disk.open(path_of(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError:
+            self._mark_unreadable(name)
+            return None
+        except OSError:
             with self._alone():
-                self._mirror.refresh(None)
-        except OSError as e:
-            raise TierFault(reason_of(e), e.strerror or "") from e
+                self._known.tell_there(name)
+            return None
+        try:
+            x = self._disk.stat_open(fd)
+            head = self._fill(fd, min(x.size, PEEK_NBYTES))
+            return Seen(name, head, x.size, x.mtime)
+        except (OSError, Damaged):
+            return Seen(name, b"", 0, 0.0)  # what cannot be read is no record
+        finally:
+            self._disk.close(fd)
 
-    def _write(self, header: Header, packed: Packed) -> Stored:
-        with self._held() as page:
-            hour = int(self._wall()) // HOUR_S
-            budget = self.settings.write_budget_nbytes
-            if budget is not None and page.day_nbytes(hour) + packed.nbytes > budget:
+    def _fill(self, fd: int, nbytes: int) -> memoryview:
+        # Not a bytearray: that would be filled with zeros first.
+        view = np.empty(nbytes, dtype=np.uint8).data
+        have = 0
+        while have < nbytes:
+            n = self._disk.read(fd, view[have:])
+            if n == 0:
+                raise Damaged("wrong length", f"the file ends at {have}")
+            have += n
+        return view
+
+    def _mark_unreadable(self, name: str) -> None:
+        with contextlib.suppress(TierFault, OSError), self._alone():
+            found = self._disk.stat(path_of(name))
+            if found is not None:
+                self._known.mark_unreadable(name, found.mtime)
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def _write(self, name: str, pieces: Sequence[Buffer], used_at: float) -> Stored[str]:
+        nbytes = sum(len(p) for p in pieces)
+        need = allocated(nbytes) + SLACK_NBYTES
+        hour = int(self._wall()) // HOUR_S
+        with self._locked() as page:
+            budget = self._budget_nbytes
+            if budget is not None and page.day_nbytes(hour) + nbytes > budget:
                 raise Refused("write budget")
-            temp = self._mirror.reserve(page, header, packed.nbytes)
-        if temp is None:
-            return Stored(0, new=False)
+            if self._is_stored(name):
+                return Stored(0, new=False)
+            evicted = self._make_room(page, need, used_at)
+            temp = f"{TMP}/{name}.{os.getpid()}.{next(self._serial)}.{need}.tmp"
+            fd = self._disk.create(temp)
+            self._nbytes += need
         try:
-            self._disk.write(temp.fd, packed.pieces)
-            with self._held() as page:
-                page.add_written(hour, packed.nbytes)
-                nbytes = self._mirror.commit(page, temp)
+            self._disk.write(fd, pieces)
+            self._disk.set_mtime(temp, used_at)
+            with self._locked() as page:
+                page.add_written(hour, nbytes)
+                taken = self._commit(page, name, temp)
+                self._known.told_gone(evicted)
+                self._count(page)
+        except BaseException:
+            with contextlib.suppress(OSError):  # else it stays until the next scan
+                self._disk.unlink(temp)
+            raise
         finally:
-            self._finish(temp)
-        return Stored(nbytes, new=True, evicted=temp.evicted)
+            self._disk.close(fd)
+        return Stored(taken, new=True, evicted=tuple(evicted))
 
-    def _finish(self, temp: Temp) -> None:
-        """Closing lets go of the file's own lock; what is not committed by now goes."""
+    def _is_stored(self, name: str) -> bool:
+        """It is there, or on its way."""
+        if name not in self._known.unreadable and self._disk.stat(path_of(name)) is not None:
+            return True
+        return any(
+            x.name.startswith(f"{name}.") and not self._sweep(x) for x in self._disk.files(TMP)
+        )
+
+    def _commit(self, page: Page, name: str, temp: str) -> int:
+        """Give a complete file its name; returns the bytes it takes up."""
+        sub, path = name[:2], path_of(name)
+        replaced = self._disk.stat(path)
+        n_before = 0 if replaced is None else replaced.nbytes
+        with self._change(page, sub):
+            self._disk.rename(temp, path)
+            x = self._disk.stat(path)
+            if x is None:
+                raise FileNotFoundError(path)
+            page.nbytes[INDEX[sub]] += x.nbytes - n_before
+            self._known.forget(name, n_before)
+            self._known.add(name, x)
+        return x.nbytes
+
+    def _sweep_temps(self) -> None:
+        for x in self._disk.files(TMP):
+            self._tally.add(stale_temps=self._sweep(x))
+
+    def _sweep(self, temp: Listed) -> bool:
+        """Remove a temp file whose writer is dead."""
+        path = f"{TMP}/{temp.name}"
+        is_dead = self._disk.is_abandoned(path, self._wall() - temp.mtime)
+        if is_dead:
+            self._disk.unlink(path)
+        return is_dead
+
+    # --- making room -------------------------------------------------------------------------
+
+    def _make_room(self, page: Page, nbytes: int, used_at: float) -> list[str]:
+        """Evict until `nbytes` more fit; returns the names. Raises TierFull, and evicts nothing."""
+        over = self._count(page) + nbytes - self._limit_nbytes
+        return self._evict(page, over, used_at=used_at, must=True)
+
+    def _shrink(self, page: Page, to_nbytes: int) -> None:
+        """Evict until that much is left, or nothing. The next scan tells."""
+        self._evict(page, self._count(page) - to_nbytes, used_at=inf, must=False)
+        self._count(page)
+
+    def _evict(self, page: Page, over: int, *, used_at: float, must: bool) -> list[str]:
+        if over <= 0:
+            return []
+        for i in np.flatnonzero(page.counters != self._known.listed_at):
+            self._known.relist(COUNTED[i], int(page.counters[i]))
+        old: list[Listed] = []
+        for x in self._quarantined():
+            if over > 0:
+                old.append(x)
+                over -= x.nbytes
+        victims: dict[str, int] = {}
         try:
-            with self._alone():
-                self._mirror.abandon(temp)
-        except (OSError, TierFault) as e:
-            log.debug("%s stays until the next scan: %s", temp.path, e)
+            while over > 0 and (oldest := self._known.oldest(used_at=used_at, but=victims)):
+                victims[oldest.name] = oldest.nbytes
+                over -= oldest.nbytes
+            if over > 0 and must:
+                raise TierFull(f"{over} bytes too many for {self._limit_nbytes}")
+            self._drop_quarantined(page, old)
+            for key, nbytes in victims.items():
+                self._remove(page, key, nbytes)
+                self._known.tell_gone([key])
+                self._tally.add(evictions=1, bytes_evicted=nbytes)
         finally:
-            self._disk.close(temp.fd)
+            self._known.put_back(victims)  # those that are still there
+        return [key for key in victims if not is_foreign(key)]
 
-    def _note_missing(self, path: str, why: Missing) -> None:
-        with contextlib.suppress(TierFault), self._alone():
-            self._mirror.doubt([path[:2]])
-            if why.reason != Missing().reason:
-                self._mirror.mark_unreadable(path)
+    def _remove(self, page: Page, key: str, nbytes: int) -> None:
+        sub = key[:2]
+        with self._change(page, sub):
+            self._disk.unlink(path_of(key))
+            page.nbytes[INDEX[sub]] -= nbytes
+            self._known.forget(key, nbytes)
+            if self._known.is_empty(sub):
+                self._disk.rmdir(sub)
 
-    def _quarantine(self, path: str, *, known: bool) -> None:
-        try:
-            with self._held() as page:
-                if self._mirror.knows(path) or not known:
-                    self._mirror.quarantine(page, path)
-        except (OSError, TierFault) as e:
-            log.warning("%s cannot be moved, and is not read again: %s", path, e)
-            with self._alone():
-                self._mirror.mark_unreadable(path)
+    # --- quarantine --------------------------------------------------------------------------
+
+    def _set_aside(self, page: Page, name: str, nbytes: int) -> None:
+        sub = name[:2]
+        with self._change(page, sub), self._change(page, QUARANTINE):
+            self._disk.rename(path_of(name), f"{QUARANTINE}/{name}.{int(self._wall() * 1e6)}")
+            page.nbytes[INDEX[sub]] -= nbytes
+            page.nbytes[INDEX[QUARANTINE]] += nbytes
+            self._known.forget(name, nbytes)
+        self._tally.add(quarantined=1)
+        held = self._quarantined()
+        total, n_surplus = sum(x.nbytes for x in held), max(len(held) - QUARANTINE_FILES, 0)
+        total -= sum(x.nbytes for x in held[:n_surplus])
+        while total > self._limit_nbytes // QUARANTINE_SHARE:
+            total -= held[n_surplus].nbytes
+            n_surplus += 1
+        self._drop_quarantined(page, held[:n_surplus])
+        self._known.n_quarantined = len(held) - n_surplus
+
+    def _quarantined(self) -> list[Listed]:
+        """The oldest first: their names end with the time."""
+        return sorted(self._disk.files(QUARANTINE), key=lambda x: x.name.rpartition(".")[2])
+
+    def _drop_quarantined(self, page: Page, files: Sequence[Listed]) -> None:
+        if files:
+            with self._change(page, QUARANTINE):
+                for x in files:
+                    self._disk.unlink(f"{QUARANTINE}/{x.name}")
+                    page.nbytes[INDEX[QUARANTINE]] -= x.nbytes
+            self._known.n_quarantined -= len(files)
+
+    # --- the lock and the page ---------------------------------------------------------------
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Among this process's threads."""
-        if not self._mutex.acquire(timeout=self.settings.lock_timeout_s):
+        if not self._mutex.acquire(timeout=self._lock_timeout_s):
             raise TierFault("locked", "another thread has held the folder for long")
         try:
             yield
@@ -320,46 +450,61 @@ class SsdTier:
             self._mutex.release()
 
     @contextlib.contextmanager
-    def _held(self, *, thorough: bool = False) -> Iterator[Page]:
-        """Alone among all processes, with a mirror that is up to date."""
+    def _locked(self) -> Iterator[Page]:
+        """Alone among all processes, with a page whose numbers are right."""
         with self._alone(), self._lock.hold() as page:
-            try:
-                self._mirror.limit_nbytes = self._limit(page)
-                self._mirror.refresh(page, thorough=thorough)
-                if not self._is_announced or not page.limit_nbytes:
-                    self._announce(page)
-                yield page
-            except OSError:
-                self._mirror.doubt()  # a change may have been made in part
-                raise
-
-    def _announce(self, page: Page) -> None:
-        self._is_announced = True
-        if self.settings.guest:
-            return
-        page.set_limit(self.settings.limit_nbytes)
-        self._mirror.limit_nbytes = self._limit(page)
-        model = self.settings.model
-        if model is not None:
-            text = json.dumps({"name": model.name, "path": model.path})
-            path = f"{MODELS}/{model.fingerprint.hex()}.json"
-            self._mirror.add_note(page, path, text.encode())
+            doubtful = np.flatnonzero(page.counters & 1)
+            for i in doubtful:
+                page.nbytes[i] = self._known.relist(COUNTED[i], int(page.counters[i]) + 1)
+                page.counters[i] += 1
+            is_new_limit = not self._guest and not (self._has_joined and page.limit_nbytes)
+            if is_new_limit:
+                page.limit_nbytes = self._own_limit
+            if is_new_limit or len(doubtful):
+                page.save()
+            self._has_joined = True
+            self._limit_nbytes = self._limit(page)
+            yield page
 
     def _limit(self, page: Page) -> int:
         """Never above what this process was told, nor what the one that started last was told."""
-        own = self.settings.limit_nbytes
         if not page.limit_nbytes:
-            return own
-        return page.limit_nbytes if self.settings.guest else min(own, page.limit_nbytes)
+            return self._own_limit
+        return page.limit_nbytes if self._guest else min(self._own_limit, page.limit_nbytes)
 
-    def _failed(self, error: OSError | TierFault) -> TierFault:
-        fault = error
-        if isinstance(fault, OSError):
-            fault = TierFault(reason_of(fault), fault.strerror or str(fault))
-        with contextlib.suppress(TierFault), self._alone():
-            self._pause.failed(fault)
-        return fault
+    @contextlib.contextmanager
+    def _change(self, page: Page, sub: str) -> Iterator[None]:
+        """Around a change of a subfolder: whoever dies or fails in it leaves an odd counter."""
+        i = INDEX[sub]
+        is_known = self._known.listed_at[i] == page.counters[i]
+        before, _ = self._disk.subfolder(sub)
+        page.counters[i] += 1
+        page.save()
+        yield
+        after, changed_ns = self._disk.subfolder(sub)
+        page.nbytes[i] += after - before
+        page.counters[i] += 1
+        page.save()
+        if is_known:
+            self._known.set_changed(sub, int(page.counters[i]), changed_ns)
+
+    def _count(self, page: Page) -> int:
+        """All bytes of the folder."""
+        temps = sum(max(reserved_nbytes(x.name), x.nbytes) for x in self._disk.files(TMP))
+        own = [self._disk.stat(LOCK), self._disk.stat(TAG_FILE), *self._disk.files(MODELS)]
+        fixed = sum(x.nbytes for x in own if x is not None)
+        fixed += sum(self._disk.subfolder(sub)[0] for sub in (".", TMP, MODELS))
+        self._nbytes = int(page.nbytes.sum()) + temps + fixed + MARGIN_NBYTES
+        return self._nbytes
+
+    def _failed(self, error: OSError | TierError) -> TierError:
+        """A fault of the disk pauses writing; a refusal does not."""
+        if isinstance(error, OSError):
+            error = fault_of(error)
+        if isinstance(error, TierFault) and error.reason != "paused":
+            self._backoff.failed(error)
+        return error
 
 
-def open_tier(folder: Path, limit_nbytes: int) -> SsdTier:
-    return SsdTier(SsdSettings(folder, limit_nbytes))
+def open_tier(options: TierOptions) -> SsdTier:
+    return SsdTier(options)

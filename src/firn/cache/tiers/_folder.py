@@ -1,0 +1,421 @@
+"""The SSD tier's folder: its layout, every system call, and what the processes that share it tell each other.
+
+    <2 hex>/<name>.safetensors            records, whole from the moment they have this name
+    tmp/<name>.<pid>.<n>.<nbytes>.tmp     being written; the name says how much is set aside for it
+    quarantine/<name>.<time>              set aside for people
+    firn.lock                             the lock, and a page of numbers behind it
+    models/, CACHEDIR.TAG                 for people, and for backup programs
+
+The folder is the truth: the page may be lost, or out of date, at any time. Holds no state but an open lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from firn.cache.faults import TierFault
+from firn.cache.tiers import PEEK_NBYTES, Buffer, Seen
+
+log = logging.getLogger("firn.cache")
+
+LOCK, TMP, QUARANTINE, MODELS, TAG_FILE = "firn.lock", "tmp", "quarantine", "models", "CACHEDIR.TAG"
+TAG_TEXT = (
+    b"Signature: 8a477f597d28d172789f06886806bc55\n# The prefix cache of firn; safe to delete.\n"
+)
+SUFFIX = ".safetensors"
+SHELVES = tuple(f"{i:02x}" for i in range(256))
+COUNTED = (*SHELVES, QUARANTINE)
+INDEX = {sub: i for i, sub in enumerate(COUNTED)}
+DEFAULT_LIMIT_NBYTES = 10 << 30
+BLOCK_NBYTES = 4096
+LARGE_NBYTES = 4 << 20
+"""Files of this size may need a block of the file system's own for their map."""
+ABANDONED_S = 3600.0
+"""Where files cannot be locked, a temp file of this age is nobody's."""
+N_HOURS = 24
+POLL_S, MAX_POLL_S = 0.0002, 0.002
+NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
+REASONS = {
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "disk full",
+    errno.EROFS: "read-only",
+    errno.EACCES: "no permission",
+    errno.EPERM: "no permission",
+    errno.EIO: "I/O error",
+    errno.ENOENT: "folder gone",
+    errno.ENOTDIR: "folder gone",
+}
+
+is_name = re.compile(r"[0-9a-f]{64}\.[a-z]+").fullmatch
+_temp = re.compile(r"[0-9a-f]{64}\.[a-z]+\.\d+\.\d+\.(\d+)\.tmp").fullmatch
+
+
+def path_of(key: str) -> str:
+    """A record's file. A foreign file is known by its path without the suffix."""
+    return f"{key}{SUFFIX}" if "/" in key else f"{key[:2]}/{key}{SUFFIX}"
+
+
+def key_of(sub: str, file: str) -> str:
+    """The name of a record's file, or how a foreign one is known."""
+    name = file.removesuffix(SUFFIX)
+    return name if name[:2] == sub and is_name(name) else f"{sub}/{name}"
+
+
+def reserved_nbytes(temp: str) -> int:
+    """What the name of a temp file sets aside; 0 when it is no such name."""
+    found = _temp(temp)
+    return int(found[1]) if found else 0
+
+
+def fault_of(error: OSError) -> TierFault:
+    reason = REASONS.get(error.errno or 0, "system error")
+    return TierFault(reason, error.strerror or str(error))
+
+
+# --- system calls --------------------------------------------------------------------------
+
+
+class Listed(NamedTuple):
+    name: str
+    size: int
+    nbytes: int
+    """On disk, or what it will take up there once the system has written all of it."""
+    mtime: float
+
+    @classmethod
+    def of(cls, name: str, found: os.stat_result) -> Listed:
+        nbytes = max(allocated(found.st_size), found.st_blocks * 512)
+        return cls(name, found.st_size, nbytes, found.st_mtime)
+
+
+def allocated(size: int) -> int:
+    whole = -(-size // BLOCK_NBYTES) * BLOCK_NBYTES
+    return whole + (BLOCK_NBYTES if size >= LARGE_NBYTES else 0)
+
+
+class Disk:
+    """Every system call of the tier; paths are relative to the folder. Tests replace it."""
+
+    max_call_nbytes = 256 << 20
+    """One call reads or writes at most this: some systems refuse 2 GiB and more."""
+    max_pieces = 512
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.has_locks = True
+
+    def files(self, sub: str) -> list[Listed]:
+        """The plain files of a subfolder; one that is not there has none."""
+        found: list[Listed] = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with os.scandir(f"{self.folder}/{sub}") as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # gone since the folder was read
+                        if entry.is_file(follow_symlinks=False):
+                            found.append(Listed.of(entry.name, entry.stat(follow_symlinks=False)))
+        return found
+
+    def subfolder(self, sub: str) -> tuple[int, int]:
+        """Its own bytes, and when names in it last changed; (0, 0) when it is not there."""
+        try:
+            found = os.stat(f"{self.folder}/{sub}")
+        except (FileNotFoundError, NotADirectoryError):
+            return 0, 0
+        return found.st_blocks * 512, found.st_mtime_ns
+
+    def stat(self, path: str) -> Listed | None:
+        try:
+            return Listed.of(path, os.stat(f"{self.folder}/{path}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def open(self, path: str, flags: int = os.O_RDONLY) -> int:
+        return os.open(f"{self.folder}/{path}", flags | os.O_CLOEXEC, 0o600)
+
+    def stat_open(self, fd: int) -> Listed:
+        return Listed.of("", os.fstat(fd))
+
+    def read(self, fd: int, buffer: memoryview) -> int:
+        """The next bytes of a file, as many as one call gives."""
+        return os.readv(fd, [buffer[: self.max_call_nbytes]])
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def make_folder(self) -> None:
+        """The folder and what is always in it. One that is ours, or new, is for us alone."""
+        is_new = not self.folder.exists()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_ours = is_new or (self.folder / LOCK).exists() or not any(self.folder.iterdir())
+        if is_ours and self.folder.stat().st_mode & 0o077:
+            self.folder.chmod(0o700)
+        for name in (TMP, QUARANTINE):
+            (self.folder / name).mkdir(mode=0o700, exist_ok=True)
+        if not (self.folder / TAG_FILE).exists():
+            fd = self.open(TAG_FILE, os.O_WRONLY | os.O_CREAT)
+            with os.fdopen(fd, "wb") as file:
+                file.write(TAG_TEXT)
+
+    def open_lock(self) -> int:
+        return self.open(LOCK, os.O_RDWR | os.O_CREAT)
+
+    def is_lock(self, fd: int) -> bool:
+        """Whether the lock file is still this one: someone may have deleted the folder."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(f"{self.folder}/{LOCK}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def try_lock(self, fd: int) -> bool:
+        """False: someone else has it. Where the file system has no locks, everybody has it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as e:
+            if e.errno not in NO_LOCKS:
+                raise
+            if self.has_locks:
+                log.warning("%s cannot be locked: share it with no other server", self.folder)
+            self.has_locks = False
+        return True
+
+    def unlock(self, fd: int) -> None:
+        if self.has_locks:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def read_page(self, fd: int, nbytes: int) -> bytes:
+        return os.pread(fd, nbytes, 0)
+
+    def write_page(self, fd: int, page: bytes) -> None:
+        os.pwrite(fd, page, 0)
+
+    def create(self, path: str) -> int:
+        """A new temp file, locked for as long as its writer lives."""
+        fd = self.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self.try_lock(fd)
+        return fd
+
+    def is_abandoned(self, path: str, age_s: float) -> bool:
+        """Whether the writer of a temp file is dead: then the system has let go of its lock.
+
+        Unlike a process id this cannot be taken over, and it means the same in every container. Opened
+        for writing, because network file systems give exclusive locks to writers only.
+        """
+        try:
+            fd = self.open(path, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            return self.try_lock(fd) and (self.has_locks or age_s > ABANDONED_S)
+        finally:
+            os.close(fd)
+
+    def write(self, fd: int, pieces: Sequence[Buffer]) -> None:
+        """All of it. Most records go out in one call."""
+        left = [memoryview(p) for p in pieces if len(p)]
+        at = 0
+        while at < len(left):
+            n = os.writev(fd, list(self._batch(left, at)))
+            while n:
+                if n < len(left[at]):
+                    left[at] = left[at][n:]
+                    break
+                n -= len(left[at])
+                at += 1
+
+    def _batch(self, left: Sequence[memoryview], at: int) -> Iterator[memoryview]:
+        room = self.max_call_nbytes
+        for view in islice(left, at, at + self.max_pieces):
+            yield view[:room]
+            room -= min(len(view), room)
+            if not room:
+                return
+
+    def rename(self, path: str, to: str) -> None:
+        try:
+            os.rename(f"{self.folder}/{path}", f"{self.folder}/{to}")
+        except FileNotFoundError:
+            (self.folder / to).parent.mkdir(mode=0o700, exist_ok=True)
+            os.rename(f"{self.folder}/{path}", f"{self.folder}/{to}")
+
+    def unlink(self, path: str) -> None:
+        """A file that is gone already is no fault."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(f"{self.folder}/{path}")
+
+    def rmdir(self, sub: str) -> None:
+        """Only an empty folder goes."""
+        with contextlib.suppress(OSError):
+            os.rmdir(f"{self.folder}/{sub}")
+
+    def set_mtime(self, path: str, at: float) -> None:
+        ns = int(at * 1e9)
+        os.utime(f"{self.folder}/{path}", ns=(ns, ns))
+
+
+# --- what processes tell each other --------------------------------------------------------
+
+MAGIC = int.from_bytes(b"firn pg2", "little")
+_LIMIT, _HOURS, _COUNTERS, _NBYTES = 1, 2, 2 + 2 * N_HOURS, 2 + 2 * N_HOURS + len(COUNTED)
+_N_WORDS = _NBYTES + len(COUNTED)
+Words = npt.NDArray[np.int64]
+
+
+class Page:
+    """Numbers behind the lock. Owner: the thread that holds it.
+
+        magic | limit | 24 x (hour, bytes written in it) | 257 x counter | 257 x bytes on disk
+
+    A counter belongs to a subfolder and goes up before anything in it changes, and again afterwards. One
+    that has moved says: list it again. An odd one says that a process died or failed between the two, so
+    its bytes must be measured; a page that is lost is made anew of odd ones.
+    """
+
+    def __init__(self, words: Words, save: Callable[[bytes], None]) -> None:
+        self._words = words
+        self._save = save
+        self.counters = words[_COUNTERS:_NBYTES]
+        self.nbytes = words[_NBYTES:]
+
+    def save(self) -> None:
+        self._save(self._words.astype("<i8").tobytes())
+
+    @property
+    def limit_nbytes(self) -> int:
+        """The limit that the process which opened the folder last was given; 0 for none yet."""
+        return int(self._words[_LIMIT])
+
+    @limit_nbytes.setter
+    def limit_nbytes(self, nbytes: int) -> None:
+        self._words[_LIMIT] = nbytes
+
+    def day_nbytes(self, hour: int) -> int:
+        """Bytes written in this hour and the 23 before it, by all processes."""
+        hours = self._words[_HOURS:_COUNTERS].reshape(N_HOURS, 2)
+        return sum(int(n) for h, n in hours if hour - N_HOURS < int(h) <= hour)
+
+    def add_written(self, hour: int, nbytes: int) -> None:
+        slot = self._words[_HOURS:_COUNTERS].reshape(N_HOURS, 2)[hour % N_HOURS]
+        slot[:] = hour, nbytes + (int(slot[1]) if int(slot[0]) == hour else 0)
+
+
+class FolderLock:
+    """Owner: the tier, which lets one thread at a time in here."""
+
+    def __init__(
+        self, disk: Disk, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._disk = disk
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._fd = -1
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Page]:
+        """Raises TierFault when others keep it too long, OSError when the folder is no good."""
+        fd = self._acquire()
+        try:
+            words = _parse(self._disk.read_page(fd, 8 * _N_WORDS))
+            yield Page(
+                _fresh() if words is None else words, lambda raw: self._disk.write_page(fd, raw)
+            )
+        finally:
+            self._disk.unlock(fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
+
+    def _acquire(self) -> int:
+        deadline = self._clock() + self._timeout_s
+        poll = POLL_S
+        while True:
+            if self._fd < 0:
+                self._disk.make_folder()
+                self._fd = self._disk.open_lock()
+            if self._disk.try_lock(self._fd):
+                if self._disk.is_lock(self._fd):
+                    return self._fd
+                self.close()  # the folder was deleted under us: begin again
+                continue
+            if self._clock() >= deadline:
+                raise TierFault("locked", "another process has held the folder's lock for long")
+            time.sleep(poll)
+            poll = min(2 * poll, MAX_POLL_S)
+
+
+def peek(disk: Disk) -> Page | None:
+    """The numbers as they are now, to look at: without the lock, and not to be changed."""
+    try:
+        fd = disk.open(LOCK)
+    except OSError:
+        return None
+    try:
+        words = _parse(disk.read_page(fd, 8 * _N_WORDS))
+    finally:
+        disk.close(fd)
+    return None if words is None else Page(words, lambda raw: None)
+
+
+def _parse(raw: bytes) -> Words | None:
+    if len(raw) != 8 * _N_WORDS or int.from_bytes(raw[:8], "little") != MAGIC:
+        return None
+    return np.frombuffer(raw, dtype="<i8").astype(np.int64)
+
+
+def _fresh() -> Words:
+    words = np.zeros(_N_WORDS, dtype=np.int64)
+    words[0] = MAGIC
+    words[_COUNTERS:_NBYTES] = 2 * int.from_bytes(os.urandom(5), "little") + 1
+    return words
+
+
+# --- without the lock ----------------------------------------------------------------------
+
+
+def look(folder: Path) -> Iterator[Seen]:
+    """Every record file that may be opened, foreign ones too. Takes no lock and changes nothing."""
+    disk = Disk(folder)
+    for sub in SHELVES:
+        for x in disk.files(sub):
+            if x.name.endswith(SUFFIX):
+                with contextlib.suppress(OSError):
+                    with open(f"{folder}/{sub}/{x.name}", "rb") as file:
+                        head = file.read(PEEK_NBYTES)
+                    yield Seen(key_of(sub, x.name), head, x.size, x.mtime)
+
+
+def default_limit(free_nbytes: int, used_nbytes: int = 0) -> int:
+    """10 GiB, but never more than a quarter of what is free or used by the cache already."""
+    return max(min(DEFAULT_LIMIT_NBYTES, (free_nbytes + used_nbytes) // 4), 0)
+
+
+def suggested_limit(folder: Path) -> int:
+    """The default limit for a folder that may not be there yet, or may not be looked into."""
+    disk = Disk(folder)
+    try:
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        stats = os.statvfs(there)
+        page = peek(disk)
+        if page is not None and not (page.counters & 1).any():
+            used = int(page.nbytes.sum())
+        else:
+            used = sum(x.nbytes for sub in SHELVES for x in disk.files(sub))
+    except OSError:
+        return DEFAULT_LIMIT_NBYTES
+    return default_limit(stats.f_bavail * stats.f_frsize, used)
