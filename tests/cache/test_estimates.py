@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from firn.cache.estimates import (
-    FIRST_LOAD_NBYTES_PER_S,
-    LOAD_OVERHEAD_S,
+    FIRST_LATENCY_S,
+    FIRST_SECONDS_PER_BYTE,
+    N_KEPT,
     STALE_S,
     Estimates,
 )
+
+MB = 10**6
 
 
 class Clock:
@@ -96,56 +101,117 @@ def test_short_chunks_are_the_measure_until_a_whole_one_comes() -> None:
     assert known.prefill_s(0, 2048) == pytest.approx(gpu_chunk_s(2048))
 
 
-def test_filling_a_row_is_a_part_of_loading() -> None:
+def test_small_loads_tell_latency_and_large_ones_bandwidth() -> None:
     known = Estimates()
-    known.saw_load(10**9, LOAD_OVERHEAD_S + 1.0)
-    known.saw_fill(10**9, 0.5)
-    assert known.load_s(10**9) == pytest.approx(LOAD_OVERHEAD_S + 1.5)
-    known.saw_load(10**9, LOAD_OVERHEAD_S + 1.0)
-    assert known.load_error == 0.0, "of the reading alone"
+    for _ in range(20):
+        known.saw_load("ssd", 10_000, 0.05)  # a tiny record, on a machine that was busy
+    assert known.load_s("ssd", 10_000) == pytest.approx(0.05, rel=0.01)
+    assert known.load_s("ssd", 1000 * MB) == pytest.approx(0.05 + 0.5, rel=0.01), "2 GB/s is hoped"
+    for _ in range(20):
+        known.saw_load("ssd", 100 * MB, 0.05 + 0.1)
+    assert known.load_s("ssd", 1000 * MB) == pytest.approx(0.05 + 1.0, rel=0.01)
+    assert known.load_s("ssd", 10_000) == pytest.approx(0.05, rel=0.01)
+
+
+def test_tiers_are_told_apart() -> None:
+    known = Estimates()
+    known.saw_load("s3", 100 * MB, 10.0)
+    assert known.load_s("s3", 100 * MB) == pytest.approx(10.0, rel=0.01)
+    assert known.load_s("ssd", 100 * MB) < 0.1
+
+
+def test_the_engines_own_time_is_kept_apart_from_the_tiers() -> None:
+    known = Estimates()
+    known.saw_load("ssd", 1000 * MB, 1.0)
+    known.saw_arrays(1000 * MB, 0.5)
+    known.saw_fill(1000 * MB, 0.25)
+    assert known.load_s("ssd", 1000 * MB) == pytest.approx(1.0, rel=0.01)
+    assert known.engine_s(1000 * MB) == pytest.approx(0.5)
+    known.saw_arrays(10, 5.0)
+    known.saw_fill(10, 5.0)
+    assert known.engine_s(1000 * MB) == pytest.approx(0.5), "a few bytes are no measure"
 
 
 def test_a_load_that_was_never_tried_is_hoped_to_be_fast() -> None:
     known = Estimates()
-    assert known.load_s(0) == 0.0
-    assert known.load_s(10**9) == pytest.approx(LOAD_OVERHEAD_S + 1e9 / FIRST_LOAD_NBYTES_PER_S)
+    assert known.load_s("ssd", 0) == 0.0
+    hope = FIRST_LATENCY_S + 1000 * MB * FIRST_SECONDS_PER_BYTE
+    assert known.load_s("ssd", 1000 * MB) == pytest.approx(hope)
+    assert not known.knows_tier("ssd")
 
 
-def test_the_first_load_is_believed_and_the_others_weighed() -> None:
+def test_one_slow_load_among_many_is_no_measure() -> None:
     known = Estimates()
-    known.saw_load(10**8, LOAD_OVERHEAD_S + 1.0)
-    assert known.load_s(10**8) == pytest.approx(LOAD_OVERHEAD_S + 1.0)
-    assert known.load_error == 0.0, "hope is no prediction"
-    known.saw_load(10**8, LOAD_OVERHEAD_S + 0.5)
-    assert 0.5 < known.load_s(10**8) - LOAD_OVERHEAD_S < 1.0
-    assert known.load_error == pytest.approx(1.0, rel=0.01)
-    for _ in range(40):
-        known.saw_load(10**8, LOAD_OVERHEAD_S + 0.5)
-    assert known.load_s(10**8) == pytest.approx(LOAD_OVERHEAD_S + 0.5, rel=0.01)
-    assert known.load_error < 0.2
+    for seconds in (0.1, 0.1, 9.0, 0.1, 0.1):
+        known.saw_load("ssd", 100 * MB, seconds)
+    assert known.load_s("ssd", 100 * MB) == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_slow_disk_is_given_another_chance() -> None:
     clock = Clock()
     known = Estimates(clock)
-    known.saw_load(10**8, 10.0)
-    slow = known.load_s(10**8)
-    clock.now += STALE_S
-    assert known.load_s(10**8) == slow
+    known.saw_load("ssd", 100 * MB, 10.0)
+    slow = known.load_s("ssd", 100 * MB)
+    clock.now += STALE_S - 1
+    assert known.load_s("ssd", 100 * MB) == slow
     clock.now += 1
-    assert known.load_s(10**8) < slow / 50
-    known.saw_load(10**8, 5.0)
-    assert known.load_s(10**8) == pytest.approx(5.0, rel=0.01)
+    assert known.load_s("ssd", 100 * MB) < slow / 50
+
+
+def taught() -> Estimates:
+    known = Estimates()
+    attend(known, 0, 4096, 16_384)
+    known.saw_prefill(0, 32, 0.1)
+    known.saw_arrays(100 * MB, 0.02)
+    known.saw_fill(100 * MB, 0.01)
+    for _ in range(N_KEPT):
+        known.saw_load("ssd", 1000, 0.003)
+        known.saw_load("ssd", 100 * MB, 0.2)
+    return known
+
+
+def test_the_next_process_knows_what_this_one_learned() -> None:
+    known, later = taught(), Estimates()
+    later.take_kept(json.loads(json.dumps(known.to_keep())))
+    assert later.knows_prefill
+    assert later.knows_tier("ssd")
+    for end in (100, 5000, 30_000):
+        assert later.prefill_s(0, end) == pytest.approx(known.prefill_s(0, end), rel=0.01)
+    for nbytes in (1000, 100 * MB):
+        assert later.tiers["ssd"].load_s(nbytes) == known.tiers["ssd"].load_s(nbytes)
+    assert later.engine_s(MB) == known.engine_s(MB)
+    assert later.to_keep() == known.to_keep()
+
+
+def test_what_was_kept_is_thrown_away_when_it_contradicts_what_is_seen() -> None:
+    later = Estimates()
+    later.take_kept(taught().to_keep())
+    later.saw_prefill(0, 256, 256 * 1e-5)  # a hundred times as fast: another machine
+    assert later.prefill_s(0, 256 * 60) == pytest.approx(256 * 60 * 1e-5)
+    later.saw_load("ssd", 100 * MB, 20.0)
+    assert later.tiers["ssd"].load_s(100 * MB) == pytest.approx(20.0, rel=0.01)
+
+
+def test_what_agrees_with_what_was_kept_is_weighed_with_it() -> None:
+    later = Estimates()
+    later.take_kept(taught().to_keep())
+    later.saw_load("ssd", 100 * MB, 0.3)
+    assert later.tiers["ssd"].load_s(100 * MB) == pytest.approx(0.2, rel=0.01), "the lower of two"
+
+
+@pytest.mark.parametrize("wrong", [{}, {"whole": "x"}, {"whole": 1, "depths": [[1, -1]]}])
+def test_nonsense_is_not_taken(wrong: dict[str, object]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Estimates().take_kept(wrong)
 
 
 def test_what_is_known_is_shown() -> None:
     known = Estimates()
     known.saw_prefill(0, 1000, 0.5)
-    known.saw_load(10**8, LOAD_OVERHEAD_S + 0.1)
+    known.saw_load("ssd", 100 * MB, FIRST_LATENCY_S + 0.1)
     assert known.view() == {
         "prefill_tokens_per_s": {"500": 2000},
         "short_chunk_s": 0.0,
-        "load_bytes_per_s": 10**9,
-        "loads": 1,
-        "load_error": 0.0,
+        "engine_s_per_gib": 0.0,
+        "tiers": {"ssd": {"latency_s": 0.002, "bytes_per_s": 10**9, "seen": True}},
     }

@@ -242,13 +242,14 @@ def test_a_tier_behind_threads() -> None:
     for i, one in enumerate(records):
         assert io.try_write(one.header, one.buffers, used_at=100.0 - i, done=log)
         assert isinstance(log.wait(i + 1)[-1], Stored)
-    io.read(records[0].name, records[0].header.tokens, log)
+    io.read(records[0].name, records[0].header.tokens, log, wanted=lambda: True)
     loaded = log.wait(4)[-1]
     assert isinstance(loaded, Loaded)
     assert [bytes(b) for b in loaded.buffers] == records[0].buffers
     io.touch({r.name: 200.0 for r in records})
     io.delete([records[2].name])
-    io.read(Name(records[0].header.root, records[0].header.part), records[0].header.tokens, log)
+    stranger = Name(records[0].header.root, records[0].header.part)
+    io.read(stranger, records[0].header.tokens, log, wanted=lambda: True)
     assert isinstance(log.wait(5)[-1], Missing)
     assert found_by(io) == ([], None)
     io.close()
@@ -262,7 +263,7 @@ def test_two_tiers_share_the_threads() -> None:
     one = of_size(10)
     assert first.try_write(one.header, one.buffers, used_at=1.0, done=log)
     log.wait(1)
-    second.read(one.name, one.header.tokens, log)
+    second.read(one.name, one.header.tokens, log, wanted=lambda: True)
     assert isinstance(log.wait(2)[-1], Missing)
     first.close()
     second.close()
@@ -333,7 +334,7 @@ def test_parallel_reads_of_a_real_folder(tmp_path: Path) -> None:
         folder.write(one)
     io, log = TierIo(folder.tier, IoThreads(4)), Log()
     for one in records * 3:
-        io.read(one.name, one.header.tokens, log)
+        io.read(one.name, one.header.tokens, log, wanted=lambda: True)
     assert all(isinstance(r, Loaded) for r in log.wait(60))
     assert io.usage().counts["reads"] == 60
     assert io.usage().counts["bytes_read"] > 60 * 200_000

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from firn.cache.estimates import Estimates
-from firn.cache.match import Match, Walk, points
+from firn.cache.match import NOTHING, Match, Walk, points
 from firn.cache.parts import Needs, Part
 from firn.cache.tree import Record, Tree
 
@@ -33,9 +33,10 @@ TierOf = Callable[[Record], str]
 class Plan:
     now: Match
     """What can be resumed at once."""
+    target: Match = NOTHING
+    """What can be resumed when the loads are there."""
     loads: tuple[Record, ...] = ()
-    """What is to be read, in this order; then `n_tokens` can be resumed."""
-    n_tokens: int = 0
+    """What is to be read, in this order."""
     load_s: float = 0.0
     """How long that is thought to take."""
     patience_s: float = 0.0
@@ -73,8 +74,8 @@ def make_plan(
     patience_s, busy_s = _patience(best, front, estimates)
     return Plan(
         now,
+        best.match,
         _from_the_back(best.missing),
-        best.match.n_tokens,
         best.load_s,
         patience_s,
         busy_s,

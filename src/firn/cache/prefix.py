@@ -144,6 +144,7 @@ class PrefixTree:
             return trail
         try:
             self._stop_racing(trail)
+            self._restorer.unlease(trail)
             self._count(trail)
             if self.settings.exact_chunk:
                 return BlankTrail()  # exact mode keeps only what prefill computed
@@ -252,7 +253,7 @@ class PrefixTree:
         try:
             plan = self._restorer.plan(trail)
             trail.is_slower = plan.is_slower
-            match = self._restorer.target(trail, plan)
+            match = plan.target if plan.loads else plan.now
             return Look(
                 match,
                 self._restorer.shared(trail),
@@ -301,7 +302,8 @@ class PrefixTree:
         trail.kind = _kind(match, n_prompt)
         restored = self._restorer.resume(trail, match) if match.n_tokens else None
         self._restorer.passed(trail, match.n_tokens)
-        self._restorer.unlease(trail)
+        if not trail.racing:
+            self._restorer.unlease(trail)
         why = self._restorer.why(trail, match.n_tokens)
         trail.found = Admitted(match.n_tokens, tuple(tiers.items()), why)
         return restored
@@ -316,6 +318,7 @@ class PrefixTree:
         trail.kind = _kind(match, len(trail.prompt))
         restored = self._restorer.resume(trail, match)
         self._restorer.passed(trail, match.n_tokens)
+        self._restorer.unlease(trail)
         self._restorer.jumped(trail, match, n_tokens)
         return restored
 

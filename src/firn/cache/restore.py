@@ -60,12 +60,14 @@ class Restorer:
         plan = self.plan(trail, start=start)
         trail.n_plans += 1
         trail.is_slower = plan.is_slower
-        self._lease(trail, plan.now)
+        self.unlease(trail)
+        self._lease(trail, plan.target if plan.loads else plan.now)
         if not plan.loads:
             return
+        trail.at_hand = frozenset(r for r in plan.target.records if r.arrays is not None)
         now = trail.clock()
         loading = trail.loading = Loading(
-            plan.n_tokens,
+            plan.target.n_tokens,
             set(plan.loads),
             now,
             now + plan.patience_s,
@@ -158,13 +160,6 @@ class Restorer:
         fill_s = estimates.fill_s.value * sum(r.nbytes for r in match.records)
         return fill_s < estimates.prefill_s(n_tokens, match.n_tokens)
 
-    def target(self, trail: CacheTrail, plan: Plan) -> Match:
-        """Where a prompt resumes that does as planned."""
-        if not plan.loads:
-            return plan.now
-        every = points(self._walk(trail), self._needs, lambda record: record.obtainable)
-        return next(m for m in every if m.n_tokens == plan.n_tokens)
-
     def stored_in(self, match: Match) -> Counter[str]:
         """How many of the match's tokens lie where."""
         return match.origins(lambda r: MEMORY if r.arrays is not None else self._tier_of(r).name)
@@ -197,10 +192,15 @@ class Restorer:
     def origins(self, trail: CacheTrail, match: Match, *, ahead: bool = False) -> Counter[str]:
         """How many of the match's tokens came from where. A load counts, even if it is held by now.
 
-        ahead: what is in memory by now was not when the trail began.
+        ahead: what came to memory since the trail began, a neighbour computed.
         """
-        here = NEIGHBOUR if ahead else MEMORY
-        return match.origins(lambda r: trail.loaded[r][0] if r in trail.loaded else here)
+
+        def origin(record: Record) -> str:
+            if record in trail.loaded:
+                return trail.loaded[record][0]
+            return NEIGHBOUR if ahead and record not in trail.at_hand else MEMORY
+
+        return match.origins(origin)
 
     def jumped(self, trail: CacheTrail, match: Match, n_computed: int) -> None:
         """The row skips tokens [n_computed, match.n_tokens): say where they came from."""

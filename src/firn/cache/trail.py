@@ -77,6 +77,8 @@ class CacheTrail:
     loading: Loading | None = None
     loaded: dict[Record, tuple[str, list[Arrays]]] = field(default_factory=dict)
     """What was loaded for it, and from where: kept here too, so that nothing can evict it before use."""
+    at_hand: frozenset[Record] = frozenset()
+    """Of what it is to resume from, what was in memory when the loads were ordered."""
     n_plans: int = 0
     failed: str = ""
     """Why the last load failed, where it did."""

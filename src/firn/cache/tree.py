@@ -465,11 +465,11 @@ class Tree:
         for n in node.path():
             if n.expires_at >= until:
                 break
-            n.expires_at = until
             if until == math.inf:
-                freed.append(n)
+                freed += [n] if n.expires_at > -math.inf else []
             else:
                 heapq.heappush(self._expiring, (until, next(self._serial), until, n))
+            n.expires_at = until
         return freed
 
     def expired(self) -> Iterator[Node]:

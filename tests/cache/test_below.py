@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from firn.cache import store as stores
+from firn.cache import below
 from firn.cache.container import Header, Name
 from firn.cache.faults import Refused, TierError, TierFault
 from firn.cache.io import Changes, Done
@@ -46,7 +46,9 @@ class SickIo:
 
     def defer_writes(self, wanted: bool) -> None: ...
 
-    def read(self, name: Name, expect: KeyTokens, done: Done) -> None:
+    def read(
+        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
+    ) -> None:
         raise AssertionError("nothing is read here")
 
     def delete(self, names: Iterable[Name]) -> None: ...
@@ -64,7 +66,7 @@ class SickIo:
 
 def settled(lab: LabEngine, now: list[float]) -> None:
     """Long enough for a retry, and steps enough to hear of it."""
-    now[0] += stores.RESCAN_S + 1
+    now[0] += below.RESCAN_S + 1
     for _ in range(8):
         lab.between_steps(partial(lab.cache.tick, Load.NONE))  # type: ignore[union-attr]
 
