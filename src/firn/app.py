@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import platform
+import re
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -311,7 +313,7 @@ def _build_parts(
         arithmetic=blas.identity if blas and exact else "",
     )
     if isinstance(cache, PrefixTree):
-        _add_ssd(config, cache, info, wake)
+        _add_ssd(config, cache, info, device=machine.kind, wake=wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
 
 
@@ -424,7 +426,9 @@ def _build_cache(
     )
 
 
-def _add_ssd(config: Config, cache: PrefixTree, model: ModelInfo, wake: Callable[[], None]) -> None:
+def _add_ssd(
+    config: Config, cache: PrefixTree, model: ModelInfo, *, device: str, wake: Callable[[], None]
+) -> None:
     wanted = config.cache
     if wanted.no_ssd_cache:
         log.info("ssd cache: off (--no-ssd-cache)")
@@ -438,6 +442,8 @@ def _add_ssd(config: Config, cache: PrefixTree, model: ModelInfo, wake: Callable
     seal = load_seal(wanted.ssd_cache_key_file) if wanted.ssd_cache_key_file else None
     tier = discover()["ssd"](options)
     io = TierIo(tier, IoThreads(), seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
+    where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
+    cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
     cache.add_tier("ssd", io, namespaces=_keys(config).namespaces, wake=wake)
     try:
         note_model(folder, model.fingerprint, ModelNote(model.name, model.path))

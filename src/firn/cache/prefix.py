@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from firn.cache import checkpoints
+from firn.cache import checkpoints, memo
 from firn.cache.below import Arrived, Lost
 from firn.cache.children import Text
 from firn.cache.commit import Committer
@@ -29,6 +30,7 @@ from firn.core.ports import LiveRow, Load, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
 AnyTrail = CacheTrail | BlankTrail
+REMEMBER_EVERY_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class PrefixTree:
         self._clock = clock
         self._racing: set[CacheTrail] = set()
         self._stats_by_root: dict[Key, Stats] = {}
+        self._memo: Path | None = None
+        self._remembered_at = clock()
 
     @property
     def stats(self) -> Stats:
@@ -83,6 +87,11 @@ class PrefixTree:
         for namespace in namespaces:
             self.records.root(namespace)
         self.records.add_tier(name, io, wake=wake)
+
+    def keep_estimates(self, path: Path) -> None:
+        """Begin with what an earlier process learned, and leave what this one learns."""
+        self._memo = path
+        memo.recall(path, self.records.estimates)
 
     # --- a request's way -------------------------------------------------------------------
 
@@ -214,6 +223,7 @@ class PrefixTree:
         try:
             if load is Load.NONE:
                 self.records.expire()
+                self._remember(REMEMBER_EVERY_S)
             for tier, news in self.records.poll(load):
                 if isinstance(news, Arrived):
                     for trail in list(self._racing):
@@ -239,7 +249,14 @@ class PrefixTree:
         self.records.estimates.saw_fill(restored.nbytes, seconds)
 
     def close(self) -> None:
+        self._remember(0.0)
         self.records.close()
+
+    def _remember(self, every_s: float) -> None:
+        now = self._clock()
+        if self._memo is not None and now - self._remembered_at >= every_s:
+            self._remembered_at = now
+            memo.remember(self._memo, self.records.estimates)
 
     # --- views -----------------------------------------------------------------------------
 
