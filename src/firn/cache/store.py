@@ -43,7 +43,7 @@ RESCAN_S = 10.0
 FIRST_SCAN_S = 60.0
 """So long a start waits for the first scan; the rest of it goes on behind."""
 STAMP_STEP_S = 2.0
-"""A record's stamp is at least this much below its parent's, and a window's or state's below its pages': what
+"""A record's stamp is at least this much below its parent's, a state's below that of its pages: what
 goes by age then goes from the end of a chain. As coarse as the coarsest time stamps of file systems."""
 TOUCH_EVERY_S = 60.0
 
