@@ -214,6 +214,20 @@ def test_verify(folder: Path, cache: Cache) -> None:
     assert cache("verify").exit_code == 0
 
 
+def test_verify_drops_what_no_prompt_can_reach(folder: Path, cache: Cache) -> None:
+    tier = store(folder, *ALL)
+    tier.delete(TRUNK[3])
+    lost = [TRUNK[4], TRUNK[5], BRANCH, STATES[1]]
+    assert json.loads(cache("stats", "--json").output)["orphans"] == 3, "blocks"
+    told = cache("verify")
+    assert told.exit_code == 0, "nothing is damaged"
+    assert "4 records that no prompt can reach." in told.output
+    assert all(tier.holds(r) for r in lost)
+    assert "4 records that no prompt can reach, deleted." in cache("verify", "--quarantine").output
+    assert [tier.holds(r) for r in ALL] == [r not in (*lost, TRUNK[3]) for r in ALL]
+    assert "no prompt can reach" not in cache("verify").output
+
+
 def test_gc(folder: Path, cache: Cache) -> None:
     tier = store(folder, *chain(20, nbytes=100_000))
     result = cache("gc", "--ssd-cache-max-gb", 0.001)
@@ -221,6 +235,7 @@ def test_gc(folder: Path, cache: Cache) -> None:
     assert "freed" in result.output
     tier.scan()
     assert tier.usage().nbytes <= 2**30 // 1000
+    assert take(folder).orphans == []
     assert cache("gc").exit_code == 2
     assert cache("gc", "--ssd-cache-max-gb", 1, "--ssd-cache-dir", folder / "none").exit_code == 1
 
