@@ -19,10 +19,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from report import BenchError
 
-from firn.cache.io import TierIo
+from firn.cache.io import IoThreads, TierIo
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers.ssd import SsdTier
 from firn.config import default_cache_dir
 from firn.core.events import Admitted, JobDone, JobFailed, Token
 from firn.core.ports import Delivery
@@ -114,8 +115,8 @@ class BenchEngine:
                 dtype=info.dtype,
             )
             if ssd is not None:
-                self._tier = SsdTier(SsdSettings(ssd, ssd_limit_nbytes))
-                self._io = TierIo(self._tier)
+                self._tier = SsdTier(TierOptions(str(ssd), ssd_limit_nbytes))
+                self._io = TierIo(self._tier, IoThreads())
                 cache.open_store(self._io, namespaces=[EVERYONE], wake=lambda: self.engine.wake())
             capacity = machine.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
@@ -158,10 +159,7 @@ class BenchEngine:
             return
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while time.monotonic() < deadline:
-            if (
-                self.call(lambda cache: cache.settled)
-                and not self._io.threads.counts().write_nbytes
-            ):
+            if self.call(lambda cache: cache.settled) and not self._io.threads.write_nbytes:
                 self.call(lambda cache: None)  # a tick lies between two calls: the news are in
                 return
             time.sleep(0.02)

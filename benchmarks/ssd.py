@@ -33,10 +33,10 @@ try:
     import numpy as np
 
     from firn.cache.container import Header, Layers, TensorSpec
-    from firn.cache.io import TierIo
+    from firn.cache.io import IoThreads, TierIo
     from firn.cache.parts import Part
-    from firn.cache.tiers import Stored, TierError, name_of
-    from firn.cache.tiers.ssd import SsdSettings, SsdTier
+    from firn.cache.tiers import Stored, TierError, TierOptions
+    from firn.cache.tiers.ssd import SsdTier
     from firn.core.keys import Key, child_key
 except ImportError as error:
     raise SystemExit(
@@ -113,9 +113,9 @@ def headers(shape: Shape, n: int) -> list[Header]:
 
 @contextmanager
 def tier_io(folder: Path, limit_nbytes: int) -> Iterator[TierIo]:
-    tier = SsdTier(SsdSettings(folder, limit_nbytes))
+    tier = SsdTier(TierOptions(str(folder), limit_nbytes))
     list(tier.scan())
-    io = TierIo(tier)
+    io = TierIo(tier, IoThreads())
     try:
         yield io
     finally:
@@ -133,7 +133,7 @@ def write_records(
         start = time.perf_counter()
         n_open = 0
         for header in records:
-            while not io.try_write(header, buffers, results.put):
+            while not io.try_write(header, buffers, used_at=time.time(), done=results.put):
                 _check(results.get(), Stored)  # the queue is full: one must end first
                 n_open -= 1
             n_open += 1
@@ -156,7 +156,7 @@ def read_records(
     with tier_io(folder, limit_nbytes) as io:
         start = time.perf_counter()
         for header in records:
-            io.read(name_of(header), header.tokens, results.put)
+            io.read(header.name, header.tokens, results.put)
         for _ in records:
             loaded = results.get()
             if isinstance(loaded, TierError):

@@ -18,24 +18,24 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from firn.cache.container import Name
 from firn.cache.faults import Refused
-from firn.cache.inventory import prefixes, records_of, take
+from firn.cache.inventory import ModelNote, note_model, prefixes, records_of, take
+from firn.cache.io import load
 from firn.cache.parts import Part
 from firn.cache.seal import load_seal
-from firn.cache.tiers import Name
-from firn.cache.tiers._disk import path_of
-from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier
+from firn.cache.tiers._folder import path_of
 from firn.cli import make_cli
 from firn.core.keys import root_key
 from firn.core.values import Namespace
 from tests.cache.tiers.records import (
     FINGERPRINT,
     LAYOUT,
+    Folder,
     Record,
     beside,
     chain,
     fill,
-    holds,
     record,
 )
 from tests.faulty_tier import put
@@ -63,15 +63,12 @@ def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return run
 
 
-def opened(folder: Path, limit_nbytes: int = 64 * MIB, **more: Any) -> SsdTier:
-    return SsdTier(replace(SsdSettings(folder, limit_nbytes), **more))
-
-
-def store(folder: Path, *records: Record, **more: Any) -> SsdTier:
-    tier = opened(folder, model=ModelNote(FINGERPRINT, "tiny-model", "/no/such/folder"), **more)
-    list(tier.scan())
+def store(folder: Path, *records: Record, **more: Any) -> Folder:
+    tier = Folder(folder, **more)
+    tier.scan()
+    note_model(folder, FINGERPRINT, ModelNote("tiny-model", "/no/such/folder"))
     for one in records:
-        tier.write(one.header, one.buffers)
+        tier.write(one)
     return tier
 
 
@@ -117,7 +114,7 @@ def test_ls_of_nothing(cache: Cache, folder: Path) -> None:
 
 def test_looking_changes_nothing(folder: Path, cache: Cache) -> None:
     store(folder, *ALL)
-    damaged = folder / path_of(ALL[0].name)
+    damaged = folder / path_of(str(ALL[0].name))
     put(damaged, damaged.read_bytes()[:50])
     (folder / "tmp" / "someone's").write_bytes(b"x")
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
@@ -158,8 +155,7 @@ def test_show_decodes_with_a_tokenizer(folder: Path, cache: Cache) -> None:
     store(folder, text)
     result = cache("show", key(text), "--model", model)
     assert "old snow.<image: 2 tokens>" in result.output
-    note = ModelNote(FINGERPRINT, "firn-demo", str(model))
-    list(opened(folder, model=note).scan())
+    note_model(folder, FINGERPRINT, ModelNote("firn-demo", str(model)))
     assert "old snow." in cache("show", key(text)).output, "the folder that the server had"
     assert "no text:" in cache("show", key(text), "--model", folder).output
 
@@ -175,9 +171,9 @@ def test_a_key_that_is_none_or_many(folder: Path, cache: Cache, text: str) -> No
 
 def test_stats(folder: Path, cache: Cache) -> None:
     tier = store(folder, *ALL)
-    bad = folder / path_of(FOREIGN_TO_IT.name)
+    bad = folder / path_of(str(FOREIGN_TO_IT.name))
     put(bad, bad.read_bytes()[:-1])
-    assert not holds(tier, FOREIGN_TO_IT)
+    assert not tier.holds(FOREIGN_TO_IT)
     result = cache("stats", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
@@ -203,14 +199,14 @@ def test_verify(folder: Path, cache: Cache) -> None:
     good = cache("verify")
     assert good.exit_code == 0
     assert "10 records are good, 0 damaged." in good.output
-    body = folder / path_of(TRUNK[0].name)
+    body = folder / path_of(str(TRUNK[0].name))
     put(body, body.read_bytes()[:-1] + b"\0")
-    head = folder / path_of(TRUNK[1].name)
+    head = folder / path_of(str(TRUNK[1].name))
     put(head, b"junk")
     for _ in range(2):
         bad = cache("verify")
         assert bad.exit_code == 1
-        assert f"damaged: {path_of(TRUNK[0].name)}: bad checksum" in bad.output
+        assert f"damaged: {path_of(str(TRUNK[0].name))}: bad checksum" in bad.output
         assert "8 records are good, 2 damaged." in bad.output
     moved = cache("verify", "--quarantine")
     assert moved.exit_code == 1
@@ -218,14 +214,28 @@ def test_verify(folder: Path, cache: Cache) -> None:
     assert cache("verify").exit_code == 0
 
 
+def test_verify_drops_what_no_prompt_can_reach(folder: Path, cache: Cache) -> None:
+    tier = store(folder, *ALL)
+    tier.delete(TRUNK[3])
+    lost = [TRUNK[4], TRUNK[5], BRANCH, STATES[1]]
+    assert json.loads(cache("stats", "--json").output)["orphans"] == 3, "blocks"
+    told = cache("verify")
+    assert told.exit_code == 0, "nothing is damaged"
+    assert "4 records that no prompt can reach." in told.output
+    assert all(tier.holds(r) for r in lost)
+    assert "4 records that no prompt can reach, deleted." in cache("verify", "--quarantine").output
+    assert [tier.holds(r) for r in ALL] == [r not in (*lost, TRUNK[3]) for r in ALL]
+    assert "no prompt can reach" not in cache("verify").output
+
+
 def test_gc(folder: Path, cache: Cache) -> None:
     tier = store(folder, *chain(20, nbytes=100_000))
     result = cache("gc", "--ssd-cache-max-gb", 0.001)
     assert result.exit_code == 0, result.output
     assert "freed" in result.output
-    list(tier.scan())
+    tier.scan()
     assert tier.usage().nbytes <= 2**30 // 1000
-    assert tier.usage().n_orphans == 0
+    assert take(folder).orphans == []
     assert cache("gc").exit_code == 2
     assert cache("gc", "--ssd-cache-max-gb", 1, "--ssd-cache-dir", folder / "none").exit_code == 1
 
@@ -235,25 +245,25 @@ def test_clear_all(folder: Path, cache: Cache) -> None:
     refused = cache("clear", input="n\n")
     assert refused.exit_code == 1
     assert "Delete 10 files" in refused.output
-    assert holds(tier, TRUNK[0])
+    assert tier.holds(TRUNK[0])
     assert cache("clear", input="y\n").exit_code == 0
-    assert not any(holds(tier, r) for r in ALL)
-    tier.write(TRUNK[0].header, TRUNK[0].buffers)
-    assert holds(tier, TRUNK[0]), "the server goes on"
+    assert not any(tier.holds(r) for r in ALL)
+    tier.write(TRUNK[0])
+    assert tier.holds(TRUNK[0]), "the server goes on"
 
 
 def test_clear_a_model_or_a_namespace(folder: Path, cache: Cache) -> None:
     tier = store(folder, *ALL)
     assert cache("clear", "--model", "none", "--yes").exit_code == 0
-    assert all(holds(tier, r) for r in ALL)
+    assert all(tier.holds(r) for r in ALL)
     namespace = FOREIGN_TO_IT.header.namespace[:10]
     assert cache("clear", "--namespace", namespace, "--yes").exit_code == 0
-    assert [holds(tier, r) for r in ALL] == [True] * 9 + [False]
-    tier.write(FOREIGN_TO_IT.header, FOREIGN_TO_IT.buffers)
+    assert [tier.holds(r) for r in ALL] == [True] * 9 + [False]
+    tier.write(FOREIGN_TO_IT)
     assert cache("clear", "--model", "tiny-model", "--yes").exit_code == 0
-    assert [holds(tier, r) for r in ALL] == [False] * 9 + [True]
+    assert [tier.holds(r) for r in ALL] == [False] * 9 + [True]
     assert cache("clear", "--model", OTHER_MODEL.hex()[:6], "--yes").exit_code == 0
-    assert not any(holds(tier, r) for r in ALL)
+    assert not any(tier.holds(r) for r in ALL)
 
 
 # --- export and import ---------------------------------------------------------------------
@@ -271,10 +281,9 @@ def test_a_prefix_travels(folder: Path, cache: Cache, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "7 records stored" in result.output
     assert "7 were there already" in cache("import", file, "--ssd-cache-dir", other).output
-    tier = opened(other)
-    list(tier.scan())
-    assert [holds(tier, r) for r in ALL] == [r in (*TRUNK, STATES[1]) for r in ALL]
-    assert tier.usage().n_orphans == 0
+    tier = Folder(other)
+    tier.scan()
+    assert [tier.holds(r) for r in ALL] == [r in (*TRUNK, STATES[1]) for r in ALL]
 
 
 def test_an_archive_is_plain_tar(folder: Path, cache: Cache, tmp_path: Path) -> None:
@@ -306,16 +315,15 @@ def test_a_broken_archive_is_refused(folder: Path, cache: Cache, tmp_path: Path)
         assert result.exit_code == 1, path
         assert result.stderr.startswith("firn: ")
         assert len(result.stderr.splitlines()) == 1
-        tier = opened(other)
-        list(tier.scan())
-        assert [holds(tier, r) for r in TRUNK] == [path is spoilt] * 4 + [False] * 2 or path is cut
-        assert tier.usage().n_orphans == 0
+        tier = Folder(other)
+        tier.scan()
+        assert [tier.holds(r) for r in TRUNK] == [path is spoilt] * 4 + [False] * 2 or path is cut
         assert tier.usage().n_quarantined == 0
 
 
 def test_a_chain_with_a_hole_is_not_exported(folder: Path, cache: Cache, tmp_path: Path) -> None:
     tier = store(folder, *TRUNK)
-    tier.delete(TRUNK[2].name)
+    tier.delete(TRUNK[2])
     result = cache("export", key(TRUNK[5]), tmp_path / "x")
     assert result.exit_code == 1
     assert "not stored any more" in result.stderr
@@ -329,14 +337,13 @@ def test_import_keeps_to_the_limit_of_the_servers(
     file = tmp_path / "prefix.firn"
     cache("export", key(chain(10, nbytes=200_000)[9]), file)
     other = tmp_path / "other"
-    server = opened(other, MIB)
-    list(server.scan())
+    server = Folder(other, MIB)
+    server.scan()
     result = cache("import", file, "--ssd-cache-dir", other)
     assert result.exit_code == 1
     assert "full" in result.stderr
-    list(server.scan())
+    server.scan()
     assert server.usage().nbytes <= MIB
-    assert server.usage().n_orphans == 0
 
 
 def test_import_into_another_namespace(folder: Path, cache: Cache, tmp_path: Path) -> None:
@@ -351,8 +358,8 @@ def test_import_into_another_namespace(folder: Path, cache: Cache, tmp_path: Pat
     assert all(b.tag.root == root for b in group.blocks)
     last = max(group.blocks, key=lambda b: b.end)
     assert [b.tag.start for b in found.chain(last)] == [0, 8, 16, 24, 32, 40]
-    tier = opened(other)
-    loaded = tier.read(Name(last.tag.key, Part.STATE))
+    tier = Folder(other)
+    loaded = load(tier.tier, Name(last.tag.key, Part.STATE))
     assert [bytes(b) for b in loaded.buffers] == fill(STATES[1].header)
     # As the server would have computed them.
     expected = chain(6)
@@ -375,8 +382,8 @@ def test_an_encrypted_folder(folder: Path, cache: Cache, tmp_path: Path) -> None
     file, plain = tmp_path / "prefix.firn", tmp_path / "plain"
     assert cache("export", key(TRUNK[5]), file, "--ssd-cache-key-file", secret).exit_code == 0
     assert cache("import", file, "--ssd-cache-dir", plain).exit_code == 0
-    tier = opened(plain)
-    assert all(holds(tier, r) for r in TRUNK)
+    tier = Folder(plain)
+    assert all(tier.holds(r) for r in TRUNK)
 
 
 # --- a folder in use -----------------------------------------------------------------------
@@ -394,8 +401,8 @@ def test_every_command_on_a_folder_in_use(folder: Path, cache: Cache, tmp_path: 
                 i += 1
                 with contextlib.suppress(Refused):  # its parent was cleared away
                     for one in chain(4, first=1000 * (i % 50), nbytes=30_000):
-                        tier.write(one.header, one.buffers)
-                        holds(tier, one)
+                        tier.write(one)
+                        tier.holds(one)
         except BaseException as e:
             wrong.append(e)
 

@@ -1,8 +1,8 @@
 """Between the engine thread and the tiers: orders in one queue, results by callbacks on an I/O thread.
 
-Here records become bytes and bytes become records: packed, sealed, checked against their names. Nothing here
-waits for a disk on behalf of a caller, and writes are refused when too many bytes wait: the engine never
-blocks on them.
+Here records become bytes and bytes become records: packed, sealed, checked against their names. Nothing
+here waits for a disk on behalf of a caller, and writes are refused when too many bytes wait: the engine
+never blocks on them.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class IoThreads:
 
 
 class TierIo:
-    """Implements Io: a tier behind I/O threads. Owner: the cache; its methods belong on the engine thread."""
+    """Implements Io: a tier behind I/O threads. Owner: the cache, on the engine thread."""
 
     def __init__(
         self,

@@ -138,7 +138,11 @@ def _verify(
     config: ConfigFile = None,
     key_file: KeyFile = None,
     quarantine: Annotated[
-        bool, typer.Option("--quarantine", help="Move damaged records out of the way.")
+        bool,
+        typer.Option(
+            "--quarantine",
+            help="Move damaged records out of the way; delete those that no prompt can reach.",
+        ),
     ] = False,
 ) -> None:
     """Read every record and check every byte. The exit code is 1 when something is damaged."""

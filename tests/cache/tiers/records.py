@@ -1,6 +1,6 @@
 """Records to store: small, chained like real ones, with bytes that follow from their names.
 
-`Direct` stores them in a tier as the cache does, packed and verified, but at once and on the caller's thread.
+`Direct` stores them in a tier as the cache does, packed and verified, but on the caller's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Storage tiers: places where records live as bytes. One file each, found by its name.
 
-A module here whose name has no leading underscore defines `open_tier(options)`, which returns a `Tier`. The
-contract tests pick it up by themselves. A tier knows names and bytes: no chains, no arrays, no namespaces.
-Checksums, encryption and what a record says of itself belong to the layer above (cache/io.py).
+A module here whose name has no leading underscore defines `open_tier(options)`, which returns a `Tier`.
+The contract tests pick it up by themselves. A tier knows names and bytes: no chains, no arrays, no
+namespaces. Checksums, encryption and what a record says of itself belong to cache/io.py, above it.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Tier(Protocol):
     """Blocking; called on I/O threads only, by several of them at once.
 
     A name is 64 hexadecimal digits, a dot, and lower-case letters; the same name always means the same
-    record. Every record has a stamp, the time of its last use, and the lowest stamps are evicted first. The
-    caller sees to it that what is needed longest has the highest stamp.
+    record. Every record has a stamp, the time of its last use, and the lowest stamps are evicted first.
+    The caller sees to it that a record on which others depend has a higher stamp than they have.
     """
 
     def scan(self) -> Iterator[Seen | Gone[str]]:

@@ -1,4 +1,4 @@
-"""The SSD tier's folder: its layout, every system call, and what the processes that share it tell each other.
+"""The SSD tier's folder: its layout, every system call, and what its processes tell each other.
 
     <2 hex>/<name>.safetensors            records, whole from the moment they have this name
     tmp/<name>.<pid>.<n>.<nbytes>.tmp     being written; the name says how much is set aside for it
@@ -6,7 +6,7 @@
     firn.lock                             the lock, and a page of numbers behind it
     models/, CACHEDIR.TAG                 for people, and for backup programs
 
-The folder is the truth: the page may be lost, or out of date, at any time. Holds no state but an open lock.
+The folder is the truth: the page may be lost at any time. Holds no state but an open lock.
 """
 
 from __future__ import annotations
@@ -120,12 +120,15 @@ class Disk:
     def files(self, sub: str) -> list[Listed]:
         """The plain files of a subfolder; one that is not there has none."""
         found: list[Listed] = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            with os.scandir(f"{self.folder}/{sub}") as entries:
-                for entry in entries:
-                    with contextlib.suppress(FileNotFoundError):  # gone since the folder was read
-                        if entry.is_file(follow_symlinks=False):
-                            found.append(Listed.of(entry.name, entry.stat(follow_symlinks=False)))
+        try:
+            entries = os.scandir(f"{self.folder}/{sub}")
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+        with entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # gone since the folder was read
+                    if entry.is_file(follow_symlinks=False):
+                        found.append(Listed.of(entry.name, entry.stat(follow_symlinks=False)))
         return found
 
     def subfolder(self, sub: str) -> tuple[int, int]:
@@ -151,6 +154,18 @@ class Disk:
     def read(self, fd: int, buffer: memoryview) -> int:
         """The next bytes of a file, as many as one call gives."""
         return os.readv(fd, [buffer[: self.max_call_nbytes]])
+
+    def read_first(self, fd: int, nbytes: int) -> memoryview:
+        """So many bytes of a file that was just opened."""
+        # Not a bytearray: that would be filled with zeros first.
+        view = np.empty(nbytes, dtype=np.uint8).data
+        have = 0
+        while have < nbytes:
+            n = self.read(fd, view[have:])
+            if n == 0:
+                raise OSError(errno.EIO, f"the file ends at {have}")
+            have += n
+        return view
 
     def close(self, fd: int) -> None:
         os.close(fd)

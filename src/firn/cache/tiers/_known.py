@@ -1,7 +1,7 @@
-"""What a process knows of the record files in the folder: names, stamps, and what the next scan is to tell.
+"""What a process knows of the folder's record files: names, stamps, and what the next scan is to tell.
 
-Kept small, for there may be 100,000 records: a stamp each, in the dict of its subfolder, and an entry of the heap.
-The heap's stamps may be too low, never too high: files are used, by other processes too, without a word here.
+Kept small, for there may be 100,000: a stamp each, in its subfolder's dict, and an entry of the heap.
+Stamps there may be too low, never too high: files are used, by other processes too, without a word here.
 
 Owner: the tier, under its mutex.
 """
@@ -189,6 +189,10 @@ class KnownFiles:
             x = None if known is None or key in but else self._disk.stat(path_of(key))
             if known is None or x is None:
                 heapq.heappop(self._heap)  # gone, or here twice
+                if known is not None and key not in but:
+                    del self._shelves[key[:2]].stamps[key]
+                    self.tell_gone([key])
+                    self.doubt(key[:2])
                 continue
             if known > FIRST:  # another process may have used it
                 self._shelves[key[:2]].stamps[key] = known = self._stamp(x.mtime)

@@ -1,9 +1,9 @@
 """The SSD tier: a folder of record files under one limit, shared by any number of processes.
 
-A file's mtime is its stamp: foreign files go first, then the lowest stamp. Nothing is fsynced: the page cache
-outlives a killed process, and what a power cut tears, the checksums find. Reads take no lock. What changes
-the folder happens under its lock (see _folder.py), but for the long part, writing the bytes: those were set
-aside before, so that at every moment
+A file's mtime is its stamp: foreign files go first, then the lowest stamp. Nothing is fsynced: the page
+cache outlives a killed process, and what a power cut tears, the checksums find. Reads take no lock. What
+changes the folder happens under its lock (see _folder.py), but for the long part, writing the bytes:
+those were set aside before, so that at every moment
 
     records + folders + temp files at the size set aside for them + quarantine <= limit
 """
@@ -142,7 +142,7 @@ class SsdTier:
             raise fault_of(e) from e
         try:
             size = self._disk.stat_open(fd).size
-            view = self._fill(fd, size if n is None else min(n, size))
+            view = self._disk.read_first(fd, size if n is None else min(n, size))
         except OSError as e:
             raise Damaged("read error", e.strerror or "") from e
         finally:
@@ -268,23 +268,12 @@ class SsdTier:
             return None
         try:
             x = self._disk.stat_open(fd)
-            head = self._fill(fd, min(x.size, PEEK_NBYTES))
+            head = self._disk.read_first(fd, min(x.size, PEEK_NBYTES))
             return Seen(name, head, x.size, x.mtime)
-        except (OSError, Damaged):
+        except OSError:
             return Seen(name, b"", 0, 0.0)  # what cannot be read is no record
         finally:
             self._disk.close(fd)
-
-    def _fill(self, fd: int, nbytes: int) -> memoryview:
-        # Not a bytearray: that would be filled with zeros first.
-        view = np.empty(nbytes, dtype=np.uint8).data
-        have = 0
-        while have < nbytes:
-            n = self._disk.read(fd, view[have:])
-            if n == 0:
-                raise Damaged("wrong length", f"the file ends at {have}")
-            have += n
-        return view
 
     def _mark_unreadable(self, name: str) -> None:
         with contextlib.suppress(TierFault, OSError), self._alone():

@@ -1,0 +1,205 @@
+"""A restart over many records: how soon they are known, and what the scan costs everybody else.
+
+    python benchmarks/scan.py                       100,000 records of 256 tokens; needs 1 GB of disk
+    python benchmarks/scan.py --records 20000 --folder /mnt/nas
+
+The folder is scanned as a server does it, by the SSD tier behind its I/O threads, each time in a process
+of its own. Meanwhile another thread, like the engine's, asks for the interpreter every millisecond, and
+the longest it had to wait is what a scan can delay a step by. Before a cold scan the system is asked to
+forget the files' contents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from report import BenchError, cli, grid, save
+
+try:
+    import numpy as np
+
+    from firn.cache.container import Header, TensorSpec, pack
+    from firn.cache.io import Changes, IoThreads, TierIo
+    from firn.cache.parts import Part
+    from firn.cache.tiers import TierOptions
+    from firn.cache.tiers._folder import SHELVES, path_of
+    from firn.cache.tiers.ssd import SsdTier
+    from firn.core.keys import Key, child_key
+except ImportError as error:
+    raise SystemExit(
+        f"scan.py: {error}; run this with firn's environment or PYTHONPATH=src"
+    ) from None
+
+BLOCK = 256
+CHAIN = 100
+"""Blocks a prompt."""
+MIB = 1 << 20
+
+
+def fill(folder: Path, n_records: int) -> None:
+    """Chains of blocks, with few bytes behind their labels; a child is older than its parent."""
+    for shelf in SHELVES:
+        (folder / shelf).mkdir(parents=True, exist_ok=True)
+    root, body, now = Key(bytes(32)), bytes(2048), time.time()
+    parent = root
+    for i in range(n_records):
+        depth = i % CHAIN
+        parent = parent if depth else root
+        tokens = np.arange(i * BLOCK, (i + 1) * BLOCK, dtype=np.uint64)
+        header = Header(
+            key=child_key(parent, tokens),
+            parent=parent,
+            root=root,
+            part=Part.PAGES,
+            start=depth * BLOCK,
+            tokens=tokens,
+            fingerprint=b"benchmark",
+            namespace="",
+            layout="benchmark",
+            layers=((TensorSpec("U8", (len(body),)),),),
+            created=now,
+            mark=0,
+        )
+        path = folder / path_of(str(header.name))
+        path.write_bytes(b"".join(pack(header, [body]).pieces))
+        os.utime(path, (now, now - 2 * depth))
+        parent = header.key
+
+
+def forget(folder: Path) -> None:
+    os.sync()
+    for path in folder.glob("??/*"):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def rss_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Waiter:
+    """A thread that wants the interpreter every millisecond, and how long it had to wait at most."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._stop = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> float:
+        self._stop = True
+        self._thread.join()
+        return self.longest_s
+
+    def _run(self) -> None:
+        while not self._stop:
+            began = time.perf_counter()
+            time.sleep(0.001)
+            self.longest_s = max(self.longest_s, time.perf_counter() - began - 0.001)
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """One start of a process over the folder."""
+    quiet = Waiter()
+    time.sleep(2.0)
+    quiet_s = quiet.stop()
+    before = rss_nbytes()
+    io = TierIo(SsdTier(TierOptions(str(folder), 1 << 40)), IoThreads())
+    done, seen = threading.Event(), [0, 0.0]
+    waiter, began = Waiter(), time.perf_counter()
+
+    def batch(changes: Changes) -> None:
+        seen[1] = seen[1] or time.perf_counter() - began
+        seen[0] += len(changes)
+
+    def scan() -> float:
+        done.clear()
+        start = time.perf_counter()
+        io.scan(batch, lambda result: done.set())
+        done.wait()
+        return time.perf_counter() - start
+
+    found = {
+        "all_s": scan(),
+        "first_s": seen[1],
+        "records": seen[0],
+        "longest_wait_s": waiter.stop(),
+        "quiet_wait_s": quiet_s,
+        "rss_nbytes": rss_nbytes() - before,
+        "again_s": scan(),
+    }
+    io.close()
+    return found
+
+
+def run(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    command = [sys.executable, __file__, "--measure", str(folder)]
+    results: dict[str, list[dict[str, Any]]] = {}
+    for i in range(args.rounds):
+        for how in ("cold", "warm"):
+            if how == "cold":
+                forget(folder)
+            # A page that is lost costs the first start a listing under the lock; not the later ones.
+            name = f"{how}, first" if i == 0 and not results else how
+            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            results.setdefault(name, []).append(json.loads(out))
+    return results
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    rows = [["files", "first batch", "all", "a second scan", "longest wait", "without", "memory"]]
+    for name, some in results.items():
+        best = min(some, key=lambda r: float(r["all_s"]))
+        rows.append(
+            [
+                name,
+                f"{best['first_s']:.2f} s",
+                f"{best['all_s']:.2f} s",
+                f"{1000 * best['again_s']:.1f} ms",
+                f"{1000 * best['longest_wait_s']:.1f} ms",
+                f"{1000 * best['quiet_wait_s']:.1f} ms",
+                f"{best['rss_nbytes'] / MIB:.0f} MiB",
+            ]
+        )
+    return grid(rows)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--records", type=int, default=100_000)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
+    options.add_argument("--out", type=Path, help="JSON file with all rounds")
+    options.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    args = options.parse_args()
+    if args.measure is not None:
+        print(json.dumps(measure(args.measure)))
+        return
+    if args.records < 1 or args.rounds < 1:
+        raise BenchError("at least one record and one round, please")
+    folder = Path(tempfile.mkdtemp(prefix="firn-scan-", dir=args.folder))
+    try:
+        fill(folder, args.records)
+        results = run(args, folder)
+    finally:
+        shutil.rmtree(folder)
+    print(f"{args.records:,} records\n{table(results)}")
+    if args.out:
+        save(args.out, "scan", options=vars(args), result=results)
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,69 @@
+"""A disk with a set latency and bandwidth, under the real SSD tier.
+
+    disk = SlowDisk(folder, latency_s=0.005, nbytes_per_s=50e6)
+    tier = SsdTier(TierOptions(str(folder), limit), disk=disk)
+
+Latency is paid for each file that is opened or made, by several threads at once; bandwidth is one for
+all of them. `stall()` keeps every transfer waiting until `resume()`. All may be changed at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from firn.cache.tiers import Buffer
+from firn.cache.tiers._folder import Disk
+
+
+class SlowDisk(Disk):
+    def __init__(
+        self, folder: Path, *, latency_s: float = 0.0, nbytes_per_s: float = float("inf")
+    ) -> None:
+        super().__init__(folder)
+        self.latency_s = latency_s
+        self.nbytes_per_s = nbytes_per_s
+        self.n_waiting = 0
+        """Transfers that a stall keeps waiting."""
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        self._moving = threading.Event()
+        self._moving.set()
+
+    def stall(self) -> None:
+        self._moving.clear()
+
+    def resume(self) -> None:
+        self._moving.set()
+
+    def open(self, path: str, flags: int = os.O_RDONLY) -> int:
+        if self.latency_s and path.endswith((".safetensors", ".tmp")):
+            time.sleep(self.latency_s)
+        return super().open(path, flags)
+
+    def read(self, fd: int, buffer: memoryview) -> int:
+        n = super().read(fd, buffer)
+        self._transfer(n)
+        return n
+
+    def write(self, fd: int, pieces: Sequence[Buffer]) -> None:
+        self._transfer(sum(len(p) for p in pieces))
+        super().write(fd, pieces)
+
+    def _transfer(self, nbytes: int) -> None:
+        """Wait for so long as the disk would take, after whatever it is busy with."""
+        if not self._moving.is_set():
+            with self._lock:
+                self.n_waiting += 1
+            self._moving.wait()
+            with self._lock:
+                self.n_waiting -= 1
+        with self._lock:
+            start = max(self._free_at, time.monotonic())
+            self._free_at = start + nbytes / self.nbytes_per_s
+            wait = self._free_at - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
