@@ -31,7 +31,13 @@ class SickIo:
     n_tries: int = 0
 
     def try_write(
-        self, header: Header, buffers: Sequence[Any], *, used_at: float, done: Done
+        self,
+        header: Header,
+        buffers: Sequence[Any],
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Callable[[], bool],
     ) -> bool:
         name = Name(header.key, header.part)
         self.n_tries += 1

@@ -187,6 +187,15 @@ class Below:
         """Whether the tier takes writes just now."""
         return self._io.usage().status.state == "ok"
 
+    def take_ended(self, timeout_s: float) -> Iterator[News]:
+        """What becomes of writes that nobody wants any more; for so long at most."""
+        until = time.monotonic() + timeout_s
+        while any(not self._tree.is_current(r) for r in self._lent):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            yield from self.take_results(self._clock(), wait_s=left)
+
     def close(self) -> None:
         self._retry()
         while self._to_spill and self._spill_next():
@@ -258,7 +267,7 @@ class Below:
             began = self._clock()
             arrays = from_host(result.header.layers, result.buffers)
             return Arrived(record, arrays, at, self._clock() - began)
-        if isinstance(result, Unwanted):
+        if isinstance(result, Unwanted) and record in self._loading:
             if any(wanted() for wanted in self._loading[record]):
                 self._read(record)  # somebody asked for it meanwhile
             else:
@@ -300,7 +309,8 @@ class Below:
     def _spill_next(self) -> bool:
         """Queue one record; False when the write queue is full."""
         record, since = self._to_spill.popleft()
-        if record.arrays is None or self._is_on_its_way(record) or not record.alive:
+        gone = record.arrays is None or not self._tree.is_current(record)
+        if gone or self._is_on_its_way(record):
             return True
         if self._write(record):
             return True
@@ -316,6 +326,7 @@ class Below:
             buffers,
             used_at=self._tree.stamp(record),
             done=self._done(record),
+            wanted=lambda: self._tree.is_current(record),
         )
         if accepted:
             self._tree.set_writing(record, self.number, on=True)

@@ -59,9 +59,18 @@ class Io(Protocol):
     """One tier, as the tree uses it from the engine thread. No method waits but close()."""
 
     def try_write(
-        self, header: Header, buffers: Sequence[Any], *, used_at: float, done: Done
+        self,
+        header: Header,
+        buffers: Sequence[Any],
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Callable[[], bool],
     ) -> bool:
-        """Hand a record over; done(Stored[Name] | TierError). False: the queue is full."""
+        """Hand a record over; done(Stored[Name] | TierError). False: the queue is full.
+
+        `wanted` is asked, on an I/O thread, just before: done(Unwanted) if it is not any more.
+        """
         ...
 
     def has_room(self, nbytes: int) -> bool:
@@ -77,7 +86,7 @@ class Io(Protocol):
     ) -> None:
         """done(Loaded | TierError): every byte verified. A damaged record is set aside.
 
-        `wanted` is asked, on an I/O thread, just before: done(Unwanted) if it is not any more.
+        `wanted`: as above.
         """
         ...
 
@@ -353,11 +362,17 @@ class TierIo:
         self._tally = Tally()
 
     def try_write(
-        self, header: Header, buffers: Sequence[Any], *, used_at: float, done: Done
+        self,
+        header: Header,
+        buffers: Sequence[Any],
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Callable[[], bool],
     ) -> bool:
         nbytes = sum(spec.nbytes for spec in header.specs)
         is_taken = self.threads.try_write(
-            lambda: self._write(header, buffers, used_at), done, nbytes=nbytes
+            lambda: self._write(header, buffers, used_at, wanted), done, nbytes=nbytes
         )
         if not is_taken:
             self._tally.drop("queue full")
@@ -400,7 +415,11 @@ class TierIo:
 
     # --- on an I/O thread --------------------------------------------------------------------
 
-    def _write(self, header: Header, buffers: Sequence[Any], used_at: float) -> Stored[Name]:
+    def _write(
+        self, header: Header, buffers: Sequence[Any], used_at: float, wanted: Callable[[], bool]
+    ) -> Stored[Name]:
+        if not wanted():
+            raise Unwanted
         name = str(header.name)
         packed = pack(header, buffers, seal=self._seal)
         if name in self._foreign:

@@ -164,10 +164,11 @@ def why_not_more(tree: Tree, way: Walk, needs: Needs, n_tokens: int) -> str:
     n_last = len(way.text) - 1
     if n_tokens >= n_last:
         return ""
+    if n_tokens >= n_last - n_last % needs.grid:
+        return OFF_THE_GRID
     limit = way.limit
     if n_tokens < limit:
-        on_grid = limit - limit % needs.grid
-        if n_tokens >= on_grid:
+        if n_tokens >= limit - limit % needs.grid:
             return OFF_THE_GRID
         if needs.state and _covered(way, needs):
             return NO_STATE

@@ -49,6 +49,8 @@ WRITE_WAIT_S = 0.05
 """How long the engine waits for a tier that cannot keep up, before something is lost."""
 FIRST_SCAN_S = 1.0
 """How long the start waits for a tier's first scan; longer ones go on behind."""
+END_S = 2.0
+"""How long a stop waits for writes that are under way, to take them back."""
 N_STRAYS = 20_000
 """Stored records whose parents a scan has not seen yet."""
 N_TRASHED = 256
@@ -303,7 +305,8 @@ class Records:
             case Written(record, evicted):
                 self._written(tier, record, evicted)
             case Unwritten(record, error):
-                self.stats.dropped[error.reason] += 1
+                if self.tree.is_current(record):
+                    self.stats.dropped[error.reason] += 1
                 self._left(record)
             case Seen(changes):
                 self._learn_all(tier, changes)
@@ -312,7 +315,7 @@ class Records:
                 self._n_strays = 0
 
     def _written(self, tier: Below, record: Record, evicted: Sequence[Name]) -> None:
-        if not record.alive or not self.tree.is_attached(record.node.root):
+        if not self.tree.is_current(record):
             self.tree.set_gone(record, tier.number)
             tier.forget([name_of(record)])  # it was superseded while it was on its way
         self._left(record)
@@ -442,7 +445,12 @@ class Records:
         )
 
     def close(self) -> None:
+        """Write what is to stay, and make sure that what was cleared away does not."""
+        while self._trash:
+            self._empty_trash()
         for tier in self.tiers:
+            for news in tier.take_ended(END_S):
+                self.note(tier, news)
             tier.close()
 
     def failed(self, where: str, error: Exception) -> None:

@@ -208,7 +208,10 @@ class Restorer:
         tail = _tail(match, n_computed)
         tiers = Counter(dict(trail.found.tiers)) + self.origins(trail, tail, ahead=True)
         n_cached = trail.found.n_cached + n_skipped
-        trail.found = Admitted(n_cached, tuple(tiers.items()), self.why(trail, match.n_tokens))
+        why = self.why(trail, match.n_tokens)
+        if not why and n_cached < len(trail.prompt) - 1:  # some of it was computed meanwhile
+            why = trail.failed or trail.found.reason
+        trail.found = Admitted(n_cached, tuple(tiers.items()), why)
 
     def why(self, trail: CacheTrail, n_tokens: int) -> str:
         """Why a prompt that goes on at this position got no further without computing."""

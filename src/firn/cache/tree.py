@@ -515,6 +515,10 @@ class Tree:
         """Whether this root is the tree's: not once it was cleared."""
         return self._roots.get(root.key) is root
 
+    def is_current(self, record: Record) -> bool:
+        """Whether the record is still in the tree. May be asked from any thread."""
+        return record.alive and self.is_attached(record.node.root)
+
     def _count_memory(self, record: Record, sign: int) -> None:
         root = record.node.root
         root.memory.count(record, sign)

@@ -1,0 +1,372 @@
+"""What is computed, loaded and kept: each of these once went wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firn.cache import admin
+from firn.cache.estimates import Estimates
+from firn.cache.io import IoThreads, TierIo
+from firn.cache.parts import Part
+from firn.cache.prefix import PrefixTree
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers._folder import Disk
+from firn.cache.tiers.ssd import SsdTier
+from firn.core.errors import BadRequest
+from firn.core.events import Admitted, Advanced
+from firn.core.ports import Load
+from firn.core.values import CacheControl, Namespace
+from tests.cache.lab import DENSE, HYBRID, LabEngine, Shape, check_tree, records_of, tree
+from tests.cache.lab import prompt_of as lab_prompt
+from tests.harness import Eager
+from tests.hash_runner import Outcome
+from tests.hash_runner import prompt_of as words
+from tests.slow_disk import SlowDisk
+
+BLOCK = 8
+GIB = 1 << 30
+WAIT_S = 30.0
+
+
+class Patient(Eager):
+    """Loads are waited for."""
+
+
+class Hasty(Estimates):
+    """A load is begun whatever is known, and never waited for."""
+
+    def load_s(self, tier: str, nbytes: int) -> float:
+        return 0.0
+
+    def prefill_s(self, start: int, end: int) -> float:
+        return 1e6 * (end - start)
+
+    @property
+    def knows_prefill(self) -> bool:
+        return True
+
+    def knows_tier(self, tier: str) -> bool:
+        return True
+
+    def chunk_s(self, start: int) -> float:
+        return -1.0
+
+
+class Refusing(Hasty):
+    """Nothing is worth a load."""
+
+    def load_s(self, tier: str, nbytes: int) -> float:
+        return 1e12
+
+
+@contextmanager
+def server(
+    folder: Path,
+    shape: Shape = DENSE,
+    *,
+    estimates: Callable[[], Estimates] = Patient,
+    disk: Disk | None = None,
+    limit_nbytes: int = GIB,
+    chunk: int = 16,
+) -> Iterator[LabEngine]:
+    """An engine over a folder; what it wrote is written when it is left."""
+    cache = tree(shape, block=BLOCK, limit_nbytes=limit_nbytes, clock=time.monotonic)
+    cache.records.estimates = estimates()
+    options = TierOptions(str(folder), GIB)
+    tier = SsdTier(options) if disk is None else SsdTier(options, disk=disk)
+    io = TierIo(tier, IoThreads())
+    with LabEngine(shape, cache=cache, chunk=chunk) as lab:
+        names = [Namespace("")]
+        lab.between_steps(
+            lambda: cache.add_tier("ssd", io, namespaces=names, wake=lab.engine.wake)
+        )
+        yield lab
+        settle(lab)
+
+
+def settle(lab: LabEngine) -> None:
+    """All is written."""
+    until = time.monotonic() + WAIT_S
+
+    def left() -> bool:
+        (below,) = lab.tree.records.tiers
+        lab.tree.tick(Load.NONE)
+        return not below.idle or any(r.writing for r in records_of(lab.tree))
+
+    while lab.between_steps(left):
+        assert time.monotonic() < until
+
+
+def ask(lab: LabEngine, ids: list[int], n_reply: int = 4, **options: object) -> Outcome:
+    outcome = lab.submit(ids, n_reply, **options).wait()
+    outcome.check()
+    return outcome
+
+
+def found(outcome: Outcome) -> Admitted:
+    """What the cache did for it in the end."""
+    said = [*outcome.of(Admitted), *(a.found for a in outcome.of(Advanced))]
+    return said[-1]
+
+
+def drop_memory(lab: LabEngine) -> None:
+    lab.between_steps(lambda: lab.tree.set_room(0))
+    lab.between_steps(lambda: lab.tree.set_room(GIB))
+
+
+def in_memory(cache: PrefixTree) -> int:
+    return sum(r.arrays is not None for r in records_of(cache))
+
+
+# --- computed once -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_what_is_computed_although_it_is_stored_is_in_memory_afterwards(
+    tmp_path: Path, shape: Shape
+) -> None:
+    ids = words(1, 100)
+    with server(tmp_path, shape) as lab:
+        ask(lab, ids, boundaries=[50])
+    with server(tmp_path, shape, estimates=Refusing) as lab:
+        assert found(ask(lab, ids, boundaries=[50])).reason == "slower to load"
+        assert found(ask(lab, ids, boundaries=[50])).tiers == (("memory", 99),)
+
+
+def test_a_lifetime_that_ends_no_more_is_worth_a_file(tmp_path: Path) -> None:
+    ids = words(1, 60)
+    with server(tmp_path) as lab:
+        ask(lab, ids, control=CacheControl(ttl_s=600.0))
+        settle(lab)
+        assert not any(r.stored for r in records_of(lab.tree))
+        ask(lab, ids)
+        settle(lab)
+        assert all(r.stored for r in records_of(lab.tree))
+    with server(tmp_path) as lab:
+        assert found(ask(lab, ids)).n_cached == 59
+
+
+def test_the_only_state_of_a_prompt_outlives_the_process(tmp_path: Path) -> None:
+    ids = words(1, 300)  # a raw prompt: no messages, so no boundaries
+    with server(tmp_path, HYBRID) as lab:
+        ask(lab, ids)
+    with server(tmp_path, HYBRID) as lab:
+        assert found(ask(lab, ids)).n_cached == 299
+
+
+def test_nothing_is_lost_when_eviction_outruns_writing(tmp_path: Path) -> None:
+    disk = SlowDisk(tmp_path)
+    prompts = [words(i, 65) for i in range(12)]
+    with server(tmp_path, disk=disk, limit_nbytes=3 * 8 * 64) as lab:
+        disk.stall()
+        for ids in prompts[:3]:
+            ask(lab, ids, 1)
+        assert lab.tree.stats.dropped == {}
+        (below,) = lab.tree.records.tiers
+        held = {r.node.key for r in records_of(lab.tree) if r.arrays is not None}
+        assert len(held) == len(records_of(lab.tree)), "what is being written can be resumed from"
+        disk.resume()
+        for ids in prompts:
+            ask(lab, ids, 1)
+            settle(lab)
+        for ids in prompts:
+            assert found(ask(lab, ids, 1)).n_cached == 64
+
+
+# --- never slower than the better way ------------------------------------------------------
+
+
+def test_a_stalled_load_keeps_nobody_waiting(tmp_path: Path) -> None:
+    ids = words(1, 200)
+    with server(tmp_path) as lab:
+        ask(lab, ids)
+    disk = SlowDisk(tmp_path)
+    with server(tmp_path, disk=disk, estimates=Hasty) as lab:
+        disk.stall()
+        outcome = ask(lab, ids)
+        assert found(outcome).n_cached == 0
+        assert found(outcome).reason == "not yet loaded"
+        disk.resume()
+
+
+def test_a_row_jumps_ahead_when_the_load_lands_first(tmp_path: Path) -> None:
+    ids = words(1, 400)
+    with server(tmp_path) as lab:
+        ask(lab, ids)
+    disk = SlowDisk(tmp_path)
+    with server(tmp_path, disk=disk, estimates=Hasty) as lab:
+        disk.stall()
+        gate = lab.hold()
+        outcome = lab.submit(ids, 4)
+        gate.set()
+        until = time.monotonic() + WAIT_S
+        while not lab.runner.prefills and time.monotonic() < until:
+            lab.between_steps(lambda: None)
+        disk.resume()
+        outcome.wait().check()
+        got = found(outcome)
+        assert got.n_cached + lab.runner.n_prefilled == 399, "each token once"
+        assert set(dict(got.tiers)) <= {"ssd"}
+
+
+@pytest.mark.parametrize("shape", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_loads_and_computing_meet(tmp_path: Path, shape: Shape) -> None:
+    """Whatever the disk does, the answer is right, and what is loaded is not computed."""
+    ids = words(1, 600)
+    with server(tmp_path, shape) as lab:
+        ask(lab, ids, boundaries=[300])
+    for latency in (0.0, 0.001, 0.01):
+        disk = SlowDisk(tmp_path, latency_s=latency)
+        with server(tmp_path, shape, disk=disk, estimates=Hasty) as lab:
+            outcome = ask(lab, ids, boundaries=[300])
+            assert found(outcome).n_cached + lab.runner.n_prefilled == 599
+            lab.check()
+
+
+def test_a_tiny_load_says_nothing_of_a_large_one() -> None:
+    known = Estimates()
+    known.saw_prefill(0, 512, 0.1)
+    known.saw_load("ssd", 50_000, 0.06)  # "hi", right after the start
+    assert known.load_s("ssd", 100 << 20) < known.prefill_s(0, 1484)
+
+
+# --- true reasons --------------------------------------------------------------------------
+
+
+def test_reasons_are_true(tmp_path: Path) -> None:
+    ids = words(1, 100)
+    with server(tmp_path) as lab:
+        assert found(ask(lab, ids)).reason == "cold"
+        assert found(ask(lab, ids)).reason == ""
+        other = ids[:50] + words(2, 50)
+        assert found(ask(lab, other)).reason == "diverged at token 50"
+        control = CacheControl(read=False)
+        assert found(ask(lab, ids, control=control)).reason == "reading off"
+
+
+def test_an_evicted_prompt_says_so_and_an_unknown_one_does_not() -> None:
+    with LabEngine(DENSE, cache=tree(DENSE, block=BLOCK)) as lab:
+        ids = words(1, 100)
+        ask(lab, ids)
+        drop_memory(lab)
+        assert found(ask(lab, ids)).reason == "evicted"
+        assert found(ask(lab, words(2, 100))).reason == "cold"
+
+
+def test_a_damaged_record_says_so(tmp_path: Path) -> None:
+    ids = words(1, 100)
+    with server(tmp_path) as lab:
+        ask(lab, ids)
+    with server(tmp_path) as lab:
+        first = min((r for r in records_of(lab.tree)), key=lambda r: r.node.start)
+        path = next(tmp_path.glob(f"??/{first.node.key.hex()}.*"))
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        assert found(ask(lab, ids)).reason == "damaged"
+        assert found(ask(lab, ids)).reason == ""
+
+
+def test_exact_reuse_of_the_same_prompt_did_not_diverge() -> None:
+    cache = tree(DENSE, block=BLOCK, exact_chunk=16)
+    with LabEngine(DENSE, cache=cache, chunk=16) as lab:
+        ids = words(1, 100)
+        ask(lab, ids)
+        again = found(ask(lab, ids))
+        assert (again.n_cached, again.reason) == (96, "whole chunks only")
+
+
+# --- every resume point --------------------------------------------------------------------
+
+
+def test_a_sibling_in_memory_is_not_hidden_by_one_on_disk(tmp_path: Path) -> None:
+    """Two prompts share a system prompt that ends inside a block; after a restart A, then B."""
+    system = words(1, 4 * BLOCK + 5)
+    a, b = system + words(2, 30), system + words(3, 30)
+    with server(tmp_path) as lab:
+        ask(lab, a)
+        ask(lab, b)
+    with server(tmp_path) as lab:
+        ask(lab, a)
+        lab.tree.records.estimates = Refusing()
+        got = found(ask(lab, b))
+        assert got.n_cached >= len(system)
+        assert set(dict(got.tiers)) == {"memory"}
+
+
+def test_admission_does_not_evict_what_is_about_to_be_resumed() -> None:
+    cache = tree(DENSE, block=BLOCK)
+    with LabEngine(DENSE, cache=cache) as lab:
+        ids = words(1, 200)
+        ask(lab, ids)
+    trail = cache.open(lab_prompt([*ids, 1]), Namespace(""), CacheControl())
+    cache.set_room(0)
+    restored = cache.restore(trail)
+    assert restored is not None
+    assert restored.n_tokens == 200
+    cache.close_trail(trail, None)
+
+
+# --- pins, clearing ------------------------------------------------------------------------
+
+
+def test_pins_are_bounded_by_the_memory_there_is() -> None:
+    cache = tree(DENSE, block=BLOCK, limit_nbytes=4000)
+    with LabEngine(DENSE, cache=cache) as lab:
+        for i, name in enumerate(("alice", "bob")):
+            ask(lab, words(i, 120), 1, namespace=name)
+        pin = partial(admin.pin, cache, cap_nbytes=1 << 30)
+        lab.between_steps(lambda: pin(lab_prompt(words(0, 120)), Namespace("alice")))
+        lab.between_steps(lambda: pin(lab_prompt(words(1, 120)), Namespace("bob")))
+        ask(lab, words(5, 120), 1, namespace="alice")
+        with pytest.raises(BadRequest, match="at most"):
+            lab.between_steps(lambda: pin(lab_prompt(words(5, 120)), Namespace("alice")))
+        lab.between_steps(lambda: cache.set_room(3000))
+        lab.between_steps(lambda: check_tree(cache))
+
+
+def test_what_is_cleared_during_the_first_scan_does_not_come_back(tmp_path: Path) -> None:
+    ids = words(1, 100)
+    with server(tmp_path) as lab:
+        ask(lab, ids)
+        lab.between_steps(lambda: admin.clear(lab.tree))
+        settle(lab)
+        assert found(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
+    with server(tmp_path) as lab:
+        assert found(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
+    assert list(tmp_path.glob("??/*.safetensors")) == []
+
+
+def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
+    """The look-up touches a few children, however many there are."""
+    cache = tree(DENSE, block=BLOCK)
+    from firn.cache.children import Text
+    from firn.cache.match import walk
+    from firn.cache.tree import Mark
+
+    inner, root = cache.records.tree, cache.records.root(Namespace(""))
+    rng = np.random.default_rng(3)
+    for tokens in rng.integers(0, 1000, size=(2000, BLOCK)).astype(np.uint64):
+        node = inner.child(root, Text(tokens), 0, BLOCK)
+        inner.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
+    looked = 0
+    real = type(root.children)._key
+
+    def key(self: object, child: object) -> bytes:
+        nonlocal looked
+        looked += 1
+        return real(self, child)  # type: ignore[arg-type]
+
+    type(root.children)._key = key  # type: ignore[method-assign,assignment]
+    try:
+        walk(inner, root, Text(np.arange(40, dtype=np.uint64)))
+    finally:
+        type(root.children)._key = real  # type: ignore[method-assign]
+    assert looked < 60
