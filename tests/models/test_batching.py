@@ -17,6 +17,7 @@ from firn.core.errors import StepFailed
 from firn.core.values import RequestId, Sampling
 from firn.models.batch import MAX_WASTE, SLACK_TOKENS, VACANT_STEPS, Group, Row, _margin
 from firn.models.runner import Runner
+from tests.cache.lab import n_leases
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import Built, assert_same, plain, prompt_of, with_caches
 from tests.zoo import build
@@ -290,10 +291,7 @@ def test_leaving_rows_that_never_joined_is_fine() -> None:
 
 def leases(h: Harness) -> int:
     def count(parts: Any) -> int:
-        index = parts.cache.held.index
-        nodes = [n for root in index.roots() for n in index.below(root)]
-        records = [r for n in nodes for r in n.records.values()]
-        return sum(x.n_leases for x in [*nodes, *records])
+        return n_leases(parts.cache)
 
     return h.engine.call(count).result(60)
 

@@ -20,7 +20,7 @@ from firn.cache.codecs import Arrays
 from firn.cache.codecs._host import from_host, to_host
 from firn.cache.container import Header, Layers, Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
-from firn.cache.io import Changes, Done, Io
+from firn.cache.io import Changes, Done, Io, Wanted
 from firn.cache.tiers import Stored, Usage
 from firn.cache.tree import Record, Tree
 from firn.core.keys import Key, KeyTokens
@@ -36,7 +36,6 @@ POLL_BUSY_S = 0.005
 RESCAN_S = 10.0
 TOUCH_EVERY_S = 60.0
 N_TOUCHED = 4096
-Wanted = Callable[[], bool]
 
 
 class Catalogue(Protocol):

@@ -25,25 +25,28 @@ _DTYPE = {NARROW: ">u4", WIDE: ">u8"}
 class Text:
     """Key tokens as bytes that sort like them, made once for many comparisons."""
 
-    __slots__ = ("_narrow", "_wide", "tokens")
+    __slots__ = ("_bytes", "_wide_at", "tokens")
 
     def __init__(self, tokens: KeyTokens) -> None:
         self.tokens = tokens
-        wide = np.flatnonzero(tokens >> np.uint64(32))
-        first = int(wide[0]) if len(wide) else len(tokens)
-        self._narrow = tokens[:first].astype(_DTYPE[NARROW]).tobytes()
-        self._wide: bytes | None = None
+        self._wide_at: list[int] = np.flatnonzero(tokens >> np.uint64(32)).tolist()
+        """Where tokens are that need 64 bits."""
+        low = tokens & np.uint64(0xFFFFFFFF) if self._wide_at else tokens
+        self._bytes = {NARROW: low.astype(_DTYPE[NARROW]).tobytes()}
+        if self._wide_at:
+            self._bytes[WIDE] = tokens.astype(_DTYPE[WIDE]).tobytes()
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def cut(self, start: int, end: int, width: int) -> bytes:
         """Tokens [start, end); in narrow form only those before the first that needs more."""
-        if width == NARROW:
-            return self._narrow[start * NARROW : end * NARROW]
-        if self._wide is None:
-            self._wide = self.tokens.astype(_DTYPE[WIDE]).tobytes()
-        return self._wide[start * WIDE : end * WIDE]
+        if self._wide_at and width == NARROW:
+            i = bisect_left(self._wide_at, start)
+            end = min(end, self._wide_at[i]) if i < len(self._wide_at) else end
+        if width not in self._bytes:
+            return self.tokens[start:end].astype(_DTYPE[width]).tobytes()
+        return self._bytes[width][start * width : end * width]
 
     def stored(self, start: int, end: int) -> tuple[bytes, int]:
         """Tokens [start, end) in the narrowest form that holds them, and its width."""

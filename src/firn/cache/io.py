@@ -36,6 +36,11 @@ BATCH = 256
 """Records in one order or report: small enough for others to come in between."""
 Done = Callable[[Any], None]
 """Gets what the work returned, or the TierError that ended it. Called on an I/O thread."""
+Wanted = Callable[[], bool]
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Io(Protocol):
         *,
         used_at: float,
         done: Done,
-        wanted: Callable[[], bool],
+        wanted: Wanted = _always,
     ) -> bool:
         """Hand a record over; done(Stored[Name] | TierError). False: the queue is full.
 
@@ -81,9 +86,7 @@ class Io(Protocol):
         """Begin no write, unless one has waited for long; or begin them again."""
         ...
 
-    def read(
-        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
-    ) -> None:
+    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
         """done(Loaded | TierError): every byte verified. A damaged record is set aside.
 
         `wanted`: as above.
@@ -368,7 +371,7 @@ class TierIo:
         *,
         used_at: float,
         done: Done,
-        wanted: Callable[[], bool],
+        wanted: Wanted = _always,
     ) -> bool:
         nbytes = sum(spec.nbytes for spec in header.specs)
         is_taken = self.threads.try_write(
@@ -384,9 +387,7 @@ class TierIo:
     def defer_writes(self, wanted: bool) -> None:
         self.threads.defer_writes(wanted)
 
-    def read(
-        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
-    ) -> None:
+    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
         self.threads.read(lambda: self._read(name, expect, wanted), done)
 
     def delete(self, names: Iterable[Name]) -> None:
@@ -416,7 +417,7 @@ class TierIo:
     # --- on an I/O thread --------------------------------------------------------------------
 
     def _write(
-        self, header: Header, buffers: Sequence[Any], used_at: float, wanted: Callable[[], bool]
+        self, header: Header, buffers: Sequence[Any], used_at: float, wanted: Wanted
     ) -> Stored[Name]:
         if not wanted():
             raise Unwanted
@@ -429,7 +430,7 @@ class TierIo:
         self._foreign.difference_update(stored.evicted)
         return Stored(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
 
-    def _read(self, name: Name, expect: KeyTokens, wanted: Callable[[], bool]) -> Loaded:
+    def _read(self, name: Name, expect: KeyTokens, wanted: Wanted) -> Loaded:
         if not wanted():
             raise Unwanted
         try:
