@@ -37,7 +37,7 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
 from firn.cache.tiers import TierOptions, discover
-from firn.config import Config, default_cache_dir, with_model
+from firn.config import CacheConfig, Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
 from firn.core.ports import Pictures, PrefixCache
 from firn.core.values import GenerateRequest, ModelInfo
@@ -313,7 +313,7 @@ def _build_parts(
         arithmetic=blas.identity if blas and exact else "",
     )
     if isinstance(cache, PrefixTree):
-        _add_ssd(config, cache, info, device=machine.kind, wake=wake)
+        _add_tiers(config, cache, info, device=machine.kind, wake=wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
 
 
@@ -426,31 +426,37 @@ def _build_cache(
     )
 
 
-def _add_ssd(
+def _tiers(config: CacheConfig) -> dict[str, TierOptions]:
+    """What lies below memory, by the names of the modules in cache/tiers."""
+    if config.no_ssd_cache:
+        return {}
+    return {
+        "ssd": TierOptions(
+            str(config.ssd_cache_dir or default_cache_dir()),
+            int(config.ssd_cache_max_gb * GIB) or None,
+            int(config.ssd_write_budget_gb_per_day * GIB) or None,
+        )
+    }
+
+
+def _add_tiers(
     config: Config, cache: PrefixTree, model: ModelInfo, *, device: str, wake: Callable[[], None]
 ) -> None:
-    wanted = config.cache
-    if wanted.no_ssd_cache:
+    key_file = config.cache.ssd_cache_key_file
+    seal = load_seal(key_file) if key_file else None
+    kinds, tiers = discover(), _tiers(config.cache)
+    if not tiers:
         log.info("ssd cache: off (--no-ssd-cache)")
-        return
-    folder = wanted.ssd_cache_dir or default_cache_dir()
-    options = TierOptions(
-        str(folder),
-        int(wanted.ssd_cache_max_gb * GIB) or None,
-        int(wanted.ssd_write_budget_gb_per_day * GIB) or None,
-    )
-    seal = load_seal(wanted.ssd_cache_key_file) if wanted.ssd_cache_key_file else None
-    tier = discover()["ssd"](options)
-    io = TierIo(tier, IoThreads(), seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
-    where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
-    cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
-    cache.add_tier("ssd", io, namespaces=_keys(config).namespaces, wake=wake)
-    try:
+    for name, options in tiers.items():
+        tier = kinds[name](options)
+        io = TierIo(tier, IoThreads(), seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
+        folder = Path(options.location)
+        where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
+        cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
+        cache.add_tier(name, io, namespaces=_keys(config).namespaces, wake=wake)
         note_model(folder, model.fingerprint, ModelNote(model.name, model.path))
-    except OSError as e:
-        log.warning("ssd cache: %s takes no notes: %s", folder, e)
-    limit = io.usage().limit_nbytes
-    log.info("ssd cache: %s, at most %.1f GiB (--no-ssd-cache turns it off)", folder, limit / GIB)
+        limit = io.usage().limit_nbytes / GIB
+        log.info("%s cache: %s, at most %.1f GiB (--no-ssd-cache: none)", name, folder, limit)
 
 
 def _flushing(n_left: int, nbytes_left: int) -> None:

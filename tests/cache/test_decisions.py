@@ -84,9 +84,7 @@ def server(
     io = TierIo(tier, IoThreads())
     with LabEngine(shape, cache=cache, chunk=chunk) as lab:
         names = [Namespace("")]
-        lab.between_steps(
-            lambda: cache.add_tier("ssd", io, namespaces=names, wake=lab.engine.wake)
-        )
+        lab.between_steps(lambda: cache.add_tier("ssd", io, namespaces=names, wake=lab.engine.wake))
         yield lab
         settle(lab)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -152,6 +152,7 @@ class Job:
     work: Callable[[], Any]
     done: Done
     nbytes: int = 0
+    tier: object = None
     since: float = 0.0
 
 
@@ -165,10 +166,11 @@ def _nothing() -> None:
 
 
 class IoThreads:
-    """One queue for all tiers. Owner: whoever built it. Any thread may call; none waits but in close().
+    """One queue for all tiers. Owner: whoever built it. Any thread may call; only close() waits.
 
-    At most half of the threads write, so that the others are free for reads. Writes can be deferred, for
-    a bounded time: they take processor time from whoever computes.
+    One thread at a time writes to a tier, in the order of the orders: several are no faster, and a crash
+    then leaves no record without its parent. The others are free for reads. Writes can be deferred, for a
+    bounded time: they take processor time from whoever computes.
     """
 
     def __init__(
@@ -179,7 +181,6 @@ class IoThreads:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_write_nbytes = max_write_nbytes
-        self._max_writers = max(n_threads // 2, 1)
         self._clock = clock
         lock = threading.RLock()
         self._work = threading.Condition(lock)
@@ -188,7 +189,9 @@ class IoThreads:
         """Something is done."""
         self._deferred = False
         self._queues: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
-        self._running: Counter[Kind] = Counter()
+        self._n_running = 0
+        self._written_to: set[object] = set()
+        """Tiers that a thread is writing to."""
         self._stopped = False
         self.closing = False
         self.write_nbytes = 0
@@ -210,13 +213,16 @@ class IoThreads:
         """Also for other upkeep that may not wait for the writes."""
         self._submit(Job(Kind.DELETE, work, done))
 
-    def try_write(self, work: Callable[[], Any], done: Done, *, nbytes: int) -> bool:
+    def try_write(
+        self, work: Callable[[], Any], done: Done, *, nbytes: int, tier: object = None
+    ) -> bool:
         """False, and nothing happens, when as many bytes wait as may. One record always fits."""
+        job = Job(Kind.WRITE, work, done, nbytes, tier, self._clock())
         with self._work:
             if not self.has_room(nbytes):
                 return False
             self.write_nbytes += nbytes
-            self._queues[Kind.WRITE].append(Job(Kind.WRITE, work, done, nbytes, self._clock()))
+            self._queues[Kind.WRITE].append(job)
             self._work.notify()
             return True
 
@@ -236,7 +242,7 @@ class IoThreads:
     def n_pending(self) -> int:
         """Orders that wait or run."""
         with self._work:
-            return sum(len(q) for q in self._queues.values()) + self._running.total()
+            return sum(len(q) for q in self._queues.values()) + self._n_running
 
     def close(
         self,
@@ -289,11 +295,12 @@ class IoThreads:
                 log.warning("a %s failed: %r", job.kind.value, e, exc_info=e)
                 result = TierError("internal error", repr(e))
             with self._changed:
-                self._running[job.kind] -= 1
+                self._n_running -= 1
                 self.write_nbytes -= job.nbytes
                 job.work = _nothing  # its bytes may go now
                 self._changed.notify_all()
-                if job.kind is Kind.WRITE and self._queues[Kind.WRITE]:
+                if job.kind is Kind.WRITE:
+                    self._written_to.discard(job.tier)
                     self._work.notify()  # this thread may have to read first
             self._tell(job, result)
             del job, result  # an idle thread must not keep a record alive
@@ -301,27 +308,29 @@ class IoThreads:
     def _next(self) -> Job | None:
         with self._work:
             while True:
-                patience = None
-                for kind, waiting in self._queues.items():
-                    if not waiting:
-                        continue
-                    if kind is Kind.WRITE:
-                        if self._running[kind] >= self._max_writers:
-                            continue
-                        patience = self._patience_s(waiting[0])
-                        if patience > 0:
-                            continue
-                    self._running[kind] += 1
-                    return waiting.popleft()
+                job = self._first(Kind.READ) or self._first(Kind.DELETE) or self._next_write()
+                patience = 0.0 if job is None else self._patience_s(job)
+                if job is not None and patience <= 0:
+                    self._queues[job.kind].remove(job)
+                    self._n_running += 1
+                    if job.kind is Kind.WRITE:
+                        self._written_to.add(job.tier)
+                    return job
                 if self._stopped:
                     return None
-                self._work.wait(patience)
+                self._work.wait(patience or None)
 
-    def _patience_s(self, write: Job) -> float:
-        """How much longer a write is to wait."""
-        if not self._deferred or self.closing:
+    def _first(self, kind: Kind) -> Job | None:
+        return next(iter(self._queues[kind]), None)
+
+    def _next_write(self) -> Job | None:
+        return next((j for j in self._queues[Kind.WRITE] if j.tier not in self._written_to), None)
+
+    def _patience_s(self, job: Job) -> float:
+        """How much longer it is to wait."""
+        if job.kind is not Kind.WRITE or not self._deferred or self.closing:
             return 0.0
-        return write.since + MAX_DEFER_S - self._clock()
+        return job.since + MAX_DEFER_S - self._clock()
 
     def _tell(self, job: Job, result: Any) -> None:
         try:
@@ -375,7 +384,7 @@ class TierIo:
     ) -> bool:
         nbytes = sum(spec.nbytes for spec in header.specs)
         is_taken = self.threads.try_write(
-            lambda: self._write(header, buffers, used_at, wanted), done, nbytes=nbytes
+            lambda: self._write(header, buffers, used_at, wanted), done, nbytes=nbytes, tier=self
         )
         if not is_taken:
             self._tally.drop("queue full")

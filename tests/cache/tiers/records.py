@@ -138,7 +138,12 @@ class Inline(IoThreads):
         self.read(work, done)
 
     def try_write(
-        self, work: Callable[[], Any], done: Callable[[Any], None], *, nbytes: int
+        self,
+        work: Callable[[], Any],
+        done: Callable[[Any], None],
+        *,
+        nbytes: int,
+        tier: object = None,
     ) -> bool:
         self.read(work, done)
         return True

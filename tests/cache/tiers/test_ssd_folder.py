@@ -24,6 +24,7 @@ from firn.cache.tiers._folder import (
     default_limit,
     suggested_limit,
 )
+from firn.cache.tiers._known import HEAP_SLACK
 from firn.cache.tiers.ssd import QUARANTINE_FILES
 from tests.cache.tiers.records import Folder, Record, beside, chain, of_size, record
 
@@ -254,6 +255,19 @@ def test_dates_in_the_future_do_not_live_for_ever(
         wall.step()
         put(fresh, of_size(500_000, 10 + i))
     assert not fresh.holds(odd)
+
+
+def test_deleted_records_leave_nothing_in_memory(opened: Callable[..., Folder]) -> None:
+    """A folder below its limit may see many come and go."""
+    tier, one = opened(3 * MIB), of_size(100)
+    kept = chain(3)
+    put(tier, *kept)
+    for _ in range(2 * HEAP_SLACK):
+        put(tier, one)
+        tier.delete(one)
+    assert len(tier.tier._known._heap) < 2 * HEAP_SLACK
+    tier.evict_to(0)
+    assert not any(tier.holds(r) for r in kept), "they can still be evicted"
 
 
 # --- several tiers on one folder -----------------------------------------------------------

@@ -34,6 +34,8 @@ AHEAD_S = 7 * 86_400
 FIRST = -inf
 """The stamp of what goes before everything else: foreign files, and those that cannot be read."""
 UNLISTED = -1
+HEAP_SLACK = 1024
+"""Entries of deleted files that do not matter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -120,6 +122,8 @@ class KnownFiles:
         shelf.count(name, x.nbytes)
         shelf.stamps[name] = x.mtime
         heapq.heappush(self._heap, (x.mtime, name))
+        if len(self._heap) > HEAP_SLACK + 2 * sum(len(s.stamps) for s in self._shelves.values()):
+            self._tidy_heap()
 
     def forget(self, key: str, nbytes: int) -> None:
         shelf = self._shelves[key[:2]]
@@ -204,6 +208,12 @@ class KnownFiles:
             heapq.heappop(self._heap)
             return x._replace(name=key)
         return None
+
+    def _tidy_heap(self) -> None:
+        """Leave out what was deleted. Sorted by NumPy, which lets other threads run meanwhile."""
+        live = [item for shelf in self._shelves.values() for item in shelf.stamps.items()]
+        order = np.argsort(np.array([stamp for _, stamp in live]))
+        self._heap = [(live[i][1], live[i][0]) for i in order]
 
     def put_back(self, keys: Iterable[str]) -> None:
         for key in keys:
