@@ -24,11 +24,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from firn.cache.index import Mark
-from firn.cache.match import find
+from firn.cache.children import Text
+from firn.cache.match import points, walk
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
-from firn.core.keys import block_keys, child_key, key_tokens
+from firn.cache.tree import Mark
+from firn.core.keys import key_tokens
 from firn.core.values import Namespace, Prompt
 from tests.cache.lab import Shape, tree
 from tests.cache.tiny import Build, tiny, tokens
@@ -73,22 +74,22 @@ def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[Pref
     cache = tree(shape, block=BLOCK)
     ids = np.random.default_rng(1).integers(0, 150_000, N_PROMPT, dtype=np.int64)
     values = key_tokens(ids)
-    root = cache.held.root(Namespace(""))
+    root = cache.records.root(Namespace(""))
     array = mx.zeros((1, 1, 1, 1))
     mx.eval(array)
 
     def add(node: Any, part: Part) -> None:
-        cache.held.add(node, part, [(array,)], Mark.TURN)
+        cache.records.keep(node, part, [(array,)], Mark.TURN)
 
     def grow(node: Any, tokens: Any) -> Any:
-        child = cache.held.index.child(node, tokens, key=child_key(node.key, tokens))
+        child = cache.records.tree.child(node, Text(tokens), 0, len(tokens))
         if shape.pages:
             add(child, Part.PAGES)
         if shape.window and (windows or n < 20):
             add(child, Part.WINDOW)
         return child
 
-    cache.held.lease(root)
+    cache.records.tree.lease(root)
     path, node, n = [], root, 0
     for start in range(0, N_PROMPT - BLOCK + 1, BLOCK):
         node = grow(node, values[start : start + BLOCK])
@@ -112,19 +113,19 @@ class Times(NamedTuple):
 
 
 def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
-    root = cache.held.root(Namespace(""))
-    needs = cache.held.needs
+    root = cache.records.root(Namespace(""))
+    needs = cache.records.needs
 
     def have(record: Any) -> bool:
-        return record.payload is not None
+        return record.arrays is not None
 
     keys_s, match_s = [], []
     for _ in range(rounds):
         began = time.process_time()
-        values = key_tokens(prompt.ids)
-        keys = block_keys(root.key, values, BLOCK)
+        text = Text(key_tokens(prompt.ids))
         middle = time.process_time()
-        match = find(root, values, keys, needs, have)
+        way = walk(cache.records.tree, root, text)
+        match = next(points(way, needs, have))
         match_s.append(time.process_time() - middle)
         keys_s.append(middle - began)
     return Times(1e3 * statistics.median(keys_s), 1e3 * statistics.median(match_s), match.n_tokens)
@@ -186,7 +187,7 @@ def commit(rounds: int, n_prompt: int = 1500) -> None:
                 warm.ask(tokens(i + 1, n_prompt), 2, boundaries=(n_prompt // 2,))
             cpu = commits.cpu_s / (prefill.cpu_s + settle.cpu_s)
             elapsed = commits.elapsed_s / (prefill.elapsed_s + settle.elapsed_s)
-            n_states = warm.cache.held.pool.held.n_records[Part.STATE]
+            n_states = warm.cache.records.tree.memory.n_records[Part.STATE]
             per_token = 1e6 * commits.cpu_s / (rounds * n_prompt)
             print(
                 f"  {name:8} {100 * cpu:5.2f}% of processor time, {100 * elapsed:5.2f}% of elapsed"

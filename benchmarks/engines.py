@@ -23,9 +23,10 @@ from firn.cache.io import IoThreads, TierIo
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.tiers import TierOptions
+from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
 from firn.config import default_cache_dir
-from firn.core.events import Admitted, JobDone, JobFailed, Token
+from firn.core.events import Admitted, Advanced, JobDone, JobFailed, Token
 from firn.core.ports import Delivery
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
 from firn.engine.budget import Budget, RowCost
@@ -53,12 +54,14 @@ class Answer:
     """When each token came."""
     n_cached: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
+    why: str = ""
     error: str = ""
     _done: threading.Event = field(default_factory=threading.Event)
 
     def take(self, event: object, now: float) -> None:
-        if isinstance(event, Admitted):
-            self.n_cached, self.tiers = event.n_cached, dict(event.tiers)
+        if isinstance(event, Admitted | Advanced):
+            found = event.found if isinstance(event, Advanced) else event
+            self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
         elif isinstance(event, Token):
             self.times.append(now)
         elif isinstance(event, JobDone | JobFailed):
@@ -88,7 +91,10 @@ class BenchEngine:
         memory_nbytes: int,
         ssd: Path | None = None,
         ssd_limit_nbytes: int = 64 << 30,
+        disk: Disk | None = None,
+        memo: Path | None = None,
     ) -> None:
+        """disk: the SSD's system calls. memo: where estimates outlive the engine."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -115,9 +121,13 @@ class BenchEngine:
                 dtype=info.dtype,
             )
             if ssd is not None:
-                self._tier = SsdTier(TierOptions(str(ssd), ssd_limit_nbytes))
+                options = TierOptions(str(ssd), ssd_limit_nbytes)
+                self._tier = SsdTier(options, disk=disk) if disk else SsdTier(options)
                 self._io = TierIo(self._tier, IoThreads())
-                cache.open_store(self._io, namespaces=[EVERYONE], wake=lambda: self.engine.wake())
+                if memo is not None:
+                    cache.keep_estimates(memo)
+                wake = lambda: self.engine.wake()  # noqa: E731
+                cache.add_tier("ssd", self._io, namespaces=[EVERYONE], wake=wake)
             capacity = machine.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
             runner = Runner(
@@ -169,13 +179,13 @@ class BenchEngine:
         """Leave the records on the SSD alone."""
 
         def shrink(cache: PrefixTree) -> None:
-            room = cache.held.pool.limit_nbytes
+            room = cache.records.memory.limit_nbytes
             cache.set_room(0)
             cache.set_room(room)
 
         self.call(shrink)
         self.settle()  # what was not written yet is written when it leaves
-        left = self.call(lambda cache: cache.held.pool.held.total_nbytes)
+        left = self.call(lambda cache: cache.records.memory.nbytes)
         if left:
             raise BenchError(f"{left:,} bytes would not leave memory")
 

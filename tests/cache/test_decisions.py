@@ -167,7 +167,6 @@ def test_nothing_is_lost_when_eviction_outruns_writing(tmp_path: Path) -> None:
         for ids in prompts[:3]:
             ask(lab, ids, 1)
         assert lab.tree.stats.dropped == {}
-        (below,) = lab.tree.records.tiers
         held = {r.node.key for r in records_of(lab.tree) if r.arrays is not None}
         assert len(held) == len(records_of(lab.tree)), "what is being written can be resumed from"
         disk.resume()

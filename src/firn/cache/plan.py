@@ -62,15 +62,15 @@ def make_plan(
     n_prompt = len(way.text)
     alone_s = estimates.prefill_s(front, n_prompt)
     best, best_s = None, alone_s * (1 - MIN_GAIN)
-    n_more = 0
+    n_most = 0
     for match in _targets(way, needs, front):
-        n_more += 1
+        n_most = max(n_most, match.n_tokens)
         target = _weigh(match, front, needs, estimates, tier_of, have)
         seconds = target.race_s + estimates.prefill_s(match.n_tokens, n_prompt)
         if seconds < best_s:
             best, best_s = target, seconds
     if best is None:
-        return Plan(now, is_slower=n_more > 0)
+        return Plan(now, is_slower=n_most > 0)
     patience_s, busy_s = _patience(best, front, estimates)
     return Plan(
         now,
@@ -79,6 +79,7 @@ def make_plan(
         best.load_s,
         patience_s,
         busy_s,
+        is_slower=best.match.n_tokens < n_most,
     )
 
 
