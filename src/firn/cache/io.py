@@ -166,11 +166,11 @@ def _nothing() -> None:
 
 
 class IoThreads:
-    """One queue for all tiers. Owner: whoever built it. Any thread may call; only close() waits.
+    """One queue for all tiers. Any thread may call; only close() waits. Owner: whoever built it.
 
-    One thread at a time writes to a tier, in the order of the orders: several are no faster, and a crash
-    then leaves no record without its parent. The others are free for reads. Writes can be deferred, for
-    a bounded time: they take processor time from whoever computes.
+    One thread at a time writes to a tier, in the order of the orders: two are no faster, and a crash
+    then leaves no record without its parent. The others are free for reads. Writes can be deferred,
+    for a bounded time: they take processor time from whoever computes.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -239,6 +239,27 @@ def test_a_use_elsewhere_counts(opened: Callable[..., Folder], wall: Clock) -> N
     put(tier, *[of_size(500_000, 10 + i) for i in range(5)])
     assert tier.holds(first)
     assert not tier.holds(second)
+
+
+def test_the_highest_stamps_are_raised_first(folder: Path, wall: Clock) -> None:
+    """Else another process could find a child above its parent, and evict the parent."""
+
+    class Noting(Disk):
+        stamps: ClassVar[list[float]] = []
+
+        def set_mtime(self, path: str, at: float) -> None:
+            self.stamps.append(at)
+            super().set_mtime(path, at)
+
+    tier, records = Folder(folder, disk=Noting(folder), wall=wall), chain(5)
+    put(tier, *records)
+    wall.step(100)
+    Noting.stamps.clear()
+    tier.touch(reversed(records))
+    assert len(Noting.stamps) == 5
+    assert Noting.stamps == sorted(Noting.stamps, reverse=True)
+    tier.touch(records, at=1.0)
+    assert len(Noting.stamps) == 5, "none is lowered"
 
 
 def test_dates_in_the_future_do_not_live_for_ever(
