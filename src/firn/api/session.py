@@ -267,7 +267,7 @@ class Session:
         if not run.request.echo:
             return []
         match run.request.source:
-            case RawText(text):
+            case RawText(text=text):
                 pass
             case RawTokens(ids):
                 text = self._services.tokenizer.decode(ids)

@@ -49,7 +49,7 @@ class OpenAICompletions:
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> CompletionCall:
         given = _fields.Fields(body)
-        sources = _sources(given.require("prompt"))
+        sources = _sources(given)
         model = given.string("model") or ""
         sampling = _openai.sampling(given)
         max_tokens = _openai.max_tokens(given)
@@ -105,10 +105,17 @@ def _error_object(error: FirnError) -> dict[str, Any]:
     return shown
 
 
-def _sources(prompt: Any) -> tuple[Source, ...]:
+def _sources(body: _fields.Fields) -> tuple[Source, ...]:
     """A string, strings, token ids, or lists of token ids."""
+    prompt = body.require("prompt")
+    add, parse = body.boolean("add_special", True), body.boolean("parse_special", True)
+    add = body.boolean("add_special_tokens", add)  # as vLLM's clients say it
+
+    def raw(text: str) -> RawText:
+        return RawText(text, add_special=add, parse_special=parse)
+
     if isinstance(prompt, str):
-        return (RawText(prompt),)
+        return (raw(prompt),)
     if not isinstance(prompt, list):
         raise InvalidValue("prompt", f"must be a string or an array, not {_fields.kind(prompt)}")
     if not prompt:
@@ -116,9 +123,7 @@ def _sources(prompt: Any) -> tuple[Source, ...]:
     match prompt[0]:
         case str():
             _fields.array(prompt, "prompt", high=MAX_PROMPTS)
-            return tuple(
-                RawText(_fields.string(text, f"prompt[{i}]")) for i, text in enumerate(prompt)
-            )
+            return tuple(raw(_fields.string(text, f"prompt[{i}]")) for i, text in enumerate(prompt))
         case list():
             _fields.array(prompt, "prompt", high=MAX_PROMPTS)
             return tuple(
@@ -289,6 +294,8 @@ def _schema() -> dict[str, Any]:
         "prompt": prompt,
         "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
         "echo": {"type": ["boolean", "null"]},
+        "add_special": {"type": ["boolean", "null"]},
+        "parse_special": {"type": ["boolean", "null"]},
         "response_format": schema_of_format(),
     }
     return {
