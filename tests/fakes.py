@@ -16,6 +16,7 @@ from firn.core.events import (
     JobDone,
     JobFailed,
     Prefilled,
+    PromptLogprobs,
     Token,
     TokenLogprob,
 )
@@ -327,8 +328,8 @@ class FakeEngine:
             done = min(row.n_prefilled + self.chunk, total)
             if limit is not None and done > limit:
                 return []
-            row.n_prefilled = done
-            return [Prefilled(done, total)]
+            start, row.n_prefilled = row.n_prefilled, done
+            return [*_scores(row.job, start, done), Prefilled(done, total)]
         return [
             event
             for choice in range(row.job.n)
@@ -349,6 +350,20 @@ class FakeEngine:
         row.n_sent[choice] += 1
         forced = at in row.forced.get(choice, ())
         return [Token(choice, reply[at], _logprob(row.job, reply[at]), forced)]
+
+
+def _scores(job: Job, start: int, end: int) -> list[EngineEvent]:
+    """Of a chunk of the prompt: each token is less likely than the one before."""
+    first, last = start + 1, min(end, len(job.prompt) - 1) + 1
+    if not job.prompt_logprobs or first >= last:
+        return []
+    top = job.top_logprobs or 0
+    found = []
+    for i in range(first, last):
+        token = int(job.prompt.ids[i])
+        others = tuple((other, -9.0) for other in range(65, 90) if other != token)
+        found.append(TokenLogprob(token, -i / 8, ((token, -i / 8), *others)[:top]))
+    return [PromptLogprobs(first, tuple(found))]
 
 
 def _logprob(job: Job, token: int) -> TokenLogprob | None:

@@ -11,17 +11,19 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 
 import uvicorn
 import uvloop
 
-from firn import __version__
+from firn import __version__, named
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics
+from firn.api.connections import ConnectionLimits, Connections, http_config
+from firn.api.hosts import Hosts, machine_names
 from firn.api.mailroom import Mailroom
+from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
 from firn.api.services import Limits as ApiLimits
 from firn.api.services import Services
@@ -33,21 +35,30 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
 from firn.cache.tiers import TierError
 from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier, suggested_limit
-from firn.config import Config, default_cache_dir
+from firn.config import Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
 from firn.core.ports import Pictures, PrefixCache
 from firn.core.values import GenerateRequest, ModelInfo
+from firn.defaults import of_model
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
+from firn.leaving import leave, no_later_than
 from firn.logs import configure as configure_logs
+from firn.machine import raise_descriptor_limit
 from firn.media.documents import Documents
-from firn.models import blas, cpu_powers, cpu_rope, embedder, loader
+from firn.models import cpu, embedder, loader
 from firn.models import device as devices
+from firn.models.cpu.blas import Blas
+from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.threads import Threads
 from firn.models.grammar import Compiler
+from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.weight_memory import WeightMemory
+from firn.text import infill
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -61,6 +72,10 @@ DRAIN_S = 20.0
 FLUSH_S = 15.0
 """How long a stopping server writes what is still in memory only."""
 STOP_S = 10.0
+LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
+"""When a process that was told to stop is ended, if it has not ended by itself."""
+RESERVED_FILES = 64
+"""Descriptors that are never connections: records being read and written, logs, the model."""
 MIB, GIB = 1 << 20, 1 << 30
 MIN_CAPACITY_NBYTES = 256 * MIB
 
@@ -68,13 +83,20 @@ MIN_CAPACITY_NBYTES = 256 * MIB
 def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
+    raise_descriptor_limit()
     sock = _bind(config.server.host, config.server.port)
-    prompts = warm.read(config.cache.warm_prompts) if config.cache.warm_prompts else []
+    prompts = _warm_prompts(config)
     server = build(config)
     try:
-        return uvloop.run(_run(server, sock, prompts))
+        code = uvloop.run(_run(server, sock, prompts))
     finally:
         server.close()
+    return leave(code)
+
+
+def _warm_prompts(config: Config) -> list[GenerateRequest]:
+    path = config.cache.warm_prompts
+    return [] if path is None else warm.read(path, config.sampling.defaults())
 
 
 @dataclass(eq=False)
@@ -89,12 +111,13 @@ class Server:
 
     def close(self) -> None:
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
-        self.pool.shutdown(cancel_futures=True)
+        self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
 def build(config: Config) -> Server:
     """Load the model and wire everything to it. Raises SetupError."""
-    folder = _model_folder(config.model.path)
+    folder = _model_folder(config)
+    config = _heed_model(config, folder)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
@@ -139,11 +162,20 @@ def build(config: Config) -> Server:
         reply_format=reply_format,
         mailroom=mailroom,
         pool=pool,
-        limits=ApiLimits(max_tokens=config.engine.max_tokens),
-        keys=Keys(config.server.api_keys, share=config.cache.share_cache),
+        limits=ApiLimits(
+            max_tokens=config.engine.max_tokens,
+            max_request_tokens=config.engine.max_request_tokens or None,
+            timeout_s=config.server.timeout or None,
+            requests_per_minute=config.server.rate_limit or None,
+        ),
+        defaults=config.sampling.defaults(),
+        keys=_keys(config),
+        hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
+        quotas=_quotas(config),
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
+        infill=infill.detect(tokenizer),
         fetch_images=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
@@ -156,6 +188,28 @@ def build(config: Config) -> Server:
         extra_collectors=(CacheMetrics(lambda: snapshot(engine.parts.cache)),),
     )
     return Server(services, engine, mailroom, pool, died)
+
+
+def _keys(config: Config) -> Keys:
+    server = config.server
+    return Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
+
+
+def _quotas(config: Config) -> Quotas:
+    server = config.server
+    limits = KeyLimits(
+        concurrency=server.key_max_concurrency,
+        queue_share=server.key_queue_share,
+        tokens_per_minute=server.key_tokens_per_minute,
+    )
+    return Quotas(limits, max_queue=config.engine.max_queue)
+
+
+def _heed_model(config: Config, folder: Path) -> Config:
+    found = of_model(folder)
+    for line in found.warnings:
+        log.warning("%s", line)
+    return with_model(config, found)
 
 
 def _pictures(
@@ -198,12 +252,10 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
     )
 
 
-def _model_folder(name: str) -> Path:
-    """Built-in models are folders of the package; everything else the loader resolves."""
-    builtin = resources.files("firn.demo") / "models" / name
-    if "/" not in name and isinstance(builtin, Path) and (builtin / "config.json").exists():
-        return builtin
-    return loader.resolve(name)
+def _model_folder(config: Config) -> Path:
+    wanted = config.model
+    rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
+    return named.resolve(wanted.path, rules)
 
 
 def _build_parts(
@@ -221,14 +273,12 @@ def _build_parts(
         prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
     )
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
-    if recipe is not None and embedder.needs_encoder(folder, settings):
-        return _encoder_parts(folder, recipe, name, limits)
     exact = _wants_exact(config, str(settings["model_type"]), name)
     limits = replace(limits, aligned=exact)
-    tuned = machine.kind == "cpu" and not exact  # what is faster may change, and bits with it
-    if tuned:
-        cpu_powers.install_if_faster()  # before MLX compiles anything of its own ones
-        cpu_rope.install()
+    blas = _tune_cpu(config, exact=exact) if machine.kind == "cpu" else None
+    cpu_dtype = _cpu_dtype(config, blas)
+    if recipe is not None and embedder.needs_encoder(folder, settings):
+        return _encoder_parts(folder, recipe, name, limits, cpu_dtype)
     loaded = loader.load(
         folder,
         served_name=name,
@@ -236,24 +286,53 @@ def _build_parts(
         trust_remote_code=config.model.trust_remote_code,
         picture=processor.example.inputs if processor else None,
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
+        memory=WeightMemory(default_cache_dir()),
+        cpu_dtype=cpu_dtype,
+        max_context=config.engine.max_context or None,
     )
     info = loaded.info
+    threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
     runner = Runner(
         loaded.model,
         info,
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
-        threads=blas.threads_for(loaded.model) if tuned else None,
+        threads=threads,
     )
-    headroom = int(config.engine.scheduler_headroom_gb * GIB)
-    capacity = machine.memory_nbytes - info.weights_nbytes - headroom
+    capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
-    cache = _build_cache(config, loaded, machine, exact_chunk=limits.prefill_chunk if exact else 0)
+    cache = _build_cache(
+        config,
+        loaded,
+        machine,
+        exact_chunk=limits.prefill_chunk if exact else 0,
+        arithmetic=blas.identity if blas and exact else "",
+    )
     if isinstance(cache, PrefixTree):
         _add_ssd(config, cache, info, wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
+
+
+def _tune_cpu(config: Config, *, exact: bool) -> Blas:
+    return cpu.tune(config.engine.blas, exact=exact, memo=default_cache_dir() / "blas.json")
+
+
+def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
+    """Without a fast BLAS, float32 is as slow as the rest and twice as large."""
+    wanted = config.engine.cpu_dtype
+    if blas is None or (wanted == "auto" and blas.library is None):
+        return "model"
+    return wanted
+
+
+def _headroom(config: Config, machine: devices.Device) -> int:
+    """Device memory that is left to others."""
+    share = config.engine.gpu_memory_utilization
+    if share is not None:
+        return int((1 - share) * machine.memory_nbytes)
+    return int(config.engine.scheduler_headroom_gb * GIB)
 
 
 def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
@@ -277,10 +356,14 @@ def _decoder_embedder(
         return None
 
 
-def _encoder_parts(folder: Path, recipe: embedder.Recipe, name: str, limits: Limits) -> Parts:
+def _encoder_parts(
+    folder: Path, recipe: embedder.Recipe, name: str, limits: Limits, cpu_dtype: CpuDtype
+) -> Parts:
     """Of a model that makes embeddings and nothing else."""
     config = loader.read_config(folder)
-    embeds, info = embedder.load_encoder(folder, recipe, config, served_name=name)
+    embeds, info = embedder.load_encoder(
+        folder, recipe, config, served_name=name, cpu_dtype=cpu_dtype
+    )
     runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
     budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
     return Parts(runner, CacheOff("an embedding model"), budget, limits, embedder=embeds)
@@ -303,8 +386,14 @@ def _wants_exact(config: Config, architecture: str, name: str) -> bool:
 
 
 def _build_cache(
-    config: Config, loaded: loader.LoadedModel, machine: devices.Device, *, exact_chunk: int
+    config: Config,
+    loaded: loader.LoadedModel,
+    machine: devices.Device,
+    *,
+    exact_chunk: int,
+    arithmetic: str,
 ) -> PrefixCache:
+    """arithmetic: what bits depend on beside the model, where bits count."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
         log.info("the prefix cache is off")
@@ -319,7 +408,8 @@ def _build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
-    limit = wanted.cache_memory_mb * MIB or devices.free_nbytes(machine) // 5
+    share = int(devices.free_nbytes(machine) * wanted.cache_memory_percent)
+    limit = wanted.cache_memory_mb * MIB or share
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
@@ -327,7 +417,10 @@ def _build_cache(
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     return PrefixTree(
-        layout, settings, fingerprint=loaded.info.fingerprint, dtype=loaded.info.dtype
+        layout,
+        settings,
+        fingerprint=loaded.info.fingerprint,
+        dtype=f"{loaded.info.dtype} {arithmetic}".rstrip(),
     )
 
 
@@ -346,9 +439,8 @@ def _add_ssd(config: Config, cache: PrefixTree, model: ModelInfo, wake: Callable
         model=ModelNote(model.fingerprint, model.name, model.path),
     )
     io = TierIo(SsdTier(settings), flush_timeout_s=FLUSH_S, progress=_flushing)
-    keys = Keys(config.server.api_keys, share=wanted.share_cache)
     try:
-        cache.open_store(io, namespaces=keys.namespaces, wake=wake)
+        cache.open_store(io, namespaces=_keys(config).namespaces, wake=wake)
     except TierError as e:
         log.warning("ssd cache: %s cannot be read: %s", folder, e)
     log.info("ssd cache: %s, at most %.1f GiB (--no-ssd-cache turns it off)", folder, limit / GIB)
@@ -383,12 +475,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRequest]) -> int:
-    app = create_app(server.services)
     web = _Uvicorn(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
+        http_config(
+            create_app(server.services),
+            _connections(),
             lifespan="off",
             timeout_graceful_shutdown=int(DRAIN_S) + 2,
         )
@@ -399,6 +489,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         if web.should_exit:
             os._exit(130)  # asked twice: at once, whatever is lost
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
+        no_later_than(LEAVE_S)
         server.mailroom.drain()
         loop.call_later(DRAIN_S, server.mailroom.fail_all, ShuttingDown())
         web.should_exit = True
@@ -414,6 +505,16 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
     await web.serve(sockets=[sock])
     watch.cancel()
     return 1 if server.died else 0
+
+
+def _connections() -> Connections:
+    """As many as there are descriptors, less what the cache and the model's files take."""
+    limits = ConnectionLimits()
+    n_files = raise_descriptor_limit()
+    n_open = n_files - max(RESERVED_FILES, n_files // 4) - limits.n_spare
+    n_open = max(n_open, 16)
+    limits = replace(limits, max_open=n_open, max_heads=min(limits.max_heads, n_open // 2))
+    return Connections(limits)
 
 
 async def _watch(server: Server, web: uvicorn.Server) -> None:

@@ -16,6 +16,7 @@ import anthropic
 import openai
 import uvicorn
 
+from firn.api.connections import Connections, http_config
 from firn.api.mailroom import Mailroom
 from firn.api.server import create_app
 from firn.api.services import Limits, Services
@@ -119,6 +120,7 @@ def serve(
     context_length: int = 4096,
     wrap_prompts: Any = lambda prompts: prompts,
     reply_format: ReplyFormat = PLAIN,
+    connections: Connections | None = None,
     **options: Any,
 ) -> Iterator[Live]:
     tokenizer = tokenizer or FakeTokenizer()
@@ -156,8 +158,7 @@ def serve(
                 **options,
             )
         )
-        config = uvicorn.Config(app, port=0, log_config=None, access_log=False)
-        server = _Server(config)
+        server = _Server(http_config(app, connections or Connections(), port=0))
         thread = threading.Thread(target=server.run, name="uvicorn")
         thread.start()
         try:

@@ -12,9 +12,9 @@ from typing import Any
 
 import anthropic
 import openai
-import uvicorn
 
 from firn import app
+from firn.api.connections import Connections, http_config
 from firn.api.server import create_app
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.models.tokenizer import HfTokenizer
@@ -77,9 +77,7 @@ def serving(path: Path, *, config: Config | None = None) -> Iterator[Real]:
         off = CacheConfig(disable_prefix_cache=True)
         config = Config(model=ModelConfig(path=str(path)), cache=off)
     built = app.build(config)
-    server = _Server(
-        uvicorn.Config(create_app(built.services), port=0, log_config=None, access_log=False)
-    )
+    server = _Server(http_config(create_app(built.services), Connections(), port=0))
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()
     try:

@@ -28,7 +28,7 @@ class Client:
         self.n_jobs = len(BODIES[path].get("prompt", [None]))
         self._socket = socket.create_connection(("127.0.0.1", live.port), timeout=30)
         self.send(
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n".encode()
             + body
         )
@@ -132,7 +132,7 @@ def test_hanging_up_while_the_prompt_is_made(stream: bool) -> None:
 def test_hanging_up_before_the_body_is_whole(live: Live) -> None:
     with socket.create_connection(("127.0.0.1", live.port)) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b'content-length: 100\r\n\r\n{"prompt":'
         )
     live.log.wait_for("client gone")
@@ -146,7 +146,7 @@ def test_two_requests_on_one_connection(live: Live) -> None:
     live.engine.wait_for(lambda e: e.n_sent() == 2)
     body = b'{"prompt": "a"}'
     client.send(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )
     live.engine.release("decode")

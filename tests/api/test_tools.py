@@ -112,6 +112,6 @@ def test_what_needs_a_grammar_is_refused_until_there_is_one(
 
 
 def test_a_grammar_engine_is_all_it_takes() -> None:
-    with serve(compile_grammar=lambda grammar: ("compiled", grammar.kind)) as live:
+    with serve(compile_grammar=lambda grammar, owner: ("compiled", grammar.kind)) as live:
         live.openai().chat.completions.create(**ASK, response_format={"type": "json_object"})
         assert live.engine.jobs[0].grammar == ("compiled", "json_object")

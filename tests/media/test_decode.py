@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from firn.media.decode import Undecodable, decode
+from firn.media.decode import decode
+from firn.media.headers import Undecodable
 
 MANY = 1_000_000
 

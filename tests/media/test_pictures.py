@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -139,3 +139,16 @@ def test_digests_differ_in_pixels_size_and_settings() -> None:
     digests.append(digest_of(pixels, b"b"))
     assert len(set(digests)) == len(digests)
     assert digest_of(pixels.copy(), b"a") == digests[0]
+
+
+def test_a_picture_is_kept_for_its_owner() -> None:
+    """Whether it was here before shows in the time it takes: to its owner alone."""
+    kept, processor = album()
+    nobodys = ImagePart(as_url(png()))
+    mine, other = replace(nobodys, owner="alice"), replace(nobodys, owner="bob")
+    first = kept.prepare(mine)
+    assert kept.prepare(mine) is first
+    assert len(processor.seen) == 1
+    theirs = kept.prepare(other)
+    assert len(processor.seen) == 2
+    assert len({first.digest, theirs.digest, kept.prepare(nobodys).digest}) == 3, "features too"

@@ -13,16 +13,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from firn.core.errors import SetupError
-from firn.models.fingerprint import fingerprint
+from firn.models import fingerprint as fingerprints
+from firn.models.fingerprint import Fingerprint, fingerprint, weight_files
+from firn.models.loader import load
+from firn.models.weight_hash import PIECE_NBYTES, WeightHash
+from tests.zoo import write_folder
 
 CONFIG = {"model_type": "tiny", "hidden_size": 8, "rope_scaling": {"type": "linear", "factor": 2}}
 Tensors = dict[str, tuple[str, list[int], bytes]]
 
 
 def tensors_of(seed: int = 0) -> Tensors:
-    """dtype, shape and bytes by name: below, at and above what is sampled of a tensor."""
+    """dtype, shape and bytes by name."""
     rng = np.random.default_rng(seed)
     sizes = {"a": 4, "b.weight": 1024, "c.weight": 2048, "d.weight": 6000, "e": 0}
     return {
@@ -235,6 +241,162 @@ def test_checkpoints_beside_an_adapter_do_not_count(base: Path, tmp_path: Path) 
     before = fingerprint(base, adapter=adapter)
     write_file(adapter / "0000100_adapters.safetensors", tensors_of(2))
     assert fingerprint(base, adapter=adapter) == before
+
+
+# --- every byte ----------------------------------------------------------------------------
+
+SIZES = {"a": 3, "empty": 0, "b": PIECE_NBYTES - 1, "c": 70_000, "d": 2 * PIECE_NBYTES + 5, "e": 1}
+"""Small ones that are read together, and one that is read in pieces."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(7)
+    tensors: Tensors = {
+        name: ("U8", [n], rng.integers(0, 256, n, dtype=np.uint8).tobytes())
+        for name, n in SIZES.items()
+    }
+    return write(tmp_path_factory.mktemp("large") / "model", tensors) / "model.safetensors"
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_one_byte_anywhere_is_another_model(large: Path, data: st.DataObject) -> None:
+    nbytes = sum(SIZES.values())
+    at = large.stat().st_size - 1 - data.draw(st.integers(0, nbytes - 1))
+    bit = 1 << data.draw(st.integers(0, 7))
+    before = WeightHash([large]).result()
+    with large.open("r+b") as f:
+        f.seek(at)
+        (byte,) = f.read(1)
+        f.seek(at)
+        f.write(bytes([byte ^ bit]))
+        f.flush()
+        assert WeightHash([large]).result() != before
+        f.seek(at)
+        f.write(bytes([byte]))
+    assert WeightHash([large]).result() == before
+
+
+def test_two_pieces_that_change_places_are_another_model(tmp_path: Path) -> None:
+    one, two = bytes(PIECE_NBYTES), b"\1" * PIECE_NBYTES
+    first = write(tmp_path / "a", {"w": ("U8", [len(one) * 2], one + two)})
+    other = write(tmp_path / "b", {"w": ("U8", [len(one) * 2], two + one)})
+    assert fingerprint(first) != fingerprint(other)
+
+
+def test_a_change_in_the_midst_of_a_tensor_is_another_model(tmp_path: Path) -> None:
+    """As the server sees it: the model that is loaded, and what its records hang on."""
+    folder = tmp_path / "model"
+    write_folder("llama", folder)
+    before = load(folder, served_name="x").info.fingerprint
+    assert load(folder, served_name="y").info.fingerprint == before
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(bytes(raw))
+    assert load(folder, served_name="x").info.fingerprint != before
+
+
+def test_weights_that_change_while_they_load_are_not_served(base: Path) -> None:
+    pending = Fingerprint(base)
+    write_file(base / "model.safetensors", tensors_of(1))
+    with pytest.raises(SetupError, match="changed while they were loaded"):
+        pending.result()
+
+
+def test_a_header_that_is_rewritten_and_put_back_is_the_same_model(tmp_path: Path) -> None:
+    """What mlx-vlm does to files with types that MLX does not read."""
+    folder = write(tmp_path / "m", {"w": ("F8_E8M0", [4], b"1234")})
+    pending = Fingerprint(folder, vision=True)
+    os.utime(folder / "model.safetensors")
+    assert pending.result() == fingerprint(folder, vision=True)
+
+
+# --- which files -----------------------------------------------------------------------------
+
+
+def test_mlx_vlm_reads_every_shard(base: Path) -> None:
+    text, vision = fingerprint(base), fingerprint(base, vision=True)
+    assert text != vision, "another library's model is another model"
+    write_file(base / "vision_tower.safetensors", tensors_of(8))
+    assert fingerprint(base) == text, "mlx-lm does not read it"
+    more = fingerprint(base, vision=True)
+    assert more != vision
+    write_file(base / "consolidated.safetensors", tensors_of(9))
+    assert fingerprint(base, vision=True) == more
+
+
+def test_mlx_vlm_reads_what_the_index_names(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", tensors_of(), shards=[["a", "b.weight"], ["c.weight"]])
+    first, second = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": first.name, "b.weight": first.name}}))
+    assert weight_files(folder, vision=True) == [first]
+    assert set(weight_files(folder, vision=False)) == {first, second}
+    index.write_text("{")
+    assert set(weight_files(folder, vision=True)) == {first, second}
+
+
+def test_of_two_tensors_of_one_name_the_last_one_counts(tmp_path: Path) -> None:
+    """Which is in which file then matters, though the tensors be the same."""
+    mine, other = tensors_of(), tensors_of(1)
+    folder = tmp_path / "m"
+    write(folder, {"a": mine["a"]})
+    write_file(folder / "model-2.safetensors", {"a": other["a"]})
+    paths = weight_files(folder, vision=False)
+    assert WeightHash(paths).result() != WeightHash(paths[::-1]).result()
+
+
+def test_quantisation_beside_the_config_counts(base: Path) -> None:
+    before = fingerprint(base)
+    (base / "hf_quant_config.json").write_text('{"quant_method": "modelopt"}')
+    assert fingerprint(base) != before
+
+
+def test_weights_that_cannot_be_seen_are_never_the_same(base: Path) -> None:
+    (base / "offload_index.json").write_text("{}")
+    assert fingerprint(base) == fingerprint(base)
+    assert fingerprint(base, vision=True) != fingerprint(base, vision=True)
+
+
+def test_an_adapter_of_mlx_vlm(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", 1)
+    (adapter / "adapters.safetensors").rename(adapter / "weights.safetensors")
+    before = fingerprint(base, adapter=adapter, vision=True)
+    write_file(adapter / "weights.safetensors", tensors_of(2))
+    assert fingerprint(base, adapter=adapter, vision=True) != before
+
+
+@pytest.mark.parametrize("package", ["mlx", "mlx_lm"])
+def test_another_version_is_another_model(
+    base: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, version = fingerprint(base), fingerprints._version
+    changed = lambda name: "99.0" if name == package else version(name)  # noqa: E731
+    monkeypatch.setattr(fingerprints, "_version", changed)
+    assert fingerprint(base) != before
+
+
+def test_mlx_vlm_counts_for_its_own_models_only(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(base), fingerprint(base, vision=True)
+    version = fingerprints._version
+    changed = lambda name: "99.0" if name == "mlx_vlm" else version(name)  # noqa: E731
+    monkeypatch.setattr(fingerprints, "_version", changed)
+    assert fingerprint(base) == before[0]
+    assert fingerprint(base, vision=True) != before[1]
+
+
+def test_a_patched_library_is_another_one(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, sources = fingerprint(base), fingerprints._sources
+    patched = tmp_path / "llama.py"
+    patched.write_text("# patched")
+    monkeypatch.setattr(fingerprints, "_sources", lambda package: [*sources(package), patched])
+    assert fingerprint(base) != before
 
 
 # --- files that are none -------------------------------------------------------------------

@@ -260,3 +260,23 @@ def test_several_end_tokens() -> None:
     start.take([0])
     start.take([0, 2, 5])
     assert start.fault is None
+
+
+def test_a_grammar_is_kept_for_its_owner() -> None:
+    """How long it takes to compile tells nobody what others have sent."""
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    grammar = Grammar("regex", "[a-z]+")
+    mine = made.compile(grammar, "alice")
+    assert made.compile(grammar, "alice") is mine
+    assert made.compile(grammar, "bob") is not mine
+
+
+def test_what_is_kept_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_KEPT_CHARS", 100)
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    small = made.compile(Grammar("regex", "a"))
+    long = [Grammar("regex", "b" * 40 + str(i)) for i in range(9)]
+    for grammar in long:
+        made.compile(grammar)
+    assert made.compile(Grammar("regex", "a")) is not small
+    assert made._kept_chars == sum(len(g.text) for _, g in made._kept) <= 100

@@ -253,3 +253,22 @@ def test_doctor_knows_a_vision_folder() -> None:
     report = inspect_folder(gallery.folder("qwen3_5"))
     assert report.library == "mlx-vlm"
     assert report.problems == ()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_the_size_of_pictures_is_a_setting_of_the_processor(name: str, tmp_path: Path) -> None:
+    """As many tokens and other pixels: it must not be taken for the same picture."""
+
+    def settings(folder: Path) -> bytes:
+        processor = loader.load_processor(folder, loader.load_tokenizer(folder))
+        assert processor is not None
+        return processor.settings
+
+    folder = Path(shutil.copytree(gallery.folder(name), tmp_path / "model"))
+    before = settings(folder)
+    assert settings(folder) == before
+    path = folder / "preprocessor_config.json"
+    config = json.loads(path.read_text())
+    config["size"] = {side: n + 8 for side, n in config["size"].items()}
+    path.write_text(json.dumps(config))
+    assert settings(folder) != before

@@ -1,11 +1,11 @@
-"""Who is calling: API keys, and the cache namespace each of them gets."""
+"""Who is calling: API keys, the cache namespace each of them gets, and who is the operator."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from firn.core.errors import Unauthorized
 from firn.core.values import Namespace
@@ -25,10 +25,16 @@ def namespace_of(key: str) -> Namespace:
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks. own: what it left here is under this name, and nobody else's. namespace: where its
-    prefixes are cached, which it may share."""
+    prefixes are cached, which it may share. operator: sees everybody's numbers, and may forget what
+    is everybody's."""
 
     own: Namespace
     namespace: Namespace
+    operator: bool = False
+
+    @property
+    def has_key(self) -> bool:
+        return self.own != SHARED
 
 
 ANYONE = Caller(SHARED, SHARED)
@@ -36,21 +42,30 @@ ANYONE = Caller(SHARED, SHARED)
 
 
 class Keys:
-    """The accepted API keys; none at all means that everyone may call. Never changed."""
+    """The accepted API keys; none at all means that everyone may call. Never changed.
 
-    def __init__(self, keys: Sequence[str] = (), *, share: bool = False) -> None:
+    admin: keys of the operator. Where there are no keys of either kind, the operator is who calls
+    from this machine.
+    """
+
+    def __init__(
+        self, keys: Sequence[str] = (), *, admin: Sequence[str] = (), share: bool = False
+    ) -> None:
+        self._required = bool(keys)
+        self._has_admin = bool(admin)
         self._share = share
         self._entries = tuple(
-            (
-                _digest(key.encode()),
-                Caller(namespace_of(key), SHARED if share else namespace_of(key)),
-            )
-            for key in dict.fromkeys(keys)
+            (_digest(key.encode()), self._caller(key, operator=key in admin))
+            for key in dict.fromkeys((*keys, *admin))
         )
+
+    def _caller(self, key: str, *, operator: bool) -> Caller:
+        private = self._required and not self._share
+        return Caller(namespace_of(key), namespace_of(key) if private else SHARED, operator)
 
     @property
     def required(self) -> bool:
-        return bool(self._entries)
+        return self._required
 
     @property
     def private(self) -> bool:
@@ -60,27 +75,28 @@ class Keys:
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
         """Every namespace of the cache that a caller can have."""
-        return tuple(dict.fromkeys(caller.namespace for _, caller in self._entries)) or (SHARED,)
+        found = dict.fromkeys(caller.namespace for _, caller in self._entries)
+        return tuple(found) if self._required else (SHARED,)
 
-    def admit(self, headers: RawHeaders) -> Caller:
-        """Raises Unauthorized."""
-        if not self._entries:
-            return ANYONE
-        presented = list(_presented(headers))
-        if not presented:
-            raise Unauthorized(
-                "This server needs an API key: send it as 'Authorization: Bearer KEY' "
-                "or 'x-api-key: KEY'."
-            )
+    def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
+        """Raises Unauthorized. local: a program on this machine calls."""
+        presented = list(_presented(headers)) if self._entries else []
         admitted: Caller | None = None
         for candidate in map(_digest, presented):
             # Every key is compared, so the time taken tells nothing about which one was close.
             for digest, caller in self._entries:
                 if hmac.compare_digest(candidate, digest):
                     admitted = caller
-        if admitted is None:
-            raise Unauthorized("This API key is not known here.")
-        return admitted
+        if admitted is not None:
+            return admitted
+        if not self._required:
+            return replace(ANYONE, operator=local and not self._has_admin)
+        if not presented:
+            raise Unauthorized(
+                "This server needs an API key: send it as 'Authorization: Bearer KEY' "
+                "or 'x-api-key: KEY'."
+            )
+        raise Unauthorized("This API key is not known here.")
 
 
 def _digest(key: bytes) -> bytes:

@@ -22,6 +22,14 @@ COUNTED = {
 }
 
 
+def own_snapshot(stats: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of what /v1/cache/stats says about one namespace."""
+    if not stats.get("enabled"):
+        return {}
+    parts = {part: held["bytes"] for part, held in stats["memory"]["parts"].items()}
+    return {**stats, "bytes": {"memory": parts}}
+
+
 class CacheMetrics(Collector):
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot

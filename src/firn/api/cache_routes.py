@@ -1,43 +1,49 @@
 """/v1/cache: what is stored, what would hit, what to keep and what to forget.
 
-A caller sees and touches its own namespace only; without private namespaces it sees everything.
+A caller sees and touches its own namespace only; the operator sees everything.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import Future
+import functools
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 
-from firn.api.body import check_content_type, parse_object, read_body
+from firn.api.body import decoded
 from firn.api.dialects import Dialect
 from firn.api.exchange import exchange_of
+from firn.api.intake import Intake
+from firn.api.openapi import error_responses
+from firn.api.origins import check_may_change_cache
 from firn.api.prompting import prompt_of
 from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import InvalidValue, NotFound
 from firn.core.events import Failed
 from firn.core.ports import CacheAdmin
-from firn.core.values import GenerateRequest, Namespace, Prompt
+from firn.core.values import GenerateRequest, Namespace
 
-Ask = Callable[[Prompt, Namespace], "Future[dict[str, Any]]"]
+OWN_ADMISSION = frozenset({"bytes_per_token", "bytes_per_row"})
+"""Of the model, and so no secret."""
 
 
 class CacheRoutes:
     """One per app. `dialects` decode the bodies of probe and pin: each is a body of its API."""
 
-    def __init__(self, services: Services, admin: CacheAdmin, dialects: list[Dialect]) -> None:
+    def __init__(
+        self, services: Services, admin: CacheAdmin, dialects: list[Dialect], intake: Intake
+    ) -> None:
         self._services = services
         self._admin = admin
         self._dialects = dialects
+        self._intake = intake
 
     def add_to(self, app: FastAPI) -> None:
-        add = app.add_api_route
+        add = functools.partial(app.add_api_route, responses=error_responses())
         add("/v1/cache/stats", self.stats, methods=["GET"], summary="What the cache holds and did")
         add("/v1/cache/probe", self.probe, methods=["POST"], summary="What a request would reuse")
         add("/v1/cache/pin", self.pin, methods=["POST"], summary="Keep a request's prefix")
@@ -45,32 +51,40 @@ class CacheRoutes:
         add("/v1/cache", self.clear, methods=["DELETE"], summary="Forget what is stored")
 
     async def stats(self, request: Request) -> dict[str, Any]:
-        return await asyncio.wrap_future(self._admin.stats(self._scope(request)))
+        found = await asyncio.wrap_future(self._admin.stats(self._scope(request)))
+        caller = exchange_of(request.scope).caller
+        if not caller.operator:  # how full the machine is tells what others do
+            own = {"calls": self._services.quotas.n_calls(caller.own)}
+            shown = {k: v for k, v in found.get("admission", {}).items() if k in OWN_ADMISSION}
+            found["admission"] = {**shown, **own}
+        return found
 
     async def probe(self, request: Request) -> dict[str, Any]:
-        prompt = await prompt_of(self._services, await self._decode(request))
-        asked = self._admin.probe(prompt, exchange_of(request.scope).namespace)
-        return await asyncio.wrap_future(asked)
+        namespace = exchange_of(request.scope).namespace
+        prompt = await prompt_of(self._services, await self._decode(request), namespace)
+        return await asyncio.wrap_future(self._admin.probe(prompt, namespace))
 
     async def pin(self, request: Request) -> dict[str, Any]:
         """Computes the prompt first, where it is not stored yet."""
+        check_may_change_cache(request.scope)
+        namespace = exchange_of(request.scope).namespace
         wanted = await self._decode(request)
         await self._compute(wanted, request)
-        prompt = await prompt_of(self._services, wanted)
-        asked = self._admin.pin(prompt, exchange_of(request.scope).namespace)
-        return await asyncio.wrap_future(asked)
+        prompt = await prompt_of(self._services, wanted, namespace)
+        return await asyncio.wrap_future(self._admin.pin(prompt, namespace))
 
     async def unpin(self, request: Request) -> dict[str, Any]:
-        prompt = await prompt_of(self._services, await self._decode(request))
-        asked = self._admin.unpin(prompt, exchange_of(request.scope).namespace)
-        return await asyncio.wrap_future(asked)
+        check_may_change_cache(request.scope)
+        namespace = exchange_of(request.scope).namespace
+        prompt = await prompt_of(self._services, await self._decode(request), namespace)
+        return await asyncio.wrap_future(self._admin.unpin(prompt, namespace))
 
     async def clear(
         self, request: Request, namespace: str | None = None, model: str | None = None
     ) -> dict[str, Any]:
         """`namespace` (a digest, as `firn cache ls` shows it) must be the caller's own."""
-        served = self._services.engine.model.name
-        if model is not None and model not in {served, *self._services.model_aliases}:
+        check_may_change_cache(request.scope)
+        if model is not None and not self._services.serves(model):
             raise NotFound(f"The model {model!r} is not served here.", param="model")
         own = exchange_of(request.scope).namespace
         if namespace is not None and namespace != own:
@@ -79,21 +93,20 @@ class CacheRoutes:
         return await asyncio.wrap_future(self._admin.clear(scope))
 
     def _scope(self, request: Request) -> Namespace | None:
-        """None: everything, where nobody has anything private."""
-        return exchange_of(request.scope).namespace if self._services.keys.private else None
+        """None: everything."""
+        caller = exchange_of(request.scope).caller
+        return None if caller.operator else caller.namespace
 
     async def _decode(self, request: Request) -> GenerateRequest:
-        check_content_type(request.scope["headers"])
-        raw = await read_body(
-            request.scope["headers"],
-            request.receive,
-            limit_nbytes=self._services.limits.body_nbytes,
-        )
-        body = parse_object(raw)
+        raw = await self._intake.read(request.scope, request.receive)
+        own = exchange_of(request.scope).caller.own
+        return await decoded(raw, self._services.pool, lambda body: self._request(body, own))
+
+    def _request(self, body: dict[str, Any], own: Namespace) -> GenerateRequest:
         key = "messages" if "messages" in body else "prompt"
         path = "/v1/chat/completions" if key == "messages" else "/v1/completions"
         dialect = next(d for d in self._dialects if d.path == path)
-        call = dialect.decode(body, namespace=exchange_of(request.scope).caller.own)
+        call = dialect.decode(body, namespace=own)
         if len(call.requests) != 1:
             raise InvalidValue(key, "one prompt at a time")
         self._services.check_model(call.requests[0].model)
@@ -105,7 +118,7 @@ class CacheRoutes:
         session = Session(
             self._services, [one], id=f"{exchange.id}-pin", namespace=exchange.namespace
         )
-        with closing(session):
+        with self._services.quotas.call(exchange.caller.own, session), closing(session):
             await session.start()
             async for batch in session:
                 if batch and isinstance(batch[-1], Failed):

@@ -28,7 +28,7 @@ def embedding_routes(services: Services) -> tuple[Extra, ...]:
     async def embed(asked: Asked) -> Mapping[str, Any]:
         return await _answer(services, Fields(asked.body))
 
-    return (Extra("POST", "/v1/embeddings", "Texts as vectors", embed, _SCHEMA),)
+    return (Extra("POST", "/v1/embeddings", "Texts as vectors", embed, _SCHEMA, computes=True),)
 
 
 async def _answer(services: Services, body: Fields) -> dict[str, Any]:

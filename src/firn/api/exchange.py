@@ -13,7 +13,7 @@ from starlette.types import Scope, Send
 
 from firn.api.auth import ANYONE, Caller
 from firn.api.dialects import Dialect, _openai
-from firn.core.errors import FirnError, QueueFull, Unauthorized
+from firn.core.errors import FirnError, TryLater, Unauthorized
 from firn.core.values import Namespace
 
 SCOPE_KEY = "firn.exchange"
@@ -32,6 +32,10 @@ class Exchange:
     status: int = 0
     gone: bool = False
     summary: str = ""
+    body_nbytes: int = 0
+    """Taken of the room for bodies."""
+    fault: FirnError | None = None
+    """Why it was refused, or ended badly."""
 
     @property
     def namespace(self) -> Namespace:
@@ -97,7 +101,7 @@ async def send_error(send: Send, error: FirnError, render: RenderError) -> None:
 
 def error_headers(error: FirnError) -> Headers:
     match error:
-        case QueueFull():
+        case TryLater():
             return [(b"retry-after", str(error.retry_after_s).encode())]
         case Unauthorized():
             return [(b"www-authenticate", b"Bearer")]

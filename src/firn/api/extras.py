@@ -8,28 +8,30 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from firn.api.body import check_content_type, parse_object, read_body
+from firn.api.body import decoded
 from firn.api.dialects import Asked, Extra
 from firn.api.exchange import exchange_of
+from firn.api.intake import Intake
 from firn.api.openapi import error_responses
+from firn.api.origins import refuse_pages
 from firn.api.services import Services
 
 
-def add_extra(app: FastAPI, extra: Extra, services: Services) -> None:
+def add_extra(app: FastAPI, extra: Extra, services: Services, intake: Intake) -> None:
     async def endpoint(request: Request) -> JSONResponse:
-        body: dict[str, Any] = {}
-        if extra.schema is not None:
-            headers = request.scope["headers"]
-            check_content_type(headers)
-            limit = services.limits.body_nbytes
-            body = parse_object(await read_body(headers, request.receive, limit_nbytes=limit))
-        asked = Asked(
-            namespace=exchange_of(request.scope).caller.own,
-            path=request.path_params,
-            query=dict(request.query_params),
-            body=body,
-        )
-        return JSONResponse(await extra.answer(asked))
+        own = exchange_of(request.scope).caller.own
+        path, query = request.path_params, dict(request.query_params)
+        if extra.schema is None:
+            if extra.method != "GET":
+                refuse_pages(request.scope, services.allow_origins)
+            return JSONResponse(await extra.answer(Asked(own, path, query)))
+        raw = await intake.read(request.scope, request.receive)
+        work = _Counted()
+        with services.quotas.call(own, work, n_requests=0):
+            body = await decoded(raw, services.pool, lambda given: given)
+            answer = await extra.answer(Asked(own, path, query, body))
+            work.n_computed = int(answer["usage"]["total_tokens"]) if extra.computes else 0
+        return JSONResponse(answer)
 
     app.add_api_route(
         extra.path,
@@ -40,6 +42,13 @@ def add_extra(app: FastAPI, extra: Extra, services: Services) -> None:
         responses=error_responses(),
         openapi_extra=_described(extra),
     )
+
+
+class _Counted:
+    """What such a call counts for: its place, and its tokens where it says how many it computed."""
+
+    n_waiting = 0
+    n_computed = 0
 
 
 def _described(extra: Extra) -> dict[str, Any]:

@@ -10,13 +10,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from firn.api.auth import Keys
 from firn.api.body import ClientGone
 from firn.api.exchange import SCOPE_KEY, Exchange, ServerFault, Shapes, exchange_of, send_error
+from firn.api.hosts import Hosts, is_local
+from firn.api.intake import Intake
 from firn.api.metrics import Metrics
-from firn.core.errors import Unauthorized
+from firn.core.errors import Crowded, FirnError, HostNotAllowed, Unauthorized
 
 logger = logging.getLogger("firn.api")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """For supervisors: no key needed, and no log line above DEBUG."""
+CROWDED_KEY = "firn.crowded"
+"""Set in the scope of a connection that is one too many: it is for those paths."""
+MAX_WHY_CHARS = 300
 
 
 class Front:
@@ -26,11 +31,18 @@ class Front:
     """
 
     def __init__(
-        self, app: ASGIApp, *, shapes: Shapes, metrics: Metrics, routes: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        shapes: Shapes,
+        metrics: Metrics,
+        intake: Intake,
+        routes: frozenset[str],
     ) -> None:
         self._app = app
         self._shapes = shapes
         self._metrics = metrics
+        self._intake = intake
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,27 +68,57 @@ class Front:
             logger.exception("%s %s %a failed", exchange.id, scope["method"], scope["path"][:200])
             if exchange.status:
                 raise  # too late for a status: the server breaks the connection
-            await send_error(tagged, ServerFault(exchange.id), self._shapes.of(scope["path"]))
+            exchange.fault = ServerFault(exchange.id)
+            await send_error(tagged, exchange.fault, self._shapes.of(scope["path"]))
         finally:
+            self._intake.give_back(exchange)
             self._note(exchange, scope)
 
     def _note(self, exchange: Exchange, scope: Scope) -> None:
         path, known = scope["path"], scope["path"] in self._routes
-        self._metrics.count_request(path if known else "other", exchange.status)
-        if exchange.gone:
-            self._metrics.count_gone()
+        route, own = path if known else "other", exchange.caller.own
+        self._metrics.count_request(own, route, exchange.status, gone=exchange.gone)
         quiet = path in OPEN_PATHS or path == "/metrics"
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
-            "%s %s %s %s %.3fs%s%s",
+            "%s %s %s %s %.3fs%s%s%s",
             exchange.id,
             scope["method"],
             path if known else ascii(path[:200]),  # it may hold line breaks
             exchange.status or "-",
             time.perf_counter() - exchange.began_at,
             exchange.summary,
+            _why(exchange.fault),
             " client gone" if exchange.gone else "",
         )
+
+
+class HostGate:
+    """Refuses what was meant for somebody else. Outside of CORS: no page is told anything."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Hosts, shapes: Shapes) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._shapes = shapes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._hosts.check(scope["headers"])
+        except HostNotAllowed as error:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await send_error(send, error, self._shapes.of(scope["path"]))
+            return
+        await self._app(scope, receive, send)
+
+
+def _why(fault: FirnError | None) -> str:
+    """What the client was told. It may quote what the client sent: escaped, and not all of it."""
+    return "" if fault is None else f" error={fault.code} {fault.message[:MAX_WHY_CHARS]!a}"
 
 
 class Gate:
@@ -88,10 +130,16 @@ class Gate:
         self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http":
+            is_open = scope["path"] in OPEN_PATHS
             try:
-                exchange_of(scope).caller = self._keys.admit(scope["headers"])
-            except Unauthorized as error:
-                await send_error(send, error, self._shapes.of(scope["path"]))
-                return
+                if scope.get(CROWDED_KEY) and not is_open:
+                    raise Crowded("The server has too many connections; try again shortly.")
+                caller = self._keys.admit(scope["headers"], local=is_local(scope))
+                exchange_of(scope).caller = caller
+            except (Unauthorized, Crowded) as error:
+                if not is_open:
+                    exchange_of(scope).fault = error
+                    await send_error(send, error, self._shapes.of(scope["path"]))
+                    return
         await self._app(scope, receive, send)

@@ -8,19 +8,20 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from starlette.types import Receive, Scope, Send
 
 from firn.api import sse
-from firn.api.body import ClientGone, check_content_type, parse_object, read_body
+from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
 from firn.api.exchange import Exchange, Headers, ServerFault, exchange_of, send_error, send_json
+from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import Session
-from firn.core.errors import Cancelled, FirnError, ShuttingDown
+from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed
 
 logger = logging.getLogger("firn.api")
@@ -33,9 +34,12 @@ class Generate:
     """One per dialect and app. Holds nothing of a call (that is the session's), but for the tasks
     that go on in the background."""
 
-    def __init__(self, dialect: Dialect, services: Services, metrics: Metrics) -> None:
+    def __init__(
+        self, dialect: Dialect, services: Services, metrics: Metrics, intake: Intake
+    ) -> None:
         self._dialect = dialect
         self._services = services
+        self._intake = intake
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -45,15 +49,18 @@ class Generate:
             call = await self._decode(scope, receive, exchange)
             await _while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
+            exchange.fault = error
             await send_error(send, error, self._dialect.render_error)
 
     async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> Call:
         services = self._services
         if services.mailroom.draining:
             raise ShuttingDown()
-        check_content_type(scope["headers"])
-        raw = await read_body(scope["headers"], receive, limit_nbytes=services.limits.body_nbytes)
-        call = self._dialect.decode(parse_object(raw), namespace=exchange.caller.own)
+        raw = await self._intake.read(scope, receive)
+        own = exchange.caller.own
+        call = await decoded(
+            raw, services.pool, lambda body: self._dialect.decode(body, namespace=own)
+        )
         if call.ignored:
             logger.debug("%s ignored: %a", exchange.id, ", ".join(call.ignored)[:500])
         return call
@@ -73,8 +80,13 @@ class Generate:
         )
         tally = _Tally(exchange, session, self._metrics)
         with ExitStack() as held:
+            quota = self._services.quotas.call(
+                exchange.caller.own, session, n_requests=len(call.requests)
+            )
+            held.enter_context(quota)
             held.enter_context(contextlib.closing(session))
             held.enter_context(contextlib.closing(tally))
+            held.enter_context(self._deadline(head))
             await session.start()
             if call.background:
                 begun = call.fold(head, ())
@@ -86,6 +98,22 @@ class Generate:
                 await _stream(call, head, session, send, tally)
             else:
                 await _reply(call, head, session, send, tally)
+
+    @contextlib.contextmanager
+    def _deadline(self, head: Head) -> Iterator[None]:
+        """The call fails when its time is up."""
+        limit_s = self._services.limits.timeout_s
+        if limit_s is None:
+            yield
+            return
+        fail = self._services.mailroom.fail
+        timer = asyncio.get_running_loop().call_later(
+            limit_s, fail, head.request, TimedOut(limit_s)
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
@@ -185,6 +213,7 @@ class _Tally:
                 self._reasons.append(event.reason)
             elif type(event) is Failed:
                 self._reasons.append(event.error.code)
+                self.exchange.fault = event.error
 
     def close(self) -> None:
         now = time.perf_counter()
@@ -200,7 +229,7 @@ class _Tally:
         if self._reasons:
             text += f" finish={','.join(dict.fromkeys(self._reasons))}"
         self.exchange.summary = text
-        self._metrics.count_call(usage, first_token_s=first_s)
+        self._metrics.count_call(self.exchange.caller.own, usage, first_token_s=first_s)
 
 
 def _from_where(found: Sequence[Admitted]) -> str:

@@ -1,8 +1,8 @@
-"""What /metrics shows. Own registry, no globals."""
+"""What /metrics shows: everything to the operator, to a caller its own. Own registries, no globals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -11,52 +11,48 @@ from prometheus_client.registry import Collector
 
 from firn.api.mailroom import Mailroom
 from firn.core.ports import Engine
-from firn.core.values import Usage
+from firn.core.values import Namespace, Usage
 
 FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
-class Metrics:
-    """Owner of the counters of the HTTP side; one per app, asyncio thread."""
+class Counters:
+    """One party's requests and tokens. Owner: Metrics."""
 
-    def __init__(
-        self, engine: Engine, mailroom: Mailroom, *, extra: Iterable[Collector] = ()
-    ) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, *collectors: Collector) -> None:
+        self.registry = CollectorRegistry()
         self._requests = Counter(
             "firn_requests",
             "HTTP requests by route and status.",
             ["route", "status"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._first_token = Histogram(
             "firn_first_token_seconds",
             "From the arrival of a request to its first token.",
             buckets=FIRST_TOKEN_BUCKETS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._tokens = Counter(
             "firn_tokens",
             "Tokens by kind; cached is a part of prompt, reasoning of completion.",
             ["kind"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._gone = Counter(
             "firn_clients_gone",
             "Requests whose client went away before the end.",
-            registry=self._registry,
+            registry=self.registry,
         )
-        self._registry.register(_Live(engine, mailroom))
-        for collector in extra:
-            self._registry.register(collector)
+        for collector in collectors:
+            self.registry.register(collector)
 
-    def count_request(self, route: str, status: int) -> None:
+    def request(self, route: str, status: int, *, gone: bool) -> None:
         self._requests.labels(route, str(status)).inc()
+        if gone:
+            self._gone.inc()
 
-    def count_gone(self) -> None:
-        self._gone.inc()
-
-    def count_call(self, usage: Usage, *, first_token_s: float | None) -> None:
+    def call(self, usage: Usage, *, first_token_s: float | None) -> None:
         self._tokens.labels("prompt").inc(usage.n_prompt)
         self._tokens.labels("cached").inc(usage.n_cached)
         self._tokens.labels("completion").inc(usage.n_completion)
@@ -64,8 +60,61 @@ class Metrics:
         if first_token_s is not None:
             self._first_token.observe(first_token_s)
 
+
+class Metrics:
+    """Owner of the counters of the HTTP side; one per app, asyncio thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        mailroom: Mailroom,
+        *,
+        n_calls: Callable[[Namespace], int] = lambda own: 0,
+        extra: Iterable[Collector] = (),
+    ) -> None:
+        """n_calls: those of one caller that have not ended."""
+        self._everything = Counters(_Live(engine, mailroom), *extra)
+        self._n_calls = n_calls
+        self._own: dict[Namespace, Counters] = {}
+
+    def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None:
+        for counters in (self._everything, self._of(own)):
+            counters.request(route, status, gone=gone)
+
+    def count_call(self, own: Namespace, usage: Usage, *, first_token_s: float | None) -> None:
+        for counters in (self._everything, self._of(own)):
+            counters.call(usage, first_token_s=first_token_s)
+
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        """For the operator."""
+        return generate_latest(self._everything.registry)
+
+    def render_own(self, own: Namespace, *, extra: Iterable[Collector] = ()) -> bytes:
+        """For one caller: what it did, and what `extra` knows of it."""
+        registry = CollectorRegistry()
+        for collector in extra:
+            registry.register(collector)
+        return generate_latest(self._of(own).registry) + generate_latest(registry)
+
+    def _of(self, own: Namespace) -> Counters:
+        """As many as there are keys: nobody else gets past the gate."""
+        if own not in self._own:
+            self._own[own] = Counters(_Calls(lambda: self._n_calls(own)))
+        return self._own[own]
+
+
+CALLS = "Calls accepted and not ended."
+
+
+class _Calls(Collector):
+    def __init__(self, n_calls: Callable[[], int]) -> None:
+        self._n_calls = n_calls
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("firn_calls", CALLS, value=self._n_calls())
 
 
 class _Live(Collector):
@@ -85,9 +134,7 @@ class _Live(Collector):
         jobs.add_metric(["prefilling"], health.n_prefilling)
         jobs.add_metric(["decoding"], health.n_decoding)
         yield jobs
-        yield GaugeMetricFamily(
-            "firn_calls", "Calls accepted and not ended.", value=self._mailroom.n_calls
-        )
+        yield GaugeMetricFamily("firn_calls", CALLS, value=self._mailroom.n_calls)
         yield GaugeMetricFamily(
             "firn_engine_alive", "1 while the engine thread lives.", value=float(health.alive)
         )

@@ -16,12 +16,14 @@ from firn.api.dialects import Dialect
 ERRORS = {
     400: "A parameter is wrong, or the prompt too long.",
     401: "No API key, or one that is not known.",
+    403: "Not to this host name, or not for this caller.",
     404: "No such model or route.",
     405: "Another method is needed.",
     413: "The body is too large.",
-    429: "Too many requests are waiting; see Retry-After.",
+    429: "Too many requests, of this client or of all; see Retry-After.",
     500: "A mistake of the server.",
-    503: "The server is stopping.",
+    503: "The server is stopping, or overloaded.",
+    504: "It took longer than a request may take.",
 }
 
 

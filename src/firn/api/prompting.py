@@ -3,22 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+from firn.api.auth import SHARED
 from firn.api.services import Services
-from firn.core.errors import BadRequest, ContextTooLong
-from firn.core.values import GenerateRequest, Prompt
+from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
+from firn.core.values import (
+    Chat,
+    GenerateRequest,
+    ImagePart,
+    Middle,
+    Namespace,
+    Part,
+    Prompt,
+    RawTokens,
+    Source,
+)
 
 
-def make_prompt(services: Services, request: GenerateRequest) -> Prompt:
-    """Takes its time: not for the asyncio thread."""
+def make_prompt(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
+    """Takes its time: not for the asyncio thread. owner: whose pictures these are."""
+    source = request.source
     try:
-        return services.prompts.make(request.source, reasoning=request.reasoning)
+        if isinstance(source, Middle):
+            if services.infill is None:
+                raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
+            source = RawTokens(services.infill.ids(source.prefix, source.suffix))
+        return services.prompts.make(_owned(source, owner), reasoning=request.reasoning)
     except UnicodeEncodeError:
         raise BadRequest(
             "The prompt has an unpaired surrogate, which is no text.", param="messages"
         ) from None
     except RecursionError:
         raise BadRequest("The prompt is nested too deeply.", param="messages") from None
+
+
+def _owned(source: Source, owner: Namespace) -> Source:
+    """With pictures that are kept for their owner alone, where callers share nothing."""
+    if owner == SHARED or not isinstance(source, Chat):
+        return source
+
+    def owned(part: Part) -> Part:
+        return replace(part, owner=owner) if isinstance(part, ImagePart) else part
+
+    if not any(isinstance(part, ImagePart) for m in source.messages for part in m.parts):
+        return source
+    messages = tuple(replace(m, parts=tuple(map(owned, m.parts))) for m in source.messages)
+    return replace(source, messages=messages)
 
 
 async def gathered(services: Services, request: GenerateRequest) -> GenerateRequest:
@@ -29,17 +60,17 @@ async def gathered(services: Services, request: GenerateRequest) -> GenerateRequ
     return request
 
 
-async def prompt_of(services: Services, request: GenerateRequest) -> Prompt:
+async def prompt_of(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """As a reply to it would begin, for those who generate nothing."""
     request = await gathered(services, request)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(services.pool, make_prompt, services, request)
+    return await loop.run_in_executor(services.pool, make_prompt, services, request, owner)
 
 
-async def count_tokens(services: Services, request: GenerateRequest) -> int:
+async def count_tokens(services: Services, request: GenerateRequest, owner: Namespace) -> int:
     """What the template makes of it, also where that is too long to be answered."""
     services.check_model(request.model)
     try:
-        return len(await prompt_of(services, request))
+        return len(await prompt_of(services, request, owner))
     except ContextTooLong as error:
         return error.n_prompt

@@ -2,50 +2,66 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from firn import __version__
+from firn.api.auth import Caller
+from firn.api.cache_metrics import CacheMetrics, own_snapshot
 from firn.api.cache_routes import CacheRoutes
 from firn.api.dialects import discover
 from firn.api.embedding_routes import embedding_routes
-from firn.api.exchange import HttpFault, Shapes, error_headers
+from firn.api.exchange import HttpFault, Shapes, error_headers, exchange_of
 from firn.api.extras import add_extra
-from firn.api.front import Front, Gate
+from firn.api.front import Front, Gate, HostGate
 from firn.api.generate import Generate
+from firn.api.intake import Intake
 from firn.api.metrics import Metrics
+from firn.api.model_routes import add_models
 from firn.api.openapi import describe
+from firn.api.rate import RateLimit
 from firn.api.services import Services
 from firn.api.token_routes import token_routes
-from firn.core.errors import FirnError, ModelNotFound
-from firn.core.values import ModelInfo
+from firn.core.errors import FirnError
 
 
 def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
-    dialects = discover()
+    dialects = discover(services.defaults)
     shapes = Shapes(dialects)
-    metrics = Metrics(services.engine, services.mailroom, extra=services.extra_collectors)
+    limits = services.limits
+    intake = Intake(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
+    metrics = Metrics(
+        services.engine,
+        services.mailroom,
+        n_calls=services.quotas.n_calls,
+        extra=services.extra_collectors,
+    )
     for dialect in dialects:
-        endpoint = Generate(dialect, services, metrics)
+        endpoint = Generate(dialect, services, metrics, intake)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
         for extra in dialect.routes(services):
-            add_extra(app, extra, services)
+            add_extra(app, extra, services, intake)
     for extra in (*token_routes(services, dialects), *embedding_routes(services)):
-        add_extra(app, extra, services)
+        add_extra(app, extra, services, intake)
     if services.cache_admin is not None:
-        CacheRoutes(services, services.cache_admin, dialects).add_to(app)
-    _add_models(app, services)
+        CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
+    add_models(app, services)
     _add_probes(app, services, metrics)
     _add_error_shapes(app, shapes)
     # The last one added is the outermost.
+    if services.limits.requests_per_minute is not None:
+        per_minute = services.limits.requests_per_minute
+        app.add_middleware(RateLimit, per_minute=per_minute, shapes=shapes)
     app.add_middleware(Gate, keys=services.keys, shapes=shapes)
     if services.allow_origins:
         app.add_middleware(
@@ -55,73 +71,43 @@ def create_app(services: Services) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
         )
+    app.add_middleware(HostGate, hosts=services.hosts, shapes=shapes)
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(Front, shapes=shapes, metrics=metrics, routes=routes)
+    app.add_middleware(Front, shapes=shapes, metrics=metrics, intake=intake, routes=routes)
     describe(app, dialects, with_keys=services.keys.required)
     return app
 
 
-def _add_models(app: FastAPI, services: Services) -> None:
-    @app.get("/v1/models", summary="What is served")
-    async def models() -> dict[str, Any]:
-        model = services.engine.model
-        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
-        return {"object": "list", "data": [_model_object(model)], **ends}
-
-    missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
-
-    @app.get("/v1/models/{model_id:path}", summary="One model", responses=missing)
-    async def model(model_id: str) -> dict[str, Any]:
-        served = services.engine.model
-        if model_id != served.name and model_id not in services.model_aliases:
-            raise ModelNotFound(model_id, served.name)
-        return _model_object(served)
-
-
-def _model_object(model: ModelInfo) -> dict[str, Any]:
-    """As OpenAI's clients know it and as Anthropic's do, and what we have to say besides."""
-    born = datetime.fromtimestamp(model.created, tz=UTC)
-    return {
-        "id": model.name,
-        "object": "model",
-        "type": "model",
-        "display_name": model.name,
-        "created": model.created,
-        "created_at": born.isoformat().replace("+00:00", "Z"),
-        "lifecycle": "active",
-        "max_input_tokens": model.context_length,
-        "owned_by": "firn",
-        "architecture": model.architecture,
-        "context_length": model.context_length,
-        "dtype": model.dtype,
-        "vision": model.vision,
-        "layer_kinds": list(model.layer_kinds),
-        "batched": model.batchable,
-        "unbatched_why": model.unbatchable_why,
-    }
-
-
 def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
-    @app.get("/health", summary="The process is alive")
-    async def health() -> dict[str, Any]:
+    async def root() -> dict[str, Any]:
+        return {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
+
+    async def health(request: Request) -> dict[str, Any]:
         engine = services.engine.health()
+        calls: dict[str, Any] = {}
+        stages: dict[str, Any] = {}
+        # Where callers have keys, how busy the server is tells each of them what others do.
+        if exchange_of(request.scope).caller.operator or not services.keys.required:
+            calls = {"calls": services.mailroom.n_calls}
+            stages = {
+                "waiting": engine.n_waiting,
+                "prefilling": engine.n_prefilling,
+                "decoding": engine.n_decoding,
+            }
         return {
             "status": "ok" if engine.alive else "engine dead",
             "version": __version__,
             "model": services.engine.model.name,
             "draining": services.mailroom.draining,
-            "calls": services.mailroom.n_calls,
+            **calls,
             "engine": {
                 "alive": engine.alive,
                 "last_step_age_s": round(engine.last_step_age_s, 3),
-                "waiting": engine.n_waiting,
-                "prefilling": engine.n_prefilling,
-                "decoding": engine.n_decoding,
+                **stages,
             },
             **services.health_details(),
         }
 
-    @app.get("/ready", summary="The engine answers", responses={503: {"description": "Not now"}})
     async def ready() -> JSONResponse:
         engine = services.engine.health()
         why = None
@@ -134,13 +120,34 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
         body = {"ready": why is None, "why": why}
         return JSONResponse(body, status_code=200 if why is None else 503)
 
+    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
+    for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
+        add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
+        add("/", root, summary="Who is there")
+        add("/health", health, summary="The process is alive")
+        add("/ready", ready, summary="The engine answers", responses=not_now)
+
     @app.get("/metrics", summary="For Prometheus", response_class=Response)
-    async def prometheus() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def prometheus(request: Request) -> Response:
+        caller = exchange_of(request.scope).caller
+        if caller.operator:
+            shown = metrics.render()
+        else:
+            shown = metrics.render_own(caller.own, extra=await _own_cache(services, caller))
+        return Response(shown, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...]:
+    """The cache's counters for one caller."""
+    if services.cache_admin is None:
+        return ()
+    found = await asyncio.wrap_future(services.cache_admin.stats(caller.namespace))
+    return (CacheMetrics(lambda: own_snapshot(found)),)
 
 
 def _add_error_shapes(app: FastAPI, shapes: Shapes) -> None:
     def render(request: Request, error: FirnError) -> JSONResponse:
+        exchange_of(request.scope).fault = error
         body = shapes.of(request.url.path)(error)
         headers = {name.decode(): value.decode("latin-1") for name, value in error_headers(error)}
         return JSONResponse(body, status_code=error.status, headers=headers)

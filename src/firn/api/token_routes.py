@@ -26,7 +26,7 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra
             raise InvalidValue("text", "is required, or messages")
         if text is None:
             (request,) = chat.decode(asked.body, namespace=asked.namespace).requests
-            prompt = await prompt_of(services, request)
+            prompt = await prompt_of(services, request, asked.namespace)
             return await _in_pool(services, lambda: _shown(services, prompt.ids.tolist()))
         given, special = string(text, "text"), body.boolean("add_special_tokens", True)
         return await _in_pool(

@@ -9,7 +9,10 @@ import typer
 
 from firn.config import Config, unknown_variables
 from firn.core.errors import SetupError
-from firn.machine import is_loopback
+from firn.machine import is_loopback, most_descriptors
+
+MLX_LM_FILES = 4096
+"""What mlx-lm sets as the limit when it is imported, or fails."""
 
 
 def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> int:
@@ -26,6 +29,11 @@ def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> in
 
 def _app() -> Callable[[Config], int]:
     """The composition root. Importing it imports MLX, which may not be there."""
+    if most_descriptors() < MLX_LM_FILES:
+        raise SetupError(
+            f"mlx-lm needs a limit of {MLX_LM_FILES} open files, and this user's is "
+            f"{most_descriptors()}; raise it (ulimit -Hn {MLX_LM_FILES})"
+        )
     try:
         from firn.app import serve as start
     except ImportError as error:

@@ -98,6 +98,23 @@ class Unauthorized(FirnError):
     kind = "authentication_error"
 
 
+class Forbidden(FirnError):
+    status = 403
+    code = "forbidden"
+    kind = "permission_error"
+
+
+class HostNotAllowed(Forbidden):
+    """Sent to a name that is not ours, as a web page does that passes for this server."""
+
+    code = "host_not_allowed"
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"This server does not answer to the name {host!r}; --allowed-host would allow it."
+        )
+
+
 class NotFound(FirnError):
     status = 404
     code = "not_found"
@@ -136,14 +153,60 @@ class Cancelled(FirnError):
 # --- the server's side ---------------------------------------------------------------------
 
 
-class QueueFull(FirnError):
+class TryLater(FirnError):
+    """Not now; `retry_after_s` from now perhaps."""
+
     status = 429
-    code = "queue_full"
     kind = "rate_limit_error"
 
-    def __init__(self, n_waiting: int, *, retry_after_s: int = 1) -> None:
-        super().__init__(f"{n_waiting} requests are waiting already; try again shortly.")
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QueueFull(TryLater):
+    code = "queue_full"
+
+    def __init__(self, n_waiting: int, *, retry_after_s: int = 1) -> None:
+        # How many others wait is nobody's business.
+        super().__init__(
+            "Too many requests are waiting; try again shortly.", retry_after_s=retry_after_s
+        )
+        self.n_waiting = n_waiting
+
+
+class KeyLimit(TryLater):
+    """This key has what one key may have at a time."""
+
+    code = "rate_limit_exceeded"
+
+
+class Crowded(TryLater):
+    """Connections or memory for requests run short."""
+
+    status = 503
+    code = "overloaded"
+    kind = "server_error"
+
+
+class TooManyRequests(TryLater):
+    """A client has had its share of this minute."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, per_minute: int, *, retry_after_s: int) -> None:
+        super().__init__(
+            f"More than {per_minute} requests in a minute; try again in {retry_after_s} s.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class TimedOut(FirnError):
+    status = 504
+    code = "timeout"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"The request took longer than {limit_s:g} s, which is the limit here.")
 
 
 class ShuttingDown(FirnError):

@@ -213,11 +213,19 @@ class Runner(Protocol):
         """A new row, empty or with a restored past."""
         ...
 
-    def prefill(self, row: Any, prompt: Prompt, end: int) -> None:
-        """Dispatch prompt tokens [row.n_tokens, end); `settle` awaits them."""
+    def prefill(
+        self, row: Any, prompt: Prompt, end: int, *, top_logprobs: int | None = None
+    ) -> None:
+        """Dispatch prompt tokens [row.n_tokens, end); `settle` awaits them.
+
+        top_logprobs: tell, too, how likely the tokens [row.n_tokens + 1, end + 1) are, and so many
+        of the likeliest beside each.
+        """
         ...
 
-    def settle(self, row: Any) -> None: ...
+    def settle(self, row: Any) -> Sequence[TokenLogprob]:
+        """Wait for what was dispatched; the logprobs that were asked for."""
+        ...
 
     def choices(self, row: Any, job: Job, indices: Sequence[int]) -> list[Any]:
         """One row for each choice, all with this row's past, each with its own sampler."""

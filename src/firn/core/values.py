@@ -7,7 +7,7 @@ All of it is frozen. A dialect builds a `GenerateRequest`; `text.prompt` turns i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NewType
 
@@ -33,11 +33,13 @@ class TextPart:
 @dataclass(frozen=True, slots=True)
 class ImagePart:
     """A picture by reference. `data` is what an address has led to, once it was fetched; `fault` why
-    it has led to nothing."""
+    it has led to nothing. `owner` is who may find out, by the time it takes, that the picture has been
+    here before; "": everybody."""
 
     url: str
     param: str = "messages"
     data: bytes | None = None
+    owner: str = ""
     fault: str = ""
 
 
@@ -192,6 +194,14 @@ class RawTokens:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """What is between two texts is to be written."""
+
+    prefix: str
+    suffix: str
+
+
 Source = Chat | RawText | RawTokens
 
 
@@ -229,11 +239,39 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds where a request says nothing: the model's own ways, and the server's flags."""
+
+    sampling: Sampling = Sampling()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
+
+    def reasoning(self, given: Reasoning) -> Reasoning:
+        if given.budget_tokens is not None or self.thinking_budget is None:
+            return given
+        return replace(given, budget_tokens=self.thinking_budget)
+
+    def kwargs(self, given: Mapping[str, Any], reasoning: Reasoning) -> Mapping[str, Any]:
+        """A request's template variables; those that it sets by other means are not set again."""
+        said: set[str] = set()
+        if reasoning.enabled is not None:
+            said |= {"enable_thinking", "thinking"}
+        if reasoning.effort is not None:
+            said.add("reasoning_effort")
+        kept = {name: value for name, value in self.template_kwargs.items() if name not in said}
+        return {**kept, **given}
+
+
+PLAIN_DEFAULTS = Defaults()
+"""Of a server that says nothing about it."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt, `n` replies. The one shape behind every API."""
 
     model: str
-    source: Source
+    source: Source | Middle
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -304,7 +342,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request as the engine sees it: tokens in, tokens out."""
+    """One request as the engine sees it: tokens in, tokens out. max_tokens 0: the prompt is read,
+    and that is all."""
 
     id: RequestId
     prompt: Prompt
@@ -313,6 +352,8 @@ class Job:
     n: int = 1
     eos: frozenset[int] = frozenset()
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    """Those of the prompt's tokens too: all of them are computed then, and nothing is reused."""
     namespace: Namespace = Namespace("")
     cache: CacheControl = CacheControl()
     grammar: Any = None

@@ -1,7 +1,7 @@
 """Bytes of a picture file to plain RGB pixels, or a line that says why not. Pure.
 
 What comes out is what a viewer would show: turned upright, transparency over white, 16-bit values
-scaled. Sizes are checked before any pixel is decoded.
+scaled. Structure and sizes are checked before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from firn.media.headers import Undecodable, check
 
 Pixels = npt.NDArray[np.uint8]
 """(height, width, 3)."""
@@ -30,12 +32,9 @@ ALPHA_MODES = frozenset({"RGBA", "RGBa", "LA", "La", "PA"})
 WIDE_MODES = frozenset({"I", "I;16", "I;16L", "I;16B", "I;16N"})
 
 
-class Undecodable(Exception):
-    """The picture is at fault; the message says how."""
-
-
 def decode(data: bytes, *, max_pixels: int) -> Pixels:
     """Raises Undecodable."""
+    check(data)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check(image, max_pixels)
@@ -57,10 +56,10 @@ def _check(image: Image.Image, max_pixels: int) -> None:
         raise Undecodable(
             f"has {width} x {height} pixels; {max_pixels / 1e6:g} million are the most"
         )
-    # A camera's MPO has views of one scene; the first is the picture.
-    n_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    if n_frames > 1:
-        raise Undecodable(f"is animated or has pages ({n_frames} of them); send one of them")
+    # A camera's MPO has views of one scene; the first is the picture. Of GIF and TIFF the structure
+    # has told: counting their frames takes a decoder longer than that.
+    if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
+        raise Undecodable("is animated or has several pages; send one of them")
 
 
 def _to_rgb(image: Image.Image) -> Pixels:

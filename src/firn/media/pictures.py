@@ -1,7 +1,7 @@
 """A picture of a message, ready for the prompt: read, decoded, digested, preprocessed.
 
-The digest is over the decoded pixels, their size and kind, and the settings of the processor: over what
-the model sees, and not over how it was sent.
+The digest is over the decoded pixels, their size and kind, the settings of the processor and the owner:
+over what the model sees and who has shown it, and not over how it was sent.
 
 Used from the tokenize pool, by several threads.
 """
@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from firn.core.errors import BadImage
 from firn.core.values import ImagePart, PreparedImage, TokenArray
-from firn.media.decode import Pixels, Undecodable, decode
+from firn.media.decode import Pixels, decode
+from firn.media.headers import Undecodable
 
 MIB = 1 << 20
 _DATA_URL = re.compile(r"data:(?P<kind>[^,]*?)(?P<base64>;\s*base64)?\s*,", re.IGNORECASE)
@@ -81,7 +82,7 @@ class Pictures:
 
     def prepare(self, part: ImagePart) -> PreparedImage:
         data = read(part, max_nbytes=self._limits.nbytes)
-        key = hashlib.blake2b(data, digest_size=32).digest()
+        key = part.owner.encode() + hashlib.blake2b(data, digest_size=32).digest()
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -95,7 +96,7 @@ class Pictures:
         except Exception as e:  # any processor of mlx-vlm or transformers may run here
             why = " ".join(str(e).split())[:200] or type(e).__name__
             raise BadImage(part.param, f"the model's processor refuses the image: {why}") from e
-        digest = digest_of(pixels, self._processor.settings)
+        digest = digest_of(pixels, self._processor.settings, owner=part.owner)
         prepared = PreparedImage(digest, found.text, found.ids, found.inputs)
         self._keep(key, prepared, found.nbytes)
         return prepared
@@ -111,11 +112,15 @@ class Pictures:
                 self._kept_nbytes -= freed
 
 
-def digest_of(pixels: Pixels, settings: bytes) -> bytes:
-    """Fields are framed, so that a picture and its transpose differ."""
+def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
+    """Fields are framed, so that a picture and its transpose differ.
+
+    Features are kept by this digest: another owner's are others, though the picture be the same.
+    """
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(digest_size=32, person=b"firn-image")
-    for field in (settings, b"RGB", f"{width}x{height}".encode(), pixels.tobytes()):
+    whose = (owner.encode(),) if owner else ()
+    for field in (settings, b"RGB", f"{width}x{height}".encode(), pixels.tobytes(), *whose):
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return digest.digest()

@@ -25,7 +25,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from firn.core.errors import BadRequest, SetupError
 from firn.core.values import ModelInfo
-from firn.models.fingerprint import fingerprint
+from firn.models.cpu import dtype
 
 log = logging.getLogger("firn.models")
 T = TypeVar("T")
@@ -220,7 +220,12 @@ def pool(hidden: mx.array, mask: mx.array, mode: Pooling) -> mx.array:
 
 
 def load_encoder(
-    folder: Path, recipe: Recipe, config: Mapping[str, Any], *, served_name: str
+    folder: Path,
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    *,
+    served_name: str,
+    cpu_dtype: dtype.Choice = "model",
 ) -> tuple[TextEmbedder, ModelInfo]:
     """By mlx-vlm's loader, which pools and projects by itself. Raises SetupError."""
     kind = str(config["model_type"])
@@ -230,6 +235,7 @@ def load_encoder(
         raise SetupError(f"{folder} ({kind}) makes embeddings: install firn[vision]") from e
     try:
         model = load_embedding_model(folder)
+        dtype.apply(model, cpu_dtype)
         model.pooling_config = {"pooling_mode": recipe.pooling}
 
         def encode(ids: mx.array, mask: mx.array) -> mx.array:
@@ -244,7 +250,7 @@ def load_encoder(
         name=served_name,
         path=str(folder),
         architecture=kind,
-        fingerprint=fingerprint(folder),
+        fingerprint=bytes(32),  # nothing of it is cached
         context_length=limit,
         vocab_size=int(config["vocab_size"]),
         dtype=str(weights[0].dtype).removeprefix("mlx.core."),

@@ -1,86 +1,247 @@
-"""Which model this is: a digest of its configuration and of a sample of every weight tensor.
+"""Which model this is: its configuration, every byte of its weights, and the code that runs it.
 
 Neither the folder's name nor its path counts, nor how the tensors are spread over files: the same
-weights elsewhere are the same model, other weights under the same name are another one.
+weights elsewhere are the same model, other weights under the same name are another one. Weights are
+hashed by threads of their own while the loader reads them, and what was found is remembered by the
+files' identities (`weight_memory`), so that only a first start pays for it.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
-import struct
-from collections.abc import Iterator
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from firn.core.errors import SetupError
+from firn.models.weight_hash import FileIdentity, WeightHash, identities
+from firn.models.weight_memory import WeightMemory
 
-SAMPLE_NBYTES = 1024
-MAX_HEADER_NBYTES = 512 << 20
+log = logging.getLogger("firn.models")
+
 IGNORED_CONFIG = frozenset({"_name_or_path", "transformers_version", "mlx_lm_version"})
+SIDE_CONFIG = "hf_quant_config.json"
+"""Where some exporters keep the quantisation; both loaders read it."""
+REWRITTEN_DTYPES = frozenset({"F8_E8M0"})
+"""MLX does not read them: mlx-vlm changes the header of such a file, loads it, and puts it back."""
+WORTH_A_WORD_NBYTES = 1 << 30
 
 
-def fingerprint(model: Path, *, adapter: Path | None = None) -> bytes:
-    """32 bytes. Raises SetupError when a weight file cannot be read."""
-    digest = hashlib.blake2b(digest_size=32, person=b"firn-model")
-    _add(digest, model / "config.json", "model*.safetensors")
-    if adapter is not None:
-        _add(digest, adapter / "adapter_config.json", "adapters.safetensors")
-    return digest.digest()
+def fingerprint(
+    model: Path,
+    *,
+    adapter: Path | None = None,
+    vision: bool = False,
+    memory: WeightMemory | None = None,
+) -> bytes:
+    """32 bytes. Raises SetupError when a file cannot be read."""
+    return Fingerprint(model, adapter=adapter, vision=vision, memory=memory).result()
 
 
-def _add(digest: hashlib.blake2b, config: Path, weights: str) -> None:
-    """What mlx-lm reads of a folder, and nothing that merely lies beside it."""
-    for entry in _config_entries(config):
-        _frame(digest, entry)
-    for entry in sorted(_tensor_entries(config.parent, weights)):
-        _frame(digest, entry)
+class Fingerprint:
+    """One that is being computed. Owner: who made it; `result` waits for the threads.
+
+    vision: mlx-vlm loads the model, by its own rules of which files are weights.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        adapter: Path | None = None,
+        vision: bool = False,
+        memory: WeightMemory | None = None,
+    ) -> None:
+        """Raises SetupError for what can be told at once: a bad configuration, a bad header."""
+        self._memory = memory
+        self._began = time.perf_counter()
+        self._code = _Code(vision=vision)
+        self._config = list(_config_entries(model / "config.json", vision=vision))
+        self._parts = [_Weights(weight_files(model, vision=vision), memory)]
+        if adapter is not None:
+            self._config += _config_entries(adapter / "adapter_config.json", vision=False)
+            self._parts.append(_Weights(adapter_files(adapter), memory))
+
+    def result(self) -> bytes:
+        """Call it when the weights have been loaded: what was hashed must be what was loaded."""
+        digest = hashlib.blake2b(digest_size=32, person=b"firn-model")
+        for entry in (self._code.result(), *self._config):
+            _frame(digest, entry)
+        for part in self._parts:
+            _frame(digest, part.result())
+        hashed = [p for p in self._parts if p.was_hashed]
+        nbytes = sum(p.nbytes for p in hashed)
+        if nbytes >= WORTH_A_WORD_NBYTES:
+            took = time.perf_counter() - self._began
+            log.info("%.1f GiB of weights hashed while they loaded (%.1f s)", nbytes / 2**30, took)
+        return digest.digest()
 
 
-def _config_entries(path: Path) -> Iterator[bytes]:
+class _Weights:
+    """The weight files of one folder: looked up, or being hashed."""
+
+    def __init__(self, paths: list[Path], memory: WeightMemory | None) -> None:
+        self._paths = paths
+        self._memory = memory
+        self._files = _identities(paths)
+        self.nbytes = sum(f.size for f in self._files)
+        self._known = memory.recall(self._files) if memory else None
+        self._hash = None if self._known else WeightHash(paths)
+        if self._hash is not None and self._hash.dtypes & REWRITTEN_DTYPES:
+            self._known = self._hash.result()
+
+    @property
+    def was_hashed(self) -> bool:
+        return self._hash is not None
+
+    def result(self) -> bytes:
+        before = self._known
+        digest = before or self._finished()
+        now = _identities(self._paths)
+        if now == self._files:
+            if self._hash is not None and self._memory is not None:
+                self._memory.remember(now, digest)
+        elif before is None or WeightHash(self._paths).result() != before:
+            # Known before they were loaded and the same behind it: then they were the same meanwhile.
+            # Hashed meanwhile, they may have been loaded before the change and hashed after it.
+            where = self._paths[0].parent
+            raise SetupError(f"{where}: the weights changed while they were loaded; start again.")
+        return digest
+
+    def _finished(self) -> bytes:
+        assert self._hash is not None
+        return self._hash.result()
+
+
+def _identities(paths: list[Path]) -> tuple[FileIdentity, ...]:
+    try:
+        return identities(paths)
+    except OSError as e:
+        raise SetupError(f"{e.filename} cannot be read: {e.strerror}") from e
+
+
+# --- which files ---------------------------------------------------------------------------
+
+
+def weight_files(folder: Path, *, vision: bool) -> list[Path]:
+    """What the loader reads, in its order: where two files name a tensor, the last one counts."""
+    if not vision:
+        return [Path(p) for p in glob.glob(str(folder / "model*.safetensors"))]
+    named = [folder / shard for shard in sorted(set(_weight_map(folder).values()))]
+    found = [path for path in named if path.exists()]
+    if not found:
+        every = [Path(p) for p in glob.glob(str(folder / "*.safetensors"))]
+        found = [path for path in every if not path.name.endswith("consolidated.safetensors")]
+    return found
+
+
+def _weight_map(folder: Path) -> Mapping[str, str]:
+    """Tensor names to files. A file that cannot be read is for the loader to complain about."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        named = index["weight_map"]
+        return {str(k): str(v) for k, v in named.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """mlx-lm reads the first, mlx-vlm the second where there is no first."""
+    for name in ("adapters.safetensors", "weights.safetensors"):
+        if (folder / name).exists():
+            return [folder / name]
+    return []
+
+
+# --- configuration and code ----------------------------------------------------------------
+
+
+def _config_entries(path: Path, *, vision: bool) -> Iterator[bytes]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         kept = {k: v for k, v in config.items() if k not in IGNORED_CONFIG}
         yield json.dumps(kept, sort_keys=True).encode()
         if "model_file" in config:  # the model's own code
             yield (path.parent / config["model_file"]).read_bytes()
+        side = path.parent / SIDE_CONFIG
+        if side.exists():
+            yield b"quantization\0" + side.read_bytes()
+        if vision:
+            yield json.dumps(sorted(_weight_map(path.parent))).encode()
+            if _reads_elsewhere(path.parent, config):
+                log.warning(
+                    "%s keeps weights outside of its safetensors files: what is cached of it is not "
+                    "used after a restart",
+                    path.parent,
+                )
+                yield os.urandom(32)
     except (OSError, ValueError, TypeError, AttributeError) as e:
         raise SetupError(f"{path} cannot be read: {e}") from e
 
 
-def _tensor_entries(folder: Path, pattern: str) -> Iterator[bytes]:
-    """One entry a tensor: name, dtype, shape, and its first and last bytes."""
-    for path in folder.glob(pattern):
-        try:
-            yield from _entries_of(path)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as e:
-            raise SetupError(
-                f"{path.name} in {folder} is not a readable safetensors file: {e}"
-            ) from e
+def _reads_elsewhere(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether mlx-vlm maps further files while it runs. In doubt about their bytes, it is a miss."""
+    text = config.get("text_config") or {}
+    return bool(text.get("ple_storage")) or (folder / "offload_index.json").exists()
 
 
-def _entries_of(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as f:
-        (n_header,) = struct.unpack("<Q", f.read(8))
-        if n_header > MAX_HEADER_NBYTES:
-            raise ValueError("header too large")
-        header: dict[str, Any] = json.loads(f.read(n_header))
-        base = 8 + n_header
-        size = path.stat().st_size
-        if base > size:
-            raise ValueError("the header ends past the end of the file")
-        for name, tensor in header.items():
-            if name == "__metadata__":
-                continue
-            start, end = tensor["data_offsets"]
-            if not 0 <= start <= end <= size - base:
-                raise ValueError(f"{name} lies outside of the file")
-            f.seek(base + start)
-            head = f.read(min(SAMPLE_NBYTES, end - start))
-            f.seek(base + max(start, end - SAMPLE_NBYTES))
-            tail = f.read(min(SAMPLE_NBYTES, end - start))
-            label = json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
-            yield label + b"\0" + hashlib.blake2b(head + tail, digest_size=32).digest()
+class _Code:
+    """The libraries that run the model, being read: versions, and the sources of every architecture.
+
+    A version alone would not do, for people patch what is installed. The device counts too: its
+    arithmetic is its own.
+    """
+
+    def __init__(self, *, vision: bool) -> None:
+        self._packages = ("mlx_lm", "mlx_vlm") if vision else ("mlx_lm",)
+        self._digest = b""
+        self._thread = threading.Thread(target=self._read, name="firn-code", daemon=True)
+        self._thread.start()
+
+    def result(self) -> bytes:
+        self._thread.join()
+        return self._digest
+
+    def _read(self) -> None:
+        digest = hashlib.blake2b(digest_size=32, person=b"firn-code")
+        for name in ("mlx", *self._packages):
+            _frame(digest, f"{name} {_version(name)}".encode())
+        _frame(digest, _device().encode())
+        for package in self._packages:
+            for path in sorted(_sources(package)):
+                _frame(digest, path.name.encode())
+                _frame(digest, path.read_bytes())
+        self._digest = digest.digest()
+
+
+def _version(package: str) -> str:
+    try:
+        return distribution(package.replace("_", "-")).version
+    except PackageNotFoundError:
+        return "none"
+
+
+def _device() -> str:
+    if mx.default_device() == mx.Device(mx.cpu):
+        return f"cpu {platform.machine()}"
+    return f"gpu {mx.device_info().get('architecture')}"
+
+
+def _sources(package: str) -> Iterator[Path]:
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        yield from (Path(folder) / "models").rglob("*.py")
 
 
 def _frame(digest: hashlib.blake2b, field: bytes) -> None:

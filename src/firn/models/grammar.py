@@ -26,6 +26,8 @@ log = logging.getLogger("firn.grammar")
 
 MAX_KEPT = 64
 """Compiled grammars kept: an agent sends the same ones with each turn."""
+MAX_KEPT_CHARS = 8 * 2**20
+"""Of their texts together; what is compiled from them is larger by a factor."""
 MAX_SOFTENED = 1024
 """Schemas of tools kept, as they can be enforced."""
 MAX_TEXT_CHARS = 4 * 2**20
@@ -78,7 +80,8 @@ class Compiler:
         self._hf = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, Grammar], CompiledGrammar] = OrderedDict()
+        self._kept_chars = 0
         self._softened: OrderedDict[str, Softened] = OrderedDict()
         self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -88,18 +91,25 @@ class Compiler:
         """Read the vocabulary, which takes a second for a large one. Done at the first need else."""
         self._vocabulary()
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises BadRequest, naming the parameter and the place in it."""
+    def compile(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
+        """Raises BadRequest, naming the parameter and the place in it.
+
+        What is kept is kept for its owner: how long it takes tells nobody what others have sent.
+        """
+        key = (owner, grammar)
         with self._lock:
-            found = self._kept.get(grammar)
+            found = self._kept.get(key)
             if found is not None:
-                self._kept.move_to_end(grammar)
+                self._kept.move_to_end(key)
                 return found
         made = CompiledGrammar(self._matcher(grammar), self._vocabulary().vocab_size)
         with self._lock:
-            self._kept[grammar] = made
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+            if key not in self._kept:
+                self._kept_chars += _n_chars(grammar)
+            self._kept[key] = made
+            while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
+                (_, gone), _ = self._kept.popitem(last=False)
+                self._kept_chars -= _n_chars(gone)
         return made
 
     def soften(self, schema: Mapping[str, Any]) -> Softened:
@@ -119,7 +129,7 @@ class Compiler:
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         every = [("", grammar), *grammar.parts]
-        if sum(len(g.text) for _, g in every) > MAX_TEXT_CHARS:
+        if _n_chars(grammar) > MAX_TEXT_CHARS:
             raise InvalidValue(grammar.param, "the grammar is too large")
         vocabulary = self._vocabulary()
         sources = [(name, _source(g)) for name, g in every]
@@ -236,6 +246,10 @@ def _unpadded(definition: str) -> str:
     """Without the padding and truncation that transformers may have set."""
     parsed = json.loads(definition)
     return json.dumps({**parsed, "padding": None, "truncation": None})
+
+
+def _n_chars(grammar: Grammar) -> int:
+    return len(grammar.text) + sum(len(part.text) for _, part in grammar.parts)
 
 
 # --- llguidance's languages ----------------------------------------------------------------

@@ -9,11 +9,16 @@ Used from the tokenize pool.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
+import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +47,9 @@ ID_NAMES = (
     "image_token_id", "image_token_index", "media_placeholder_token_id", "img_context_token_id",
     "image_patch_id", "im_patch_id",
 )  # fmt: skip
+LIBRARIES = ("mlx-vlm", "transformers", "pillow", "numpy", "torch", "torchvision")
+"""Which have a hand in how pixels become inputs; not all of them need be installed."""
+MAX_SETTINGS_DEPTH = 4
 NOT_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
@@ -187,31 +195,56 @@ def _inserted(without: str, with_picture: str, placeholder: str) -> str:
 
 
 def _settings(processor: Any) -> bytes:
-    """A digest of whatever decides how pixels become inputs."""
-    import mlx_vlm.version
-    import transformers
-
+    """A digest of whatever decides how pixels become inputs: settings, code, libraries."""
+    parts = [processor, getattr(processor, "image_processor", None)]
     found = {
-        "mlx-vlm": mlx_vlm.version.__version__,
-        "transformers": transformers.__version__,
-        "processor": _plain(processor),
-        "image_processor": _plain(getattr(processor, "image_processor", None)),
+        "versions": {name: _version(name) for name in LIBRARIES},
+        "parts": [_plain(part, depth=MAX_SETTINGS_DEPTH) for part in parts],
+        "code": [_source_digest(type(part)) for part in parts],
     }
     return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=32).digest()
 
 
-def _plain(thing: Any) -> dict[str, Any]:
-    """An object's class and those of its fields that JSON can hold."""
-    fields = {k: v for k, v in vars(thing).items() if _is_plain(v)} if thing is not None else {}
+def _plain(thing: Any, *, depth: int) -> Any:
+    """As JSON can hold it. An object is its class and its fields; what is too deep, its class alone."""
+    if thing is None or isinstance(thing, str | int | float):
+        return thing
+    if isinstance(thing, enum.Enum):
+        return f"{type(thing).__qualname__}.{thing.name}"
+    if depth == 0 or isinstance(thing, type | _Listener | types.FunctionType | types.MethodType):
+        return type(thing).__qualname__
+    if isinstance(thing, Mapping):
+        return {str(k): _plain(v, depth=depth - 1) for k, v in thing.items()}
+    if isinstance(thing, list | tuple | set | frozenset):
+        items = [_plain(v, depth=depth - 1) for v in thing]
+        return sorted(items, key=repr) if isinstance(thing, set | frozenset) else items
+    if isinstance(thing, np.ndarray):
+        return [str(thing.dtype), thing.tolist()]
+    fields = {k: _plain(v, depth=depth - 1) for k, v in _fields(thing)}
     return {"class": type(thing).__qualname__, **fields}
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float)
+def _fields(thing: Any) -> Iterator[tuple[str, Any]]:
+    slots = [n for cls in type(thing).__mro__ for n in getattr(cls, "__slots__", ())]
+    for name in (*getattr(thing, "__dict__", ()), *slots):
+        if hasattr(thing, name):
+            yield name, getattr(thing, name)
+
+
+def _source_digest(cls: type) -> str:
+    """Of the file that defines the class, for a checkpoint may bring its own."""
+    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    try:
+        return hashlib.blake2b(Path(path or "").read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return distribution(package).version
+    except PackageNotFoundError:
+        return ""
 
 
 def _to_numpy(value: Any) -> Any:

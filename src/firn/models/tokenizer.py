@@ -17,6 +17,7 @@ import jinja2
 
 from firn.core.errors import TemplateFailed
 from firn.models.plain_text import PlainText
+from firn.models.template_guard import guard
 
 log = logging.getLogger("firn.models")
 
@@ -189,6 +190,8 @@ class HfTokenizer:
         if tools:
             options["tools"] = list(tools)
         try:
+            if self._wrapper._chat_template is None:  # else it is a function of mlx-lm's
+                guard(self._hf.get_chat_template(None, options.get("tools")))
             return str(self._wrapper.apply_chat_template(list(messages), tokenize=False, **options))
         except TEMPLATE_FAULTS as e:
             raise TemplateFailed(str(e) or type(e).__name__) from e

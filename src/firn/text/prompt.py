@@ -99,7 +99,9 @@ class PromptMaker:
         template = self._checked(chat)
         read = self._reader.read(chat.messages, newest=chat.newest)
         kwargs = {**_reasoning_kwargs(reasoning), **chat.template_kwargs}
-        keeps = not chat.continues and self._keeps_header(json.dumps(kwargs, sort_keys=True))
+        # Documents are long, and nothing to the answer.
+        short = {k: v for k, v in kwargs.items() if k != "documents"}
+        keeps = not chat.continues and self._keeps_header(json.dumps(short, sort_keys=True))
         going_on = CONTINUE if chat.continues else {}
         content = Content(
             settled(read.messages, template.style), chat.tools, {**kwargs, **going_on}

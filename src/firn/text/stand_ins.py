@@ -82,7 +82,9 @@ class Reader:
         if message.role == "tool" and not self._in_results:
             raise BadImage(part.param, "this model takes no images in tool results.")
         prepared = self._pictures.prepare(part)
-        return ReadyImage(part.url, part.param, part.data, part.fault, prepared)
+        return ReadyImage(
+            part.url, part.param, part.data, owner=part.owner, fault=part.fault, prepared=prepared
+        )
 
     def _document(self, part: DocumentPart) -> Part:
         if part.text is None:

@@ -273,11 +273,6 @@ def test_what_means_nothing_here_is_no_fault() -> None:
     assert call(**given).ignored == ()
 
 
-@pytest.mark.parametrize(("name", "asked"), [("claude-opus-4-5", ""), ("fake", "fake"), (None, "")])
-def test_anthropics_model_names_mean_whatever_is_served(name: str | None, asked: str) -> None:
-    assert request(model=name).model == asked
-
-
 def test_the_body_is_not_changed() -> None:
     body = {
         "messages": [user(result("a", [block("x", cache_control=MARK)]), block("y"))],

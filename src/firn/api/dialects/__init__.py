@@ -1,7 +1,8 @@
 """API dialects: one file each, found by being here.
 
 A module of this package whose name has no leading underscore defines one class with the methods of
-`Dialect`, named in `DIALECT`. The contract tests pick it up by themselves.
+`Dialect`, named in `DIALECT`; it is made with the `Defaults` that hold where a body says nothing. The
+contract tests pick it up by themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal, Protocol
 from firn.api.services import Services
 from firn.core.errors import FirnError
 from firn.core.events import Event
-from firn.core.values import GenerateRequest, Namespace, RequestId
+from firn.core.values import PLAIN_DEFAULTS, Defaults, GenerateRequest, Namespace, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class Asked:
 class Extra:
     """A further route: JSON in, JSON out, nothing is generated. `path` may hold {parameters}.
 
-    `schema` is the JSON schema of the body, with an example; None: there is no body.
+    `schema` is the JSON schema of the body, with an example; None: there is no body. `computes`: the
+    model works for it, and the answer's usage says how much.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -100,6 +102,7 @@ class Extra:
     summary: str
     answer: Callable[[Asked], Awaitable[Mapping[str, Any]]]
     schema: Mapping[str, Any] | None = None
+    computes: bool = False
 
 
 class Dialect(Protocol):
@@ -127,11 +130,12 @@ class Dialect(Protocol):
         ...
 
 
-def discover() -> list[Dialect]:
+def discover(defaults: Defaults = PLAIN_DEFAULTS) -> list[Dialect]:
     """A fresh instance of every dialect in this folder."""
     found: list[Dialect] = []
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
-            dialect: type[Dialect] = importlib.import_module(f"{__name__}.{module.name}").DIALECT
-            found.append(dialect())
+            make: Callable[[Defaults], Dialect]
+            make = importlib.import_module(f"{__name__}.{module.name}").DIALECT
+            found.append(make(defaults))
     return found

@@ -188,8 +188,3 @@ def reasoning(body: Fields) -> Reasoning:
             enabled = effort != "none"
         effort = None if effort == "none" else effort
     return Reasoning(enabled=enabled, effort=effort, budget_tokens=budget)
-
-
-def template_kwargs(body: Fields) -> Mapping[str, Any]:
-    given = body.get("chat_template_kwargs")
-    return {} if given is None else fields.mapping(given, "chat_template_kwargs")

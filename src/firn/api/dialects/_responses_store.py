@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class _Shelf:
 
 
 class ResponseStore:
-    """Owner: the dialect, so one per app; on the asyncio thread. Holds memory, nothing else.
+    """Owner: the dialect, so one per app. Thread-safe: large bodies are decoded in the tokenize pool.
 
     Each namespace has a shelf of its own with its own limits. Who is asked for last goes last, and
     who continues another goes before it: a conversation loses its end first, never its beginning.
@@ -76,56 +77,63 @@ class ResponseStore:
         self._max_count = max_count
         self._max_nbytes = max_nbytes
         self._shelves: dict[Namespace, _Shelf] = {}
+        self._lock = threading.RLock()
 
     def put(self, namespace: Namespace, stored: Stored) -> None:
         """Keep it, and let others go; what is too large by itself is not kept."""
-        shelf = self._shelves.setdefault(namespace, _Shelf())
-        if stored.nbytes > self._max_nbytes or self._max_count < 1:
-            shelf.take(stored.id)
-            return
-        shelf.put(stored)
-        self._touch(shelf, stored)
-        while len(shelf.entries) > self._max_count or shelf.nbytes > self._max_nbytes:
-            shelf.take(next(iter(shelf.entries)))
+        with self._lock:
+            shelf = self._shelves.setdefault(namespace, _Shelf())
+            if stored.nbytes > self._max_nbytes or self._max_count < 1:
+                shelf.take(stored.id)
+                return
+            shelf.put(stored)
+            self._touch(shelf, stored)
+            while len(shelf.entries) > self._max_count or shelf.nbytes > self._max_nbytes:
+                shelf.take(next(iter(shelf.entries)))
 
     def update(self, namespace: Namespace, stored: Stored) -> None:
         """Put it where it is still there: what was deleted meanwhile stays so."""
-        if stored.id in self._shelf(namespace).entries:
-            self.put(namespace, stored)
+        with self._lock:
+            if stored.id in self._shelf(namespace).entries:
+                self.put(namespace, stored)
 
     def get(self, namespace: Namespace, id: str) -> Stored:
         """Raises NotFound: also for what is somebody else's."""
-        found = self._shelf(namespace).entries.get(id)
-        if found is None:
-            raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
-        return found
+        with self._lock:
+            found = self._shelf(namespace).entries.get(id)
+            if found is None:
+                raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
+            return found
 
     def drop(self, namespace: Namespace, id: str) -> Stored:
-        found = self.get(namespace, id)
-        self._shelf(namespace).take(id)
-        return found
+        with self._lock:
+            found = self.get(namespace, id)
+            self._shelf(namespace).take(id)
+            return found
 
     def conversation(self, namespace: Namespace, id: str) -> Sequence[Stored]:
         """This response and all it continues, the first one first."""
-        shelf = self._shelf(namespace)
-        chain = list(self._chain(shelf, id))
-        first = chain[-1] if chain else None
-        if first is None or first.previous is not None:
-            missing = id if first is None else first.previous
-            raise InvalidValue(
-                "previous_response_id", f"there is no response {str(missing)[:64]!r} (any more)"
-            )
-        if chain[0].is_running:
-            raise InvalidValue("previous_response_id", "that response is still being made")
-        self._touch(shelf, chain[0])
-        return chain[::-1]
+        with self._lock:
+            shelf = self._shelf(namespace)
+            chain = list(self._chain(shelf, id))
+            first = chain[-1] if chain else None
+            if first is None or first.previous is not None:
+                missing = id if first is None else first.previous
+                raise InvalidValue(
+                    "previous_response_id", f"there is no response {str(missing)[:64]!r} (any more)"
+                )
+            if chain[0].is_running:
+                raise InvalidValue("previous_response_id", "that response is still being made")
+            self._touch(shelf, chain[0])
+            return chain[::-1]
 
     def item(self, namespace: Namespace, id: str) -> dict[str, Any] | None:
         """An output item by its id, the newest where there are several."""
-        for stored in reversed(self._shelf(namespace).entries.values()):
-            if id in stored.item_ids:
-                return next(item for item in stored.output() if item["id"] == id)
-        return None
+        with self._lock:
+            for stored in reversed(self._shelf(namespace).entries.values()):
+                if id in stored.item_ids:
+                    return next(item for item in stored.output() if item["id"] == id)
+            return None
 
     def _shelf(self, namespace: Namespace) -> _Shelf:
         return self._shelves.get(namespace) or _Shelf()

@@ -11,6 +11,7 @@ from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat, _open
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
+from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
@@ -28,7 +29,7 @@ from firn.core.events import (
     ToolCallDelta,
     ToolCallStarted,
 )
-from firn.core.values import Chat, GenerateRequest, Namespace, Usage
+from firn.core.values import PLAIN_DEFAULTS, Chat, Defaults, GenerateRequest, Namespace, Usage
 
 ID_PREFIX = "chatcmpl-"
 
@@ -38,26 +39,30 @@ class OpenAIChat:
     summary = "Chat, in OpenAI's dialect"
     tool_id_prefix = "call_"
 
+    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
+        self._defaults = defaults
+
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ChatCall:
-        given = _fields.Fields(body)
+        given, defaults = _fields.Fields(body), self._defaults
         offer = _openai_tools.offer(given)
+        reasoning = defaults.reasoning(_openai_chat.reasoning(given))
         request = GenerateRequest(
             model=given.string("model") or "",
             source=Chat(
                 messages=_openai_chat.messages(given),
                 tools=offer.tools,
                 tool_choice=offer.choice,
-                template_kwargs=_openai_chat.template_kwargs(given),
+                template_kwargs=defaults.kwargs(template_kwargs(given), reasoning),
                 continues=given.boolean("continue_final_message", False),
             ),
-            sampling=_openai.sampling(given),
+            sampling=_openai.sampling(given, defaults.sampling),
             max_tokens=_openai.max_tokens(given),
             stop=_openai.stop_strings(given),
             n=_openai.n_choices(given),
             top_logprobs=_top_logprobs(given),
             ignore_eos=given.boolean("ignore_eos", False),
             grammar=_openai_chat.grammar(given),
-            reasoning=_openai_chat.reasoning(given),
+            reasoning=reasoning,
             cache=_openai.cache_control(given),
         )
         stream = given.boolean("stream", False)
@@ -279,7 +284,7 @@ def _fold(
 
 
 def _logprobs(tokens: Sequence[TextLogprob]) -> dict[str, Any]:
-    def shown(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    def shown(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": _openai.logarithm(logprob), "bytes": list(raw)}
 
     content = [

@@ -1,0 +1,262 @@
+"""Connections with deadlines: who sends half a request, or reads half an answer, holds nothing for long.
+
+uvicorn waits for the rest of a request as long as it takes, and a process has so many descriptors. Here
+a request's head must come within seconds and its body at some speed; of those who have not finished
+their head, the oldest go first when there are too many; a few places are left for health checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from firn.api.front import CROWDED_KEY
+
+SWEEP_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """max_open: at a time, and `n_spare` more for health checks alone. max_heads: of which no head has
+    come yet. head_s: for a head. A body has body_s, and a second for every body_nbytes_per_s of it.
+    drain_s: for the rest of a body whose request has been answered. stall_s: for a client that does
+    not read."""
+
+    max_open: int = 1024
+    n_spare: int = 16
+    max_heads: int = 256
+    head_s: float = 10.0
+    head_nbytes: int = 64 * 1024
+    body_s: float = 20.0
+    body_nbytes_per_s: int = 16 * 1024
+    drain_s: float = 5.0
+    stall_s: float = 60.0
+
+
+class Phase(enum.Enum):
+    """What the other end is about to send."""
+
+    HEAD = "head"
+    BODY = "body"
+    NOTHING = "nothing"
+
+
+class Connections:
+    """Every open connection of a server. Owner: the app; on the asyncio thread."""
+
+    def __init__(
+        self, limits: ConnectionLimits | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limits = limits or ConnectionLimits()
+        self.clock = clock
+        self.n_cut = 0
+        """Ended by us before their time."""
+        self._open: set[Connection] = set()
+        self._heads: dict[Connection, None] = {}
+        """Those without a head, the oldest first."""
+        self._sweeping = False
+
+    @property
+    def n_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def is_crowded(self) -> bool:
+        return len(self._open) > self.limits.max_open
+
+    def add(self, connection: Connection) -> bool:
+        """False: there is no place for it."""
+        limits = self.limits
+        if len(self._open) >= limits.max_open + limits.n_spare and not self._cut_oldest():
+            return False
+        self._open.add(connection)
+        self.awaits_head(connection)
+        if not self._sweeping:
+            self._sweeping = True
+            connection.loop.call_later(SWEEP_S, self._sweep, connection.loop)
+        return True
+
+    def awaits_head(self, connection: Connection) -> None:
+        if connection in self._open:
+            self._heads[connection] = None
+            if len(self._heads) > self.limits.max_heads:
+                self._cut_oldest()
+
+    def has_head(self, connection: Connection) -> None:
+        self._heads.pop(connection, None)
+
+    def remove(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        self._heads.pop(connection, None)
+
+    def _cut_oldest(self) -> bool:
+        """Drop who has had half a head for longest: whoever means well has sent all of it. Then who is
+        idle: it will connect again."""
+        for connection in chain(self._heads, (c for c in self._open if c.is_idle)):
+            if not connection.is_answering:
+                self.n_cut += 1
+                connection.cut()
+                return True
+        return False
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = self.clock()
+        for connection in list(self._open):
+            if connection.is_late(now):
+                self.n_cut += 1
+                connection.give_up()
+        self._sweeping = bool(self._open)
+        if self._sweeping:
+            loop.call_later(SWEEP_S, self._sweep, loop)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with a clock. Lives from accept to close, on the asyncio thread."""
+
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._all = connections
+        self._limits = connections.limits
+        self._phase = Phase.HEAD
+        self._since = connections.clock()
+        self._n_head = 0
+        self._n_body = 0
+        self._answered_at: float | None = None
+        self._stalled_at: float | None = None
+        self._running: RequestResponseCycle | None = None
+        """The request being answered; uvicorn's `cycle` is the last one that has arrived."""
+
+    @property
+    def is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    @property
+    def is_idle(self) -> bool:
+        return self._phase is Phase.NOTHING and not self.is_answering
+
+    def is_late(self, now: float) -> bool:
+        limits = self._limits
+        if self._stalled_at is not None and now - self._stalled_at > limits.stall_s:
+            return True
+        if self._phase is Phase.HEAD:
+            return not self.is_answering and now - self._since > limits.head_s
+        if self._phase is Phase.NOTHING:
+            return False  # uvicorn's own timer ends those that stay idle
+        if self._answered_at is not None:
+            return now - self._answered_at > limits.drain_s
+        if self.flow.read_paused:  # it is we who do not read
+            self._since = now
+            return False
+        return now - self._since > limits.body_s + self._n_body / limits.body_nbytes_per_s
+
+    def give_up(self) -> None:
+        """Say that it took too long, where nothing has been said yet, and close."""
+        silent = self._running is None or not (self.is_answering and self._running.response_started)
+        if self._stalled_at is None and self._answered_at is None and silent:
+            self._refuse(b"408 Request Timeout", b"The request took too long to arrive.")
+        else:
+            self.cut()
+
+    def cut(self) -> None:
+        self._all.remove(self)
+        self.transport.abort()
+
+    def _refuse(self, status: bytes, message: bytes) -> None:
+        self._all.remove(self)
+        self.transport.write(
+            b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%b" % (status, len(message), message)
+        )
+        self.transport.close()
+
+    # --- asyncio's protocol ------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._all.add(self):
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.remove(self)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        began = self._phase is Phase.HEAD
+        super().data_received(data)
+        if began and self._phase is Phase.HEAD:
+            self._n_head += len(data)
+            if self._n_head > self._limits.head_nbytes and not self.transport.is_closing():
+                self._refuse(b"431 Request Header Fields Too Large", b"The head is too large.")
+
+    def pause_writing(self) -> None:
+        self._stalled_at = self._all.clock()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stalled_at = None
+        super().resume_writing()
+
+    # --- httptools' callbacks ----------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._phase is not Phase.HEAD:
+            self._enter(Phase.HEAD)
+            self._all.awaits_head(self)
+
+    def on_headers_complete(self) -> None:
+        self._enter(Phase.BODY)
+        self._all.has_head(self)
+        self.scope[CROWDED_KEY] = self._all.is_crowded  # type: ignore[literal-required]
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._n_body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._enter(Phase.NOTHING)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._phase is Phase.BODY:  # answered before all of it was there
+            self._answered_at = self._all.clock()
+        super().on_response_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._since = self._all.clock()
+        self._n_head = self._n_body = 0
+        self._answered_at = None
+
+
+def http_config(app: ASGIApp, connections: Connections, **options: Any) -> uvicorn.Config:
+    """How firn has uvicorn run: no websockets, no proxy's word for who is calling."""
+    protocol: Any = functools.partial(Connection, connections=connections)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        log_config=None,
+        access_log=False,
+        **options,
+    )

@@ -1,0 +1,92 @@
+"""`chat_template_kwargs`: variables for the chat template, bounded in names, types and size. Pure.
+
+The template itself is the server's: whoever could bring one would run code of their own here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from firn.api.dialects import _fields as fields
+from firn.api.dialects._fields import Fields
+from firn.core.errors import InvalidValue
+
+PARAM = "chat_template_kwargs"
+TEMPLATES = ("chat_template", "template", "chat_template_type")
+RESERVED = frozenset({
+    # what the server itself gives to the renderer
+    "messages", "conversation", "tools", "continue_final_message", "tokenize", "tokenizer_kwargs",
+    "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "additional_special_tokens",
+    # what templates call
+    "raise_exception", "strftime_now", "range", "dict", "namespace", "lipsum", "cycler", "joiner",
+    "loop", "caller", "self",
+})  # fmt: skip
+MAX_NAMES = 32
+MAX_DEPTH = 8
+MAX_SIZE = 64 * 1024
+"""Characters, and a few for every value."""
+MAX_DOCUMENTS_SIZE = 4 * 1024 * 1024
+"""Documents are text of the prompt, and as long as that may be."""
+MAX_INTEGER = 2**53
+VALUE_SIZE = 8
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+
+
+def template_kwargs(body: Fields) -> Mapping[str, Any]:
+    """Raises InvalidValue."""
+    for name in TEMPLATES:
+        if body.get(name) is not None:
+            raise InvalidValue(name, "the chat template is the server's and cannot be sent")
+    given = body.get(PARAM)
+    if given is None:
+        return {}
+    found = fields.mapping(given, PARAM)
+    if len(found) > MAX_NAMES:
+        raise InvalidValue(PARAM, f"must have at most {MAX_NAMES} members")
+    size = sum(_checked(name, value) for name, value in found.items() if name != "documents")
+    if size > MAX_SIZE:
+        raise InvalidValue(PARAM, f"must have at most {MAX_SIZE} characters in all")
+    if found.get("documents") is not None:
+        _check_documents(found["documents"])
+    return found
+
+
+def _checked(name: str, value: Any) -> int:
+    """The size of one variable."""
+    param = f"{PARAM}.{name[:64]}"
+    if name in TEMPLATES:
+        raise InvalidValue(param, "the chat template is the server's and cannot be sent")
+    # Templates write the tokenizer's control tokens by such names.
+    if name in RESERVED or name.endswith("_token") or not _NAME.fullmatch(name):
+        raise InvalidValue(param, "is no variable that a request can set")
+    return len(name) + _size(value, param, depth=MAX_DEPTH)
+
+
+def _check_documents(value: Any) -> None:
+    param = f"{PARAM}.documents"
+    documents = fields.array(value, param)
+    for i, document in enumerate(documents):
+        fields.mapping(document, f"{param}[{i}]")
+    if _size(documents, param, depth=MAX_DEPTH) > MAX_DOCUMENTS_SIZE:
+        raise InvalidValue(param, f"must have at most {MAX_DOCUMENTS_SIZE} characters in all")
+
+
+def _size(value: Any, param: str, *, depth: int) -> int:
+    if isinstance(value, str):
+        return VALUE_SIZE + len(value)
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise InvalidValue(param, f"must not be nested deeper than {MAX_DEPTH} levels")
+        if isinstance(value, dict):
+            keys = sum(map(len, value))
+            return VALUE_SIZE + keys + sum(_size(v, param, depth=depth - 1) for v in value.values())
+        return VALUE_SIZE + sum(_size(v, param, depth=depth - 1) for v in value)
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise InvalidValue(param, "has a number that is too large")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidValue(param, "has a number that is none")
+    return VALUE_SIZE

@@ -1,0 +1,93 @@
+"""Which host names are ours, and who calls from this machine.
+
+A web page may have its own name point to 127.0.0.1 and then talk to whatever listens here as if it were
+its own server (DNS rebinding). The browser still sends the page's name as Host, so only names that
+nobody else can own are answered. An address is no name: a page that was loaded from it came from here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+from starlette.types import Scope
+
+from firn.core.errors import HostNotAllowed
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+EVERY = "*"
+OWN_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
+"""The last two are this machine, seen from a container; nobody can register them."""
+FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
+
+
+def machine_names(bound: str) -> tuple[str, ...]:
+    """Names by which others reach the address that the server listens on."""
+    address = _address(bound)
+    if address is None:
+        return (bound,)
+    if address.is_loopback:
+        return ()
+    name = socket.gethostname()
+    first = name.partition(".")[0]
+    return (name, first, f"{first}.local")
+
+
+class Hosts:
+    """The names that are answered to. Never changed."""
+
+    def __init__(self, allowed: Iterable[str] = ()) -> None:
+        names = [_normal(name) for name in (*OWN_NAMES, *allowed)]
+        self._every = EVERY in names
+        self._names = frozenset(name for name in names if not name.startswith("*."))
+        self._suffixes = (".localhost", *(name[1:] for name in names if name.startswith("*.")))
+
+    def allow(self, host: str) -> bool:
+        """`host`: as in the header, with or without a port."""
+        name = _normal(_without_port(host))
+        known = name in self._names or name.endswith(self._suffixes)
+        return self._every or known or _address(name) is not None
+
+    def check(self, headers: RawHeaders) -> None:
+        """Raises HostNotAllowed. No header at all is not from a browser."""
+        for header, value in headers:
+            if header == b"host" and not self.allow(shown := value.decode("latin-1")):
+                raise HostNotAllowed(_without_port(shown)[:100])
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether the other end is a program on this machine, and speaks for itself.
+
+    What a proxy passes on comes from this machine too; if it says so, it does not count.
+    """
+    client = scope.get("client")
+    address = _address(client[0]) if client else None
+    if address is None or any(name in FORWARDED for name, _ in scope["headers"]):
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def is_from_browser(headers: RawHeaders) -> bool:
+    """Whether a web page asks: browsers say so, and pages cannot keep them from it."""
+    return any(name == b"origin" or name.startswith(b"sec-fetch-") for name, _ in headers)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+
+
+def _without_port(host: str) -> str:
+    host = host.strip()
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0] if host.count(":") == 1 else host
+
+
+def _normal(name: str) -> str:
+    return name.strip().lower().removesuffix(".")

@@ -1,0 +1,36 @@
+"""Who may change what is kept here: callers with a key, or a program on this machine; no web page.
+
+A page cannot know a key, but it reaches every server that its visitor reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.types import Scope
+
+from firn.api.exchange import exchange_of
+from firn.api.hosts import is_from_browser
+from firn.core.errors import Forbidden
+
+
+def refuse_pages(scope: Scope, allowed: Sequence[str]) -> None:
+    """Raises Forbidden for a page without a key, unless its origin is one that the operator allows.
+
+    For routes that take no body: with one, the browser has asked before (see `check_content_type`).
+    """
+    origins = [v.decode("latin-1") for name, v in scope["headers"] if name == b"origin"]
+    known = bool(origins) and all("*" in allowed or origin in allowed for origin in origins)
+    if is_from_browser(scope["headers"]) and not known and not exchange_of(scope).caller.has_key:
+        raise Forbidden("A web page cannot do that here; see --allow-origin.")
+
+
+def check_may_change_cache(scope: Scope) -> None:
+    """Raises Forbidden."""
+    caller = exchange_of(scope).caller
+    if caller.has_key:
+        return  # what it changes is its own
+    if not caller.operator:
+        raise Forbidden("The cache is changed from the server's own machine, or with a key.")
+    if is_from_browser(scope["headers"]):
+        raise Forbidden("A web page cannot change the cache.")

@@ -1,0 +1,130 @@
+"""What one key may have at a time: calls, places in the queue, tokens a minute. Off unless set.
+
+Tokens are counted as they are computed, prompt and reply, cached ones not: they are what a server's time
+goes into. The bucket holds a minute's worth; who has used more waits until it is filled again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from firn.core.errors import KeyLimit
+from firn.core.values import Namespace
+
+RETRY_S = 1
+"""When a call of one's own may have ended; nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """0: no such limit. queue_share: of the places in the queue, in (0, 1]."""
+
+    concurrency: int = 0
+    queue_share: float = 0.0
+    tokens_per_minute: int = 0
+
+
+class Work(Protocol):
+    """A call as far as it counts here; `api.session.Session` is one."""
+
+    @property
+    def n_waiting(self) -> int:
+        """Its requests that have no row yet."""
+        ...
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens computed for it so far."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    work: Work
+    n_charged: int = 0
+
+
+@dataclass(slots=True)
+class _Account:
+    """One key's. tokens: left in its bucket at `as_of`; below zero, what it owes."""
+
+    tokens: float
+    as_of: float
+    calls: list[_Call] = field(default_factory=list)
+
+
+class Quotas:
+    """Owner: the app; on the asyncio thread. One account for each key that has called."""
+
+    def __init__(
+        self,
+        limits: KeyLimits | None = None,
+        *,
+        max_queue: int = 256,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits or KeyLimits()
+        share = self._limits.queue_share
+        self._max_waiting = max(1, int(share * max_queue)) if share else 0
+        self._clock = clock
+        self._accounts: dict[Namespace, _Account] = {}
+
+    @contextmanager
+    def call(self, own: Namespace, work: Work, *, n_requests: int = 1) -> Iterator[None]:
+        """While it runs, the call counts against its key. Raises KeyLimit."""
+        account = self._account(own)
+        self._check(account, n_requests)
+        call = _Call(work)
+        account.calls.append(call)
+        try:
+            yield
+        finally:
+            self._settle(account)
+            account.calls.remove(call)
+
+    def n_calls(self, own: Namespace) -> int:
+        account = self._accounts.get(own)
+        return len(account.calls) if account else 0
+
+    def _check(self, account: _Account, n_requests: int) -> None:
+        limits = self._limits
+        if limits.concurrency and len(account.calls) >= limits.concurrency:
+            raise KeyLimit(
+                f"This key has {len(account.calls)} calls running; {limits.concurrency} are the most.",
+                retry_after_s=RETRY_S,
+            )
+        n_waiting = sum(call.work.n_waiting for call in account.calls)
+        if self._max_waiting and n_waiting + n_requests > self._max_waiting:
+            raise KeyLimit(
+                f"This key has {n_waiting} requests waiting; {self._max_waiting} are the most.",
+                retry_after_s=RETRY_S,
+            )
+        if limits.tokens_per_minute:
+            self._settle(account)
+            if account.tokens <= 0:
+                missing = 1 - account.tokens
+                raise KeyLimit(
+                    f"This key has used its {limits.tokens_per_minute} tokens a minute.",
+                    retry_after_s=max(1, math.ceil(missing * 60 / limits.tokens_per_minute)),
+                )
+
+    def _account(self, own: Namespace) -> _Account:
+        if own not in self._accounts:
+            full = float(self._limits.tokens_per_minute)
+            self._accounts[own] = _Account(full, self._clock())
+        return self._accounts[own]
+
+    def _settle(self, account: _Account) -> None:
+        """Charge what was computed since the last time, and fill up what has passed of the minute."""
+        for call in account.calls:
+            n_computed = call.work.n_computed
+            account.tokens -= n_computed - call.n_charged
+            call.n_charged = n_computed
+        now, rate = self._clock(), self._limits.tokens_per_minute
+        filled = account.tokens + (now - account.as_of) * rate / 60
+        account.tokens, account.as_of = min(filled, float(rate)), now

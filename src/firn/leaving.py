@@ -1,0 +1,40 @@
+"""The end of the process, in bounded time, whatever a thread of it is at.
+
+Python waits for every thread that is no daemon, and no thread can be stopped from outside: one that
+tokenizes a book, or hangs in a library, would keep a server alive that was told to stop.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+
+log = logging.getLogger("firn")
+
+GRACE_S = 2.0
+"""For threads that are about to end anyway."""
+
+
+def no_later_than(seconds: float) -> None:
+    """End the process then, with the stacks of all threads on stderr. Needs no thread of Python's."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def leave(code: int, *, grace_s: float = GRACE_S) -> int:
+    """The exit code, where the process ends by itself; else it is ended here and now."""
+    until = time.monotonic() + grace_s
+    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    for thread in others:
+        thread.join(max(until - time.monotonic(), 0.0))
+    if held := [t.name for t in others if t.is_alive()]:
+        log.warning("leaving %s behind", ", ".join(held))
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    faulthandler.cancel_dump_traceback_later()
+    return code

@@ -1,0 +1,184 @@
+"""A look at a picture file's structure before anything decodes it: linear time, with limits.
+
+A file of some megabytes can have a million pages, tags that each hold the whole file, or a thousand
+passes over every pixel, and decoders go through all of it. What no camera and no program writes is
+refused here; what is only damaged is left to the decoder, which says how. Pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+
+MAX_TAGS = 1024
+MAX_STRIPS = 100_000
+MAX_SEGMENTS = 4096
+MAX_EXIF_SEGMENTS = 8
+MAX_JUNK_NBYTES = 4096
+MAX_CHUNKS = 50_000
+MAX_BLOCKS = 400_000
+MAX_COMMENT_NBYTES = 1 << 20
+MAX_RUNS_NBYTES = 2 << 20
+MAX_SCANNED_PIXELS = 1_000_000_000
+MIN_SCANS = 16
+
+TAG_NBYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4,
+              16: 8, 17: 8, 18: 8}  # fmt: skip
+STRIP_OFFSETS, TILE_OFFSETS = 273, 324
+TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
+EXIF = b"Exif\0\0"
+
+
+class Undecodable(Exception):
+    """The picture is at fault; the message says how."""
+
+
+def check(data: bytes) -> None:
+    """Raises Undecodable for what must not reach a decoder."""
+    with contextlib.suppress(struct.error, IndexError):  # cut off: the decoder will say so
+        if data[:4] in TIFF_HEADS:
+            if _check_tags(data):
+                raise Undecodable("is animated or has several pages; send one of them")
+        elif data[:3] == b"\xff\xd8\xff":
+            _check_jpeg(data)
+        elif data[:6] in (b"GIF87a", b"GIF89a"):
+            _check_gif(data)
+        elif data[:8] == b"\x89PNG\r\n\x1a\n":
+            _check_chunks(_png_chunks(data))
+        elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+            _check_chunks(_riff_chunks(data))
+        elif data[:2] == b"BM":
+            _check_bmp(data)
+
+
+def _check_tags(data: bytes) -> int:
+    """A TIFF's first directory, which is also the form of Exif. Returns where the next one is."""
+    order = "<" if data[:2] == b"II" else ">"
+    big = 43 in (data[2], data[3])
+    if big:
+        (at,) = struct.unpack_from(f"{order}Q", data, 8)
+        (n_tags,) = struct.unpack_from(f"{order}Q", data, at)
+        head, entry, link = 8, struct.Struct(f"{order}HHQ8x"), f"{order}Q"
+    else:
+        (at,) = struct.unpack_from(f"{order}I", data, 4)
+        (n_tags,) = struct.unpack_from(f"{order}H", data, at)
+        head, entry, link = 2, struct.Struct(f"{order}HHI4x"), f"{order}I"
+    if n_tags > MAX_TAGS:
+        raise Undecodable("has more tags than pictures have")
+    nbytes = 0
+    for i in range(n_tags):
+        tag, kind, count = entry.unpack_from(data, at + head + i * entry.size)
+        nbytes += count * TAG_NBYTES.get(kind, 0)
+        if tag in (STRIP_OFFSETS, TILE_OFFSETS) and count > MAX_STRIPS:
+            raise Undecodable("is cut into more pieces than pictures are")
+    if nbytes > 2 * len(data):
+        raise Undecodable("has tags that are larger than the file")
+    (following,) = struct.unpack_from(link, data, at + head + n_tags * entry.size)
+    return int(following)
+
+
+def _check_exif(blob: bytes) -> None:
+    blob = blob.removeprefix(EXIF)
+    with contextlib.suppress(struct.error, IndexError):  # cut off: nobody reads it
+        if blob[:4] in TIFF_HEADS:
+            _check_tags(blob)
+
+
+def _check_jpeg(data: bytes) -> None:
+    at, n_junk, n_exif, n_pixels = 2, 0, 0, 0
+    for _ in range(MAX_SEGMENTS):
+        while data[at] != 0xFF or data[at + 1] in (0x00, 0xFF):
+            at += 1
+            n_junk += 1
+            if n_junk > MAX_JUNK_NBYTES:
+                raise Undecodable("is damaged: there is no JPEG marker where one should be")
+        marker = data[at + 1]
+        if marker == 0xDA:
+            _check_scans(data, at, n_pixels)
+            return
+        if marker == 0x01 or 0xD0 <= marker <= 0xD9:  # these stand alone
+            at += 2
+            continue
+        (n,) = struct.unpack_from(">H", data, at + 2)
+        if marker == 0xE1 and data[at + 4 : at + 10] == EXIF:
+            n_exif += 1
+            _check_exif(data[at + 4 : at + 2 + n])
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack_from(">HH", data, at + 5)
+            n_pixels = height * width
+        if n_exif > MAX_EXIF_SEGMENTS:
+            raise Undecodable("has Exif data in more pieces than pictures have")
+        at += 2 + max(n, 2)
+    raise Undecodable("has more segments than pictures have")
+
+
+def _check_scans(data: bytes, first: int, n_pixels: int) -> None:
+    """Each scan of a progressive picture is a pass over all of its pixels."""
+    end = data.find(b"\xff\xd9", first)
+    n_scans = data.count(b"\xff\xda", first, end if end >= 0 else len(data))
+    if n_scans > MIN_SCANS and n_scans * n_pixels > MAX_SCANNED_PIXELS:
+        raise Undecodable(f"is written in {n_scans} passes over its pixels")
+
+
+def _check_gif(data: bytes) -> None:
+    at = 13 + _palette_nbytes(data[10])
+    n_blocks = n_comment = n_images = 0
+    while at < len(data) and data[at] != 0x3B:
+        kind = data[at]
+        if kind == 0x2C:
+            n_images += 1
+            if n_images > 1:
+                raise Undecodable("is animated or has several pages; send one of them")
+            at += 11 + _palette_nbytes(data[at + 9])
+        elif kind == 0x21:
+            at += 2
+        else:
+            at += 1
+            n_blocks += 1
+            continue
+        is_comment = kind == 0x21 and data[at - 1] == 0xFE
+        while data[at]:
+            n_comment += data[at] if is_comment else 0
+            n_blocks += 1
+            at += 1 + data[at]
+            if n_blocks > MAX_BLOCKS or n_comment > MAX_COMMENT_NBYTES:
+                raise Undecodable("has more blocks than pictures have")
+        at += 1
+        n_blocks += 1
+
+
+def _check_bmp(data: bytes) -> None:
+    """Runs of pixels are decoded one by one, in Python."""
+    (n_head,) = struct.unpack_from("<I", data, 14)
+    (compression,) = struct.unpack_from("<I", data, 30)
+    if n_head >= 40 and compression in (1, 2) and len(data) > MAX_RUNS_NBYTES:
+        raise Undecodable("is a run-length encoded BMP, and too large for one")
+
+
+def _palette_nbytes(flags: int) -> int:
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+def _check_chunks(chunks: Iterator[tuple[bytes, bytes]]) -> None:
+    for i, (kind, blob) in enumerate(chunks):
+        if i > MAX_CHUNKS:
+            raise Undecodable("has more chunks than pictures have")
+        if kind in (b"eXIf", b"EXIF"):
+            _check_exif(blob)
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    at = 8
+    while at + 8 <= len(data):
+        n, kind = struct.unpack_from(">I4s", data, at)
+        yield kind, data[at + 8 : at + 8 + n] if kind == b"eXIf" else b""
+        at += 12 + n
+
+
+def _riff_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    at = 12
+    while at + 8 <= len(data):
+        kind, n = struct.unpack_from("<4sI", data, at)
+        yield kind, data[at + 8 : at + 8 + n] if kind == b"EXIF" else b""
+        at += 8 + n + n % 2

@@ -1,0 +1,233 @@
+"""Half requests, slow bodies, silent readers: none holds a place for long, and /health answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+
+from firn.api import connections as module
+from firn.api.auth import Keys
+from firn.api.connections import ConnectionLimits, Connections
+from firn.api.services import Limits
+from tests.api.live import Live, serve
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+BODY = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
+LONG_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines of these tests are tenths of a second."""
+    monkeypatch.setattr(module, "SWEEP_S", 0.02)
+
+
+@contextmanager
+def limited(**limits: float) -> Iterator[Live]:
+    patient = {"head_s": LONG_S, "body_s": LONG_S, "drain_s": LONG_S, "stall_s": LONG_S}
+    wanted = ConnectionLimits(**{**patient, **limits})  # type: ignore[arg-type]
+    with serve(connections=Connections(wanted)) as live:
+        yield live
+
+
+def connect(live: Live, sent: bytes = b"") -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", live.port), timeout=30)
+    sock.sendall(sent)
+    return sock
+
+
+def answer(sock: socket.socket) -> bytes:
+    """Everything until the server closes; b"" where it just hangs up."""
+    found = b""
+    try:
+        while piece := sock.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def is_healthy(live: Live) -> bool:
+    return httpx.get(f"{live.url}/health", timeout=30).status_code == 200
+
+
+# --- deadlines -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"P", HEAD, HEAD + b"content-le"])
+def test_a_head_that_never_ends_is_not_waited_for(sent: bytes) -> None:
+    with limited(head_s=0.1) as live, connect(live, sent) as sock:
+        assert answer(sock).startswith(b"HTTP/1.1 408")
+        assert is_healthy(live)
+
+
+def test_a_head_has_time() -> None:
+    with limited(head_s=LONG_S) as live, connect(live, HEAD) as sock:
+        assert is_healthy(live)
+        sock.sendall(b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY))
+        assert answer(sock).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        HEAD + b"content-length: 100\r\n\r\n",
+        HEAD + b"content-length: 100\r\n\r\n{",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nffff",
+    ],
+)
+def test_a_body_that_never_ends_is_not_waited_for(sent: bytes) -> None:
+    with limited(body_s=0.1) as live, connect(live, sent) as sock:
+        assert answer(sock).startswith(b"HTTP/1.1 408")
+        assert live.n_calls() == 0
+        assert is_healthy(live)
+
+
+def test_a_body_that_comes_has_more_time() -> None:
+    """As slow as it may be: what has arrived counts."""
+    with limited(body_s=0.0, body_nbytes_per_s=1) as live, connect(live, HEAD) as sock:
+        sock.sendall(b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY[:-1]))
+        assert is_healthy(live)  # some sweeps later
+        assert is_healthy(live)
+        sock.sendall(BODY[-1:])
+        assert answer(sock).startswith(b"HTTP/1.1 200")
+
+
+def test_who_was_answered_does_not_stay_to_send_the_rest() -> None:
+    limits = ConnectionLimits(drain_s=0.1)
+    with (
+        serve(keys=Keys(["secret"]), connections=Connections(limits)) as live,
+        connect(live, HEAD + b"content-length: 1000000\r\n\r\n{") as sock,
+    ):
+        assert answer(sock).startswith(b"HTTP/1.1 401")
+
+
+def test_who_does_not_read_is_not_written_to_for_ever() -> None:
+    connections = Connections(ConnectionLimits(stall_s=0.2))
+    with serve(connections=connections) as live:
+        live.engine.reply = lambda job, choice: [97] * 4000
+        body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 4000}).encode()
+        request = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        with connect(live) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.sendall(request * 20)  # one behind the other, and none of the answers is read
+            while not connections.n_cut:
+                live.on_loop(lambda: None)
+        assert is_healthy(live)
+        while live.n_calls():
+            pass
+
+
+# --- how many ------------------------------------------------------------------------------
+
+
+def test_half_heads_do_not_keep_others_out() -> None:
+    """The oldest go: whoever means well has sent all of it."""
+    with limited(max_open=8, max_heads=4, n_spare=2) as live, ExitStack() as held:
+        socks = [held.enter_context(connect(live, HEAD)) for _ in range(40)]
+        assert answer(socks[0]) == b""
+        for _ in range(3):
+            assert is_healthy(live)
+            reply = httpx.post(f"{live.url}/v1/completions", content=BODY, headers=JSON)
+            assert reply.status_code == 200
+            held.enter_context(connect(live, HEAD))
+
+
+JSON = {"content-type": "application/json"}
+
+
+def test_idle_connections_make_room() -> None:
+    with limited(max_open=4, n_spare=0) as live, ExitStack() as held:
+        for _ in range(12):
+            client = held.enter_context(httpx.Client())
+            assert client.get(f"{live.url}/health", timeout=30).status_code == 200
+
+
+def test_when_all_places_are_taken_there_is_one_for_health() -> None:
+    with limited(max_open=3, n_spare=2) as live, ExitStack() as held:
+        live.engine.hold("decode")
+        body = json.dumps({"prompt": "a", "stream": True}).encode()
+        request = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        socks = [held.enter_context(connect(live, request)) for _ in range(3)]
+        live.engine.wait_for(lambda engine: engine.n_in("decode") == 3)
+        refused = httpx.post(f"{live.url}/v1/completions", content=BODY, headers=JSON)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert is_healthy(live)
+        assert httpx.get(f"{live.url}/ready").status_code == 200
+        live.engine.release("decode")
+        for sock in socks:
+            assert sock.recv(12) == b"HTTP/1.1 200"
+
+
+def test_one_too_many_is_let_go_at_once() -> None:
+    with limited(max_open=2, n_spare=0) as live, ExitStack() as held:
+        live.engine.hold("decode")
+        body = json.dumps({"prompt": "a", "stream": True}).encode()
+        request = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        for _ in range(2):
+            held.enter_context(connect(live, request))
+        live.engine.wait_for(lambda engine: engine.n_in("decode") == 2)
+        with connect(live) as sock:
+            assert answer(sock) == b""
+        live.engine.release("decode")
+
+
+def test_connections_are_forgotten_with_their_end() -> None:
+    connections = Connections()
+    with serve(connections=connections) as live:
+        for sent in (b"", HEAD, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"):
+            connect(live, sent).close()
+        assert is_healthy(live)
+        while connections.n_open > 0:
+            live.on_loop(lambda: None)
+
+
+# --- sizes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /" + b"a" * 200_000,
+        b"GET / HTTP/1.1\r\n" + b"x" * 200_000,
+        b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000,
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 50_000,
+    ],
+)
+def test_a_head_without_end(sent: bytes) -> None:
+    with limited() as live, connect(live) as sock:
+        for start in range(0, len(sent), 10_000):
+            try:
+                sock.sendall(sent[start : start + 10_000])
+                live.on_loop(lambda: None)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+        assert answer(sock)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
+        assert is_healthy(live)
+
+
+def test_bodies_together_have_a_limit() -> None:
+    limits = Limits(body_nbytes=100_000, bodies_nbytes=150_000)
+    with serve(limits=limits, context_length=200_000) as live:
+        live.engine.hold("decode")
+        large = json.dumps({"prompt": "a" * 90_000, "max_tokens": 1}).encode()
+        request = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(large), large)
+        with connect(live, request) as first:
+            live.engine.wait_for(lambda engine: engine.n_in("decode") == 1)
+            refused = httpx.post(f"{live.url}/v1/completions", content=large, headers=JSON)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            live.engine.release("decode")
+            assert answer(first).startswith(b"HTTP/1.1 200")
+        assert (
+            httpx.post(f"{live.url}/v1/completions", content=large, headers=JSON).status_code == 200
+        )

@@ -1,0 +1,145 @@
+"""How much is in a JSON text: counted without parsing, as the parser would have counted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firn.api import json_bounds
+from firn.api.body import INLINE_NBYTES, decoded, parse_object
+from firn.api.json_bounds import TooMuch, check
+from firn.core.errors import BadRequest
+from tests.api.live import Live
+
+texts = st.text(alphabet='ab"\\[]{},:\n \u00fc\u20ac')
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=5),
+    max_leaves=40,
+)
+
+
+def count(value: Any) -> tuple[int, int, int]:
+    """Containers, members of objects, and commas besides."""
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    inner = list(value.values()) if isinstance(value, dict) else value
+    n_containers, n_members = 1, len(value) if isinstance(value, dict) else 0
+    n_commas = max(len(value) - 1, 0)
+    for each in inner:
+        more = count(each)
+        n_containers, n_members = n_containers + more[0], n_members + more[1]
+        n_commas += more[2]
+    return n_containers, n_members, n_commas
+
+
+@given(json_values, st.integers(1, 7), st.booleans())
+def test_it_counts_what_the_parser_would_make(value: Any, piece: int, spaced: bool) -> None:
+    """At any cut of the text, and whatever its strings hold."""
+    raw = json.dumps(value, indent=1 if spaced else None, ensure_ascii=False).encode()
+    n_containers, n_members, n_commas = count(json.loads(raw))
+    wanted = {
+        "MAX_CONTAINERS": n_containers,
+        "MAX_NAMES": n_members,
+        "MAX_VALUES": n_containers + n_commas,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bounds, "PIECE_NBYTES", piece)
+        for name, n in wanted.items():
+            patch.setattr(json_bounds, name, n)
+        json_bounds._check_outside_strings(raw)
+        for name, n in wanted.items():
+            patch.setattr(json_bounds, name, n - 1)
+            with pytest.raises(TooMuch):
+                json_bounds._check_outside_strings(raw)
+            patch.setattr(json_bounds, name, n)
+
+
+@given(st.binary())
+def test_it_raises_nothing_else(raw: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bounds, "MAX_CONTAINERS", -1)
+        patch.setattr(json_bounds, "PIECE_NBYTES", 3)
+        with contextlib.suppress(TooMuch):
+            check(raw)
+
+
+def repeated(item: bytes, n: int) -> bytes:
+    return b'{"a": [' + b",".join([item] * n) + b"]}"
+
+
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (repeated(b"[]", 200_000), "arrays and objects"),
+        (repeated(b"{}", 200_000), "arrays and objects"),
+        (repeated(b"1", 1_100_000), "values"),
+        (json.dumps({f"k{i}": i for i in range(210_000)}).encode(), "members"),
+    ],
+)
+def test_too_much_is_not_parsed(raw: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "loads", lambda text: pytest.fail("it was parsed"))
+    with pytest.raises(BadRequest, match=what):
+        parse_object(raw)
+
+
+def test_brackets_of_a_text_do_not_count() -> None:
+    code = {"text": '{"a": [1, 2]},\\ ' * 100_000, "ids": list(range(100_000))}
+    assert parse_object(json.dumps(code).encode()) == code
+
+
+# --- where it is done ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [10, INLINE_NBYTES])
+def test_large_bodies_leave_the_event_loop_alone(n: int) -> None:
+    import asyncio
+
+    async def threads() -> tuple[str, str]:
+        with ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
+            raw = json.dumps({"a": "x" * n}).encode()
+            where = await decoded(raw, pool, lambda body: threading.current_thread().name)
+            return where, threading.current_thread().name
+
+    where, loop_thread = asyncio.run(threads())
+    assert (where == loop_thread) == (n < INLINE_NBYTES)
+
+
+def test_a_wall_of_brackets_is_refused(live: Live) -> None:
+    raw = b'{"prompt": ' + b"[" + b",".join([b"[]"] * (5 << 20)) + b"]}"
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{live.url}/v1/completions", content=raw, headers=headers)
+    assert answer.status_code == 400
+    assert "arrays and objects" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/tokenize", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {"chat_template": "{{ 1 }}"},
+        {"chat_template_kwargs": {"x": "y" * 100_000}},
+    ],
+)
+def test_no_request_brings_a_template(
+    live: Live, path: str, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    answer = httpx.post(f"{live.url}{path}", json={**body, **more})
+    assert answer.status_code == 400
+    assert "chat_template" in answer.json()["error"]["param"]

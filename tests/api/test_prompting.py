@@ -1,0 +1,63 @@
+"""Pictures of a caller who shares nothing are marked as its own, before anything is kept of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from firn.api.auth import SHARED, namespace_of
+from firn.api.prompting import make_prompt
+from firn.core.values import (
+    Chat,
+    GenerateRequest,
+    ImagePart,
+    Message,
+    Namespace,
+    Prompt,
+    RawText,
+    Source,
+    TextPart,
+)
+
+
+class Prompts:
+    """Notes what it was given."""
+
+    def make(self, source: Source, **options: Any) -> Prompt:
+        self.source = source
+        return Prompt.__new__(Prompt)
+
+
+class Services:
+    def __init__(self) -> None:
+        self.prompts = Prompts()
+
+
+def owners(owner: Namespace) -> list[str]:
+    parts = (TextPart("a"), ImagePart("data:,x"), ImagePart("data:,y", data=b"y"))
+    source = Chat((Message("user", parts), Message("assistant", (TextPart("b"),))))
+    services: Any = Services()
+    make_prompt(services, GenerateRequest("", source), owner)
+    made = services.prompts.source
+    assert isinstance(made, Chat)
+    shown = [p for m in made.messages for p in m.parts if isinstance(p, ImagePart)]
+    assert [p.url for p in shown] == ["data:,x", "data:,y"]
+    assert shown[1].data == b"y"
+    return [p.owner for p in shown]
+
+
+def test_they_are_the_callers() -> None:
+    alice = namespace_of("alice")
+    assert owners(alice) == [alice, alice]
+
+
+def test_where_all_share_they_are_nobodys() -> None:
+    assert owners(SHARED) == ["", ""]
+
+
+@pytest.mark.parametrize("source", [RawText("a"), Chat((Message("user", (TextPart("a"),)),))])
+def test_what_has_no_pictures_stays_as_it_is(source: Source) -> None:
+    services: Any = Services()
+    make_prompt(services, GenerateRequest("", source), namespace_of("alice"))
+    assert services.prompts.source is source

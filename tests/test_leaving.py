@@ -1,0 +1,67 @@
+"""A server that is told to stop ends in bounded time, though a thread of it never would."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, threading
+from firn import app
+from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
+
+app.DRAIN_S, app.LEAVE_S = 0.2, {leave_s}
+built = app.build
+
+def build(config):
+    server = built(config)
+    server.pool.submit({hang})
+    return server
+
+app.build = build
+off = CacheConfig(disable_prefix_cache=True)
+config = Config(server=ServerConfig(port=0), model=ModelConfig(path="firn-demo"), cache=off)
+sys.exit(app.serve(config))
+"""
+
+
+def told_to_stop(hang: str, *, leave_s: float = 60.0) -> tuple[int, str]:
+    """Exit code and log of a server one of whose tokenizer threads is at `hang`."""
+    script = SCRIPT.format(hang=hang, leave_s=leave_s)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    seen = ""
+    try:
+        while "serves" not in seen:
+            line = process.stderr.readline()
+            assert line, seen
+            seen += line
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, seen + rest
+
+
+def test_a_thread_that_waits_for_ever_is_left_behind() -> None:
+    code, log = told_to_stop("threading.Event().wait")
+    assert code == 0
+    assert "leaving firn-tokenize" in log
+
+
+def test_threads_that_end_are_waited_for() -> None:
+    code, log = told_to_stop("lambda: None")
+    assert code == 0
+    assert "behind" not in log
+
+
+def test_when_nothing_else_helps_the_process_is_ended() -> None:
+    """Python's own lock is held: no code of ours can run any more."""
+    hang = "lambda: (__import__('time').sleep(1.5), __import__('re').match('(a*)*b', 'a' * 60))"
+    code, log = told_to_stop(hang, leave_s=3.0)
+    assert code == 1
+    assert "Timeout" in log
+    assert "firn-tokenize" not in log.partition("Timeout")[0]
