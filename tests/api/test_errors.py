@@ -405,6 +405,9 @@ class BrokenPrompts:
     def tail(self, prompt: Any) -> str:
         return ""
 
+    def ends(self, source: Any) -> frozenset[int]:
+        return frozenset()
+
 
 def test_an_unexpected_exception_is_logged_once_and_not_shown() -> None:
     with serve(wrap_prompts=BrokenPrompts) as live:
