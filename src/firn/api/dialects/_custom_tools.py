@@ -21,6 +21,7 @@ PARAMETERS: Mapping[str, Any] = {
     "required": ["input"],
 }
 SYNTAXES = ("lark", "regex")
+MAX_DEFINITION_CHARS = 64 * 1024
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAY_BE_HEAD = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?')
@@ -40,7 +41,9 @@ def custom_tool(tool: Fields, *, wrapped: bool) -> Tool:
     fields.one_of(kind, form.name("type"), ("text", "grammar"))
     inner = form.object("grammar") if wrapped else form
     syntax = fields.one_of(inner.require("syntax"), inner.name("syntax"), SYNTAXES)
-    definition = fields.string(inner.require("definition"), inner.name("definition"))
+    definition = fields.string(
+        inner.require("definition"), inner.name("definition"), max_chars=MAX_DEFINITION_CHARS
+    )
     grammar = Grammar("lark" if syntax == "lark" else "regex", definition, inner.name("definition"))
     # The model is held to the grammar, and does better if it knows it.
     told = "\n\n".join(text for text in (description, definition) if text)
