@@ -1,6 +1,6 @@
 """firn on a tiny random model that says what it is told to: a server for real agents to work with.
 
-    python benchmarks/agents/server.py --folder LAB --script script.json [--template FILE] [flags of serve]
+    python benchmarks/agents/server.py --folder LAB --script FILE [--template FILE] [flags of serve]
 
 Everything is `firn serve` as it is, but for one thing: each reply is forced, token by token, to what
 the script says. A random model then calls tools like a trained one, and its replies come back in the
