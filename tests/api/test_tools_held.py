@@ -30,6 +30,7 @@ def function(name: str, parameters: Any = PLACE, **more: Any) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
+QUIET = {"enable_thinking": False}
 TOOLS = [function(name) for name in NAMES]
 
 
@@ -52,6 +53,7 @@ def bias(live: Real, *texts: str, by: float = 4) -> dict[str, float]:
 
 def chat(live: Real, **options: Any) -> Any:
     ask = {"model": "", "messages": HI, "max_tokens": 300, "seed": 3, "logit_bias": bias(live)}
+    ask["extra_body"] = QUIET
     return live.openai().chat.completions.create(**(ask | options))
 
 
@@ -102,7 +104,7 @@ def test_only_what_is_allowed_is_called(live: Real, seed: int) -> None:
     flat: Any = [{"type": "function", "name": n, "parameters": PLACE} for n in NAMES]
     made = live.openai().responses.create(
         model="", input=HI, tools=flat, max_output_tokens=300,
-        extra_body={"seed": seed, "logit_bias": bias(live)},
+        extra_body={"seed": seed, "logit_bias": bias(live), **QUIET},
         tool_choice={"type": "allowed_tools", "mode": "required",
                      "tools": [{"type": "function", "name": "ask"}]},
     )  # fmt: skip
@@ -149,6 +151,7 @@ def test_a_schema_is_enforced_as_far_as_it_goes(live: Real, word: str, schema: A
     answer = client.chat.completions.with_raw_response.create(
         model="", messages=HI, max_tokens=300, seed=5, logit_bias=bias(live),  # type: ignore[arg-type]
         tools=[function("look", schema)], tool_choice="required", parallel_tool_calls=False,
+        extra_body=QUIET,
     )  # fmt: skip
     assert word in answer.headers["x-firn-unenforced"]
     assert "tools[0]#" in answer.headers["x-firn-unenforced"]
@@ -184,7 +187,7 @@ def test_a_custom_tool_is_held_to_its_grammar(
     grammar = {"syntax": syntax, "definition": definition}
     tool: Any = {"type": "custom", "name": "patch"}
     made = live.openai().responses.create(
-        model="", input=HI, max_output_tokens=200, tool_choice="required", extra_body={"seed": 1},
+        model="", input=HI, max_output_tokens=200, tool_choice="required", extra_body=QUIET,
         parallel_tool_calls=False, tools=[tool | {"format": {"type": "grammar", **grammar}}],
     )  # fmt: skip
     (call,) = [item for item in made.output if item.type == "custom_tool_call"]
@@ -206,6 +209,7 @@ def test_a_custom_input_that_is_cut_has_no_wrapper(live: Real, n_tokens: int) ->
     made = live.openai().responses.create(
         model="", input=HI, max_output_tokens=n_tokens, tool_choice="required",
         tools=[{"type": "custom", "name": "patch", "format": form}],  # type: ignore[list-item]
+        extra_body=QUIET,
     )  # fmt: skip
     assert made.status == "incomplete"
     for item in made.output:
