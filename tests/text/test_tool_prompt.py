@@ -99,15 +99,24 @@ def rules(family: str) -> TurnRules:
 
 
 RULES = {
-    "qwen3": TurnRules(notes_in_results=True),
-    "qwen35": TurnRules(late_system=False, notes_in_results=True),
-    "llama3": TurnRules(several_calls=False),
-    "mistral": TurnRules(late_system=False, user_runs=False, user_after_results=False),
+    "qwen3": TurnRules(notes_in_results=True, system_alone=False),
+    "qwen35": TurnRules(late_system=False, notes_in_results=True, system_alone=False),
+    "llama3": TurnRules(several_calls=False, assistant_first=False, system_alone=False),
+    "mistral": TurnRules(
+        late_system=False,
+        user_runs=False,
+        user_after_results=False,
+        assistant_runs=False,
+        assistant_first=False,
+        unanswered=False,
+        orphans=False,
+    ),
     "glm": TurnRules(notes_in_results=True),
     "deepseek": TurnRules(late_system=False),
-    "gpt_oss": TurnRules(late_system=False, several_calls=False),
+    "gpt_oss": TurnRules(late_system=False, several_calls=False, orphans=False),
 }
 ALONE = {"tools": False, "calls": False, "several_calls": False, "user_after_results": False}
+ALONE |= {"assistant_runs": False, "assistant_first": False, "system_alone": False}
 RULES["gemma3"] = TurnRules(late_system=False, user_runs=False, **ALONE)
 RULES["gemma2"] = TurnRules(leading_system=False, late_system=False, user_runs=False, **ALONE)
 
