@@ -59,7 +59,14 @@ def test_it_is_seen_across_deltas_and_said_at_the_end() -> None:
     assert watch.see([TextDelta(0, "<tool_")]) is None
     assert watch.see([TextDelta(0, 'call>{"name": "get_weather", ')]) is None
     assert watch.see([TextDelta(0, '"arguments": {}}</tool_call>')]) is None
-    assert watch.see([ChoiceFinished(0, "stop")]) == "<tool_call>"
+    text = watch.see([ChoiceFinished(0, "stop")])
+    assert text == '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    assert watch.mark(text) == "<tool_call>"
+
+
+def test_a_reply_that_names_no_tool_is_not_looked_at() -> None:
+    watch = CallWatch(TOOLS)
+    assert watch.see([TextDelta(0, "<tool_call>{}"), ChoiceFinished(0, "stop")]) is None
 
 
 def test_a_reply_that_was_cut_has_lost_nothing_of_ours() -> None:

@@ -74,6 +74,8 @@ MAX_SCORES = 1 << 18
 """Logprobs of prompts' tokens in one reply, those of the likeliest ones included."""
 MANY_SCORES = 1 << 12
 """More of them are not for the asyncio thread to turn into text."""
+LONG_REPLY = 4096
+"""Characters: a longer one is looked through in the pool."""
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request was computing at the same time."""
 
@@ -405,12 +407,19 @@ class Session:
         out.extend(events)
         for fault in run.checks[choice].see(events) if run.checks else ():
             logger.warning("%s %s", run.id, fault)
-        mark = run.watches[choice].see(events) if run.watches else None
+        text = run.watches[choice].see(events) if run.watches else None
+        if text is not None and len(text) > LONG_REPLY:
+            self._services.pool.submit(self._note_unread, run.id, run.watches[choice], text)
+        elif text is not None:
+            self._note_unread(run.id, run.watches[choice], text)
+
+    def _note_unread(self, id: RequestId, watch: CallWatch, text: str) -> None:
+        mark = watch.mark(text)
         if mark is not None:
             logger.warning(
                 "%s offered tools; the reply has %a, but the parser %s has read no call: "
                 "see --tool-call-parser",
-                run.id,
+                id,
                 mark,
                 self._services.reply_format.tool or "none",
             )
@@ -485,6 +494,4 @@ def _reply_length(
 
 def _sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:
     """A top_k that leaves every token in is no top_k."""
-    if sampling.top_k < model.vocab_size:
-        return sampling
-    return replace(sampling, top_k=0)
+    return sampling if sampling.top_k < model.vocab_size else replace(sampling, top_k=0)

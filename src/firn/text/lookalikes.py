@@ -31,15 +31,22 @@ class CallWatch:
         self._has_calls = False
 
     def see(self, events: Iterable[Event]) -> str | None:
-        """The mark of an unread call, once the reply has ended by itself without any that was read."""
+        """What to look for a call in: the whole reply, once it has ended by itself without any that was
+        read. Where no tool is named, there is none to look for."""
         for event in events:
             if isinstance(event, TextDelta):
                 self._said.append(event.text)
             elif isinstance(event, ToolCallStarted):
                 self._has_calls = True
             elif isinstance(event, ChoiceFinished) and event.reason == "stop":
-                return None if self._has_calls else mark_of_call("".join(self._said), self._tools)
+                text = "".join(self._said)
+                named = not self._has_calls and any(tool.name in text for tool in self._tools)
+                return text if named else None
         return None
+
+    def mark(self, text: str) -> str | None:
+        """See `mark_of_call`. Takes its time over a long text."""
+        return mark_of_call(text, self._tools)
 
 
 def mark_of_call(text: str, tools: Sequence[Tool]) -> str | None:
