@@ -58,7 +58,6 @@ from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.weight_memory import WeightMemory
-from firn.text import infill
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -175,7 +174,6 @@ def build(config: Config) -> Server:
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
-        infill=infill.detect(tokenizer),
         fetch_images=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,

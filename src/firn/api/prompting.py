@@ -7,29 +7,22 @@ from dataclasses import replace
 
 from firn.api.auth import SHARED
 from firn.api.services import Services
-from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
+from firn.core.errors import BadRequest, ContextTooLong
 from firn.core.values import (
     Chat,
     GenerateRequest,
     ImagePart,
-    Middle,
     Namespace,
     Part,
     Prompt,
-    RawTokens,
     Source,
 )
 
 
 def make_prompt(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """Takes its time: not for the asyncio thread. owner: whose pictures these are."""
-    source = request.source
     try:
-        if isinstance(source, Middle):
-            if services.infill is None:
-                raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
-            source = RawTokens(services.infill.ids(source.prefix, source.suffix))
-        return services.prompts.make(_owned(source, owner), reasoning=request.reasoning)
+        return services.prompts.make(_owned(request.source, owner), reasoning=request.reasoning)
     except UnicodeEncodeError:
         raise BadRequest(
             "The prompt has an unpaired surrogate, which is no text.", param="messages"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,7 @@ WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
 """Between the tokens of JSON. Bounded: a model that has lost its way would write spaces for ever."""
 UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
 LIMITS = LLParserLimits(verbose_errors=False)
+_NO_WORD = re.compile(r"\W+")
 
 
 class Constraint:
@@ -86,6 +88,7 @@ class Compiler:
         self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._control: tuple[str, ...] = ()
+        self._control_words: set[str] = set()
 
     def prepare(self) -> None:
         """Read the vocabulary, which takes a second for a large one. Done at the first need else."""
@@ -149,7 +152,14 @@ class Compiler:
         text = grammar.text
         if grammar.kind in ("json_schema", "choice"):  # unescaped
             text = json.dumps(json.loads(text), ensure_ascii=False)
-        return any(name in text for name in self._control)
+        if any(name in text for name in self._control):
+            return True
+        if grammar.kind not in ("regex", "lark"):
+            return False
+        words = _NO_WORD.sub(
+            "", text
+        )  # an expression may write their other characters in many ways
+        return any(len(core) > 2 and core in words for core in self._control_words)
 
     def _refuse_alone(self, part: Grammar) -> None:
         """Raise if this part is at fault by itself."""
@@ -193,6 +203,7 @@ class Compiler:
                 control = filter(found.is_special_token, sorted(self._hf.added))
                 names = (self._hf.token_bytes(t).decode("utf-8", "replace") for t in control)
                 self._control = tuple(n for n in names if n)
+                self._control_words = {_NO_WORD.sub("", name) for name in self._control}
                 self._tokenizer = found
             return self._tokenizer
 

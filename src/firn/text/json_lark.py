@@ -86,8 +86,7 @@ class _Quoting:
     def _split(self) -> Iterator[list[tuple[str, str]]]:
         """One statement each: a new one begins at a name with a colon behind it, or at a percent."""
         current: list[tuple[str, str]] = []
-        for i, (kind, text) in enumerate(self._tokens):
-            ahead = next((t for _, t in self._tokens[i + 1 :] if not t.isspace()), "")
+        for (kind, text), ahead in zip(self._tokens, _ahead(self._tokens), strict=True):
             begins = kind in ("imports", "ignore") or (kind == "name" and ahead[:1] in (":", "["))
             starts_line = not current or "\n" in "".join(t for _, t in _tail_space(current))
             if begins and starts_line and current:
@@ -125,15 +124,18 @@ class _Quoting:
 
     def _as_rules(self, statements: list[_Statement]) -> dict[str, str]:
         """New names of the terminals that are rules now: those that hold one, and so on."""
+        users: dict[str, list[str]] = {}
+        for s in statements:
+            if s.name.isupper():
+                for name in {t for kind, t in s.pieces if kind == "name" and t != s.name}:
+                    users.setdefault(name, []).append(s.name)
         found: dict[str, str] = {}
-        changed = True
-        while changed:
-            changed = False
-            for s in statements:
-                uses = {t for kind, t in s.pieces if kind == "name" and t != s.name}
-                if s.name.isupper() and s.name not in found and (s.needs_rule or uses & set(found)):
-                    found[s.name] = f"q_{s.name.lower()}"
-                    changed = True
+        left = [s.name for s in statements if s.name.isupper() and s.needs_rule]
+        while left:
+            name = left.pop()
+            if name not in found:
+                found[name] = f"q_{name.lower()}"
+                left += users.get(name, [])
         ignored = [s for s in statements if s.name == "%ignore"]
         if any(kind == "name" and text in found for s in ignored for kind, text in s.pieces):
             raise Unquotable("what is ignored cannot be said inside a JSON string")
@@ -222,6 +224,15 @@ def _tail_space(tokens: list[tuple[str, str]]) -> list[tuple[str, str]]:
     while n < len(tokens) and tokens[-1 - n][1].isspace():
         n += 1
     return tokens[len(tokens) - n :]
+
+
+def _ahead(tokens: list[tuple[str, str]]) -> list[str]:
+    """For each token the next one that is no space."""
+    found, last = [], ""
+    for _, text in reversed(tokens):
+        found.append(last)
+        last = last if text.isspace() else text
+    return found[::-1]
 
 
 def _has_colon(tokens: list[tuple[str, str]]) -> bool:
