@@ -20,7 +20,7 @@ import uvloop
 from firn import __version__
 from firn.api import warm
 from firn.api.auth import Keys
-from firn.api.cache_metrics import CacheMetrics
+from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.connections import ConnectionLimits, Connections, http_config
 from firn.api.hosts import Hosts, machine_names
 from firn.api.mailroom import Mailroom
@@ -158,7 +158,10 @@ def build(config: Config) -> Server:
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
         health_details=lambda: {"cache": health(engine.parts.cache)},
-        extra_collectors=(CacheMetrics(lambda: snapshot(engine.parts.cache)),),
+        extra_collectors=(
+            CacheMetrics(lambda: snapshot(engine.parts.cache)),
+            MemoryMetrics(devices.allocated_nbytes),
+        ),
     )
     return Server(services, engine, mailroom, pool, died)
 
