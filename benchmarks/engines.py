@@ -23,16 +23,17 @@ from firn.cache.io import TierIo
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from firn.config import default_cache_dir
 from firn.core.events import Admitted, JobDone, JobFailed, Token
 from firn.core.ports import Delivery
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
-from firn.models import cpu_powers, cpu_rope
+from firn.models import cpu
 from firn.models import device as devices
 from firn.models.batch import can_batch
-from firn.models.blas import threads_for
+from firn.models.cpu.threads import Threads
 from firn.models.runner import Runner
 from models import random_model
 
@@ -95,10 +96,12 @@ class BenchEngine:
 
         def parts() -> Parts:
             machine = devices.device()
+            threads = None
             if machine.kind == "cpu":
-                cpu_powers.install_if_faster()
-                cpu_rope.install()
+                blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
             model = random_model(config, dtype=dtype)
+            if machine.kind == "cpu" and blas.library:
+                threads = Threads(blas.library, model)
             probe = make_prompt_cache(model)
             logits = model(mx.array([[0]]), cache=probe)
             mx.eval(logits)
@@ -121,7 +124,7 @@ class BenchEngine:
                 info,
                 make_layers=lambda: make_prompt_cache(model),
                 max_rows=MAX_ROWS,
-                threads=threads_for(model) if machine.kind == "cpu" else None,
+                threads=threads,
             )
             return Parts(runner, cache, budget, Limits(MAX_ROWS, 1000, machine.prefill_chunk))
 

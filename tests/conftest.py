@@ -7,16 +7,23 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from firn.models import cpu_powers, cpu_rope
+from firn.models import cpu
+from firn.models.cpu import rope, softmax
+from tests import one_blas
 
 settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("firn")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _mlx_stays_as_it_is() -> Iterator[None]:
-    """What a server puts in MLX's place is for its whole process; this one has many servers."""
+def _one_mlx_for_all() -> Iterator[None]:
+    """What a server puts in MLX's place is for its whole process; this one has many servers.
+
+    So all tests of a process share a fast BLAS, and none puts functions of ours into MLX.
+    """
+    blas = one_blas.attach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_powers, "install_if_faster", lambda: False)
-        patch.setattr(cpu_rope, "install", lambda: None)
+        patch.setattr(cpu, "attach", lambda choice, *, memo: blas)
+        patch.setattr(softmax, "install_if_faster", lambda: False)
+        patch.setattr(rope, "install", lambda: None)
         yield

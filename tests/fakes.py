@@ -16,6 +16,7 @@ from firn.core.events import (
     JobDone,
     JobFailed,
     Prefilled,
+    PromptLogprobs,
     Token,
     TokenLogprob,
 )
@@ -67,14 +68,28 @@ class FakeTokenizer:
         return frozenset(self._special.values())
 
     @property
+    def added_tokens(self) -> Mapping[str, int]:
+        return self._special
+
+    @property
+    def max_token_chars(self) -> int:
+        return max(map(len, self._special))
+
+    @property
     def chat_template(self) -> str | None:
         return self._chat_template
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
         ids: list[int] = []
-        for part in self._split.split(text):
-            known = self._special.get(part)
-            ids += part.encode() if known is None else [known]
+        at = 0
+        for start, end in [*typed, (len(text), len(text))]:
+            for part in self._split.split(text[at:start]):
+                known = self._special.get(part)
+                ids += part.encode() if known is None else [known]
+            ids += text[start:end].encode()
+            at = end
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -99,8 +114,12 @@ class FakeTokenizer:
         self.rendered.append({"messages": messages, "tools": tools, "kwargs": dict(kwargs)})
         if any(message["content"] == "refuse this" for message in messages):
             raise TemplateFailed("this was to be refused")
-        body = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
+        body = "".join(f"{START}{m['role']}\n{m['content']}{_calls(m)}{END}\n" for m in messages)
         return f"{body}{tools or ''}{START}assistant\n"
+
+
+def _calls(message: Mapping[str, Any]) -> str:
+    return "".join(str(call["function"]) for call in message.get("tool_calls") or ())
 
 
 # --- engine --------------------------------------------------------------------------------
@@ -309,8 +328,8 @@ class FakeEngine:
             done = min(row.n_prefilled + self.chunk, total)
             if limit is not None and done > limit:
                 return []
-            row.n_prefilled = done
-            return [Prefilled(done, total)]
+            start, row.n_prefilled = row.n_prefilled, done
+            return [*_scores(row.job, start, done), Prefilled(done, total)]
         return [
             event
             for choice in range(row.job.n)
@@ -331,6 +350,20 @@ class FakeEngine:
         row.n_sent[choice] += 1
         forced = at in row.forced.get(choice, ())
         return [Token(choice, reply[at], _logprob(row.job, reply[at]), forced)]
+
+
+def _scores(job: Job, start: int, end: int) -> list[EngineEvent]:
+    """Of a chunk of the prompt: each token is less likely than the one before."""
+    first, last = start + 1, min(end, len(job.prompt) - 1) + 1
+    if not job.prompt_logprobs or first >= last:
+        return []
+    top = job.top_logprobs or 0
+    found = []
+    for i in range(first, last):
+        token = int(job.prompt.ids[i])
+        others = tuple((other, -9.0) for other in range(65, 90) if other != token)
+        found.append(TokenLogprob(token, -i / 8, ((token, -i / 8), *others)[:top]))
+    return [PromptLogprobs(first, tuple(found))]
 
 
 def _logprob(job: Job, token: int) -> TokenLogprob | None:

@@ -20,7 +20,15 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.tiers import Tier
 from firn.core.errors import FirnError
-from firn.core.events import Admitted, ChoiceDone, JobDone, JobFailed, Token
+from firn.core.events import (
+    Admitted,
+    ChoiceDone,
+    JobDone,
+    JobFailed,
+    PromptLogprobs,
+    Token,
+    TokenLogprob,
+)
 from firn.core.ports import Delivery
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
 from firn.engine.budget import Budget, RowCost
@@ -42,6 +50,8 @@ class Result:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     margins: dict[int, list[float]] = field(default_factory=dict)
     """How much likelier the best token was than the second, where two were asked for."""
+    scores: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens but the first, where they were asked for."""
     reasons: dict[int, str] = field(default_factory=dict)
     error: FirnError | None = None
     finished: threading.Event = field(default_factory=threading.Event)
@@ -152,6 +162,9 @@ class Harness:
                     result.margins.setdefault(event.choice, []).append(
                         top[0] - top[1] if len(top) > 1 else 0.0
                     )
+            elif isinstance(event, PromptLogprobs):
+                assert event.start == len(result.scores) + 1
+                result.scores.extend(event.logprobs)
             elif isinstance(event, ChoiceDone):
                 result.reasons[event.choice] = event.reason
             elif isinstance(event, JobFailed | JobDone):
@@ -170,6 +183,7 @@ class Harness:
         control: CacheControl = CacheControl(),
         eos: frozenset[int] = frozenset(),
         grammar: Any = None,
+        scored: bool = False,
     ) -> Result:
         request = RequestId(str(next(self._ids)))
         result = self.results[request] = Result()
@@ -188,6 +202,7 @@ class Harness:
                 namespace=Namespace(namespace),
                 cache=control,
                 grammar=grammar,
+                prompt_logprobs=scored,
             )
         )
         return result

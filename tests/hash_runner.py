@@ -26,6 +26,7 @@ from firn.core.events import (
     EngineEvent,
     JobDone,
     JobFailed,
+    PromptLogprobs,
     Token,
     TokenLogprob,
 )
@@ -72,6 +73,17 @@ def reply_to(
     return tokens[len(prompt) :]
 
 
+def scores_of(tokens: Sequence[int], start: int, end: int, top: int = 0) -> list[TokenLogprob]:
+    """How likely tokens [start + 1, end + 1) are: a number that all before them have a part in."""
+    found = []
+    for i in range(start, end):
+        likeliest = next_token(tokens[: i + 1])
+        logprob = -next_token([*tokens[: i + 1], tokens[i + 1]]) / VOCAB_SIZE
+        best = tuple(((likeliest + k) % VOCAB_SIZE, -0.1 * k) for k in range(top))
+        found.append(TokenLogprob(tokens[i + 1], logprob, best))
+    return found
+
+
 # --- runner --------------------------------------------------------------------------------
 
 
@@ -102,6 +114,7 @@ class HashRow:
     next: int = GARBAGE
     alone: bool = False
     forced: dict[int, int] = field(default_factory=dict)
+    scores: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def live_layers(self) -> list[HashLayer]:
@@ -184,7 +197,11 @@ class HashRunner:
         restored.fill([layer])
         return HashRow(layer, restored.n_tokens)
 
-    def prefill(self, row: HashRow, prompt: Prompt, end: int) -> None:
+    def prefill(
+        self, row: HashRow, prompt: Prompt, end: int, *, top_logprobs: int | None = None
+    ) -> None:
+        if top_logprobs is not None:
+            row.scores = scores_of(prompt.ids.tolist(), row.n_tokens, end, top_logprobs)
         chunk = [int(t) for t in prompt.ids[row.n_tokens : end]]
         assert chunk, "an empty chunk"
         row.tokens.insert(0, GARBAGE)
@@ -193,8 +210,10 @@ class HashRunner:
         self.prefills.append((row.n_tokens, end))
         row.n_tokens = end
 
-    def settle(self, row: HashRow) -> None:
+    def settle(self, row: HashRow) -> list[TokenLogprob]:
         self.faults.settle(row)
+        scores, row.scores = row.scores, []
+        return scores
 
     def choices(self, row: HashRow, job: Job, indices: Sequence[int]) -> list[HashRow]:
         self.faults.choices(job)
@@ -458,7 +477,12 @@ class Outcome:
         for choice in range(self.job.n):
             want = self.expected(choice)
             assert self.tokens(choice) == want
-            assert self.reason(choice) == ("stop" if want[-1] in self.job.eos else "length")
+            ended = bool(want) and want[-1] in self.job.eos
+            assert self.reason(choice) == ("stop" if ended else "length")
+        if self.job.prompt_logprobs:
+            ids = self.job.prompt.ids.tolist()
+            found = [score for event in self.of(PromptLogprobs) for score in event.logprobs]
+            assert found == scores_of(ids, 0, len(ids) - 1, self.job.top_logprobs or 0)
 
 
 class HashEngine:
@@ -475,6 +499,7 @@ class HashEngine:
         aligned: bool = False,
         group_rows: int = 1 << 30,
         capacity_nbytes: int = 1 << 40,
+        scored_nbytes: int = 1 << 30,
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
     ) -> None:
         self.runner = HashRunner(faults, group_rows=group_rows)
@@ -485,7 +510,7 @@ class HashEngine:
         self.died = threading.Event()
         self._also_publish = publish
         self._ids = itertools.count()
-        limits = Limits(max_rows, max_queue, chunk, aligned)
+        limits = Limits(max_rows, max_queue, chunk, aligned, scored_nbytes)
         self.engine = Engine(
             lambda: Parts(self.runner, self.cache, self.budget, limits),
             self._publish,
@@ -520,6 +545,7 @@ class HashEngine:
         eos: Sequence[int] = (),
         namespace: str = "",
         control: CacheControl = CacheControl(),
+        scored: int | None = None,
     ) -> Job:
         return Job(
             id=RequestId(f"job{next(self._ids)}"),
@@ -530,6 +556,8 @@ class HashEngine:
             eos=frozenset(eos),
             namespace=Namespace(namespace),
             cache=control,
+            top_logprobs=scored,
+            prompt_logprobs=scored is not None,
         )
 
     def submit(self, prompt: Sequence[int], n_reply: int = 8, **options: Any) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,8 @@ def values_of(item: Option) -> st.SearchStrategy[Any]:
         one = st.floats(item.spec.low, item.spec.high, allow_nan=False, allow_infinity=False)
     elif item.scalar is Path:
         one = word.map(lambda name: Path("/srv") / name)
+    elif item.metavar == "JSON":
+        one = word.map(lambda name: json.dumps({name: 1}))
     elif item.metavar == "ORIGIN":
         one = word.map(lambda name: f"https://{name}")
     else:
@@ -65,7 +68,7 @@ def as_toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(as_toml, value))}]"
     if isinstance(value, str | Path):
-        return f'"{value}"'
+        return json.dumps(str(value))
     return as_text(value)
 
 

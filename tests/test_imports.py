@@ -20,15 +20,16 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "cache", "cli", "config", "core", "demo", "engine", "leaving", "logs", "machine",
-    "media", "models", "options", "text",
+    "api", "app", "cache", "cli", "config", "core", "defaults", "demo", "engine", "leaving", "logs",
+    "machine", "media", "models", "named", "options", "text",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "leaving": set(),
     "machine": set(),
     "options": set(),
-    "config": {"core", "options"},
+    "defaults": {"core", "options"},
+    "config": {"core", "defaults", "options"},
     "logs": {"config"},
     "text": {"core"},
     "media": {"core"},
@@ -36,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"core", "machine"},
     "api": {"core", "text"},
     "engine": {"core", "cache"},
+    "named": {"config", "demo", "models"},
     "app": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
     "demo": EVERYTHING,
@@ -48,6 +50,7 @@ MAY_USE: dict[str, tuple[str, ...]] = {
     "mlx_vlm": ("models", "demo"),
     "PIL": ("media", "models"),
     "llguidance": ("models",),
+    "tokenizers": ("models",),
 }
 HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
 

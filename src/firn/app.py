@@ -11,13 +11,12 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 
 import uvicorn
 import uvloop
 
-from firn import __version__
+from firn import __version__, named
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
@@ -36,26 +35,34 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
 from firn.cache.tiers import TierError
 from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier, suggested_limit
-from firn.config import Config, default_cache_dir
+from firn.config import Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
 from firn.core.ports import Pictures, PrefixCache
 from firn.core.values import GenerateRequest, ModelInfo
+from firn.defaults import of_model
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.leaving import leave, no_later_than
 from firn.logs import configure as configure_logs
 from firn.machine import raise_descriptor_limit
-from firn.models import blas, cpu_powers, cpu_rope, embedder, loader
+from firn.media.documents import Documents
+from firn.models import cpu, embedder, loader
 from firn.models import device as devices
+from firn.models.cpu.blas import Blas
+from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.threads import Threads
 from firn.models.grammar import Compiler
+from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.weight_memory import WeightMemory
+from firn.text import infill
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
+from firn.text.template import Template
 
 log = logging.getLogger("firn")
 
@@ -78,13 +85,18 @@ def serve(config: Config) -> int:
     configure_logs(config.log.level)
     raise_descriptor_limit()
     sock = _bind(config.server.host, config.server.port)
-    prompts = warm.read(config.cache.warm_prompts) if config.cache.warm_prompts else []
+    prompts = _warm_prompts(config)
     server = build(config)
     try:
         code = uvloop.run(_run(server, sock, prompts))
     finally:
         server.close()
     return leave(code)
+
+
+def _warm_prompts(config: Config) -> list[GenerateRequest]:
+    path = config.cache.warm_prompts
+    return [] if path is None else warm.read(path, config.sampling.defaults())
 
 
 @dataclass(eq=False)
@@ -104,10 +116,12 @@ class Server:
 
 def build(config: Config) -> Server:
     """Load the model and wire everything to it. Raises SetupError."""
-    folder = _model_folder(config.model.path)
+    folder = _model_folder(config)
+    config = _heed_model(config, folder)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
+    template = None if tokenizer.chat_template is None else Template.read(tokenizer)
     found = tokenizer.tool_parser
     # Before the engine starts: an unknown parser must not leave a thread behind.
     reply_format = detect(
@@ -115,6 +129,7 @@ def build(config: Config) -> Server:
         tool_override=config.model.tool_call_parser,
         reasoning_override=config.model.reasoning_parser,
         native=NativeParser(*found) if found else None,
+        takes_tools=template is None or template.rules.tools,
     )
     processor = None
     if not config.model.text_only:
@@ -139,20 +154,32 @@ def build(config: Config) -> Server:
         prompts=PromptMaker(
             tokenizer,
             context_length=model.context_length,
+            n_ids=model.n_ids,
             pictures=_pictures(config, model, processor),
+            tool_format=reply_format.tool,
+            template=template,
         ),
         reply_format=reply_format,
         mailroom=mailroom,
         pool=pool,
-        limits=ApiLimits(max_tokens=config.engine.max_tokens),
+        limits=ApiLimits(
+            max_tokens=config.engine.max_tokens,
+            max_request_tokens=config.engine.max_request_tokens or None,
+            timeout_s=config.server.timeout or None,
+            requests_per_minute=config.server.rate_limit or None,
+        ),
+        defaults=config.sampling.defaults(),
         keys=_keys(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
         quotas=_quotas(config),
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
+        infill=infill.detect(tokenizer),
         fetch_images=_fetcher(config) if model.vision else None,
+        read_documents=Documents().gather,
         compile_grammar=grammars.compile,
+        soften_schema=grammars.soften,
         cache_admin=CacheAdmin(
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
@@ -179,6 +206,13 @@ def _quotas(config: Config) -> Quotas:
         tokens_per_minute=server.key_tokens_per_minute,
     )
     return Quotas(limits, max_queue=config.engine.max_queue)
+
+
+def _heed_model(config: Config, folder: Path) -> Config:
+    found = of_model(folder)
+    for line in found.warnings:
+        log.warning("%s", line)
+    return with_model(config, found)
 
 
 def _pictures(
@@ -221,12 +255,10 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
     )
 
 
-def _model_folder(name: str) -> Path:
-    """Built-in models are folders of the package; everything else the loader resolves."""
-    builtin = resources.files("firn.demo") / "models" / name
-    if "/" not in name and isinstance(builtin, Path) and (builtin / "config.json").exists():
-        return builtin
-    return loader.resolve(name)
+def _model_folder(config: Config) -> Path:
+    wanted = config.model
+    rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
+    return named.resolve(wanted.path, rules)
 
 
 def _build_parts(
@@ -244,14 +276,12 @@ def _build_parts(
         prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
     )
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
-    if recipe is not None and embedder.needs_encoder(folder, settings):
-        return _encoder_parts(folder, recipe, name, limits)
     exact = _wants_exact(config, str(settings["model_type"]), name)
     limits = replace(limits, aligned=exact)
-    tuned = machine.kind == "cpu" and not exact  # what is faster may change, and bits with it
-    if tuned:
-        cpu_powers.install_if_faster()  # before MLX compiles anything of its own ones
-        cpu_rope.install()
+    blas = _tune_cpu(config, exact=exact) if machine.kind == "cpu" else None
+    cpu_dtype = _cpu_dtype(config, blas)
+    if recipe is not None and embedder.needs_encoder(folder, settings):
+        return _encoder_parts(folder, recipe, name, limits, cpu_dtype)
     loaded = loader.load(
         folder,
         served_name=name,
@@ -260,24 +290,52 @@ def _build_parts(
         picture=processor.example.inputs if processor else None,
         feature_nbytes=config.images.image_feature_cache_mb * MIB,
         memory=WeightMemory(default_cache_dir()),
+        cpu_dtype=cpu_dtype,
+        max_context=config.engine.max_context or None,
     )
     info = loaded.info
+    threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
     runner = Runner(
         loaded.model,
         info,
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
-        threads=blas.threads_for(loaded.model) if tuned else None,
+        threads=threads,
     )
-    headroom = int(config.engine.scheduler_headroom_gb * GIB)
-    capacity = machine.memory_nbytes - info.weights_nbytes - headroom
+    capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
     cost = _row_cost(loaded)
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
-    cache = _build_cache(config, loaded, machine, exact_chunk=limits.prefill_chunk if exact else 0)
+    cache = _build_cache(
+        config,
+        loaded,
+        machine,
+        exact_chunk=limits.prefill_chunk if exact else 0,
+        arithmetic=blas.identity if blas and exact else "",
+    )
     if isinstance(cache, PrefixTree):
         _add_ssd(config, cache, info, wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
+
+
+def _tune_cpu(config: Config, *, exact: bool) -> Blas:
+    return cpu.tune(config.engine.blas, exact=exact, memo=default_cache_dir() / "blas.json")
+
+
+def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
+    """Without a fast BLAS, float32 is as slow as the rest and twice as large."""
+    wanted = config.engine.cpu_dtype
+    if blas is None or (wanted == "auto" and blas.library is None):
+        return "model"
+    return wanted
+
+
+def _headroom(config: Config, machine: devices.Device) -> int:
+    """Device memory that is left to others."""
+    share = config.engine.gpu_memory_utilization
+    if share is not None:
+        return int((1 - share) * machine.memory_nbytes)
+    return int(config.engine.scheduler_headroom_gb * GIB)
 
 
 def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
@@ -301,10 +359,14 @@ def _decoder_embedder(
         return None
 
 
-def _encoder_parts(folder: Path, recipe: embedder.Recipe, name: str, limits: Limits) -> Parts:
+def _encoder_parts(
+    folder: Path, recipe: embedder.Recipe, name: str, limits: Limits, cpu_dtype: CpuDtype
+) -> Parts:
     """Of a model that makes embeddings and nothing else."""
     config = loader.read_config(folder)
-    embeds, info = embedder.load_encoder(folder, recipe, config, served_name=name)
+    embeds, info = embedder.load_encoder(
+        folder, recipe, config, served_name=name, cpu_dtype=cpu_dtype
+    )
     runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
     budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
     return Parts(runner, CacheOff("an embedding model"), budget, limits, embedder=embeds)
@@ -327,8 +389,14 @@ def _wants_exact(config: Config, architecture: str, name: str) -> bool:
 
 
 def _build_cache(
-    config: Config, loaded: loader.LoadedModel, machine: devices.Device, *, exact_chunk: int
+    config: Config,
+    loaded: loader.LoadedModel,
+    machine: devices.Device,
+    *,
+    exact_chunk: int,
+    arithmetic: str,
 ) -> PrefixCache:
+    """arithmetic: what bits depend on beside the model, where bits count."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
         log.info("the prefix cache is off")
@@ -343,7 +411,8 @@ def _build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
-    limit = wanted.cache_memory_mb * MIB or devices.free_nbytes(machine) // 5
+    share = int(devices.free_nbytes(machine) * wanted.cache_memory_percent)
+    limit = wanted.cache_memory_mb * MIB or share
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
@@ -351,7 +420,10 @@ def _build_cache(
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     return PrefixTree(
-        layout, settings, fingerprint=loaded.info.fingerprint, dtype=loaded.info.dtype
+        layout,
+        settings,
+        fingerprint=loaded.info.fingerprint,
+        dtype=f"{loaded.info.dtype} {arithmetic}".rstrip(),
     )
 
 

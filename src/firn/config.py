@@ -14,11 +14,12 @@ import sys
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
 from firn.core.errors import SetupError
+from firn.defaults import ModelDefaults, SamplingConfig
 from firn.options import BadValue, Option, option, options_of
 
 BUILTIN_MODEL = "firn-demo"
@@ -75,6 +76,16 @@ class ServerConfig:
         check=header_safe,
     )
     """Every accepted key, those of `api_key_file` included. Empty: no authentication."""
+    timeout: float = option(
+        0.0, "Seconds that a request may take; 0 for no limit.", low=0, high=1_000_000
+    )
+    rate_limit: int = option(
+        0,
+        "Requests a minute that a client (a key, or an address without keys) may send; 0 for no "
+        "limit.",
+        low=0,
+        high=1_000_000,
+    )
     api_key_file: Path | None = option(
         None, "File with more keys, one a line; # starts a comment.", metavar="FILE"
     )
@@ -125,7 +136,7 @@ class ServerConfig:
 class ModelConfig:
     path: str = option(
         BUILTIN_MODEL,
-        "A model folder, or the id of a model on the Hugging Face hub.",
+        "A model folder, the id of a model on the Hugging Face hub, or smollm2.",
         flag=None,
         env="FIRN_MODEL",
         metavar="MODEL",
@@ -136,6 +147,13 @@ class ModelConfig:
     )
     trust_remote_code: bool = option(
         False, "Let the model's folder run Python code of its own. Only for models you trust."
+    )
+    offline: bool = option(False, "Download nothing: only models that are on this machine.")
+    download_timeout: int | None = option(
+        None, "Seconds of silence after which a download is given up.", low=1, high=86400
+    )
+    download_retries: int = option(
+        3, "How often a download that broke off is taken up again.", low=0, high=100
     )
     text_only: bool = option(False, "Serve the text part of a vision model, without images.")
     tool_call_parser: str = option(
@@ -155,6 +173,20 @@ class EngineConfig:
     max_tokens: int = option(
         32768, "Longest reply in tokens when a request does not say.", low=1, high=2**31 - 1
     )
+    max_request_tokens: int = option(
+        0,
+        "Longest reply in tokens that a request may ask for; 0 for no limit but the context.",
+        low=0,
+        high=2**31 - 1,
+    )
+    max_context: int = option(
+        0,
+        "Prompt and reply together, in tokens; auto is what the model can attend to.",
+        low=0,
+        high=2**31 - 1,
+        words={"auto": 0},
+    )
+    """0: the model's."""
     max_concurrency: int = option(
         32, "Requests that generate at the same time; more wait in the queue.", low=1, high=4096
     )
@@ -175,6 +207,22 @@ class EngineConfig:
     scheduler_headroom_gb: float = option(
         2.0, "Device memory left free, in GiB; requests wait when less is left.", low=0, high=4096
     )
+    blas: Literal["auto", "system", "bundled", "none"] = option(
+        "auto",
+        "Linux, CPU: what multiplies. system: the system's OpenBLAS; bundled: the one that firn[cpu] "
+        "brings; none: MLX's own; auto: the fastest.",
+    )
+    cpu_dtype: Literal["auto", "model", "float32"] = option(
+        "auto",
+        "CPU: compute weights of 16 bits and quantised ones in float32, or as the model has them; "
+        "auto: in float32 where that is faster and there is memory for it.",
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of the device's memory to use, in place of --scheduler-headroom-gb.",
+        low=0.01,
+        high=1,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +230,18 @@ class CacheConfig:
     disable_prefix_cache: bool = option(False, "Compute every prompt anew and keep nothing.")
     cache_memory_mb: int = option(
         0,
-        "Memory for computed prefixes, in MiB; auto is a fifth of what is free once the model is "
-        "loaded.",
+        "Memory for computed prefixes, in MiB; auto goes by what is free once the model is loaded.",
         low=0,
         high=1 << 30,
         words={"auto": 0},
     )
     """0: by what is free."""
+    cache_memory_percent: float = option(
+        0.2,
+        "Share of the free memory that auto means for --cache-memory-mb: 0.2 is a fifth.",
+        low=0.001,
+        high=1,
+    )
     cache_block_tokens: int = option(256, "Tokens in a block of the cache.", low=16, high=8192)
     reuse: Literal["full", "exact"] = option(
         "full",
@@ -274,7 +327,7 @@ class LogConfig:
 class Origin:
     """Where a value came from: `where` is the file, the variable or the flag."""
 
-    kind: Literal["default", "file", "env", "flag"]
+    kind: Literal["default", "model", "file", "env", "flag"]
     where: str = ""
 
     def __str__(self) -> str:
@@ -291,6 +344,7 @@ class Config:
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    sampling: SamplingConfig = SamplingConfig()
     cache: CacheConfig = CacheConfig()
     images: ImagesConfig = ImagesConfig()
     log: LogConfig = LogConfig()
@@ -322,12 +376,17 @@ Given = dict[str, tuple[Any, Origin]]
 
 
 def load(
-    flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None = None
+    flags: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str],
+    file: Path | None = None,
+    flag_names: Mapping[str, str] | None = None,
 ) -> Config:
     """The tree from its sources. Raises SetupError, or UsageError where a flag is at fault.
 
     `flags` holds what the command line gave, by key: a text, a list of texts, or a bool. `file` is
-    the TOML file; without it the one that FIRN_CONFIG names.
+    the TOML file; without it the one that FIRN_CONFIG names. `flag_names`: by key, the flag that was
+    given where it is not the option's own.
     """
     if file is None and environ.get(CONFIG_ENV, "").strip():
         file = Path(os.path.expanduser(environ[CONFIG_ENV].strip()))
@@ -335,7 +394,7 @@ def load(
     if file is not None:
         given |= _from_file(file)
     given |= _from_environ(environ)
-    given |= _from_flags(flags)
+    given |= _from_flags(flags, flag_names or {})
     _add_key_file(given)
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for item in OPTIONS:
@@ -344,6 +403,24 @@ def load(
     origins = types.MappingProxyType({key: origin for key, (_, origin) in given.items()})
     return Config(
         **{section: cls(**values[section]) for section, cls in SECTIONS.items()}, origins=origins
+    )
+
+
+def with_model(config: Config, found: ModelDefaults) -> Config:
+    """The tree with what the model says of itself wherever nobody has said anything."""
+    if config.sampling.generation_config == "none":
+        return config
+    unsaid = {
+        f"default_{name}": value
+        for name, value in found.values.items()
+        if getattr(config.sampling, f"default_{name}") is None
+    }
+    origin = Origin("model", str(found.path))
+    origins = {**config.origins, **{f"sampling.{name}": origin for name in unsaid}}
+    return replace(
+        config,
+        sampling=replace(config.sampling, **unsaid),
+        origins=types.MappingProxyType(origins),
     )
 
 
@@ -394,12 +471,12 @@ def _from_environ(environ: Mapping[str, str]) -> Given:
     return given
 
 
-def _from_flags(flags: Mapping[str, Any]) -> Given:
+def _from_flags(flags: Mapping[str, Any], names: Mapping[str, str]) -> Given:
     known = {item.key: item for item in OPTIONS}
     given: Given = {}
     for key, raw in flags.items():
         item = known[key]
-        name = item.flag or item.metavar
+        name = names.get(key) or item.flag or item.metavar
         try:
             given[key] = (item.parse_flag(raw), Origin("flag", name))
         except BadValue as problem:
@@ -461,3 +538,8 @@ def default_cache_dir(
         return Path.home() / "Library" / "Caches" / "firn"
     base = environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "firn"
+
+
+def converted_dir() -> Path:
+    """Where models are kept that were made from other formats: in the cache, beside the records."""
+    return default_cache_dir() / "converted"

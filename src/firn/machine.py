@@ -1,19 +1,16 @@
-"""Facts about this machine that need no MLX: memory, disk, descriptors, linear algebra, addresses."""
+"""Facts about this machine that need no MLX: memory, disk, descriptors, processors, addresses."""
 
 from __future__ import annotations
 
-import ctypes.util
 import ipaddress
+import math
 import os
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-FAST_BLAS = ("openblas", "blis", "mkl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +79,19 @@ def disk_free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def blas_hint(environ: Mapping[str, str]) -> str | None:
-    """What to preload on a Linux CPU, where MLX's wheel brings a slow reference BLAS; or None."""
-    preloaded = environ.get("LD_PRELOAD", "")
-    if any(name in preloaded for name in FAST_BLAS):
-        return None
-    library = ctypes.util.find_library("openblas")
-    if library is None:
-        return (
-            "MLX's wheel uses a slow reference BLAS; install OpenBLAS (libopenblas0) and "
-            "start firn with LD_PRELOAD=libopenblas.so.0 to run float32 models several times faster."
-        )
-    return (
-        "MLX's wheel uses a slow reference BLAS; OpenBLAS is installed: start firn with "
-        f"LD_PRELOAD={library} to run float32 models several times faster."
-    )
+def usable_cores(root: Path = Path("/")) -> int:
+    """Processors that this process may use: neither the machine's nor a container host's."""
+    try:
+        n = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        n = os.cpu_count() or 1
+    try:
+        quota, _, period = (root / "sys/fs/cgroup/cpu.max").read_text().partition(" ")
+        if quota.isdigit():
+            n = min(n, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError, ZeroDivisionError):
+        pass
+    return max(n, 1)
 
 
 def is_loopback(host: str) -> bool:

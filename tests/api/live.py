@@ -135,7 +135,7 @@ def serve(
     logger.addHandler(log)
     logger.setLevel(logging.DEBUG)
     with ThreadPoolExecutor(2) as pool:
-        prompts = PromptMaker(tokenizer, context_length=context_length)
+        prompts = PromptMaker(tokenizer, context_length=context_length, n_ids=engine.model.n_ids)
         app = create_app(
             Services(
                 engine=engine,

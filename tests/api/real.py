@@ -33,9 +33,12 @@ class Real:
         assert isinstance(found, HfTokenizer)
         return found
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def openai(self) -> openai.OpenAI:
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
 
 def write_model(path: Path, *, format: str, template: str) -> None:

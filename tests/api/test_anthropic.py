@@ -165,10 +165,11 @@ def test_zero_tokens_only_fill_the_cache(plain: Live) -> None:
     client = plain.anthropic()
     message = client.messages.create(**(ASK | {"max_tokens": 0}))
     assert message.content == []
+    assert message.stop_reason == "max_tokens"
     assert message.usage.output_tokens == 0
     with client.messages.stream(**(ASK | {"max_tokens": 0})) as stream:
         assert stream.get_final_message().content == []
-    assert plain.engine.jobs[-1].max_tokens == 1
+    assert plain.engine.jobs[-1].max_tokens == 0
 
 
 def test_counting_counts_what_the_template_renders(plain: Live) -> None:
@@ -303,7 +304,7 @@ def test_a_fault_inside_a_stream_is_its_error_event(live: Live) -> None:
 def test_errors_have_anthropics_types(plain: Live) -> None:
     client = plain.anthropic()
     with pytest.raises(anthropic.NotFoundError) as missing:
-        client.messages.create(**(ASK | {"model": "gpt-9"}))
+        client.messages.create(**(ASK | {"model": "other-9"}))
     body: Any = missing.value.body
     assert body["error"]["type"] == "not_found_error"
     assert missing.value.request_id

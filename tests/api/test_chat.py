@@ -118,10 +118,25 @@ def test_length_is_a_finish_reason(shared_live: Live) -> None:
     assert reply.choices[0].finish_reason == "length"
 
 
-def test_a_character_cut_by_the_limit_is_shown_as_broken(shared_live: Live) -> None:
+def test_a_character_cut_by_the_limit_is_held_back(shared_live: Live) -> None:
     n = len(b"Hello, world! Gr") + 1
-    reply = shared_live.openai().chat.completions.create(model="fake", messages=HI, max_tokens=n)
-    assert reply.choices[0].message.content == "Hello, world! Gr\ufffd"
+    client, claude = shared_live.openai(), shared_live.anthropic()
+    reply = client.chat.completions.create(model="fake", messages=HI, max_tokens=n)
+    assert reply.choices[0].message.content == "Hello, world! Gr"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == n
+    stream = client.chat.completions.create(model="fake", messages=HI, max_tokens=n, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == "Hello, world! Gr"
+    raw = client.completions.create(model="fake", prompt="hi", max_tokens=n)
+    assert raw.choices[0].text == "Hello, world! Gr"
+    response = client.responses.create(model="fake", input="hi", max_output_tokens=n)
+    assert response.output_text == "Hello, world! Gr"
+    hi: Any = HI
+    (block,) = claude.messages.create(model="fake", messages=hi, max_tokens=n).content
+    assert block.type == "text"
+    assert block.text == "Hello, world! Gr"
+    with claude.messages.stream(model="fake", messages=hi, max_tokens=n) as said:
+        assert "".join(said.text_stream) == "Hello, world! Gr"
 
 
 def test_parameters_reach_the_engine(live: Live) -> None:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import openai
+import pytest
 
 from firn.core.values import Job
+from firn.text import infill
 from tests.api.live import GREETING, Live, serve
-from tests.fakes import FakeTokenizer
+from tests.fakes import END, START, FakeTokenizer
 
 
 def echoing(tokenizer: FakeTokenizer) -> Any:
@@ -67,6 +71,165 @@ def test_logprobs(shared_live: Live) -> None:
     assert logprobs.text_offset == [0, 1, 2, 3]
     assert logprobs.top_logprobs is not None
     assert [len(top) for top in logprobs.top_logprobs] == [3] * 4
+
+
+# --- the prompt's own tokens ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["Once", list(b"Once")])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_echo_shows_how_likely_the_prompt_was(
+    shared_live: Live, prompt: Any, max_tokens: int
+) -> None:
+    """As lm-eval-harness asks: the first token has no logprob, the reply's follow the prompt's."""
+    reply = shared_live.openai().completions.create(
+        model="fake", prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens
+    )
+    choice = reply.choices[0]
+    assert choice.text == "Once" + GREETING[:max_tokens]
+    assert choice.finish_reason == "length"
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == list(choice.text)
+    assert logprobs.token_logprobs == [None, -0.125, -0.25, -0.375, *[-0.25] * max_tokens]
+    assert logprobs.text_offset == list(range(4 + max_tokens))
+    assert logprobs.top_logprobs is not None
+    assert logprobs.top_logprobs[0] is None
+    assert logprobs.top_logprobs[1] == {"n": -0.125}
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (4, max_tokens)
+
+
+def test_a_stream_echoes_with_logprobs_first(live: Live) -> None:
+    live.engine.chunk = 2
+    chunks = list(
+        live.openai().completions.create(
+            model="fake", prompt="Once", echo=True, logprobs=0, max_tokens=1, n=2, stream=True
+        )
+    )
+    first, second, *rest = (chunk.choices[0] for chunk in chunks)
+    for choice in (first, second):
+        assert choice.text == "Once"
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, -0.125, -0.25, -0.375]
+    assert [first.index, second.index] == [0, 1]
+    offsets = [choice.logprobs.text_offset for choice in rest if choice.logprobs]
+    assert offsets == [[4], [4]]
+
+
+def test_one_token_has_nothing_before_it(shared_live: Live) -> None:
+    reply = shared_live.openai().completions.create(
+        model="fake", prompt="a", echo=True, logprobs=2, max_tokens=0
+    )
+    assert reply.choices[0].text == "a"
+    assert reply.choices[0].logprobs is not None
+    assert reply.choices[0].logprobs.token_logprobs == [None]
+
+
+def test_every_prompt_of_a_batch_is_scored(shared_live: Live) -> None:
+    reply = shared_live.openai().completions.create(
+        model="fake", prompt=["ab", "cde", "f"], echo=True, logprobs=1, max_tokens=0
+    )
+    found = [choice.logprobs.token_logprobs for choice in reply.choices if choice.logprobs]
+    assert found == [[None, -0.125], [None, -0.125, -0.25], [None]]
+
+
+def test_tokens_of_one_character_begin_where_it_does(shared_live: Live) -> None:
+    reply = shared_live.openai().completions.create(
+        model="fake", prompt="aüb", echo=True, logprobs=0, max_tokens=0
+    )
+    assert reply.choices[0].logprobs is not None
+    assert reply.choices[0].logprobs.text_offset == [0, 1, 1, 2]
+
+
+def test_what_the_tokenizer_puts_in_front_is_a_token_but_no_text() -> None:
+    with serve(tokenizer=Opening()) as live:
+        reply = live.openai().completions.create(
+            model="fake", prompt="ab", echo=True, logprobs=0, max_tokens=0
+        )
+        assert reply.choices[0].text == "ab"
+        logprobs = reply.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens == [START, "a", "b"]
+        assert logprobs.text_offset == [0, 0, 1]
+
+
+class Opening(FakeTokenizer):
+    """Puts a token in front of every raw prompt."""
+
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        return super().encode(START + text if add_special else text, add_special=False, typed=typed)
+
+
+def test_no_tokens_at_all_reads_the_prompt(live: Live) -> None:
+    reply = live.openai().completions.create(model="fake", prompt="hello", max_tokens=0)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("", "length")
+    assert live.engine.jobs[-1].max_tokens == 0
+    answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a", "max_tokens": -1})
+    assert answer.status_code == 400
+
+
+def test_logprobs_of_too_many_tokens_are_refused(live: Live) -> None:
+    with serve(context_length=100_000) as large:
+        client = large.openai()
+        with pytest.raises(openai.BadRequestError, match="too many"):
+            client.completions.create(
+                model="fake", prompt="a" * 20_000, echo=True, logprobs=20, max_tokens=0
+            )
+        assert large.engine.jobs == []
+        client.completions.create(
+            model="fake", prompt="a" * 20_000, echo=True, logprobs=1, max_tokens=0
+        )
+
+
+# --- filling in the middle -----------------------------------------------------------------
+
+
+def coder() -> FakeTokenizer:
+    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
+    return FakeTokenizer(special=(END, START, *marks))
+
+
+def test_a_suffix_is_put_behind_the_hole() -> None:
+    tokenizer = coder()
+    with serve(tokenizer=tokenizer, infill=infill.detect(tokenizer)) as live:
+        reply = live.openai().completions.create(
+            model="fake", prompt="def f(", suffix="):\n", max_tokens=4
+        )
+        assert reply.choices[0].text == GREETING[:4]
+        job = live.engine.jobs[-1]
+        text = "<|fim_prefix|>def f(<|fim_suffix|>):\n<|fim_middle|>"
+        assert tokenizer.decode(job.prompt.ids.tolist()) == text
+        # What fills the hole ends where another piece would begin.
+        ends = {tokenizer.decode([token]) for token in job.eos}
+        assert {"<|fim_pad|>", "<|fim_prefix|>", END} <= ends
+        echoed = live.openai().completions.create(
+            model="fake", prompt="def f(", suffix=")", echo=True, max_tokens=2
+        )
+        assert echoed.choices[0].text == "def f(" + GREETING[:2]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prompt": "a"}, "no tokens for filling in the middle"),
+        ({"prompt": [1, 2]}, "needs the prompt as text"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "cannot be combined"),
+        ({"prompt": "a", "max_tokens": 0}, "no tokens for filling in the middle"),
+    ],
+)
+def test_a_suffix_that_cannot_be_is_a_clear_400(
+    shared_live: Live, given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=says):
+        shared_live.openai().completions.create(model="fake", suffix="b", **given)
+
+
+def test_an_empty_suffix_is_none(shared_live: Live) -> None:
+    reply = shared_live.openai().completions.create(model="fake", prompt="a", suffix="")
+    assert reply.choices[0].text == GREETING
 
 
 def test_markup_in_a_raw_completion_is_left_alone() -> None:

@@ -264,7 +264,7 @@ def test_a_fault_inside_a_stream_fails_the_response(live: Live) -> None:
 
 def test_a_fault_before_the_first_byte_is_a_status(plain: Live) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
-        plain.openai().responses.create(model="gpt-9", input="hi")
+        plain.openai().responses.create(model="other-9", input="hi")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as long:
         plain.openai().responses.create(model="fake", input="x" * 5000)

@@ -16,6 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from firn.cache.tiers.ssd import SsdSettings, SsdTier
+from tests import one_blas
 from tests.cache.tiny import Build, tiny, tokens
 from tests.harness import Harness, Result
 
@@ -111,4 +112,5 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    one_blas.attach()
     sys.exit(main(Path(sys.argv[1])))

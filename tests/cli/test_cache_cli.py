@@ -57,7 +57,7 @@ def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
     def run(*arguments: object, **more: Any) -> Result:
         command, *rest = map(str, arguments)
-        words = ["cache", command, "--dir", str(folder), *rest]
+        words = ["cache", command, "--ssd-cache-dir", str(folder), *rest]
         return CliRunner().invoke(make_cli(), words, **more)
 
     return run
@@ -192,7 +192,7 @@ def test_stats(folder: Path, cache: Cache) -> None:
     text = cache("stats").output
     assert "of 64.0 MiB" in text
     assert "pages 7" in text
-    assert cache("stats", "--dir", folder / "none").exit_code == 0
+    assert cache("stats", "--ssd-cache-dir", folder / "none").exit_code == 0
 
 
 # --- verify, gc, clear ---------------------------------------------------------------------
@@ -220,14 +220,14 @@ def test_verify(folder: Path, cache: Cache) -> None:
 
 def test_gc(folder: Path, cache: Cache) -> None:
     tier = store(folder, *chain(20, nbytes=100_000))
-    result = cache("gc", "--max-gb", 0.001)
+    result = cache("gc", "--ssd-cache-max-gb", 0.001)
     assert result.exit_code == 0, result.output
     assert "freed" in result.output
     list(tier.scan())
     assert tier.usage().nbytes <= 2**30 // 1000
     assert tier.usage().n_orphans == 0
     assert cache("gc").exit_code == 2
-    assert cache("gc", "--max-gb", 1, "--dir", folder / "none").exit_code == 1
+    assert cache("gc", "--ssd-cache-max-gb", 1, "--ssd-cache-dir", folder / "none").exit_code == 1
 
 
 def test_clear_all(folder: Path, cache: Cache) -> None:
@@ -267,10 +267,10 @@ def test_a_prefix_travels(folder: Path, cache: Cache, tmp_path: Path) -> None:
     assert "48 tokens in 7 records" in result.output
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     other = tmp_path / "other"
-    result = cache("import", file, "--dir", other)
+    result = cache("import", file, "--ssd-cache-dir", other)
     assert result.exit_code == 0, result.output
     assert "7 records stored" in result.output
-    assert "7 were there already" in cache("import", file, "--dir", other).output
+    assert "7 were there already" in cache("import", file, "--ssd-cache-dir", other).output
     tier = opened(other)
     list(tier.scan())
     assert [holds(tier, r) for r in ALL] == [r in (*TRUNK, STATES[1]) for r in ALL]
@@ -302,7 +302,7 @@ def test_a_broken_archive_is_refused(folder: Path, cache: Cache, tmp_path: Path)
     empty.write_bytes(bytes(10240))
     for path in (spoilt, cut, junk, empty, tmp_path / "missing"):
         other = tmp_path / f"cache of {path.name}"
-        result = cache("import", path, "--dir", other)
+        result = cache("import", path, "--ssd-cache-dir", other)
         assert result.exit_code == 1, path
         assert result.stderr.startswith("firn: ")
         assert len(result.stderr.splitlines()) == 1
@@ -331,7 +331,7 @@ def test_import_keeps_to_the_limit_of_the_servers(
     other = tmp_path / "other"
     server = opened(other, MIB)
     list(server.scan())
-    result = cache("import", file, "--dir", other)
+    result = cache("import", file, "--ssd-cache-dir", other)
     assert result.exit_code == 1
     assert "full" in result.stderr
     list(server.scan())
@@ -343,7 +343,7 @@ def test_import_into_another_namespace(folder: Path, cache: Cache, tmp_path: Pat
     store(folder, *TRUNK, *STATES)
     file, other = tmp_path / "prefix.firn", tmp_path / "other"
     cache("export", key(TRUNK[5]), file)
-    assert cache("import", file, "--dir", other, "--namespace", "shared").exit_code == 0
+    assert cache("import", file, "--ssd-cache-dir", other, "--namespace", "shared").exit_code == 0
     found = take(other)
     (group,) = found.groups()
     assert group.namespace == "shared"
@@ -371,10 +371,10 @@ def test_an_encrypted_folder(folder: Path, cache: Cache, tmp_path: Path) -> None
     assert "Not looked into: 6 encrypted" in cache("verify").output
     assert cache("export", key(TRUNK[5]), tmp_path / "x").exit_code == 1
     assert "encrypted with another key" in cache("show", key(TRUNK[5])).output
-    assert "6 records are good" in cache("verify", "--key-file", secret).output
+    assert "6 records are good" in cache("verify", "--ssd-cache-key-file", secret).output
     file, plain = tmp_path / "prefix.firn", tmp_path / "plain"
-    assert cache("export", key(TRUNK[5]), file, "--key-file", secret).exit_code == 0
-    assert cache("import", file, "--dir", plain).exit_code == 0
+    assert cache("export", key(TRUNK[5]), file, "--ssd-cache-key-file", secret).exit_code == 0
+    assert cache("import", file, "--ssd-cache-dir", plain).exit_code == 0
     tier = opened(plain)
     assert all(holds(tier, r) for r in TRUNK)
 
@@ -403,8 +403,8 @@ def test_every_command_on_a_folder_in_use(folder: Path, cache: Cache, tmp_path: 
     server.start()
     try:
         for command in (
-            ["ls"], ["stats"], ["verify"], ["gc", "--max-gb", 0.001], ["ls"], ["clear", "--yes"],
-            ["stats", "--json"], ["verify", "--quarantine"],
+            ["ls"], ["stats"], ["verify"], ["gc", "--ssd-cache-max-gb", 0.001], ["ls"],
+            ["clear", "--yes"], ["stats", "--json"], ["verify", "--quarantine"],
         ):  # fmt: skip
             result = cache(*command)
             assert result.exit_code == 0, result.output

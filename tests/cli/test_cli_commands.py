@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from firn import __version__
 from firn.cli import make_cli
-from firn.cli.flags import ALWAYS_ON
 from firn.config import OPTIONS, Config
 from firn.core.errors import SetupError
 
@@ -111,16 +110,6 @@ def test_a_setup_error_is_one_line() -> None:
     assert result.output == "firn: the model is missing\n"
 
 
-@pytest.mark.parametrize("flag", ALWAYS_ON)
-def test_flags_of_vllm_mlx_are_accepted_and_say_so(flag: str) -> None:
-    start = Recorder()
-    result = CliRunner().invoke(make_cli(start), ["serve", flag])
-    assert result.exit_code == 0
-    assert len(start.configs) == 1
-    assert result.output.count("\n") == 1
-    assert "always on" in result.output
-
-
 @pytest.mark.parametrize(
     ("arguments", "warned"),
     [
@@ -147,7 +136,8 @@ def test_every_option_is_in_the_help() -> None:
     for item in OPTIONS:
         assert (item.flag or item.metavar) in shown
         assert item.env in shown
-    assert all(flag in shown for flag in ("--config", *ALWAYS_ON))
+    assert "--config" in shown
+    assert "--specprefill" not in shown  # of another server: known, but nothing to choose
 
 
 @pytest.mark.parametrize(
@@ -239,3 +229,44 @@ def test_serve_without_mlx_says_what_to_install(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert run.stderr.startswith("firn: MLX is not installed for this machine")
     assert run.stderr.count("\n") == 1
+
+
+# --- one name for one thing ----------------------------------------------------------------
+
+
+def test_every_command_that_has_the_cache_folder_calls_it_alike() -> None:
+    commands = [["serve"], ["config", "show"], ["doctor"]]
+    commands += [["cache", name] for name in ("ls", "show", "stats", "verify", "gc", "clear")]
+    commands += [["cache", "export"], ["cache", "import"]]
+    for command in commands:
+        shown = CliRunner().invoke(make_cli(), [*command, "--help"], env={"COLUMNS": "300"}).output
+        assert "--ssd-cache-dir" in shown, command
+        assert " --dir" not in shown
+        assert " --key-file" not in shown
+
+
+@pytest.mark.parametrize("how", ["flag", "variable", "file", "variable for the file"])
+def test_the_cache_folder_is_found_as_the_server_finds_it(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "kv"
+    file = tmp_path / "firn.toml"
+    file.write_text(f'[cache]\nssd_cache_dir = "{folder}"\n')
+    arguments, environ = ["cache", "ls"], dict[str, str]()
+    match how:
+        case "flag":
+            arguments += ["--ssd-cache-dir", str(folder)]
+        case "variable":
+            environ["FIRN_SSD_CACHE_DIR"] = str(folder)
+        case "file":
+            arguments += ["--config", str(file)]
+        case _:
+            environ["FIRN_CONFIG"] = str(file)
+    run = firn(*arguments, **environ)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"Nothing is stored in {folder}.\n"
+
+
+def test_doctor_looks_at_the_disk_of_the_cache(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        make_cli(), ["doctor", "--ssd-cache-dir", str(tmp_path)], env={"COLUMNS": "300"}
+    )
+    assert f"free at {tmp_path}" in result.output

@@ -17,7 +17,14 @@ from rich.console import Console
 
 from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
 from firn.config import BUILTIN_MODEL
-from firn.machine import Memory, blas_hint, disk_free, is_loopback, memory, vm_stat_available
+from firn.machine import (
+    Memory,
+    disk_free,
+    is_loopback,
+    memory,
+    usable_cores,
+    vm_stat_available,
+)
 from firn.models.inspect import CacheCost, DeviceReport, ModelReport
 
 GIB = 2**30
@@ -103,8 +110,8 @@ def test_the_built_in_model_and_a_hub_id_are_no_problem() -> None:
     assert list(look_at_model(None)) == []
 
 
-def test_versions_come_first() -> None:
-    topics = [finding.topic for finding in look_at_machine()]
+def test_versions_come_first(tmp_path: Path) -> None:
+    topics = [finding.topic for finding in look_at_machine(tmp_path)]
     assert topics[:4] == ["firn", "mlx", "mlx-lm", "mlx-vlm"]
 
 
@@ -210,11 +217,14 @@ def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     assert disk_free(tmp_path / "a" / "b") > 0
 
 
-def test_a_fast_blas_needs_no_hint() -> None:
-    assert blas_hint({"LD_PRELOAD": "/usr/lib/libopenblas.so.0"}) is None
-    hint = blas_hint({"LD_PRELOAD": "/usr/lib/libother.so"})
-    assert hint is not None
-    assert "LD_PRELOAD=" in hint
+def test_the_cores_that_a_process_may_use(tmp_path: Path) -> None:
+    limits = tmp_path / "sys/fs/cgroup"
+    limits.mkdir(parents=True)
+    allowed = usable_cores(tmp_path)
+    assert allowed >= 1
+    for text, n in (("max 100000", allowed), ("50000 100000", 1), ("x", allowed), ("1 0", allowed)):
+        (limits / "cpu.max").write_text(text)
+        assert usable_cores(tmp_path) == n
 
 
 def test_addresses_of_this_machine() -> None:

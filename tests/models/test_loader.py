@@ -342,7 +342,7 @@ def test_an_adapter_that_is_none(pristine: Path, tmp_path: Path) -> None:
 def test_a_tokenizer_that_is_none(folder: Path, content: str) -> None:
     (folder / "tokenizer.json").write_text(content)
     message = fault(lambda: load_tokenizer(folder))
-    assert message.startswith("The tokenizer of")
+    assert message.startswith(f"{folder}: The tokenizer cannot be loaded")
 
 
 def test_a_tokenizer_that_is_missing(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +25,7 @@ from firn.core.values import (
 from firn.models.grammar import Compiler, Constraint
 from firn.models.loader import load_tokenizer
 from firn.models.tokenizer import HfTokenizer
-from firn.text.constraint import constraint
+from firn.text.constraint import Held, constraint
 from firn.text.formats import ReplyFormat
 from firn.text.parsers import formats
 from firn.text.router import ThinkTags
@@ -117,17 +118,23 @@ def asked(
     grammar: Grammar | None = None,
     thinks: bool | None = False,
 ) -> GenerateRequest:
-    chat = Chat((Message("user"),), tools=tuple(tools), tool_choice=choice)
+    placed = tuple(replace(tool, param=f"tools[{i}]") for i, tool in enumerate(tools))
+    chat = Chat((Message("user"),), tools=placed, tool_choice=choice)
     return GenerateRequest("m", chat, grammar=grammar, reasoning=Reasoning(enabled=thinks))
 
 
 def grammar_of(format: str, request: GenerateRequest, *, tail: str = "") -> Grammar | None:
+    return held_by(format, request, tail=tail).grammar
+
+
+def held_by(format: str, request: GenerateRequest, *, tail: str = "") -> Held:
     think = None if formats()[format].router else THINK
     return constraint(
         request,
         format=ReplyFormat(tool=format, think=think),
         tokenizer=tokenizer(format),
         prompt_tail=tail,
+        soften=compiler(format).soften,
     )
 
 

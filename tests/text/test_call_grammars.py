@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from typing import Any
 
 import jsonschema
 import pytest
@@ -11,6 +14,7 @@ from firn.core.errors import BadRequest
 from firn.core.values import Grammar, Tool, ToolChoice, ToolMode
 from firn.text.formats import ReplyFormat
 from firn.text.parsers import ToolFormat, formats
+from firn.text.schema_check import faults
 from tests.models.grammar_lab import wander
 from tests.text import held
 from tests.text.held import (
@@ -118,6 +122,178 @@ def test_other_text_is_refused(format: ToolFormat) -> None:
     assert not accepts(format.name, start(format.name, asked(required())), wrong)
 
 
+# --- free to answer or to call -------------------------------------------------------------
+
+NEVER = ToolChoice(ToolMode.NONE)
+WORDS = "Well, {ok} [fine] <b>x</b> <tool_cal: I need no tool.\n\nDone"
+FINAL = "<|channel|>final<|message|>"
+
+
+def words_of(format: ToolFormat, text: str = WORDS) -> str:
+    return f"{FINAL}{text}" if format.router else text
+
+
+@EACH
+def test_calls_are_forbidden(format: ToolFormat) -> None:
+    def is_allowed(text: str) -> bool:
+        return accepts(format.name, start(format.name, asked(NEVER)), text)
+
+    assert is_allowed(words_of(format))
+    assert is_allowed(words_of(format, '{"answer": 42}'))
+    assert not is_allowed(format.example)
+    assert not is_allowed(f"\n{format.example}")
+    if not format.starts and not format.router:
+        assert not is_allowed(f"I look.\n{format.example}")
+    for reply in walks(format, NEVER, grammar=None):
+        assert not reply.calls
+
+
+@EACH
+def test_the_thought_before_words_is_free_of_calls_too(format: ToolFormat) -> None:
+    if format.router:
+        pytest.skip("its thoughts have a channel of their own")
+    request = asked(NEVER, thinks=None)
+    assert accepts(format.name, start(format.name, request), f"<think>hm</think>\n\n{WORDS}")
+    opened = start(format.name, request, tail="<think>\n")
+    assert accepts(format.name, opened, f"hm</think>{WORDS}")
+    if format.opens:
+        opened = start(format.name, request, tail="<think>\n")
+        assert not accepts(format.name, opened, f"hm {format.example}</think>{WORDS}")
+
+
+@EACH
+def test_only_some_tools_are_allowed(format: ToolFormat) -> None:
+    choice = ToolChoice(allowed=frozenset({"get_weather", "say"}))
+
+    def is_allowed(text: str) -> bool:
+        return accepts(format.name, start(format.name, asked(choice)), text)
+
+    assert is_allowed(words_of(format))
+    assert is_allowed(format.example)
+    if not format.starts and not format.router:
+        assert is_allowed(f"I look <tool_cal\n{format.example}")
+    others = asked(ToolChoice(allowed=frozenset({"ping"})))
+    assert not accepts(format.name, start(format.name, others), format.example)
+    for reply in walks(format, choice):
+        assert {call.name for call in reply.calls} <= {"get_weather", "say"}
+        for call in reply.calls:
+            jsonschema.validate(call.arguments, SCHEMAS[call.name])
+
+
+def test_one_of_some_tools_must_be_called() -> None:
+    for reply in walks(HELD["json_tags"], required(allowed=frozenset({"say"}))):
+        check(reply)
+        assert {call.name for call in reply.calls} == {"say"}
+
+
+LIST = 'start: "list:" LF item+\nitem: "- " /[^\\n]{1,6}/ LF\n%import common.LF'
+TEXT_IN = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+FREE_FORM = {
+    "lark": (Grammar("lark", LIST, "tools[0].format"), r"list:\n(- [^\n]{1,6}\n)+"),
+    "regex": (Grammar("regex", '(a"|\\n){1,4}', "tools[0].format"), r'(a"|\n){1,4}'),
+}
+
+
+@pytest.mark.parametrize("kind", FREE_FORM)
+@EACH
+def test_a_free_form_tool_is_held_to_its_grammar(format: ToolFormat, kind: str) -> None:
+    """In a reply that may just as well be words."""
+    grammar, pattern = FREE_FORM[kind]
+    tool = Tool("take", "", TEXT_IN, grammar=grammar)
+    vocabulary = tokenizer(format.name)
+    think = None if format.router else THINK
+    n_calls = 0
+    for choice in (ToolChoice(), required(parallel=False)):
+        request = asked(choice, tools=(tool, PING))
+        for seed in range(8):
+            walk = wander(start(format.name, request), vocabulary.eos, seed=seed, n_most=400)
+            if walk is None:
+                continue
+            text = vocabulary.decode(walk)
+            reply = read(ReplyFormat(tool=format.name, think=think), [text], tools=(tool, PING))
+            for call in reply.calls:
+                if call.name == "take":
+                    assert re.fullmatch(pattern, call.arguments["input"]), call.text
+                    n_calls += 1
+    assert n_calls
+
+
+def test_a_grammar_that_json_cannot_hold_is_left_out_and_named() -> None:
+    odd = Grammar("lark", "start: /a/ & ~/b/", "tools[0].format")
+    request = asked(ToolChoice(), tools=(Tool("take", "", TEXT_IN, grammar=odd),))
+    found = held.held_by("json_tags", request)
+    assert found.grammar is not None
+    (place,) = found.left_out
+    assert place.startswith("tools[0].format: ")
+    raw = held.held_by("xml_functions", request)
+    assert raw.left_out == ()
+
+
+ODD: list[tuple[str, dict[str, Any], str, Any]] = [
+    ("json_tags", {"type": "string", "pattern": "^(?!x)a+$"}, "/pattern", "b"),
+    ("json_tags", {"type": "string", "not": {"const": "x"}}, "/not", "x"),
+    ("json_tags", {"type": "array", "contains": {"const": 1}}, "/contains", [2]),
+    ("json_tags", {"oneOf": [{"const": 1}, {"type": "integer"}]}, "/oneOf", 1),
+    ("xml_functions", {"type": "string", "pattern": "^(?!x)a+$"}, "/pattern", "b"),
+    ("xml_functions", {"type": "string", "allOf": [{"maxLength": 2}]}, "/allOf", "long"),
+    ("xml_functions", {"type": "array", "uniqueItems": True}, "/uniqueItems", [1, 1]),
+    ("gemma4", {"type": "array", "prefixItems": [{"const": "x"}]}, "/prefixItems", ["y"]),
+    (
+        "gemma4",
+        {"type": "object", "properties": {"b": {"type": "object", "minProperties": 1}}},
+        "/properties/b/minProperties",
+        {"b": {}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "part", "place", "value"), ODD)
+def test_what_cannot_be_enforced_is_named_and_the_rest_is(
+    format: str, part: dict[str, Any], place: str, value: Any
+) -> None:
+    parts = {"a": part, "n": {"const": 7}}
+    tool = Tool("f", "", {"type": "object", "properties": parts, "required": ["a", "n"]})
+    request = asked(required(), tools=(PING, tool))
+    found = held.held_by(format, request)
+    assert found.left_out == (f"tools[1]#/properties/a{place}",)
+    write = formats()[format].write
+    assert write is not None
+    for n, is_right in ((7, True), (8, False)):
+        assert accepts(format, start(format, request), write("f", {"a": value, "n": n})) is is_right
+    assert faults({"a": value, "n": 7}, tool.parameters), "and it is noticed afterwards"
+    with pytest.raises(BadRequest) as caught:
+        start(format, asked(required(), tools=(PING, replace(tool, strict=True))))
+    assert caught.value.param == "tools[1]"
+    assert place.rpartition("/")[2] in caught.value.message
+
+
+def test_dependent_members_are_named_in_formats_of_tags() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
+        "minProperties": 1,
+    }
+    found = held.held_by("glm", asked(required(), tools=(Tool("f", "", schema),)))
+    assert found.left_out == ("tools[0]#/minProperties",)
+
+
+def test_an_endless_schema_is_let_go() -> None:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    found = held.held_by("json_tags", asked(required(), tools=(PING, Tool("f", "", endless))))
+    assert found.left_out == ("tools[1]#",)
+    held.compiler("json_tags").compile(found.grammar)  # type: ignore[arg-type]
+
+
+def test_a_name_that_cannot_be_written_is_no_fault_where_nobody_is_strict() -> None:
+    tools = (Tool("two words", "", {}), Tool("take", "", TEXT_IN, grammar=FREE_FORM["regex"][0]))
+    found = held.held_by("xml_functions", asked(ToolChoice(), tools=tools))
+    assert found.grammar is None
+    assert "two words" in found.left_out[0]
+    strict = asked(ToolChoice(), tools=(tools[0], replace(tools[1], strict=True)))
+    with pytest.raises(BadRequest):
+        held.held_by("xml_functions", strict)
+
+
 # --- dialects of a format, by the template -------------------------------------------------
 
 
@@ -177,7 +353,7 @@ def test_the_template_says_which_dialect(format: str, template: str, reply: str)
         format=ReplyFormat(tool=format),
         tokenizer=Taught(),  # type: ignore[arg-type]
         prompt_tail="",
-    )
+    ).grammar
     assert found is not None
     begun = held.compiler(format).compile(found).start()
     assert accepts(format, begun, reply)
@@ -231,7 +407,7 @@ def test_tags_that_are_no_tokens() -> None:
         format=ReplyFormat(tool="json_tags", think=type(THINK)("<thinking>", "</thinking>")),
         tokenizer=tokenizer("json_tags"),
         prompt_tail="<thinking>",
-    )
+    ).grammar
     assert found is not None
     compiled = held.compiler("json_tags").compile(found)
     assert accepts("json_tags", compiled.start(), f"well </thinkin </thinking>\n{CALL}")
@@ -257,7 +433,7 @@ def test_harmony_thinks_on_its_own_channel() -> None:
 
 def test_no_constraint_without_need() -> None:
     assert grammar_of("json_tags", asked(ToolChoice())) is None
-    assert grammar_of("json_tags", asked(ToolChoice(ToolMode.NONE))) is None
+    assert grammar_of("json_tags", asked(ToolChoice(ToolMode.NONE), tools=())) is None
 
 
 def test_an_answer_alone_stays_as_it_is() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from firn.core.values import Chat, Message, Prompt, TextPart, ToolCall
-from firn.text.messages import normalise
+from firn.text.arrange import arrange
 from firn.text.prompt import PromptMaker
+from firn.text.turns import TurnRules
 from tests.text.test_prompt_maker import TEMPLATES
 from tests.text.trained import CHATML, byte_level
 
@@ -82,6 +83,7 @@ def test_a_marked_message_without_text_is_no_fault() -> None:
 def test_merged_messages_keep_the_mark_of_any() -> None:
     one, two = conversation(1)[:2]
     later = replace(two, parts=(TextPart("more"),), checkpoint=True)
-    _, merged = normalise((one, replace(two, checkpoint=False), later))
+    chat = (one, replace(two, checkpoint=False), later)
+    _, merged = arrange(chat, TurnRules(user_runs=False))
     assert merged.checkpoint
     assert merged.text == "Who are you?\n\nmore"

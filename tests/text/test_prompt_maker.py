@@ -22,7 +22,7 @@ from firn.core.values import (
     ToolMode,
 )
 from firn.text.prompt import PromptMaker
-from firn.text.template import TemplateTraits
+from firn.text.template import read_style
 from tests.text.trained import CHATML, TrainedTokenizer, byte_level, fallback
 
 LLAMA = (
@@ -179,9 +179,11 @@ def test_tools_and_calls_are_rendered() -> None:
     assert '"times": 2' in text
 
 
-def test_without_a_choice_the_tools_are_left_out() -> None:
-    source = chat(TURNS[0], tools=(Tool("bark"),), tool_choice=ToolChoice(ToolMode.NONE))
-    assert "Tools:" not in byte_level().decode(maker().make(source).ids.tolist())
+def test_a_choice_changes_nothing_of_the_prompt() -> None:
+    source = chat(TURNS[0], tools=(Tool("bark"),))
+    for mode in ToolMode:
+        chosen = replace(source, tool_choice=ToolChoice(mode, name="bark"))
+        np.testing.assert_array_equal(maker().make(chosen).ids, maker().make(source).ids)
 
 
 def test_raw_sources() -> None:
@@ -237,8 +239,8 @@ STYLES = [
 
 @pytest.mark.parametrize(("source", "trait"), STYLES)
 def test_traits_of_templates(source: str, trait: str) -> None:
-    assert getattr(TemplateTraits.read(source).style, trait) is True
-    assert getattr(TemplateTraits.read(CHATML).style, trait) is False
+    assert getattr(read_style(source), trait) is True
+    assert getattr(read_style(CHATML), trait) is False
 
 
 @pytest.mark.parametrize(
@@ -250,11 +252,7 @@ def test_traits_of_templates(source: str, trait: str) -> None:
     ],
 )
 def test_what_reasoning_is_called(source: str, key: str) -> None:
-    assert TemplateTraits.read(source).style.reasoning_key == key
-
-
-def test_a_template_that_is_code_refuses_nothing() -> None:
-    assert TemplateTraits.read("").takes_tools
+    assert read_style(source).reasoning_key == key
 
 
 def test_the_fixture_is_a_port() -> None:

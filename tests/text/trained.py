@@ -10,6 +10,8 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from firn.models.plain_text import PlainText
+
 CONTROL = (
     "<|im_start|>",
     "<|im_end|>",
@@ -94,13 +96,27 @@ class TrainedTokenizer:
         return self._special
 
     @property
+    def added_tokens(self) -> Mapping[str, int]:
+        named = {text: self._tokenizer.token_to_id(text) for text in (*CONTROL, *MARKUP)}
+        return {text: id for text, id in named.items() if id is not None}
+
+    @property
+    def max_token_chars(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    @property
     def chat_template(self) -> str | None:
         return self._chat_template
 
     def with_template(self, source: str | None) -> TrainedTokenizer:
         return TrainedTokenizer(self._tokenizer, byte_level=self._byte_level, chat_template=source)
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        if typed:
+            plain = PlainText(self._tokenizer.to_str(), self.added_tokens)
+            return plain.encode(text, typed)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from firn.cache.tiers.ssd import SsdSettings, SsdTier
 from firn.core.values import Message, Prompt
+from tests import one_blas
 from tests.harness import Harness, running
 from tests.vision import gallery
 from tests.vision.gallery import said, user
@@ -76,4 +77,5 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    one_blas.attach()
     sys.exit(main(Path(sys.argv[1])))

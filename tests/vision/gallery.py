@@ -23,7 +23,9 @@ from firn.models.processor import VisionProcessor
 from firn.models.tokenizer import HfTokenizer
 from firn.models.vision import VisionModel
 from firn.models.vision_gemma import reads_whole_images
+from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
+from firn.text.template import Template
 from tests.zoo.vision import MORE_VISION, VISION, picture, write_vision_folder
 
 FAMILIES = tuple(VISION)
@@ -131,8 +133,8 @@ def reference_processor(name: str) -> Any:
 
 def reference_inputs(name: str, messages: Sequence[Message]) -> dict[str, Any]:
     """The whole prompt and all of its pictures through the processor at once."""
-    maker_inputs = maker(name)._template_inputs(Chat(tuple(messages)), messages, _AS_IS)
-    text = tokenizer(name).render(**maker_inputs)
+    style = Template.read(tokenizer(name)).style
+    text = tokenizer(name).render(to_template(messages, style=style), tools=None, kwargs={})
     shown = [_image(p) for m in messages for p in m.parts if isinstance(p, ImagePart)]
     run = reference_processor(name)
     found = dict(run(text=[text], images=shown)) if shown else dict(run.tokenizer([text]))
@@ -182,11 +184,5 @@ def _image(part: ImagePart) -> Image.Image:
     data = base64.b64decode(part.url.partition(",")[2])
     return Image.open(io.BytesIO(data)).convert("RGB")
 
-
-class _AsIs:
-    enabled = effort = None
-
-
-_AS_IS: Any = _AsIs()
 
 __all__ = ["VisionModel", "picture"]

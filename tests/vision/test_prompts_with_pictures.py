@@ -210,8 +210,8 @@ def test_tools_and_pictures_together() -> None:
     name = "qwen2_5_vl"
     tools = (Tool("f", "does f"),)
     maker = gallery.maker(name)
-    traits: Any = maker._traits
-    chat = Chat((user("see ", 1),), tools=() if not traits.takes_tools else tools)
+    template: Any = maker._template
+    chat = Chat((user("see ", 1),), tools=() if not template.rules.tools else tools)
     assert len(maker.make(chat).media) == 1
 
 

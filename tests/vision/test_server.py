@@ -76,7 +76,8 @@ def test_a_picture_is_answered_as_mlx_vlm_answers_it(real: Real) -> None:
     asked = {"role": "user", "content": [text("Look: "), image_url(1), text("?")]}
     answer = ask(real.openai(), asked)
     chat = [user("Look: ", 1, "?")]
-    assert reply_text(answer).strip() == wanted_text(*chat).strip()
+    # A character that the limit has cut off is held back.
+    assert reply_text(answer).strip() == wanted_text(*chat).rstrip("\ufffd").strip()
     assert answer.usage.prompt_tokens == len(gallery.prompt_of(NAME, *chat))
     models = real.openai().models.list()
     assert models.data

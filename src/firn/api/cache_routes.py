@@ -84,8 +84,7 @@ class CacheRoutes:
     ) -> dict[str, Any]:
         """`namespace` (a digest, as `firn cache ls` shows it) must be the caller's own."""
         check_may_change_cache(request.scope)
-        served = self._services.engine.model.name
-        if model is not None and model not in {served, *self._services.model_aliases}:
+        if model is not None and not self._services.serves(model):
             raise NotFound(f"The model {model!r} is not served here.", param="model")
         own = exchange_of(request.scope).namespace
         if namespace is not None and namespace != own:

@@ -102,7 +102,7 @@ def _tokens(
 ) -> list[list[int]]:
     """In the tokenize pool."""
     found = []
-    vocab, limit = services.engine.model.vocab_size, embedder.max_tokens
+    n_ids, limit = services.engine.model.n_ids, embedder.max_tokens
     for i, value in enumerate(given):
         if isinstance(value, str):
             try:
@@ -113,7 +113,7 @@ def _tokens(
             ids = value
         if not ids:
             raise InvalidValue("input", f"text {i} has no tokens")
-        if max(ids) >= vocab:
+        if max(ids) >= n_ids:
             raise InvalidValue("input", f"the model has no token {max(ids)}")
         if len(ids) > limit and not truncate:
             raise InvalidValue(

@@ -34,6 +34,8 @@ class Exchange:
     summary: str = ""
     body_nbytes: int = 0
     """Taken of the room for bodies."""
+    fault: FirnError | None = None
+    """Why it was refused, or ended badly."""
 
     @property
     def namespace(self) -> Namespace:

@@ -13,14 +13,15 @@ from firn.api.exchange import SCOPE_KEY, Exchange, ServerFault, Shapes, exchange
 from firn.api.hosts import Hosts, is_local
 from firn.api.intake import Intake
 from firn.api.metrics import Metrics
-from firn.core.errors import Crowded, HostNotAllowed, Unauthorized
+from firn.core.errors import Crowded, FirnError, HostNotAllowed, Unauthorized
 
 logger = logging.getLogger("firn.api")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """For supervisors: no key needed, and no log line above DEBUG."""
 CROWDED_KEY = "firn.crowded"
 """Set in the scope of a connection that is one too many: it is for those paths."""
+MAX_WHY_CHARS = 300
 
 
 class Front:
@@ -67,7 +68,8 @@ class Front:
             logger.exception("%s %s %a failed", exchange.id, scope["method"], scope["path"][:200])
             if exchange.status:
                 raise  # too late for a status: the server breaks the connection
-            await send_error(tagged, ServerFault(exchange.id), self._shapes.of(scope["path"]))
+            exchange.fault = ServerFault(exchange.id)
+            await send_error(tagged, exchange.fault, self._shapes.of(scope["path"]))
         finally:
             self._intake.give_back(exchange)
             self._note(exchange, scope)
@@ -79,13 +81,14 @@ class Front:
         quiet = path in OPEN_PATHS or path == "/metrics"
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
-            "%s %s %s %s %.3fs%s%s",
+            "%s %s %s %s %.3fs%s%s%s",
             exchange.id,
             scope["method"],
             path if known else ascii(path[:200]),  # it may hold line breaks
             exchange.status or "-",
             time.perf_counter() - exchange.began_at,
             exchange.summary,
+            _why(exchange.fault),
             " client gone" if exchange.gone else "",
         )
 
@@ -113,6 +116,11 @@ class HostGate:
         await self._app(scope, receive, send)
 
 
+def _why(fault: FirnError | None) -> str:
+    """What the client was told. It may quote what the client sent: escaped, and not all of it."""
+    return "" if fault is None else f" error={fault.code} {fault.message[:MAX_WHY_CHARS]!a}"
+
+
 class Gate:
     """Lets in who has a key. Inside CORS, so that a browser may read the refusal."""
 
@@ -131,6 +139,7 @@ class Gate:
                 exchange_of(scope).caller = caller
             except (Unauthorized, Crowded) as error:
                 if not is_open:
+                    exchange_of(scope).fault = error
                     await send_error(send, error, self._shapes.of(scope["path"]))
                     return
         await self._app(scope, receive, send)

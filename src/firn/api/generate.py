@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from starlette.types import Receive, Scope, Send
@@ -16,15 +16,18 @@ from starlette.types import Receive, Scope, Send
 from firn.api import sse
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
-from firn.api.exchange import Exchange, ServerFault, exchange_of, send_error, send_json
+from firn.api.exchange import Exchange, Headers, ServerFault, exchange_of, send_error, send_json
 from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import Session
-from firn.core.errors import Cancelled, FirnError, ShuttingDown
+from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed
 
 logger = logging.getLogger("firn.api")
+
+MAX_HEADER = 1000
+"""Characters: names in a schema can be long, and clients have limits."""
 
 
 class Generate:
@@ -46,6 +49,7 @@ class Generate:
             call = await self._decode(scope, receive, exchange)
             await _while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
+            exchange.fault = error
             await send_error(send, error, self._dialect.render_error)
 
     async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> Call:
@@ -82,17 +86,34 @@ class Generate:
             held.enter_context(quota)
             held.enter_context(contextlib.closing(session))
             held.enter_context(contextlib.closing(tally))
+            held.enter_context(self._deadline(head))
             await session.start()
             if call.background:
                 begun = call.fold(head, ())
                 task = asyncio.create_task(_detached(call, head, session, tally, held.pop_all()))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-                await send_json(send, begun)
+                await send_json(send, begun, headers=_said_before(session))
             elif call.stream:
                 await _stream(call, head, session, send, tally)
             else:
                 await _reply(call, head, session, send, tally)
+
+    @contextlib.contextmanager
+    def _deadline(self, head: Head) -> Iterator[None]:
+        """The call fails when its time is up."""
+        limit_s = self._services.limits.timeout_s
+        if limit_s is None:
+            yield
+            return
+        fail = self._services.mailroom.fail
+        timer = asyncio.get_running_loop().call_later(
+            limit_s, fail, head.request, TimedOut(limit_s)
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
@@ -102,7 +123,7 @@ async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _T
     tally.see(events)
     if isinstance(events[-1], Failed):
         raise events[-1].error
-    await send_json(send, call.fold(head, events))
+    await send_json(send, call.fold(head, events), headers=_said_before(session))
 
 
 async def _detached(
@@ -127,7 +148,8 @@ async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _
     encoder = call.encoder(head)
     over = False
     try:
-        await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+        headers = [*sse.HEADERS, *_said_before(session)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for batch in session:
             frames = encoder.feed(batch)
             over = bool(batch) and isinstance(batch[-1], Ended | Failed)
@@ -147,6 +169,13 @@ async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _
         if not over:
             encoder.feed([Failed(Cancelled())])
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _said_before(session: Session) -> Headers:
+    """What a client should know of a reply before it reads it."""
+    places = ", ".join(session.unenforced).encode("ascii", "backslashreplace")
+    places = b" ".join(places.split())[:MAX_HEADER]
+    return [(b"x-firn-unenforced", places)] if places else []
 
 
 async def _while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
@@ -184,6 +213,7 @@ class _Tally:
                 self._reasons.append(event.reason)
             elif type(event) is Failed:
                 self._reasons.append(event.error.code)
+                self.exchange.fault = event.error
 
     def close(self) -> None:
         now = time.perf_counter()

@@ -20,9 +20,10 @@ ERRORS = {
     404: "No such model or route.",
     405: "Another method is needed.",
     413: "The body is too large.",
-    429: "Too many requests are waiting, or too much for one key; see Retry-After.",
+    429: "Too many requests, of this client or of all; see Retry-After.",
     500: "A mistake of the server.",
     503: "The server is stopping, or overloaded.",
+    504: "It took longer than a request may take.",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -26,16 +26,17 @@ from firn.api.front import Front, Gate, HostGate
 from firn.api.generate import Generate
 from firn.api.intake import Intake
 from firn.api.metrics import Metrics
+from firn.api.model_routes import add_models
 from firn.api.openapi import describe
+from firn.api.rate import RateLimit
 from firn.api.services import Services
 from firn.api.token_routes import token_routes
-from firn.core.errors import FirnError, ModelNotFound
-from firn.core.values import ModelInfo
+from firn.core.errors import FirnError
 
 
 def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
-    dialects = discover()
+    dialects = discover(services.defaults)
     shapes = Shapes(dialects)
     limits = services.limits
     intake = Intake(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
@@ -54,10 +55,13 @@ def create_app(services: Services) -> FastAPI:
         add_extra(app, extra, services, intake)
     if services.cache_admin is not None:
         CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
-    _add_models(app, services)
+    add_models(app, services)
     _add_probes(app, services, metrics)
     _add_error_shapes(app, shapes)
     # The last one added is the outermost.
+    if services.limits.requests_per_minute is not None:
+        per_minute = services.limits.requests_per_minute
+        app.add_middleware(RateLimit, per_minute=per_minute, shapes=shapes)
     app.add_middleware(Gate, keys=services.keys, shapes=shapes)
     if services.allow_origins:
         app.add_middleware(
@@ -65,7 +69,7 @@ def create_app(services: Services) -> FastAPI:
             allow_origins=list(services.allow_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
         )
     app.add_middleware(HostGate, hosts=services.hosts, shapes=shapes)
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
@@ -74,48 +78,10 @@ def create_app(services: Services) -> FastAPI:
     return app
 
 
-def _add_models(app: FastAPI, services: Services) -> None:
-    @app.get("/v1/models", summary="What is served")
-    async def models() -> dict[str, Any]:
-        model = services.engine.model
-        ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
-        return {"object": "list", "data": [_model_object(model)], **ends}
-
-    missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
-
-    @app.get("/v1/models/{model_id:path}", summary="One model", responses=missing)
-    async def model(model_id: str) -> dict[str, Any]:
-        served = services.engine.model
-        if model_id != served.name and model_id not in services.model_aliases:
-            raise ModelNotFound(model_id, served.name)
-        return _model_object(served)
-
-
-def _model_object(model: ModelInfo) -> dict[str, Any]:
-    """As OpenAI's clients know it and as Anthropic's do, and what we have to say besides."""
-    born = datetime.fromtimestamp(model.created, tz=UTC)
-    return {
-        "id": model.name,
-        "object": "model",
-        "type": "model",
-        "display_name": model.name,
-        "created": model.created,
-        "created_at": born.isoformat().replace("+00:00", "Z"),
-        "lifecycle": "active",
-        "max_input_tokens": model.context_length,
-        "owned_by": "firn",
-        "architecture": model.architecture,
-        "context_length": model.context_length,
-        "dtype": model.dtype,
-        "vision": model.vision,
-        "layer_kinds": list(model.layer_kinds),
-        "batched": model.batchable,
-        "unbatched_why": model.unbatchable_why,
-    }
-
-
 def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
-    @app.get("/health", summary="The process is alive")
+    async def root() -> dict[str, Any]:
+        return {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
+
     async def health(request: Request) -> dict[str, Any]:
         engine = services.engine.health()
         calls: dict[str, Any] = {}
@@ -142,7 +108,6 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
             **services.health_details(),
         }
 
-    @app.get("/ready", summary="The engine answers", responses={503: {"description": "Not now"}})
     async def ready() -> JSONResponse:
         engine = services.engine.health()
         why = None
@@ -154,6 +119,13 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
             why = f"the engine has taken no step for {engine.last_step_age_s:.0f} s"
         body = {"ready": why is None, "why": why}
         return JSONResponse(body, status_code=200 if why is None else 503)
+
+    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
+    for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
+        add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
+        add("/", root, summary="Who is there")
+        add("/health", health, summary="The process is alive")
+        add("/ready", ready, summary="The engine answers", responses=not_now)
 
     @app.get("/metrics", summary="For Prometheus", response_class=Response)
     async def prometheus(request: Request) -> Response:
@@ -175,6 +147,7 @@ async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...
 
 def _add_error_shapes(app: FastAPI, shapes: Shapes) -> None:
     def render(request: Request, error: FirnError) -> JSONResponse:
+        exchange_of(request.scope).fault = error
         body = shapes.of(request.url.path)(error)
         headers = {name.decode(): value.decode("latin-1") for name, value in error_headers(error)}
         return JSONResponse(body, status_code=error.status, headers=headers)

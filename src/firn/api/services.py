@@ -15,8 +15,24 @@ from firn.api.mailroom import Mailroom
 from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
 from firn.core.ports import CacheAdmin, Embedder, Engine, Tokenizer
-from firn.core.values import GenerateRequest, Grammar, Namespace, Prompt, Reasoning, Source
+from firn.core.values import (
+    Defaults,
+    GenerateRequest,
+    Grammar,
+    Namespace,
+    Prompt,
+    Reasoning,
+    Softened,
+    Source,
+)
 from firn.text.formats import ReplyFormat
+from firn.text.infill import Infill
+
+STAND_INS = ("claude", "gpt-")
+"""How the ids of models begin that this one stands in for."""
+
+Gather = Callable[[GenerateRequest], Awaitable[GenerateRequest]]
+"""Brings in what a request refers to, on the asyncio thread."""
 
 
 class Prompts(Protocol):
@@ -29,12 +45,16 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_tokens: the length of a reply whose request names none. max_calls: accepted at once, in
-    whatever stage. body_nbytes: of one request; bodies_nbytes: of all together. keep_alive_s: silence
-    after which a stream gets a comment line. stale_after_s: an engine that took no step for so long is
-    not ready."""
+    """max_tokens: the length of a reply whose request names none. max_request_tokens: the most that
+    one may name. max_calls: accepted at once, in whatever stage. timeout_s: of one request.
+    requests_per_minute: of one client. body_nbytes: of one request; bodies_nbytes: of all together.
+    keep_alive_s: silence after which a stream gets a comment line. stale_after_s: an engine that took
+    no step for so long is not ready. None: no limit."""
 
     max_tokens: int = 4096
+    max_request_tokens: int | None = None
+    timeout_s: float | None = None
+    requests_per_minute: int | None = None
     max_calls: int = 1024
     body_nbytes: int = 64 * 2**20
     bodies_nbytes: int = 1024 * 2**20
@@ -45,7 +65,8 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Services:
     """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
-    `pool` is the tokenize pool. `fetch_images` None: images by address are refused."""
+    `infill` None: the model has no tokens for filling in the middle. `pool` is the tokenize pool.
+    `fetch_images` None: images by address are refused. `read_documents` None: so are documents."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -54,20 +75,29 @@ class Services:
     mailroom: Mailroom
     pool: Executor
     limits: Limits = Limits()
+    defaults: Defaults = Defaults()
     keys: Keys = field(default_factory=Keys)
     hosts: Hosts = field(default_factory=Hosts)
     quotas: Quotas = field(default_factory=Quotas)
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
+    soften_schema: Callable[[Mapping[str, Any]], Softened] = Softened
+    infill: Infill | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
-    fetch_images: Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None = None
+    fetch_images: Gather | None = None
+    read_documents: Gather | None = None
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
 
+    def serves(self, name: str) -> bool:
+        """Whether a request for this model is answered. Agents ask for OpenAI's and Anthropic's
+        models by name, several of them at that: whatever is served answers."""
+        known = {self.engine.model.name, *self.model_aliases}
+        return name in known or name.startswith(STAND_INS)
+
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound. "" is whatever is served."""
-        served = self.engine.model.name
-        if name not in {served, "", *self.model_aliases}:
-            raise ModelNotFound(name, served)
+        if name and not self.serves(name):
+            raise ModelNotFound(name, self.engine.model.name)

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from firn.api.mailroom import Mailbox
-from firn.api.prompting import make_prompt
-from firn.api.services import Services
+from firn.api.prompting import gathered, make_prompt
+from firn.api.services import Limits, Services
 from firn.api.thinking import ThinkBudget
 from firn.core.errors import (
     BadRequest,
@@ -23,6 +24,7 @@ from firn.core.errors import (
 )
 from firn.core.events import (
     Admitted,
+    Advanced,
     ChoiceDone,
     Ended,
     EngineEvent,
@@ -32,15 +34,19 @@ from firn.core.events import (
     JobFailed,
     Prefilled,
     Progress,
+    PromptLogprobs,
     Resumed,
     Started,
     TextDelta,
+    TextLogprob,
     Token,
+    TokenLogprob,
 )
 from firn.core.values import (
     Chat,
     GenerateRequest,
     Job,
+    Middle,
     ModelInfo,
     Namespace,
     Prompt,
@@ -48,11 +54,14 @@ from firn.core.values import (
     RawTokens,
     RequestId,
     Sampling,
+    TokenArray,
     ToolChoice,
     ToolMode,
     Usage,
 )
+from firn.text.call_check import CallCheck
 from firn.text.constraint import constraint
+from firn.text.echo import echoed
 from firn.text.formats import PLAIN
 from firn.text.lookalikes import CallWatch
 from firn.text.reply import ReplyReader
@@ -61,6 +70,10 @@ logger = logging.getLogger("firn.api")
 
 
 NOT_ADMITTED = Admitted(0)
+MAX_SCORES = 1 << 18
+"""Logprobs of a prompt's tokens in one reply, those of the likeliest ones included."""
+NEIGHBOUR = "neighbour"
+"""Where tokens come from that another request was computing at the same time."""
 
 
 @dataclass(slots=True)
@@ -75,8 +88,17 @@ class Run:
     """One a choice, where thinking is limited."""
     watches: list[CallWatch] = field(default_factory=list)
     """One a choice, where tools were offered."""
+    checks: list[CallCheck] = field(default_factory=list)
+    """One a choice, where a call may break its schema."""
+    unenforced: tuple[str, ...] = ()
+    """Places of the request that no grammar holds the reply to."""
     finished: set[int] = field(default_factory=set)
     n_prompt: int = 0
+    echo: str | None = None
+    """The prompt's text, where the reply begins with it."""
+    ids: TokenArray | None = None
+    scores: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens but the first, where they are shown; `ids` are all of them."""
     found: Admitted = NOT_ADMITTED
     submitted: bool = False
     done: bool = False
@@ -116,7 +138,9 @@ class Session:
         self._on: dict[type[EngineEvent], Callable[[Run, Any, list[Event]], None]] = {
             Token: self._on_token,
             Admitted: self._on_admitted,
+            Advanced: self._on_advanced,
             Prefilled: self._on_prefilled,
+            PromptLogprobs: self._on_prompt_logprobs,
             ChoiceDone: self._on_choice_done,
             JobDone: self._on_job_done,
             JobFailed: self._on_job_failed,
@@ -154,6 +178,11 @@ class Session:
         """What the cache had for each prompt that was taken in."""
         return [r.found for r in self._runs.values() if r.found is not NOT_ADMITTED]
 
+    @property
+    def unenforced(self) -> Sequence[str]:
+        """Places of the requests that their replies are not held to, though they ask for it."""
+        return [place for run in self._runs.values() for place in run.unenforced]
+
     # --- in ------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -180,21 +209,19 @@ class Session:
         """What can be told without a prompt."""
         model = self._services.engine.model
         self._services.check_model(request.model)
+        most, asked = self._services.limits.max_request_tokens, request.max_tokens
+        if most is not None and asked is not None and asked > most:
+            raise InvalidValue("max_tokens", f"must be at most {most} on this server")
         if not model.generates:
             raise BadRequest("This model makes embeddings; it does not generate.", param="model")
         for token, _ in request.sampling.logit_bias:
             if token >= model.vocab_size:
                 raise InvalidValue("logit_bias", f"the model has no token {token}")
-        if isinstance(request.source, RawTokens):
-            largest = max(request.source.ids, default=0)
-            if largest >= model.vocab_size:
-                raise InvalidValue("prompt", f"the model has no token {largest}")
         if self._services.compile_grammar is None:
             _refuse_constraints(request)
 
     async def _prepare(self, run: Run) -> Job:
-        if self._services.fetch_images is not None:
-            run.request = await self._services.fetch_images(run.request)
+        run.request = await gathered(self._services, run.request)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._services.pool, self._job, run)
 
@@ -204,8 +231,12 @@ class Session:
         model = services.engine.model
         prompt = make_prompt(services, request, self._namespace)
         run.n_prompt = len(prompt)
+        if request.echo:
+            self._note_echo(run, prompt)
+        for note in prompt.notes:
+            logger.info("%s %s", run.id, note)
         tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
-        grammar = self._grammar(request, tail)
+        grammar = self._grammar(run, tail)
         run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
         run.budgets = self._budgets(request)
         if isinstance(request.source, Chat) and _offers_tools(request.source):
@@ -213,29 +244,51 @@ class Session:
         return Job(
             id=run.id,
             prompt=prompt,
-            max_tokens=_reply_length(request, prompt, model, self._services.limits.max_tokens),
+            max_tokens=_reply_length(request, prompt, model, services.limits),
             sampling=_sampling_for(model, request.sampling),
             n=request.n,
-            # A grammar that is satisfied can only end: nothing is left to go on with.
-            eos=frozenset() if request.ignore_eos and grammar is None else services.tokenizer.eos,
+            eos=self._ends(request, grammar),
             top_logprobs=request.top_logprobs,
+            prompt_logprobs=run.ids is not None,
             namespace=self._namespace,
             cache=request.cache,
             grammar=grammar,
         )
 
-    def _grammar(self, request: GenerateRequest, prompt_tail: str) -> Any:
-        """The compiled constraint of the request's replies, if any."""
+    def _ends(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
+        """The tokens that end its replies."""
         services = self._services
+        # A grammar that is satisfied can only end: nothing is left to go on with.
+        if request.ignore_eos and grammar is None:
+            return frozenset()
+        if isinstance(request.source, Middle) and services.infill is not None:
+            return services.tokenizer.eos | services.infill.ends
+        return services.tokenizer.eos
+
+    def _grammar(self, run: Run, prompt_tail: str) -> Any:
+        """The compiled constraint of the request's replies, if any."""
+        services, source = self._services, run.request.source
         if services.compile_grammar is None:
             return None
-        wanted = constraint(
-            request,
+        held = constraint(
+            run.request,
             format=services.reply_format,
             tokenizer=services.tokenizer,
             prompt_tail=prompt_tail,
+            soften=services.soften_schema,
         )
-        return None if wanted is None else services.compile_grammar(wanted, self._namespace)
+        run.unenforced = held.left_out
+        if held.left_out and isinstance(source, Chat):
+            logger.info("%s cannot be held to %s", run.id, ", ".join(held.left_out))
+            loose = [
+                t for t in source.tools if any(p.startswith(f"{t.param}#") for p in held.left_out)
+            ]
+            run.checks = [CallCheck(loose) for _ in range(run.request.n)]
+        return (
+            None
+            if held.grammar is None
+            else services.compile_grammar(held.grammar, self._namespace)
+        )
 
     def _reader(self, run: Run, prompt_tail: str, choice: int) -> ReplyReader:
         services, request = self._services, run.request
@@ -260,17 +313,33 @@ class Session:
         tokens = tuple(self._services.tokenizer.encode(closing, add_special=False))
         return [ThinkBudget(limit, tokens) for _ in range(request.n)]
 
-    def _echo(self, run: Run) -> list[Event]:
-        if not run.request.echo:
-            return []
+    def _note_echo(self, run: Run, prompt: Prompt) -> None:
         match run.request.source:
-            case RawText(text):
-                pass
+            case RawText(text) | Middle(prefix=text):
+                run.echo = text
             case RawTokens(ids):
-                text = self._services.tokenizer.decode(ids)
+                run.echo = self._services.tokenizer.decode(ids)
             case Chat():
-                return []
-        return [TextDelta(run.first_choice + i, text) for i in range(run.request.n)]
+                return
+        top = run.request.top_logprobs
+        if top is None:
+            return
+        if (1 + top) * len(prompt) * run.request.n > MAX_SCORES:
+            raise InvalidValue(
+                "logprobs",
+                f"of {len(prompt)} prompt tokens are too many for one reply: ask for fewer of "
+                "each, or without echo",
+            )
+        run.ids = prompt.ids
+
+    def _echo(self, run: Run) -> list[Event]:
+        """The prompt, once all that is shown of it is known."""
+        if run.echo is None or (run.ids is not None and len(run.scores) < len(run.ids) - 1):
+            return []
+        shown: tuple[TextLogprob, ...] = ()
+        if run.ids is not None:
+            shown = echoed(self._services.tokenizer, run.echo, run.ids, run.scores)
+        return [TextDelta(run.first_choice + i, run.echo, shown) for i in range(run.request.n)]
 
     # --- out -----------------------------------------------------------------------------
 
@@ -320,6 +389,8 @@ class Session:
 
     def _say(self, run: Run, choice: int, events: list[Event], out: list[Event]) -> None:
         out.extend(events)
+        for fault in run.checks[choice].see(events) if run.checks else ():
+            logger.warning("%s %s", run.id, fault)
         mark = run.watches[choice].see(events) if run.watches else None
         if mark is not None:
             logger.warning(
@@ -344,9 +415,18 @@ class Session:
         run.found = event
         out.append(Resumed(event.n_cached))
 
+    def _on_advanced(self, run: Run, event: Advanced, out: list[Event]) -> None:
+        found = run.found
+        tiers = Counter(dict(found.tiers)) + Counter({NEIGHBOUR: event.n_tokens})
+        run.found = Admitted(found.n_cached + event.n_tokens, tuple(tiers.items()), found.reason)
+
     def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
         if event.n_done < event.n_total:  # the first token says the rest
             out.append(Progress(event.n_done, event.n_total))
+
+    def _on_prompt_logprobs(self, run: Run, event: PromptLogprobs, out: list[Event]) -> None:
+        run.scores.extend(event.logprobs)
+        out.extend(self._echo(run))
 
     def _on_job_done(self, run: Run, event: JobDone, out: list[Event]) -> None:
         run.done = True
@@ -378,12 +458,16 @@ def _offers_tools(chat: Chat) -> bool:
     return bool(chat.tools) and chat.tool_choice.mode is not ToolMode.NONE
 
 
-def _reply_length(request: GenerateRequest, prompt: Prompt, model: ModelInfo, default: int) -> int:
+def _reply_length(
+    request: GenerateRequest, prompt: Prompt, model: ModelInfo, limits: Limits
+) -> int:
     # [0, n_prompt) prompt   [n_prompt, context_length) room for the reply
     room = model.context_length - len(prompt)
     if room < 1:
         raise ContextTooLong(len(prompt), model.context_length)
-    return min(request.max_tokens or default, room)
+    if request.max_tokens is not None:
+        return min(request.max_tokens, room)
+    return min(limits.max_tokens, limits.max_request_tokens or room, room)
 
 
 def _sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:

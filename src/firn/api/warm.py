@@ -16,13 +16,13 @@ from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import FirnError, SetupError
 from firn.core.events import Failed, Progress
-from firn.core.values import GenerateRequest, RawText, Sampling
+from firn.core.values import PLAIN_DEFAULTS, Defaults, GenerateRequest, RawText, Sampling
 
 log = logging.getLogger("firn.warm")
 
 
-def read(path: Path) -> list[GenerateRequest]:
-    """The file's prompts, in order. Raises SetupError."""
+def read(path: Path, defaults: Defaults = PLAIN_DEFAULTS) -> list[GenerateRequest]:
+    """The file's prompts, in order, as requests with these defaults. Raises SetupError."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -32,19 +32,19 @@ def read(path: Path) -> list[GenerateRequest]:
     requests = []
     for i, entry in enumerate(entries):
         try:
-            requests.append(_request(entry))
+            requests.append(_request(entry, defaults))
         except FirnError as e:
             raise SetupError(f"{path}: prompt {i}: {e.message}") from e
     return requests
 
 
-def _request(entry: Any) -> GenerateRequest:
+def _request(entry: Any, defaults: Defaults) -> GenerateRequest:
     if isinstance(entry, str):
         return GenerateRequest("", RawText(entry))
     body = {"messages": entry} if isinstance(entry, list) else entry
     if not isinstance(body, dict):
         raise SetupError("a text, a list of messages or an object with messages is wanted")
-    chat = next(d for d in discover() if d.path == "/v1/chat/completions")
+    chat = next(d for d in discover(defaults) if d.path == "/v1/chat/completions")
     (request,) = chat.decode(body, namespace=SHARED).requests
     return request
 

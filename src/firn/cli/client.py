@@ -166,13 +166,19 @@ class ChatClient:
 
     def served_model(self) -> str:
         """The first model that the server lists."""
+        return str(self.served_models()[0]["id"])
+
+    def served_models(self) -> list[dict[str, Any]]:
+        """What the server says of its models; at least one, each with its id."""
         try:
             response = self._http.get("/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._lost(error)
         self._check(response)
         try:
-            return str(response.json()["data"][0]["id"])
+            models: list[dict[str, Any]] = response.json()["data"]
+            str(models[0]["id"])
+            return models
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ServerFault(f"{self.url} does not look like an OpenAI-style server.") from error
 

@@ -5,7 +5,6 @@ Looking makes a list of findings, a value; printing it is dull.
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -21,10 +20,11 @@ from rich.text import Text
 from firn import __version__
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
-from firn.machine import Memory, blas_hint, disk_free, memory
+from firn.machine import Memory, disk_free, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
+    from firn.models.timing import Split
 
 GIB = 2**30
 # Below this a cache on disk and a download make no sense.
@@ -48,10 +48,20 @@ class Finding:
     mark: Mark = "ok"
 
 
-def doctor(model: str | None, *, console: Console | None = None) -> int:
-    """Prints the findings; 1 when one of them is a problem."""
-    findings = [*look_at_machine(), *look_at_model(model)]
-    _print(findings, console or Console(highlight=False))
+def doctor(
+    model: str | None,
+    *,
+    measure: bool = False,
+    cache_dir: Path | None = None,
+    console: Console | None = None,
+) -> int:
+    """Prints the findings; 1 when one of them is a problem. cache_dir: None for the user's own."""
+    console = console or Console(highlight=False)
+    findings = [*look_at_machine(cache_dir or default_cache_dir()), *look_at_model(model)]
+    if measure and not any(finding.mark == "problem" for finding in findings):
+        with console.status("loading and timing the model"):
+            findings += time_model(model or BUILTIN_MODEL)
+    _print(findings, console)
     return int(any(finding.mark == "problem" for finding in findings))
 
 
@@ -75,7 +85,7 @@ def _print(findings: list[Finding], console: Console) -> None:
 # --- the machine ---------------------------------------------------------------------------
 
 
-def look_at_machine() -> Iterator[Finding]:
+def look_at_machine(cache_dir: Path) -> Iterator[Finding]:
     yield Finding("firn", f"{__version__}, Python {platform.python_version()}")
     yield _version("mlx", f"not installed; {INSTALL_HINT}", missing="problem")
     yield _version("mlx-lm", "not installed; install firn again", missing="problem")
@@ -87,7 +97,7 @@ def look_at_machine() -> Iterator[Finding]:
     else:
         yield from _device_findings(device)
     yield _memory_finding(memory())
-    yield _disk_finding(default_cache_dir())
+    yield _disk_finding(cache_dir)
 
 
 def _version(package: str, otherwise: str, *, missing: Mark) -> Finding:
@@ -112,9 +122,12 @@ def _device_findings(device: DeviceReport) -> Iterator[Finding]:
     if device.working_set_nbytes:
         text += f", {size(device.working_set_nbytes)} recommended for one process"
     yield Finding("device", text)
-    hint = blas_hint(os.environ)
-    if device.kind == "CPU" and sys.platform == "linux" and hint:
-        yield Finding("", hint, "note")
+    if device.kind == "CPU":
+        from firn.models.cpu.blas import attach
+
+        blas = attach("auto", memo=default_cache_dir() / "blas.json", again=True)
+        slow = blas.library is None and sys.platform == "linux"
+        yield Finding("products", blas.text, "note" if slow else "ok")
 
 
 def _memory_finding(now: Memory) -> Finding:
@@ -175,6 +188,42 @@ def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> It
         yield Finding("", problem, "problem")
     if report.weights_nbytes:
         yield _fit(report, device, now)
+
+
+def time_model(name: str) -> Iterator[Finding]:
+    """Loads it as a server would, and says where the time of a chunk and of a step goes."""
+    from firn import named
+    from firn.models import cpu, loader
+    from firn.models import device as devices
+    from firn.models.timing import measure
+
+    device = devices.device()
+    cpu_dtype: Literal["auto", "model"] = "model"
+    if device.kind == "cpu":
+        blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
+        cpu_dtype = "auto" if blas.library else "model"
+    try:
+        folder = named.resolve(name)
+        loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
+        timing = measure(loaded.model, loaded.make_layers, chunk=device.prefill_chunk)
+    except SetupError as error:
+        yield Finding("time", error.message, "problem")
+        return
+    yield Finding("prefill", _time_text(timing.prefill))
+    yield Finding("decode", _time_text(timing.decode))
+
+
+def _time_text(split: Split) -> str:
+    parts = {
+        "products": split.products_s,
+        "attention": split.attention_s,
+        "Python": split.python_s,
+        "the rest": split.rest_s,
+    }
+    shares = ", ".join(f"{name} {s / split.total_s:.0%}" for name, s in parts.items())
+    what = f"a chunk of {split.n_tokens} tokens" if split.n_tokens > 1 else "a step of one row"
+    rate = split.n_tokens / split.total_s
+    return f"{rate:.0f} tokens/s; {what} takes {split.total_s * 1e3:.1f} ms: {shares}"
 
 
 def _cache_text(report: ModelReport) -> str:

@@ -14,14 +14,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from firn.config import CONFIG_ENV, OPTIONS, load
+from firn.cli.compat import PARSERS, VLLM_MLX, Accepted, Alias, Refused
+from firn.config import CONFIG_ENV, OPTIONS, UsageError, load
 from firn.options import Option
 
-# Flags of vllm-mlx that people have in their scripts; here they name what cannot be switched off.
-ALWAYS_ON = {
-    "--continuous-batching": "continuous batching is always on",
-    "--enable-prefix-cache": "the prefix cache is always on, unless --disable-prefix-cache",
-}
+_FLAGS = {item.key: item.flag for item in OPTIONS}
 
 
 def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.environ) -> Any:
@@ -36,15 +33,15 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
     def command(**given: Any) -> None:
         extra = {parameter.name: given.pop(parameter.name) for parameter in own}
         file = given.pop("config_file")
-        for flag, text in ALWAYS_ON.items():
-            if given.pop(_identifier(flag)):
-                typer.echo(f"firn: {flag} is not needed: {text}", err=True)
+        foreign = {flag: given.pop(_identifier(flag)) for flag in VLLM_MLX}
         flags = {
             item.key: given[_identifier(item.key)]
             for item in OPTIONS
             if given[_identifier(item.key)] not in (None, [], ())
         }
-        config = load(flags, environ=environ, file=Path(file) if file else None)
+        names = _heed(foreign, flags)
+        file = Path(file) if file else None
+        config = load(flags, environ=environ, file=file, flag_names=names)
         raise typer.Exit(run(config, **extra))
 
     own = [parameter.replace(annotation=hints[parameter.name]) for parameter in own]
@@ -54,6 +51,32 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
     command.__annotations__ = {item.name: item.annotation for item in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
+
+
+def _heed(foreign: Mapping[str, str | bool | None], flags: dict[str, Any]) -> dict[str, str]:
+    """Adds what flags of other servers mean to `flags`; by key, the name that was really given.
+
+    An option's own flag wins over its other names, and of those the first in the table.
+    """
+    names: dict[str, str] = {}
+    for flag, value in foreign.items():
+        if value in (None, False):
+            continue
+        match VLLM_MLX[flag]:
+            case Accepted(text):
+                typer.echo(f"firn: {flag} is not needed: {text}", err=True)
+            case Refused(text, unless=unless) if value not in unless:
+                raise UsageError(f"{flag}: {text}")
+            case Alias(key, unset=unset) if value != unset:
+                if key in flags:
+                    winner = names.get(key, _FLAGS[key])
+                    typer.echo(f"firn: {flag} is not heeded: {winner} says it already", err=True)
+                else:
+                    flags[key], names[key] = value, flag
+    for key, known in PARSERS.items():
+        if flags.get(key) in known:
+            flags[key] = known[flags[key]]
+    return names
 
 
 def _identifier(name: str) -> str:
@@ -70,14 +93,12 @@ def _parameters() -> Iterator[inspect.Parameter]:
         rich_help_panel="Other",
     )
     yield _parameter("config_file", str | None, config_file, None)
-    for flag, text in ALWAYS_ON.items():
-        info = typer.Option(
-            flag,
-            help=f"Accepted for vllm-mlx scripts: {text}.",
-            rich_help_panel="Compatibility",
-            show_default=False,
-        )
-        yield _parameter(_identifier(flag), bool, info, False)
+    for flag, fate in VLLM_MLX.items():
+        info = typer.Option(flag, hidden=True, metavar=fate.metavar)
+        if fate.metavar is None:
+            yield _parameter(_identifier(flag), bool, info, False)
+        else:
+            yield _parameter(_identifier(flag), str | None, info, None)
 
 
 def _parameter(name: str, kind: Any, info: Any, default: Any) -> inspect.Parameter:

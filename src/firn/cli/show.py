@@ -6,17 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from firn.config import OPTIONS, Config
+from firn.config import OPTIONS, Config, with_model
+from firn.core.errors import SetupError
+from firn.defaults import of_model
+from firn.demo.builtin import builtin_folder
 from firn.options import Option
 
 MASK = "***"
 
 
 def show(config: Config, *, as_json: bool) -> int:
+    config = _with_its_model(config)
     if as_json:
         values = {
             item.key: {
@@ -40,6 +45,29 @@ def show(config: Config, *, as_json: bool) -> int:
         table.add_row(*(Text(cell, style=style) for cell in cells))
     Console(highlight=False).print(table)
     return 0
+
+
+def _with_its_model(config: Config) -> Config:
+    """With the sampling defaults of the model, if it is on this machine."""
+    folder = _folder(config.model.path)
+    if folder is None:
+        return config
+    found = of_model(folder)
+    for line in found.warnings:
+        typer.echo(f"firn: {line}", err=True)
+    return with_model(config, found)
+
+
+def _folder(name: str) -> Path | None:
+    folder = builtin_folder(name) or Path(name)
+    if folder.is_dir():
+        return folder
+    try:
+        from firn.models.inspect import local_folder
+
+        return local_folder(name)
+    except (ImportError, SetupError):
+        return None
 
 
 def _plain(item: Option, value: Any) -> Any:

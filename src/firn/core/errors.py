@@ -38,22 +38,32 @@ class InvalidValue(BadRequest):
         super().__init__(f"{param}: {message}", param=param)
 
 
-class BadImage(BadRequest):
-    """A picture that cannot be had, read or used; `param` names the part of the message."""
+class BadPart(BadRequest):
+    """A part of a message that cannot be had, read or used; `param` names it."""
 
-    code = "invalid_image"
+    code = "invalid_content"
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}", param=param)
 
 
+class BadImage(BadPart):
+    code = "invalid_image"
+
+
+class BadDocument(BadPart):
+    code = "invalid_document"
+
+
 class ContextTooLong(BadRequest):
+    """`estimated`: so many tokens by the prompt's length; it was not worth counting them."""
+
     code = "context_length_exceeded"
 
-    def __init__(self, n_prompt: int, limit: int, *, n_reply: int = 0) -> None:
-        reply = f" plus max_tokens {n_reply}" if n_reply else ""
+    def __init__(self, n_prompt: int, limit: int, *, estimated: bool = False) -> None:
+        about = "about " if estimated else ""
         super().__init__(
-            f"This prompt has {n_prompt} tokens{reply}; the model's context holds {limit}.",
+            f"This prompt has {about}{n_prompt} tokens; the model's context holds {limit}.",
             param="messages",
         )
         self.n_prompt = n_prompt
@@ -177,6 +187,26 @@ class Crowded(TryLater):
     status = 503
     code = "overloaded"
     kind = "server_error"
+
+
+class TooManyRequests(TryLater):
+    """A client has had its share of this minute."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, per_minute: int, *, retry_after_s: int) -> None:
+        super().__init__(
+            f"More than {per_minute} requests in a minute; try again in {retry_after_s} s.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class TimedOut(FirnError):
+    status = 504
+    code = "timeout"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"The request took longer than {limit_s:g} s, which is the limit here.")
 
 
 class ShuttingDown(FirnError):

@@ -38,9 +38,27 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Advanced:
+    """While its prompt was read, so many more tokens of it came from a neighbour that reads the same."""
+
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     n_done: int
     n_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """How likely the prompt's tokens from `start` on were, each behind those before it.
+
+    They come in order, from the second token on: the first has nothing before it.
+    """
+
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +91,24 @@ class JobFailed:
     error: FirnError
 
 
-EngineEvent = Admitted | Prefilled | Token | ChoiceDone | JobDone | JobFailed
+EngineEvent = (
+    Admitted | Advanced | Prefilled | PromptLogprobs | Token | ChoiceDone | JobDone | JobFailed
+)
 
 # --- session -> dialect --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """A token's text beside its logarithm, as the OpenAI API shows it."""
+    """A token's text beside its logarithm, as the OpenAI API shows it.
+
+    raw: what it is of the text; nothing, where the text does not show it. logprob None: it is the
+    first token of all, and nothing can be said of it.
+    """
 
     text: str
     raw: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[str, bytes, float], ...] = ()
 
 

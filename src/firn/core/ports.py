@@ -41,11 +41,25 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Texts that are a token wherever they stand, with their ids: control tokens and others."""
+        ...
+
+    @property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters than this."""
+        ...
+
+    @property
     def chat_template(self) -> str | None:
         """The template's source, or None where the model has none."""
         ...
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]: ...
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        """`typed`: ascending ranges of characters that spell an added token, and are text."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Exact: leading spaces and special tokens are kept, broken UTF-8 becomes U+FFFD."""
@@ -199,11 +213,19 @@ class Runner(Protocol):
         """A new row, empty or with a restored past."""
         ...
 
-    def prefill(self, row: Any, prompt: Prompt, end: int) -> None:
-        """Dispatch prompt tokens [row.n_tokens, end); `settle` awaits them."""
+    def prefill(
+        self, row: Any, prompt: Prompt, end: int, *, top_logprobs: int | None = None
+    ) -> None:
+        """Dispatch prompt tokens [row.n_tokens, end); `settle` awaits them.
+
+        top_logprobs: tell, too, how likely the tokens [row.n_tokens + 1, end + 1) are, and so many
+        of the likeliest beside each.
+        """
         ...
 
-    def settle(self, row: Any) -> None: ...
+    def settle(self, row: Any) -> Sequence[TokenLogprob]:
+        """Wait for what was dispatched; the logprobs that were asked for."""
+        ...
 
     def choices(self, row: Any, job: Job, indices: Sequence[int]) -> list[Any]:
         """One row for each choice, all with this row's past, each with its own sampler."""

@@ -7,7 +7,7 @@ All of it is frozen. A dialect builds a `GenerateRequest`; `text.prompt` turns i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NewType
 
@@ -32,16 +32,39 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture by reference. `data` is what an address has led to, once it was fetched. `owner` is
-    who may find out, by the time it takes, that the picture has been here before; "": everybody."""
+    """A picture by reference. `data` is what an address has led to, once it was fetched; `fault` why
+    it has led to nothing. `owner` is who may find out, by the time it takes, that the picture has been
+    here before; "": everybody."""
 
     url: str
     param: str = "messages"
     data: bytes | None = None
     owner: str = ""
+    fault: str = ""
 
 
-Part = TextPart | ImagePart
+@dataclass(frozen=True, slots=True)
+class DocumentPart:
+    """A file that may hold text. `data` is its base64; `lead` what is said about it; `text` what was
+    read in it, or `fault` why it could not be."""
+
+    data: str
+    media_type: str
+    lead: str = ""
+    param: str = "messages"
+    text: str | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPart:
+    """What no model here takes: audio, a file on another server, the work of a hosted tool."""
+
+    kind: str
+    param: str = "messages"
+
+
+Part = TextPart | ImagePart | DocumentPart | OtherPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +78,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`checkpoint`: the caller expects to send all up to the end of this message again."""
+    """checkpoint: the caller expects to send all up to the end of this message again. aside: a
+    program's note that came along with tool results; it begins no turn of its own."""
 
     role: Role
     parts: tuple[Part, ...] = ()
@@ -64,6 +88,7 @@ class Message:
     name: str | None = None
     reasoning: str | None = None
     checkpoint: bool = False
+    aside: bool = False
 
     @property
     def text(self) -> str:
@@ -71,11 +96,36 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the reply, or on a part of it. `kind` names the language of `text`.
+
+    parts: grammars that a lark text refers to as @name; each keeps the request parameter it is from.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
+    text: str = ""
+    param: str = "response_format"
+    parts: tuple[tuple[str, Grammar], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Softened:
+    """A JSON schema as far as a reply can be held to it; left_out: pointers to what was taken out."""
+
+    schema: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tool:
+    """param: where the request has it. grammar: of the one text that a free-form tool takes."""
+
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+    param: str = "tools"
+    grammar: Grammar | None = None
 
 
 class ToolMode(Enum):
@@ -87,9 +137,20 @@ class ToolMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
+    """allowed: names of the tools that may be called, of all that the prompt shows; None: any."""
+
     mode: ToolMode = ToolMode.AUTO
     name: str | None = None
     parallel: bool = True
+    allowed: frozenset[str] | None = None
+
+    def permits(self, tool: Tool) -> bool:
+        """Whether the reply may call this tool."""
+        if self.mode is ToolMode.NONE:
+            return False
+        if self.mode is ToolMode.NAMED:
+            return tool.name == self.name
+        return self.allowed is None or tool.name in self.allowed
 
 
 # --- what is asked for ---------------------------------------------------------------------
@@ -106,15 +167,39 @@ class Chat:
     continues: bool = False
     """The last message is the assistant's, and the reply goes on where it ends."""
 
+    @property
+    def newest(self) -> int:
+        """Which message a user has just written; -1 where a tool or the assistant spoke last."""
+        for i in reversed(range(len(self.messages))):
+            message = self.messages[i]
+            if message.role == "system" or message.aside:
+                continue
+            follows_tool = i > 0 and self.messages[i - 1].role == "tool"
+            return i if message.role == "user" and not follows_tool else -1
+        return -1
+
 
 @dataclass(frozen=True, slots=True)
 class RawText:
+    """add_special: with the tokens that begin a text of this model. parse_special: what spells a
+    control token is that token."""
+
     text: str
+    add_special: bool = True
+    parse_special: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RawTokens:
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """What is between two texts is to be written."""
+
+    prefix: str
+    suffix: str
 
 
 Source = Chat | RawText | RawTokens
@@ -145,19 +230,6 @@ class CacheControl:
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
-    """A constraint on the reply. `kind` names the language of `text`.
-
-    parts: grammars that a lark text refers to as @name; each keeps the request parameter it is from.
-    """
-
-    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
-    text: str = ""
-    param: str = "response_format"
-    parts: tuple[tuple[str, Grammar], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Reasoning:
     """enabled None: as the model's template does it. budget_tokens None: unbounded."""
 
@@ -167,11 +239,39 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds where a request says nothing: the model's own ways, and the server's flags."""
+
+    sampling: Sampling = Sampling()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
+
+    def reasoning(self, given: Reasoning) -> Reasoning:
+        if given.budget_tokens is not None or self.thinking_budget is None:
+            return given
+        return replace(given, budget_tokens=self.thinking_budget)
+
+    def kwargs(self, given: Mapping[str, Any], reasoning: Reasoning) -> Mapping[str, Any]:
+        """A request's template variables; those that it sets by other means are not set again."""
+        said: set[str] = set()
+        if reasoning.enabled is not None:
+            said |= {"enable_thinking", "thinking"}
+        if reasoning.effort is not None:
+            said.add("reasoning_effort")
+        kept = {name: value for name, value in self.template_kwargs.items() if name not in said}
+        return {**kept, **given}
+
+
+PLAIN_DEFAULTS = Defaults()
+"""Of a server that says nothing about it."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt, `n` replies. The one shape behind every API."""
 
     model: str
-    source: Source
+    source: Source | Middle
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -228,6 +328,8 @@ class Prompt:
     """Preprocessed pictures for the model, one per media span; opaque outside `models`."""
     whole_images: bool = False
     """A picture's tokens see each other: they are read in one piece, and nothing resumes inside."""
+    notes: tuple[str, ...] = ()
+    """What of the request is not in it as it was sent, for the log."""
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
@@ -240,7 +342,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request as the engine sees it: tokens in, tokens out."""
+    """One request as the engine sees it: tokens in, tokens out. max_tokens 0: the prompt is read,
+    and that is all."""
 
     id: RequestId
     prompt: Prompt
@@ -249,6 +352,8 @@ class Job:
     n: int = 1
     eos: frozenset[int] = frozenset()
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    """Those of the prompt's tokens too: all of them are computed then, and nothing is reused."""
     namespace: Namespace = Namespace("")
     cache: CacheControl = CacheControl()
     grammar: Any = None
@@ -279,6 +384,13 @@ class ModelInfo:
     generates: bool = True
     """False: it makes embeddings and nothing else."""
     created: int = 0
+    n_embeddings: int = 0
+    """Ids from here on must not be read. 0: as many as the vocabulary has."""
+
+    @property
+    def n_ids(self) -> int:
+        """A prompt's ids are below this."""
+        return self.n_embeddings or self.vocab_size
 
 
 # --- what was used -------------------------------------------------------------------------

@@ -20,13 +20,13 @@ START_S, STOP_S = 60.0, 30.0
 class Child:
     """One server process. Owner: the demo, which must end it."""
 
-    def __init__(self, model: str, *flags: str, log: Path) -> None:
+    def __init__(self, model: str, *flags: str, log: Path, start_s: float = START_S) -> None:
         self.port = _free_port()
         self._log = log
         command = [sys.executable, "-m", "firn", "serve", model, "--port", str(self.port), *flags]
         with log.open("ab") as f:
             self._process = subprocess.Popen(command, stdout=f, stderr=f)
-        self._wait()
+        self._wait(start_s)
 
     @property
     def url(self) -> str:
@@ -45,8 +45,8 @@ class Child:
         self._process.kill()
         self._process.wait(STOP_S)
 
-    def _wait(self) -> None:
-        until = time.monotonic() + START_S
+    def _wait(self, start_s: float) -> None:
+        until = time.monotonic() + start_s
         while time.monotonic() < until:
             if self._process.poll() is not None:
                 break

@@ -19,7 +19,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from firn.core.errors import FirnError, InvalidValue, StepFailed
-from firn.core.events import ChoiceDone, EngineEvent, JobDone, JobFailed, Prefilled, Token
+from firn.core.events import (
+    Advanced,
+    ChoiceDone,
+    EngineEvent,
+    JobDone,
+    JobFailed,
+    Prefilled,
+    PromptLogprobs,
+    Token,
+)
 from firn.core.ports import Delivery, Load, PrefixCache, Publish, Restored, Runner, Trail
 from firn.core.values import Job, Prompt, RequestId
 from firn.engine.budget import Budget
@@ -43,6 +52,8 @@ class Limits:
     prefill_chunk: int
     aligned: bool = False
     """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
+    scored_nbytes: int = 128 << 20
+    """Logits of a chunk whose every token is scored: where the vocabulary is large it is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +157,9 @@ class Loop:
                     "n", f"{job.n} replies are over the limit of {self.limits.max_rows}"
                 )
             need = self.budget.need_nbytes(job)
-            trail = self.cache.open(job.prompt, job.namespace, job.cache)
+            # What is scored must be computed; it is kept for others all the same.
+            control = replace(job.cache, read=False) if job.prompt_logprobs else job.cache
+            trail = self.cache.open(job.prompt, job.namespace, control)
         except Exception as e:
             self._leave_queue()
             self._say(job.id, JobFailed(_named(job, e)))
@@ -175,7 +188,9 @@ class Loop:
         if row is None:
             row = self.runner.start(None)
         prompt, trail = sequence.job.prompt, sequence.trail
-        return self._add_task(sequence, prompt, sequence.choices, trail, row)
+        task = self._add_task(sequence, prompt, sequence.choices, trail, row)
+        task.scored = sequence.job.prompt_logprobs
+        return task
 
     def _restore(self, sequence: Sequence, restored: Restored) -> Any | None:
         """A row with a past. If that fails it is a miss, and this request leaves the cache alone."""
@@ -265,6 +280,7 @@ class Loop:
             row = self._restore(task.sequence, ahead)
             task.trail = task.sequence.trail
             if row is not None:
+                self._say(task.sequence.job.id, Advanced(ahead.n_tokens - task.row.n_tokens))
                 self.runner.leave([task.row])
                 task.row = row
             if task.n_left == 0:
@@ -273,14 +289,24 @@ class Loop:
         end = chunk_end(
             task.row.n_tokens,
             task.n_total,
-            chunk=self.limits.prefill_chunk,
+            chunk=self._chunk(task),
             stops=self.cache.stops(task.trail),
             unbroken=task.prompt.unbroken,
             aligned=self.limits.aligned,
         )
-        run = self.runner.prefill
         task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
-        return self._guard(task.sequence, lambda: (run(task.row, task.prompt, end), task)[1])
+        return self._guard(task.sequence, lambda: self._prefill(task, end))
+
+    def _chunk(self, task: Task) -> int:
+        chunk = self.limits.prefill_chunk
+        if not task.scored or self.limits.aligned:  # other chunks would be other bits
+            return chunk
+        return max(min(chunk, self.limits.scored_nbytes // (4 * self.runner.info.vocab_size)), 1)
+
+    def _prefill(self, task: Task, end: int) -> Task:
+        top = (task.sequence.job.top_logprobs or 0) if task.scored else None
+        self.runner.prefill(task.row, task.prompt, end, top_logprobs=top)
+        return task
 
     def _settle_chunk(self, task: Task) -> None:
         if task.number not in self.tasks:  # cancelled while it ran
@@ -293,7 +319,9 @@ class Loop:
             self._begin_decode(task)
 
     def _commit_chunk(self, task: Task) -> Task:
-        self.runner.settle(task.row)
+        logprobs = self.runner.settle(task.row)
+        if logprobs:
+            self._say(task.sequence.job.id, PromptLogprobs(task.chunk_start + 1, tuple(logprobs)))
         took = time.perf_counter() - task.chunk_began
         self.cache.saw_prefill(task.chunk_start, task.row.n_tokens, took)
         self.cache.commit(task.trail, task.row)
@@ -301,6 +329,12 @@ class Loop:
 
     def _begin_decode(self, task: Task) -> None:
         """The prompt is read but for its last token: its choices join the decode batch."""
+        job = task.sequence.job
+        if not job.max_tokens:
+            for choice in [c for c in task.choices if not c.done]:
+                self._say(job.id, ChoiceDone(choice.index, "length"))
+                self._finish_choice(choice)
+            return
         del self.tasks[task.number]
         self._guard(task.sequence, lambda: self._join(task))
 

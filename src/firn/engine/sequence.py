@@ -95,6 +95,8 @@ class Task:
     choices: list[Choice]
     trail: Trail
     row: Any
+    scored: bool = False
+    """The logprobs of its tokens are wanted."""
     chunk_start: int = 0
     chunk_began: float = 0.0
 

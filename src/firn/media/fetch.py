@@ -31,6 +31,7 @@ MAX_ADDRESSES = 256
 """In one request: no more than a prompt may have pictures."""
 MAX_TOTAL = 8
 """The images of one request together, in units of the largest that one may be."""
+TOO_MANY = f"more than {MAX_ADDRESSES} images to fetch."
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "firn"}
 
@@ -60,21 +61,30 @@ class Fetcher:
         self._transport = transport
 
     async def gather(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the bytes of its images. Raises BadImage."""
+        """The request with the bytes of its images, or with why there are none.
+
+        Raises BadImage for an image that the user has just sent.
+        """
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_remote, _parts(source))):
             return request
-        wanted = _by_address(source)
+        newest = _addresses_of_newest(source)
+        wanted = _by_address(source, newest)
         gate = asyncio.Semaphore(MAX_AT_ONCE)
         n_left = MAX_TOTAL * self._limits.nbytes
 
-        async def fetched(part: ImagePart) -> bytes:
+        async def fetched(part: ImagePart) -> bytes | BadImage:
             nonlocal n_left
-            async with gate:
-                data = await self.fetch(part)
-            n_left -= len(data)
-            if n_left < 0:
-                raise BadImage(part.param, "the request's images are too large together.")
+            try:
+                async with gate:
+                    data = await self.fetch(part)
+                n_left -= len(data)
+                if n_left < 0:
+                    raise BadImage(part.param, "the request's images are too large together.")
+            except BadImage as fault:
+                if part.url in newest:
+                    raise
+                return fault
             return data
 
         try:
@@ -86,7 +96,12 @@ class Fetcher:
         def filled(part: Part) -> Part:
             if not isinstance(part, ImagePart) or not _is_remote(part):
                 return part
-            return replace(part, data=found[part.url].result())
+            if part.url not in found:
+                return replace(part, fault=TOO_MANY)
+            result = found[part.url].result()
+            if isinstance(result, bytes):
+                return replace(part, data=result)
+            return replace(part, fault=result.message.removeprefix(f"{result.param}: "))
 
         messages = tuple(replace(m, parts=tuple(map(filled, m.parts))) for m in source.messages)
         return replace(request, source=replace(source, messages=messages))
@@ -204,14 +219,21 @@ def _parts(chat: Chat) -> list[Part]:
     return [part for message in chat.messages for part in message.parts]
 
 
-def _by_address(chat: Chat) -> dict[str, ImagePart]:
+def _addresses_of_newest(chat: Chat) -> frozenset[str]:
+    """Those that the user has just sent."""
+    parts = chat.messages[chat.newest].parts if chat.newest >= 0 else ()
+    return frozenset(part.url for part in parts if isinstance(part, ImagePart))
+
+
+def _by_address(chat: Chat, newest: frozenset[str]) -> dict[str, ImagePart]:
     """The first part with each address: one that is shown twice is fetched once. Raises BadImage."""
     found: dict[str, ImagePart] = {}
     for part in _parts(chat):
-        if isinstance(part, ImagePart) and _is_remote(part):
-            found.setdefault(part.url, part)
-            if len(found) > MAX_ADDRESSES:
-                raise BadImage(part.param, f"more than {MAX_ADDRESSES} images to fetch.")
+        if isinstance(part, ImagePart) and _is_remote(part) and part.url not in found:
+            if len(found) < MAX_ADDRESSES:
+                found[part.url] = part
+            elif part.url in newest:
+                raise BadImage(part.param, TOO_MANY)
     return found
 
 
@@ -219,5 +241,6 @@ def _is_remote(part: Part) -> bool:
     return (
         isinstance(part, ImagePart)
         and part.data is None
+        and not part.fault
         and part.url[:8].lower().startswith(("http://", "https://"))
     )

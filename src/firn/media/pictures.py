@@ -128,6 +128,8 @@ def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
 
 def read(part: ImagePart, *, max_nbytes: int) -> bytes:
     """The file's bytes. Raises BadImage."""
+    if part.fault:
+        raise BadImage(part.param, part.fault)
     if part.data is not None:
         data = part.data
     elif part.url[:5].lower() == "data:":

@@ -25,7 +25,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
 from firn.core.values import Sampling
-from firn.models.sampling import Picker, Picks, to_host
+from firn.models.sampling import Picker, Picks, Scores, to_host
 
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
@@ -48,6 +48,7 @@ class Row:
     alone: it shares no group with others.
     forced: tokens that are not left to the sampler, by their position.
     shift: how far rotary positions are ahead of token counts, after the prompt's pictures.
+    scores: those of the chunk that was dispatched last, where they were asked for.
     """
 
     layers: list[Any]
@@ -57,6 +58,7 @@ class Row:
     group: Group | None = None
     alone: bool = False
     forced: dict[int, int] = field(default_factory=dict)
+    scores: Scores | None = None
 
     @property
     def index(self) -> int:

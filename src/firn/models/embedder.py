@@ -25,6 +25,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from firn.core.errors import BadRequest, SetupError
 from firn.core.values import ModelInfo
+from firn.models.cpu import dtype
 
 log = logging.getLogger("firn.models")
 T = TypeVar("T")
@@ -219,7 +220,12 @@ def pool(hidden: mx.array, mask: mx.array, mode: Pooling) -> mx.array:
 
 
 def load_encoder(
-    folder: Path, recipe: Recipe, config: Mapping[str, Any], *, served_name: str
+    folder: Path,
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    *,
+    served_name: str,
+    cpu_dtype: dtype.Choice = "model",
 ) -> tuple[TextEmbedder, ModelInfo]:
     """By mlx-vlm's loader, which pools and projects by itself. Raises SetupError."""
     kind = str(config["model_type"])
@@ -229,6 +235,7 @@ def load_encoder(
         raise SetupError(f"{folder} ({kind}) makes embeddings: install firn[vision]") from e
     try:
         model = load_embedding_model(folder)
+        dtype.apply(model, cpu_dtype)
         model.pooling_config = {"pooling_mode": recipe.pooling}
 
         def encode(ids: mx.array, mask: mx.array) -> mx.array:

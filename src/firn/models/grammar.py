@@ -10,15 +10,16 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
-from firn.core.values import Grammar
+from firn.core.values import Grammar, Softened
 from firn.models.schema_faults import is_endless, locate
+from firn.models.soften import soften
 from firn.models.tokenizer import HfTokenizer
 
 log = logging.getLogger("firn.grammar")
@@ -27,6 +28,8 @@ MAX_KEPT = 64
 """Compiled grammars kept: an agent sends the same ones with each turn."""
 MAX_KEPT_CHARS = 8 * 2**20
 """Of their texts together; what is compiled from them is larger by a factor."""
+MAX_SOFTENED = 1024
+"""Schemas of tools kept, as they can be enforced."""
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_MESSAGE_CHARS = 400
 WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
@@ -79,6 +82,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, Grammar], CompiledGrammar] = OrderedDict()
         self._kept_chars = 0
+        self._softened: OrderedDict[str, Softened] = OrderedDict()
         self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._control: tuple[str, ...] = ()
@@ -106,6 +110,21 @@ class Compiler:
             while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
                 (_, gone), _ = self._kept.popitem(last=False)
                 self._kept_chars -= _n_chars(gone)
+        return made
+
+    def soften(self, schema: Mapping[str, Any]) -> Softened:
+        """The schema as far as it can be enforced, and what was taken out of it."""
+        key = json.dumps(schema)
+        with self._lock:
+            found = self._softened.get(key)
+            if found is not None:
+                self._softened.move_to_end(key)
+                return found
+        made = soften(schema, self._schema_fault)
+        with self._lock:
+            self._softened[key] = made
+            while len(self._softened) > MAX_SOFTENED:
+                self._softened.popitem(last=False)
         return made
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:

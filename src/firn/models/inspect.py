@@ -20,7 +20,8 @@ from mlx_lm import utils as mlx_utils
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from firn.core.errors import SetupError
-from firn.models.loader import CONTEXT_KEYS, read_config
+from firn.models.foreign import foreign_format
+from firn.models.loader import CONTEXT_KEYS, read_config, tokenizer_fault
 from firn.models.recognise import is_vision
 
 DTYPES = {
@@ -33,7 +34,6 @@ DTYPES = {
 }
 PART_NAME = re.compile(r"^(model.*)-(\d{5})-of-(\d{5})\.safetensors$")
 LFS_POINTER = b"version https://git-lfs"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
 # --- the device ----------------------------------------------------------------------------
 
@@ -147,7 +147,8 @@ def _config(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise SetupError(f"There is no folder {folder}.")
     if not folder.is_dir():
-        raise SetupError(f"{folder} is a file; a model is a folder with a config.json.")
+        told = foreign_format(folder)
+        raise SetupError(told or f"{folder} is a file; a model is a folder with a config.json.")
     return read_config(folder)
 
 
@@ -160,9 +161,9 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def _check_tokenizer(folder: Path, found: _Findings) -> None:
-    names = [name for name in TOKENIZER_FILES if (folder / name).exists()]
-    if not names and not list(folder.glob("*.tiktoken")):
-        found.problems.append(f"The tokenizer is missing: none of {', '.join(TOKENIZER_FILES)}.")
+    lacks = tokenizer_fault(folder)
+    if lacks is not None:
+        found.problems.append(lacks)
     settings = folder / "tokenizer_config.json"
     template = any((folder / f"chat_template.{end}").exists() for end in ("jinja", "json"))
     if settings.exists():
@@ -191,7 +192,8 @@ def _headers(folder: Path, found: _Findings) -> Iterator[tuple[str, _Header]]:
     """The tensors of every weight file, by the file's name; damaged files become problems."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        found.problems.append("The weights are missing: no model*.safetensors file.")
+        told = foreign_format(folder)
+        found.problems.append(told or "The weights are missing: no model*.safetensors file.")
     for path in files:
         try:
             yield path.name, _header(path)

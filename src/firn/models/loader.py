@@ -6,8 +6,10 @@ arrays it creates.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_utils
 from mlx_lm.models.cache import make_prompt_cache
@@ -22,7 +25,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models.batch import can_batch
+from firn.models.cpu import dtype
 from firn.models.fingerprint import Fingerprint, weight_files
+from firn.models.foreign import WHAT_TO_DO, foreign_format
+from firn.models.hub import HubRules, folder_of
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
@@ -38,6 +44,22 @@ FEATURE_NBYTES = 256 << 20
 LOAD_FAULTS = (Exception, SystemExit)
 """A bad folder raises anything: it may bring code of its own, tokenizers raises bare Exceptions, and
 one module of mlx-lm ends the process (SystemExit)."""
+HUB_RULES = HubRules()
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "tekken.json",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Each of them is a tokenizer to some family of models."""
+EMBEDDINGS = frozenset(
+    {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embeddings", "embeddings",
+     "embedding", "embed_in", "embed"}
+)  # fmt: skip
+"""What models call the table of their tokens."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -52,29 +74,27 @@ class LoadedModel:
     """What the model takes beside ids."""
 
 
-def resolve(name: str) -> Path:
-    """The folder of a local path or hub id; downloads the latter (progress bars on stderr)."""
+def resolve(name: str, rules: HubRules = HUB_RULES) -> Path:
+    """The folder of a local path or hub id; downloads the latter."""
     local = Path(name).expanduser()
     if local.exists():
         if not local.is_dir():
-            raise SetupError(f"{name} is a file; a model is a folder with a config.json.")
+            told = foreign_format(local)
+            raise SetupError(told or f"{name} is a file; a model is a folder with a config.json.")
         return local
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(mlx_utils._download(name))
-    except LocalEntryNotFoundError as e:
-        raise SetupError(f"{name} is not on this machine and the hub cannot be reached.") from e
-    except (HfHubHTTPError, OSError, ValueError) as e:
-        raise SetupError(f"{name} could not be fetched from the hub: {_first_line(e)}") from e
+    folder = folder_of(name, rules)
+    if name.upper().endswith("GGUF") and not (folder / "config.json").exists():
+        raise SetupError(f"{name} is a model in llama.cpp's format; {WHAT_TO_DO}.")
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
-        raise SetupError(f"{folder} has no config.json: it is not a model folder.")
+        told = foreign_format(folder)
+        raise SetupError(told or f"{folder} has no config.json: it is not a model folder.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -93,11 +113,15 @@ def load(
     picture: Picture | None = None,
     feature_nbytes: int = FEATURE_NBYTES,
     memory: WeightMemory | None = None,
+    cpu_dtype: dtype.Choice = "model",
+    max_context: int | None = None,
 ) -> LoadedModel:
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
     picture: an example from the model's processor; with it the model is loaded with its vision tower.
     memory: where digests of weights are remembered from one start to the next.
+    cpu_dtype: whether weights that are not float32 become so; auto: if there is memory for it.
+    max_context: of what the model can attend to, this much.
     """
     config = read_config(folder)
     vision = picture is not None
@@ -116,21 +140,27 @@ def load(
             trust_remote_code=trust_remote_code,
             feature_nbytes=feature_nbytes,
         )
+    widened = dtype.apply(model.model if picture is not None else model, cpu_dtype)
+    if picture is not None:
         vision_load.check_pictures(model, picture, str(config["model_type"]))
     kind = str(config["model_type"])
     try:
         logits, layers = _first_token(model)
     except LOAD_FAULTS as e:
         raise SetupError(f"{folder} ({kind}) does not run on this machine: {_first_line(e)}") from e
+    digest = hashing.result()
+    if widened:  # the same weights, but other roundings
+        digest = hashlib.blake2b(digest, digest_size=32, person=b"firn-float32").digest()
     why_not = can_batch(layers) or batch_fault(model, lambda: make_prompt_cache(model), kind)
     weights = [w for _, w in tree_flatten(model.parameters())]
     info = ModelInfo(
         name=served_name,
         path=str(folder),
         architecture=kind,
-        fingerprint=hashing.result(),
-        context_length=context_length(config),
+        fingerprint=digest,
+        context_length=min(context_length(config), max_context or sys.maxsize),
         vocab_size=int(logits.shape[-1]),
+        n_embeddings=_n_embeddings(model, int(logits.shape[-1])),
         dtype=_dtype(weights),
         weights_nbytes=sum(w.nbytes for w in weights),
         layer_kinds=tuple(type(layer).__name__ for layer in layers),
@@ -173,8 +203,20 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokeni
         eos = mlx_utils.load_config(folder).get("eos_token_id", config.get("eos_token_id"))
         wrapper = mlx_utils.load_tokenizer(folder, extra, eos_token_ids=eos)
     except LOAD_FAULTS as e:
-        raise SetupError(f"The tokenizer of {folder} cannot be loaded: {_first_line(e)}") from e
+        # What is missing, if that is it: a library's own first line does not name a file.
+        why = tokenizer_fault(folder) or f"The tokenizer cannot be loaded: {_first_line(e)}"
+        raise SetupError(f"{folder}: {why}") from e
     return HfTokenizer(wrapper)
+
+
+def tokenizer_fault(folder: Path) -> str | None:
+    """What a folder lacks of its tokenizer, by name."""
+    there = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if there == ["vocab.json"] and not (folder / "merges.txt").exists():
+        return "The tokenizer is not whole: vocab.json is there, merges.txt is missing."
+    if there or any(folder.glob("*.tiktoken")):
+        return None
+    return f"The tokenizer is missing: none of {', '.join(TOKENIZER_FILES)}."
 
 
 def load_processor(
@@ -219,7 +261,8 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:
     if not weight_files(folder, vision=vision):
-        raise SetupError(f"{folder} has no model*.safetensors: the weights are missing.")
+        told = foreign_format(folder)
+        raise SetupError(told or f"{folder} has no model*.safetensors: the weights are missing.")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -248,6 +291,17 @@ def _load_weights(
         kind = config.get("model_type")
         raise SetupError(f"{folder} ({kind}) cannot be loaded: {_first_line(e)}") from e
     return model, dict(full_config)
+
+
+def _n_embeddings(model: Any, default: int) -> int:
+    """Rows of the table in which token ids are looked up; MLX reads on behind its end."""
+    found = {
+        path: module.weight.shape[0]
+        for path, module in model.named_modules()
+        if path.rsplit(".", 1)[-1] in EMBEDDINGS
+        and isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+    }
+    return int(found[min(found, key=len)]) if found else default
 
 
 def _dtype(weights: list[mx.array]) -> str:

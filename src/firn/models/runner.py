@@ -28,10 +28,10 @@ from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.batch import Group, Launched, Row, fork
-from firn.models.blas import Threads
+from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
-from firn.models.sampling import Picker, pick, read_logprobs
+from firn.models.sampling import Picker, pick, read_logprobs, score
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +79,30 @@ class Runner:
         mx.eval([layer.state for layer in layers])
         return Row(layers, restored.n_tokens)
 
-    def prefill(self, row: Row, prompt: Prompt, end: int) -> None:
-        """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `settle`."""
-        self._prepare(end - row.n_tokens)
-        ids = mx.array(prompt.ids[row.n_tokens : end].astype(np.int32))
-        more = self._inputs.chunk(prompt, row.n_tokens, end)
-        self._model(ids[None], cache=row.layers, **more)
-        row.n_tokens = end
-        mx.async_eval([layer.state for layer in row.layers])
+    def prefill(
+        self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None
+    ) -> None:
+        """Consume prompt tokens [row.n_tokens, end). Dispatched, not awaited: see `settle`.
 
-    def settle(self, row: Row) -> None:
-        """Wait until the row's caches are computed."""
+        The logits are computed only where somebody wants to know how likely the tokens were.
+        """
+        start = row.n_tokens
+        self._prepare(end - start)
+        ids = mx.array(prompt.ids[start:end].astype(np.int32))
+        more = self._inputs.chunk(prompt, start, end)
+        logits = self._model(ids[None], cache=row.layers, **more)
+        row.n_tokens = end
+        row.scores = None
+        if top_logprobs is not None:
+            row.scores = score(logits[0], prompt.ids[start + 1 : end + 1], top=top_logprobs)
+        arrays = row.scores.arrays if row.scores else []
+        mx.async_eval([layer.state for layer in row.layers], arrays)
+
+    def settle(self, row: Row) -> list[TokenLogprob]:
+        """Wait until the row's caches are computed; the logprobs that were asked for."""
         mx.eval([layer.state for layer in row.live_layers])
+        scores, row.scores = row.scores, None
+        return scores.read() if scores else []
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row for each choice, all with this row's past, each with its own sampler."""

@@ -27,6 +27,7 @@ from firn.core.values import Sampling, TokenArray
 from firn.models.grammar import Constraint
 
 TINY = 1e-30
+SCORED_ROWS = 32
 COLDEST = 1e-5
 """Below this temperature the likeliest token is certain, and dividing by it soon overflows."""
 
@@ -248,15 +249,60 @@ def _logprobs(
     logits: mx.array, tokens: mx.array, pickers: Sequence[Picker]
 ) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
     wanted = [p.top_logprobs for p in pickers if p.top_logprobs is not None]
-    if not wanted:
-        return None, None, None
+    return _likelihoods(logits, tokens, max(wanted)) if wanted else (None, None, None)
+
+
+def _likelihoods(
+    logits: mx.array, tokens: mx.array, top: int
+) -> tuple[mx.array, mx.array | None, mx.array | None]:
+    """Of each row's token, and of the `top` likeliest in no order, with their ids. float32."""
     normal = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(normal, tokens[:, None], axis=-1)[:, 0]
-    k = min(max(wanted), logits.shape[-1] - 1)
+    k = min(top, logits.shape[-1] - 1)
     if k == 0:
         return chosen, None, None
     ids = mx.argpartition(-normal, kth=k - 1, axis=-1)[:, :k]
     return chosen, ids, mx.take_along_axis(normal, ids, axis=-1)
+
+
+# --- the prompt's own tokens ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How likely given tokens were; on the device until they are read."""
+
+    tokens: TokenArray
+    parts: tuple[tuple[mx.array, mx.array | None, mx.array | None], ...]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for part in self.parts for array in part if array is not None]
+
+    def read(self) -> list[TokenLogprob]:
+        found: list[TokenLogprob] = []
+        for chosen, ids, tops in self.parts:
+            best: list[list[tuple[int, float]]] = []
+            if ids is not None and tops is not None:
+                rows = zip(to_host(ids), to_host(tops), strict=True)
+                best = [sorted(zip(*row, strict=True), key=lambda x: -x[1]) for row in rows]
+            for i, logprob in enumerate(to_host(chosen)):
+                token = int(self.tokens[len(found)])
+                found.append(TokenLogprob(token, logprob, tuple(best[i]) if best else ()))
+        return found
+
+
+def score(logits: mx.array, tokens: TokenArray, *, top: int) -> Scores:
+    """Logits (n, vocabulary) and the n tokens that came next.
+
+    A few rows at a time: what is made of them in between is several times their size.
+    """
+    parts = []
+    for start in range(0, len(tokens), SCORED_ROWS):
+        end = start + SCORED_ROWS
+        given = mx.array(tokens[start:end].astype(np.int32))
+        parts.append(_likelihoods(logits[start:end].astype(mx.float32), given, top))
+    return Scores(tokens, tuple(parts))
 
 
 def _stream_of(seed: int | None, choice: int) -> int:

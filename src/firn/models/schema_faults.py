@@ -96,9 +96,11 @@ def resolve(ref: str, root: dict[str, Any]) -> Any:
         return None
     node: Any = root
     for step in ref.removeprefix("#").split("/")[1:]:
-        node = (
-            node.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
-        )
+        if isinstance(node, list):
+            node = node[int(step)] if step.isdigit() and int(step) < len(node) else None
+        else:
+            name = step.replace("~1", "/").replace("~0", "~")
+            node = node.get(name) if isinstance(node, dict) else None
     return node
 
 

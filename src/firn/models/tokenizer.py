@@ -1,4 +1,4 @@
-"""The tokenizer port over mlx-lm's wrapper of a Hugging Face tokenizer. Thread-safe: it holds no state.
+"""The tokenizer port over mlx-lm's wrapper of a Hugging Face tokenizer. Thread-safe.
 
 Encoding and decoding go to the Rust tokenizer where there is one: the Python layer above it sets
 truncation and padding on each call, which two threads must not do at once.
@@ -6,7 +6,9 @@ truncation and padding on each call, which two threads must not do at once.
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,7 +16,10 @@ from typing import Any
 import jinja2
 
 from firn.core.errors import TemplateFailed
+from firn.models.plain_text import PlainText
 from firn.models.template_guard import guard
+
+log = logging.getLogger("firn.models")
 
 TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -26,6 +31,7 @@ TEMPLATE_FAULTS = (
     ArithmeticError,
     NotImplementedError,
 )
+UNBOUNDED = 2**31
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -34,6 +40,9 @@ class HfTokenizer:
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
         self._fast = getattr(self._hf, "backend_tokenizer", None)
+        self._copying = threading.Lock()
+        self._plain: PlainText | None = None
+        self._has_copy = self._fast is not None
 
     @property
     def tool_parser(self) -> tuple[str, str, str, Callable[..., Any]] | None:
@@ -62,6 +71,17 @@ class HfTokenizer:
         return frozenset(int(t) for t in self._hf.added_tokens_decoder)
 
     @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        return {str(t.content): int(i) for i, t in self._hf.added_tokens_decoder.items()}
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        model = getattr(self._fast, "model", None)
+        if getattr(model, "fuse_unk", False) and not getattr(model, "byte_fallback", False):
+            return UNBOUNDED  # a run of characters that it does not know is one token
+        return max(map(len, self._vocab), default=1)
+
+    @cached_property
     def n_ids(self) -> int:
         """One more than the largest id; a model's logits may be wider, or narrower."""
         return max(self._vocab.values(), default=-1) + 1
@@ -80,12 +100,50 @@ class HfTokenizer:
             template = template.get("default") or next(iter(template.values()), None)
         return template if isinstance(template, str) else ""
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        if typed:
+            ids = self._encode_typed(text, typed)
+            return [*self._frame[0], *ids, *self._frame[1]] if add_special else ids
         if self._fast is not None:
             # As `encode`, without the character offsets, which take as long as the tokens.
             (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special)
             return list(found.ids)
         return list(self._hf.encode(text, add_special_tokens=add_special))
+
+    def _encode_typed(self, text: str, typed: Sequence[tuple[int, int]]) -> list[int]:
+        plain = self._plain_text()
+        if plain is not None:
+            return plain.encode(text, typed)
+        # In two halves no token is whole: text, though not in the tokens that it would be by itself.
+        ids: list[int] = []
+        at = 0
+        for start, _ in typed:
+            ids += self.encode(text[at : start + 1], add_special=False)
+            at = start + 1
+        return ids + self.encode(text[at:], add_special=False)
+
+    def _plain_text(self) -> PlainText | None:
+        """Made at the first need: it takes as long as loading the tokenizer did, and as much memory."""
+        with self._copying:
+            if self._plain is None and self._has_copy:
+                try:
+                    self._plain = PlainText(self.definition or "", self.added_tokens)
+                except ValueError as e:
+                    self._has_copy = False
+                    log.info("typed control tokens are cut in two: %s", e)
+            return self._plain
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """What stands before and behind a text that is encoded with its special tokens."""
+        bare = self.encode("a", add_special=False)
+        whole = self.encode("a", add_special=True)
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at], whole[at + len(bare) :]
+        return [], []
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._fast is not None:

@@ -43,6 +43,10 @@ class VisionModel:
     def parameters(self) -> Any:
         return self.model.parameters()
 
+    def named_modules(self) -> list[tuple[str, Any]]:
+        """Those of the language model."""
+        return list(self._language.named_modules())
+
     def __call__(self, ids: mx.array, *, cache: list[Any], **inputs: Any) -> mx.array:
         """Logits. Without `inputs` it is text alone, behind what the caches hold."""
         if self._rope is not None and "position_ids" not in inputs:

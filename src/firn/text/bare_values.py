@@ -8,6 +8,15 @@ from typing import Any
 
 from firn.text.schema import resolved
 
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "example", "format", "deprecated", "readOnly",
+     "writeOnly", "nullable", "discriminator", "$schema", "$id", "$comment", "$anchor"}
+)  # fmt: skip
+OF_OBJECTS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+)
+OF_LISTS = ("prefixItems", "additionalItems", "contains", "uniqueItems", "unevaluatedItems")
+
 
 def as_root(schema: Any) -> Mapping[str, Any]:
     """The schema as the document that its references point into."""
@@ -34,6 +43,39 @@ def limits(schema: Any) -> Iterator[str]:
     pattern = found.get("pattern")
     if isinstance(pattern, str):
         yield f"/{_search(pattern)}/"
+
+
+def unheld_members(schema: Mapping[str, Any]) -> Iterator[str]:
+    """What is asked of an object besides its declared members, which are all that bare formats know."""
+    if "properties" not in schema and isinstance(schema.get("additionalProperties"), Mapping):
+        yield "additionalProperties"
+    known = OF_OBJECTS | ANNOTATIONS
+    yield from (key for key in schema if key not in known and not key.startswith("x-"))
+
+
+def unheld_items(schema: Mapping[str, Any]) -> Iterator[str]:
+    """What is asked of a list besides its length, and one schema for all in it."""
+    return (key for key in OF_LISTS if key in schema)
+
+
+def unheld_text(schema: Any) -> Iterator[str]:
+    """What is asked of a text in a way that is no limit of `limits`."""
+    found = resolved(schema, as_root(schema))
+    if not isinstance(found, Mapping) or listed(schema) is not None:
+        return
+    for key in ("anyOf", "oneOf"):
+        options = found.get(key)
+        if isinstance(options, list) and not any(map(_is_any_text, options)):
+            yield key
+    yield from (key for key in ("allOf", "not", "if") if key in found)
+
+
+def _is_any_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    asks = set(schema) - ANNOTATIONS - {"type"}
+    kind = schema.get("type")
+    return not asks and (kind == "string" or (isinstance(kind, list) and "string" in kind))
 
 
 def _search(pattern: str) -> str:

@@ -3,64 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool
-from firn.text.lark import Lark, literal
+from firn.text.json_lark import Unquotable, quoted
+from firn.text.lark import Lark, Words, literal
 
 COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "unevaluatedProperties")
 DEFINITIONS = ("$defs", "definitions")
+QUOTE = '"'
+FREE_FORM = "input"
+"""The one argument of a tool that takes a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """One request's calls. `template` tells which dialect of a format the model was taught."""
+    """One request's calls. `template` tells which dialect of a format the model was taught.
+
+    before: what may be said in front of the first call; None: nothing.
+    """
 
     lark: Lark
-    tools: tuple[tuple[str, Tool], ...]
-    """(request parameter, tool) of each that may be called."""
+    tools: tuple[Tool, ...]
+    """Those that may be called."""
     parallel: bool
     template: str
+    before: Words | None = None
 
-    def each(self, write: Callable[[str, Tool], str]) -> str:
+    def opening(self, marker: str) -> str:
+        """What the first call, or the section of all calls, begins with; text may come before it."""
+        if self.before is None:
+            return self.lark.mark(marker)
+        return self.lark.after_words(self.before, marker)
+
+    def each(self, write: Callable[[Tool], str]) -> str:
         """One call, of any of the tools."""
-        return self.lark.any_of(write(param, tool) for param, tool in self.tools)
+        return self.lark.any_of(map(write, self.tools))
 
-    def several(self, call: str, between: str = "") -> str:
-        """One call, or a run of them where that is allowed. `between` is markup."""
+    def several(self, call: str, between: str = "", *, first: str = "") -> str:
+        """One call, or a run of them where that is allowed. `between` is markup; `first`: how the
+        first of them is written, where that is another way."""
+        first = first or call
         if not self.parallel:
-            return call
+            return first
         joint = f"{self.lark.mark(between)} " if between else ""
-        return self.lark.rule(f"{call} ({joint}{call})*")
+        return self.lark.rule(f"{first} ({joint}{call})*")
 
-    def arguments(self, param: str, tool: Tool) -> str:
-        """The object of a call's arguments."""
-        return self.lark.json(arguments_schema(tool), param=param)
+    def in_marks(self, opens: str, call: str, closes: str, between: str = "") -> str:
+        """Calls of which each stands between marks of its own."""
+        end = self.lark.mark(closes)
+        one = self.lark.rule(f"{self.lark.mark(opens)} {call} {end}")
+        first = "" if self.before is None else self.lark.rule(f"{self.opening(opens)} {call} {end}")
+        return self.several(one, between, first=first)
+
+    def arguments(self, tool: Tool) -> str:
+        """The object of a call's arguments, as JSON."""
+        if tool.grammar is not None and tool.grammar.kind == "lark":
+            only = Parameter(FREE_FORM, {}, True)
+            head = self.lark.mark(f'{{"{FREE_FORM}": ')
+            return f"{head} {self.json_value(tool, only)} {self.lark.mark('}')}"
+        return self.lark.json(arguments_schema(tool), param=tool.param)
+
+    def json_value(self, tool: Tool, parameter: Parameter) -> str:
+        """One argument by itself."""
+        if tool.grammar is not None and tool.grammar.kind == "lark":
+            try:
+                inner = replace(tool.grammar, text=quoted(tool.grammar.text))
+            except Unquotable as e:
+                self.lark.leave_out(tool.grammar.param, f": {e}")
+                return self.lark.json({"type": "string"}, param=tool.param)
+            return f"{self.lark.mark(QUOTE)} {self.lark.part(inner)} {self.lark.mark(QUOTE)}"
+        return self.lark.json(parameter.schema, param=tool.param)
 
     def json_call(self, before: str, between: str, after: str) -> str:
         """One call as JSON: markup, the name, markup, the arguments, markup."""
 
-        def write(param: str, tool: Tool) -> str:
+        def write(tool: Tool) -> str:
             head = self.lark.mark(f"{before}{literal(tool.name)}{between}")
-            return f"{head} {self.arguments(param, tool)} {self.lark.mark(after)}"
+            return f"{head} {self.arguments(tool)} {self.lark.mark(after)}"
 
         return self.each(write)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """An object with the declared parameters and, unless the schema says so, no others.
-
-    What llguidance knows no grammar for is left to the tool, unless the tool is strict.
-    """
-    schema: dict[str, Any] = {"type": "object", **tool.parameters}
+    """An object with the declared parameters and, unless the schema says so, no others."""
+    schema: dict[str, Any] = {"type": "object", **free_form(tool).parameters}
     closes = "properties" in schema and not any(key in schema for key in COMBINED)
     if closes:
         schema.setdefault("additionalProperties", False)
-    if not tool.strict:
-        schema.setdefault("x-guidance", {"lenient": True})
     return schema
+
+
+def free_form(tool: Tool) -> Tool:
+    """A tool whose one text has a regular expression, with that as the text's pattern."""
+    if tool.grammar is None or tool.grammar.kind != "regex":
+        return tool
+    pattern = {"type": "string", "pattern": f"^(?:{tool.grammar.text})$"}
+    return replace(tool, parameters={**tool.parameters, "properties": {FREE_FORM: pattern}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +111,27 @@ class Parameter:
     required: bool
 
 
-def parameters(tool: Tool, param: str) -> Sequence[Parameter] | None:
+def parameters(tool: Tool) -> Sequence[Parameter] | None:
     """The declared ones, in their order; None where the schema declares none and allows any.
 
     Each schema is one by itself: it has the definitions that it may refer to.
     """
+    tool, param = free_form(tool), tool.param
     properties = tool.parameters.get("properties")
     if not isinstance(properties, Mapping):
         return None if tool.parameters.get("additionalProperties", True) else ()
     required = tool.parameters.get("required")
     names = required if isinstance(required, list) else []
     shared = {k: tool.parameters[k] for k in DEFINITIONS if k in tool.parameters}
-    options: dict[str, Any] = {} if tool.strict else {"x-guidance": {"lenient": True}}
     found = [
         Parameter(
             plain(name, param),
-            {**options, **shared, **schema} if isinstance(schema, Mapping) else schema,
+            {**shared, **schema} if isinstance(schema, Mapping) else schema,
             name in names,
         )
         for name, schema in properties.items()
     ]
-    undeclared = [Parameter(plain(n, param), options, True) for n in names if n not in properties]
+    undeclared = [Parameter(plain(n, param), {}, True) for n in names if n not in properties]
     return [*found, *undeclared]
 
 

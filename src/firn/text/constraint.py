@@ -1,51 +1,166 @@
-"""What a reply is held to: the answer's format, a tool call, or either, after any reasoning. Pure."""
+"""What a reply is held to: the answer's format, a tool call, either, or text without calls. Pure.
+
+All of it after any reasoning. Where a model is free to answer or to call, it is held to a grammar only
+if some tool asks for it: one that is strict, that takes a text of a certain form, or is not allowed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Tokenizer
-from firn.core.values import Chat, GenerateRequest, Grammar, ToolMode
+from firn.core.values import Chat, GenerateRequest, Grammar, Softened, Tool, ToolMode
 from firn.text.call_grammar import CallGrammar
 from firn.text.formats import ReplyFormat, opens_in_reasoning, tokens_of
-from firn.text.lark import Lark
+from firn.text.lark import Lark, Words
 from firn.text.parsers import ToolFormat, formats
 
 BLANK = r"/\n{0,2}/"
 """What parts reasoning from the answer."""
 
+Soften = Callable[[Mapping[str, Any]], Softened]
+"""A schema as far as it can be enforced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """grammar: of all that the model may write; None for anything. left_out: what a reply should
+    follow, and is not held to: places of the request."""
+
+    grammar: Grammar | None = None
+    left_out: tuple[str, ...] = ()
+
 
 def constraint(
-    request: GenerateRequest, *, format: ReplyFormat, tokenizer: Tokenizer, prompt_tail: str
-) -> Grammar | None:
-    """The grammar of all that the model may write; None for anything. Raises BadRequest."""
-    chat = request.source if isinstance(request.source, Chat) else None
-    if chat is None:
-        return request.grammar
-    mode = chat.tool_choice.mode
-    must_call = mode in (ToolMode.REQUIRED, ToolMode.NAMED)
-    if request.grammar is None and not must_call:
-        return None
-    known = formats()[format.tool] if format.tool else None
-    lark = Lark(tokenizer, _control(format, known))
-    answer = None if must_call else request.grammar
-    param = "tool_choice" if answer is None else answer.param
-    calls = None
-    if must_call and not chat.tools:
-        raise InvalidValue("tool_choice", "there are no tools to choose from")
-    if chat.tools and mode is not ToolMode.NONE:
-        calls = _calls(chat, known, lark, tokenizer.chat_template or "", param)
-    if known and known.reply:
-        part = lark.part(answer) if answer else None
-        return lark.grammar(known.reply(lark, calls, part), param=param)
-    lead = _reasoning(lark, format, prompt_tail, request.reasoning.enabled is not False)
-    if answer is not None and not lead and not calls:
-        return answer
-    either = [calls] if calls else []
-    if answer is not None:
-        either.append(lark.part(answer))
-    return lark.grammar(f"{lead} ({' | '.join(either)})", param=param)
+    request: GenerateRequest,
+    *,
+    format: ReplyFormat,
+    tokenizer: Tokenizer,
+    prompt_tail: str,
+    soften: Soften = Softened,
+) -> Held:
+    """Raises BadRequest."""
+    if not isinstance(request.source, Chat):
+        return Held(request.grammar)
+    return _Writing(request, request.source, format, tokenizer, prompt_tail, soften).held()
+
+
+class _Writing:
+    """Owner: one call of `constraint`."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        chat: Chat,
+        format: ReplyFormat,
+        tokenizer: Tokenizer,
+        prompt_tail: str,
+        soften: Soften,
+    ) -> None:
+        self._request = request
+        self._chat = chat
+        self._format = format
+        self._template = tokenizer.chat_template or ""
+        self._tail = prompt_tail
+        self._soften = soften
+        self._known = formats()[format.tool] if format.tool else None
+        self._lark = Lark(tokenizer, _control(format, self._known))
+
+    def held(self) -> Held:
+        choice, answer = self._chat.tool_choice, self._request.grammar
+        tools = [tool for tool in self._chat.tools if choice.permits(tool)]
+        if choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
+            if not self._chat.tools:
+                raise InvalidValue("tool_choice", "there are no tools to choose from")
+            if not tools:
+                raise InvalidValue("tool_choice", f"no tool is named {choice.name!r}")
+            return self._result(self._calls(tools, "tool_choice"), None, param="tool_choice")
+        if answer is not None:
+            calls = self._calls(tools, answer.param) if tools else None
+            return self._result(calls, answer, param=answer.param)
+        if not self._chat.tools or self._known is None:
+            return Held()
+        if not tools:
+            return self._result(None, self._words(), param="tool_choice")
+        if len(tools) < len(self._chat.tools) or any(t.strict or t.grammar for t in tools):
+            return self._either(tools)
+        return Held()
+
+    def _either(self, tools: Sequence[Tool]) -> Held:
+        """Words, or words and calls of these tools."""
+        words = self._words()
+        try:
+            calls = self._calls(tools, "tools", before=words)
+        except BadRequest as e:
+            if any(tool.strict for tool in tools):
+                raise
+            return Held(left_out=(e.message,))
+        return self._result(calls, words, param="tools")
+
+    def _words(self) -> Words:
+        known, native = self._known, self._format.native
+        assert known is not None
+        names = [tool.name for tool in self._chat.tools]
+        markers = [*known.opens, *([native.opens] if native and not known.opens else [])]
+        patterns = [known.bare(names)] if known.bare else []
+        return self._lark.text_without([m for m in markers if m], patterns=patterns)
+
+    def _calls(self, tools: Sequence[Tool], param: str, *, before: Words | None = None) -> str:
+        """param: what asks for calls of a sure form."""
+        known = self._known
+        if known is None or known.grammar is None:
+            ours = "This model's way to call tools"
+            which = f"The tool-call format {known.name!r}" if known else ours
+            raise BadRequest(f"{param}: {which} has no grammar to hold the model to.", param=param)
+        return known.grammar(
+            CallGrammar(
+                lark=self._lark,
+                tools=tuple(map(self._enforceable, tools)),
+                parallel=self._chat.tool_choice.parallel,
+                template=self._template,
+                before=None if known.router else before,
+            )
+        )
+
+    def _enforceable(self, tool: Tool) -> Tool:
+        softened = self._soften(tool.parameters)
+        for place in softened.left_out:
+            self._lark.leave_out(tool.param, place)
+        return replace(tool, parameters=softened.schema)
+
+    def _result(self, calls: str | None, answer: Grammar | Words | None, *, param: str) -> Held:
+        lark, known = self._lark, self._known
+        strict = {tool.param for tool in self._chat.tools if tool.strict}
+        for owner, place in lark.left_out:
+            if owner in strict:
+                raise InvalidValue(owner, f"{place} cannot be enforced, and the tool is strict")
+        left_out = tuple(dict.fromkeys(f"{owner}{place}" for owner, place in lark.left_out))
+        words = answer if isinstance(answer, Words) else None
+        part = words.symbol if words else None
+        if isinstance(answer, Grammar):
+            part = lark.part(answer)
+        if known and known.reply:
+            return Held(lark.grammar(known.reply(lark, calls, part), param=param), left_out)
+        lead = self._reasoning(words)
+        if isinstance(answer, Grammar) and not lead and not calls:
+            return Held(answer)
+        either = " | ".join(filter(None, (calls, part)))
+        return Held(lark.grammar(f"{lead} ({either})", param=param), left_out)
+
+    def _reasoning(self, words: Words | None) -> str:
+        """What may come before the constrained part: nothing, reasoning, or the rest of it."""
+        think, lark = self._format.think, self._lark
+        where = [words.symbol] if words and words.is_terminal else []
+        if think is None or self._tail.rstrip().endswith(think.close):
+            return ""
+        if opens_in_reasoning(self._tail, think):
+            return f"{lark.text_before(think.close, where=where)} {BLANK}"
+        if self._request.reasoning.enabled is False:
+            return ""
+        return f"({lark.mark(think.open)} {lark.text_before(think.close, where=where)} {BLANK})?"
 
 
 def _control(format: ReplyFormat, known: ToolFormat | None) -> Iterator[str]:
@@ -53,38 +168,3 @@ def _control(format: ReplyFormat, known: ToolFormat | None) -> Iterator[str]:
         yield from known.tokens
     if format.think:
         yield from tokens_of(format.think)
-
-
-def _calls(chat: Chat, known: ToolFormat | None, lark: Lark, template: str, param: str) -> str:
-    """param: what asks for calls of a sure form."""
-    if known is None or known.grammar is None:
-        which = (
-            f"The tool-call format {known.name!r}" if known else "This model's way to call tools"
-        )
-        raise BadRequest(f"{param}: {which} has no grammar to hold the model to.", param=param)
-    named = chat.tool_choice.name if chat.tool_choice.mode is ToolMode.NAMED else None
-    tools = [
-        (f"tools[{i}]", tool) for i, tool in enumerate(chat.tools) if named in (None, tool.name)
-    ]
-    if not tools:
-        raise InvalidValue("tool_choice", f"no tool is named {named!r}")
-    return known.grammar(
-        CallGrammar(
-            lark=lark,
-            tools=tuple(tools),
-            parallel=chat.tool_choice.parallel,
-            template=template,
-        )
-    )
-
-
-def _reasoning(lark: Lark, format: ReplyFormat, prompt_tail: str, may_think: bool) -> str:
-    """What may come before the constrained part: nothing, reasoning, or the rest of it."""
-    think = format.think
-    if think is None or prompt_tail.rstrip().endswith(think.close):
-        return ""
-    if opens_in_reasoning(prompt_tail, think):
-        return f"{lark.text_before(think.close)} {BLANK}"
-    if not may_think:
-        return ""
-    return f"({lark.mark(think.open)} {lark.text_before(think.close)} {BLANK})?"

@@ -1,7 +1,7 @@
 """Token ids to text, one at a time, over a short sliding window.
 
-Invariant: the pieces put together are the tokenizer's own decoding of all the ids. A piece never
-ends inside a character: what is incomplete waits, and comes out at flush at the latest.
+Invariant: the pieces put together are the tokenizer's own decoding of all the ids, less a character
+that the last of them have only begun. A piece never ends inside a character: what is incomplete waits.
 """
 
 from __future__ import annotations
@@ -38,16 +38,28 @@ class Detokenizer:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        if text.endswith(BROKEN) and _ends_inside_character(self._tail_bytes()):
+        if text.endswith(BROKEN) and self._n_begun():
             return self._give_partly(text)
         return self._give(text)
 
     def flush(self) -> str:
-        """The rest; an unfinished character becomes U+FFFD."""
+        """The rest, without a character that was cut off."""
         text = self._decode(self._ids)
+        if text.endswith(BROKEN):
+            text = self._without_begun(text)
         piece = self._piece(text)
         self._ids, self._start, self._given = [], 0, ""
         return piece
+
+    def _without_begun(self, text: str) -> str:
+        """Tokens of the begun character alone go: a run of bytes may be broken by its end only."""
+        n_begun = self._n_begun()
+        if not n_begun:
+            return text
+        while self._ids and n_begun >= len(self._token_bytes(self._ids[-1])):
+            n_begun -= len(self._token_bytes(self._ids.pop()))
+        text = self._decode(self._ids)
+        return text.removesuffix(BROKEN) if n_begun else text
 
     def _give(self, text: str) -> str:
         piece = self._piece(text)
@@ -83,12 +95,9 @@ class Detokenizer:
             return text[len(self._given) :]
         return self._decode(self._ids[self._start :])
 
-    def _tail_bytes(self) -> bytes:
-        return b"".join(map(self._token_bytes, self._ids[-4:]))
-
-
-def _ends_inside_character(data: bytes) -> bool:
-    decoder = _Utf8("replace")
-    decoder.decode(data)
-    pending, _ = decoder.getstate()
-    return bool(pending)
+    def _n_begun(self) -> int:
+        """How many bytes at the end are the beginning of a character."""
+        decoder = _Utf8("replace")
+        decoder.decode(b"".join(map(self._token_bytes, self._ids[-4:])))
+        pending, _ = decoder.getstate()
+        return len(pending)

@@ -16,6 +16,8 @@ from firn.text.router import ThinkTags
 HARMONY = "harmony"
 NONE = "none"
 AUTO = "auto"
+IN_WORDS = "json_tags"
+"""How a model calls tools that nobody has taught it how to: many have seen this one."""
 
 THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
     {
@@ -91,6 +93,18 @@ PLAIN = ReplyFormat()
 """All of the reply is text: for raw completions."""
 
 
+def markup_tokens() -> frozenset[str]:
+    """Every token that thoughts or calls may be written with, of any model."""
+    calls = {token for form in formats().values() for token in form.tokens}
+    return frozenset(calls.union(*map(tokens_of, THINK_TAGS.values())))
+
+
+def own_markup() -> frozenset[str]:
+    """Of those, what may stand in a text that an assistant has said. Channels are cut off there."""
+    shaping = {token for form in formats().values() if form.router for token in form.tokens}
+    return markup_tokens() - shaping
+
+
 def tool_parser_names() -> tuple[str, ...]:
     return (AUTO, NONE, *sorted(names()))
 
@@ -105,15 +119,19 @@ def detect(
     tool_override: str | None = None,
     reasoning_override: str | None = None,
     native: NativeParser | None = None,
+    takes_tools: bool = True,
 ) -> ReplyFormat:
     """The model's format. An override is a name of the lists above; an unknown one is a SetupError.
 
     `native` is the parser that the tokenizer itself names. It reads formats that no file here
-    knows, or any format when the override is "whole_call".
+    knows, or any format when the override is "whole_call". takes_tools: the template does; else the
+    model is told about tools in words, and how to call them.
     """
     template = tokenizer.chat_template or ""
     clues = Clues(template, lambda text: tokenizer.token_id(text) is not None)
     tool = _tool_format(clues, tool_override, native)
+    if tool is None and tool_override in (None, AUTO) and template and not takes_tools:
+        tool = formats()[IN_WORDS]
     think = _think_tags(clues, reasoning_override, tool)
     tokens: list[str] = list(tool.tokens) if tool else []
     if tool and native and tool.name == "whole_call":

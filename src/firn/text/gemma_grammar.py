@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from firn.core.values import Tool
-from firn.text.bare_values import as_root, limits, listed
-from firn.text.call_grammar import DEFINITIONS, CallGrammar, Parameter, parameters, plain
+from firn.text.bare_values import (
+    as_root,
+    limits,
+    listed,
+    unheld_items,
+    unheld_members,
+    unheld_text,
+)
+from firn.text.call_grammar import (
+    DEFINITIONS,
+    FREE_FORM,
+    CallGrammar,
+    Parameter,
+    free_form,
+    parameters,
+    plain,
+)
 from firn.text.schema import resolved, types_of
 
 _MAX_DEPTH = 6
@@ -16,8 +31,8 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_-]{0,63}/"
 
 
 def gemma_calls(g: CallGrammar, opening: str, quote: str, closer: str) -> str:
-    call = g.each(lambda param, tool: _Notation(g, quote, param).call(tool))
-    return g.several(g.lark.rule(f"{g.lark.mark(opening)} {call} {g.lark.mark(closer)}"))
+    call = g.each(lambda tool: _Notation(g, quote, tool.param).call(tool))
+    return g.in_marks(opening, call, closer)
 
 
 class _Notation:
@@ -31,20 +46,31 @@ class _Notation:
 
     def call(self, tool: Tool) -> str:
         head = self._lark.mark(f"call:{plain(tool.name, self._param)}")
-        return f"{head} {self._object(tool.parameters, depth=0)}"
+        if tool.grammar is not None and tool.grammar.kind == "lark":
+            marks = [
+                self._lark.mark(m) for m in (f"{{{FREE_FORM}:{self._quote}", f"{self._quote}}}")
+            ]
+            return f"{head} {marks[0]} {self._lark.part(tool.grammar)} {marks[1]}"
+        return f"{head} {self._object(free_form(tool).parameters, '#', depth=0)}"
 
-    def _object(self, schema: Mapping[str, Any], *, depth: int) -> str:
-        declared = parameters(Tool("", "", schema), self._param)
+    def _object(self, schema: Mapping[str, Any], at: str, *, depth: int) -> str:
+        self._leave_out(at, unheld_members(schema))
+        declared = parameters(Tool("", "", schema, param=self._param))
         if declared is None:
             pair = f'{self._lark.terminal(_KEY)} ":" {self._anything()}'
             return f'"{{" ({pair} ("," {pair})*)? "}}"'
-        pairs = [(self._pair(p, depth), p.required) for p in declared]
+        pairs = [(self._pair(p, at, depth), p.required) for p in declared]
         return f'"{{" {self._lark.sequence(pairs, ",")} "}}"'
 
-    def _pair(self, p: Parameter, depth: int) -> str:
-        return self._lark.rule(f"{self._lark.mark(p.name + ':')} {self._value(p.schema, depth)}")
+    def _leave_out(self, at: str, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._lark.leave_out(self._param, f"{at}/{key}")
 
-    def _value(self, schema: Any, depth: int) -> str:
+    def _pair(self, p: Parameter, at: str, depth: int) -> str:
+        value = self._value(p.schema, f"{at}/properties/{p.name}", depth)
+        return self._lark.rule(f"{self._lark.mark(p.name + ':')} {value}")
+
+    def _value(self, schema: Any, at: str, depth: int) -> str:
         root = as_root(schema)
         found = resolved(schema, root)
         types = types_of(found, root)
@@ -56,20 +82,23 @@ class _Notation:
             return self._lark.any_of(map(self._literal, values))
         options = found.get("anyOf") or found.get("oneOf")
         if isinstance(options, list) and options:
-            each = [self._value(_with(option, shared), depth + 1) for option in options]
+            each = [self._value(_with(option, shared), at, depth + 1) for option in options]
             return self._lark.any_of(each)
         if not types:
             return self._anything()
-        return self._lark.any_of(self._typed(t, {**shared, **found}, depth) for t in sorted(types))
+        whole = {**shared, **found}
+        return self._lark.any_of(self._typed(t, whole, at, depth) for t in sorted(types))
 
-    def _typed(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
+    def _typed(self, kind: str, schema: Mapping[str, Any], at: str, depth: int) -> str:
         if kind == "string":
+            self._leave_out(at, unheld_text(schema))
             return self._string(schema)
         if kind == "object":
-            return self._object(schema, depth=depth + 1)
+            return self._object(schema, at, depth=depth + 1)
         if kind == "array":
+            self._leave_out(at, unheld_items(schema))
             shared = {k: schema[k] for k in DEFINITIONS if k in schema}
-            item = self._value(_with(schema.get("items"), shared), depth + 1)
+            item = self._value(_with(schema.get("items"), shared), f"{at}/items", depth + 1)
             return f'"[" {_items(item, schema)} "]"'
         return self._lark.json({**schema, "type": kind}, param=self._param)
 

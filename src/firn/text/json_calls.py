@@ -302,6 +302,16 @@ class _CallObject:
             yield from self._json.value_text()
 
 
+def write_json(before: str, between: str, after: str) -> Callable[[str, Mapping[str, Any]], str]:
+    """A writer of calls whose arguments are JSON: markup, the name, markup, arguments, markup."""
+
+    def write(name: str, arguments: Mapping[str, Any]) -> str:
+        given = json.dumps(arguments, ensure_ascii=False)
+        return f"{before}{name}{between}{given}{after}"
+
+    return write
+
+
 def _object_of(text: str | None) -> Mapping[str, Any]:
     """Arguments that came before the name, as a JSON string, as null, or not at all."""
     value: Any = None

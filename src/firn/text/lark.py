@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from firn.core.ports import Tokenizer
@@ -16,6 +17,14 @@ from firn.core.values import Grammar
 
 ANY_TEXT = "/(?s:.*)/"
 _IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$/]")
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Text in which nothing is a call, as a symbol of a grammar."""
+
+    symbol: str
+    is_terminal: bool
 
 
 class Lark:
@@ -33,6 +42,8 @@ class Lark:
         self._eos = tokenizer.eos
         self._lines: list[str] = []
         self._parts: list[tuple[str, Grammar]] = []
+        self.left_out: list[tuple[str, str]] = []
+        """(request parameter, place in it) of what was asked for, and is not in the grammar."""
 
     def is_token(self, text: str) -> bool:
         return text in self._ids
@@ -74,6 +85,27 @@ class Lark:
             first, rest = self.rule(begins), self.rule(goes_on)
         return first
 
+    def text_without(self, markers: Sequence[str], *, patterns: Iterable[str] = ()) -> Words:
+        """Any text in which none of these is; `patterns` are of whole texts.
+
+        A marker with a control token in it is in no text. Where such a one begins with text, that
+        text may go on or not: only a parser can tell, so these words are no single terminal.
+        """
+        begun = {m[0] for m in markers if self._control.search(m) and not self._control.match(m)}
+        if begun:
+            chars = "".join(map(escaped, sorted(begun)))
+            either = " | ".join([f"/[^{chars}]+/", *map(literal, sorted(begun))])
+            return Words(self.rule(f"({either})*"), is_terminal=False)
+        inside = [f"(?s:.*){escaped(marker)}(?s:.*)" for marker in markers]
+        without = (f"~/{p}/" for p in (*inside, *patterns))
+        return Words(self.terminal(" & ".join([ANY_TEXT, *without])), is_terminal=True)
+
+    def after_words(self, words: Words, marker: str) -> str:
+        """Words, and the marker that ends them."""
+        if words.is_terminal:
+            return self.text_before(marker, where=[words.symbol])
+        return f"{words.symbol} {self.mark(marker)}"
+
     def text_before(self, end: str, *, where: Iterable[str] = ()) -> str:
         """Any text that does not contain `end`, and `end`. `where`: terminals the text must match."""
         without = f"~/(?s:.*){escaped(end)}(?s:.*)/"
@@ -84,6 +116,10 @@ class Lark:
         # As a part of one lexeme: the text would swallow an end that is text itself.
         whole = self.rule(self.terminal(f"{text} {literal(first)}"), options="[lazy]")
         return " ".join([whole, *map(self._symbol, rest)])
+
+    def leave_out(self, param: str, place: str) -> None:
+        """Note what the grammar does not hold a reply to."""
+        self.left_out.append((param, place))
 
     def part(self, grammar: Grammar) -> str:
         """Another grammar, which keeps its own language."""

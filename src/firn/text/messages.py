@@ -1,120 +1,17 @@
-"""Messages as chat templates want them: merged, ordered, without lines that change on each request.
+"""What a Jinja template is given: plain dicts, in the style that the template wants. Pure.
 
-Pure functions from values to values. A dialect has decoded the roles already (developer is system).
+A dialect has decoded the roles already (developer is system); `arrange` has put the messages in order.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
-from firn.core.values import ImagePart, Message, Part, TextPart, Tool, ToolCall
-
-SEPARATOR = "\n\n"
-
-_CHANGING_LINE = re.compile(
-    r"^[ \t]*x-[a-z0-9-]*(?:billing|attribution)[a-z0-9-]*[ \t]*:.*(?:\r?\n|\Z)",
-    re.IGNORECASE | re.MULTILINE,
-)
-
-
-def normalise(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """One system message, in front; no two user messages in a row; arguments as objects."""
-    system = _merged_system(messages)
-    others = (m for m in messages if m.role != "system")
-    return system + tuple(_with_objects(m) for m in _merge_users(others))
-
-
-def strip_changing_lines(text: str) -> str:
-    """Without the billing or attribution lines that a client changes on each request."""
-    return _CHANGING_LINE.sub("", text)
-
-
-def parse_arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
-    """JSON text of an object to that object; no text at all to an empty one; the rest stays."""
-    if not isinstance(arguments, str):
-        return arguments
-    if not arguments.strip():
-        return {}
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
-
-
-def _merged_system(messages: Sequence[Message]) -> tuple[Message, ...]:
-    kept = []
-    for message in messages:
-        if message.role != "system":
-            continue
-        stripped = _map_texts(message, strip_changing_lines)
-        # An empty system message is a wish (no default prompt); an emptied one says nothing.
-        if stripped.parts or not message.parts:
-            kept.append(stripped)
-    if not kept:
-        return ()
-    return (_joined(kept),)
-
-
-def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
-    parts: list[Part] = []
-    for part in message.parts:
-        if not isinstance(part, TextPart):
-            parts.append(part)
-            continue
-        text = change(part.text)
-        if text == part.text:
-            parts.append(part)
-        elif text.strip():
-            parts.append(TextPart(text))
-    return replace(message, parts=tuple(parts))
-
-
-def _merge_users(messages: Iterable[Message]) -> list[Message]:
-    merged: list[Message] = []
-    for role, run in groupby(messages, key=lambda m: m.role):
-        group = list(run)
-        if role == "user" and len(group) > 1:
-            group = [_joined(group)]
-        merged.extend(group)
-    return merged
-
-
-def _joined(messages: Sequence[Message]) -> Message:
-    checkpoint = any(m.checkpoint for m in messages)
-    return replace(messages[0], parts=_join_parts(messages), checkpoint=checkpoint)
-
-
-def _join_parts(messages: Sequence[Message]) -> tuple[Part, ...]:
-    """All parts in order; where two texts of different messages meet, a blank line is between them."""
-    parts: list[Part] = []
-    for message in messages:
-        if not message.parts:
-            continue
-        first = message.parts[0]
-        if parts and isinstance(parts[-1], TextPart) and isinstance(first, TextPart):
-            joint = SEPARATOR if parts[-1].text and first.text else ""
-            parts[-1] = TextPart(parts[-1].text + joint + first.text)
-            parts.extend(message.parts[1:])
-        else:
-            parts.extend(message.parts)
-    return tuple(parts)
-
-
-def _with_objects(message: Message) -> Message:
-    if not any(isinstance(c.arguments, str) for c in message.tool_calls):
-        return message
-    calls = tuple(replace(c, arguments=parse_arguments(c.arguments)) for c in message.tool_calls)
-    return replace(message, tool_calls=calls)
-
-
-# --- what a Jinja template is given --------------------------------------------------------
+from firn.core.values import ImagePart, Message, TextPart, Tool, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +36,36 @@ class TemplateStyle:
 COMMON = TemplateStyle()
 
 
+def settled(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message, ...]:
+    """Calls with arguments as objects, and with ids as the template wants them."""
+
+    def call(c: ToolCall) -> ToolCall:
+        id = short_id(c.id) if style.short_ids else c.id
+        return replace(c, id=id, arguments=parse_arguments(c.arguments))
+
+    def message(m: Message) -> Message:
+        id = m.tool_call_id
+        if not m.tool_calls and (id is None or not style.short_ids):
+            return m
+        short = None if id is None else short_id(id) if style.short_ids else id
+        return replace(m, tool_calls=tuple(map(call, m.tool_calls)), tool_call_id=short)
+
+    return tuple(map(message, messages))
+
+
+def parse_arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
+    """JSON text of an object to that object; no text at all to an empty one; the rest stays."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
 def to_template(
     messages: Sequence[Message], *, style: TemplateStyle = COMMON
 ) -> list[dict[str, Any]]:
@@ -161,7 +88,7 @@ def _message_dict(
     ):
         found[style.reasoning_key] = message.reasoning
     if message.tool_call_id is not None:
-        found["tool_call_id"] = _call_id(message.tool_call_id, style)
+        found["tool_call_id"] = message.tool_call_id
         if style.names_results:
             name = name or tool_of_call.get(message.tool_call_id)
     if name is not None:
@@ -183,11 +110,7 @@ def _call_dict(call: ToolCall, style: TemplateStyle) -> dict[str, Any]:
     if style.text_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
-    return {"type": "function", "id": _call_id(call.id, style), "function": function}
-
-
-def _call_id(call_id: str, style: TemplateStyle) -> str:
-    return short_id(call_id) if style.short_ids else call_id
+    return {"type": "function", "id": call.id, "function": function}
 
 
 def short_id(call_id: str) -> str:

@@ -1,4 +1,4 @@
-"""A request's source to a Prompt: normalise, render, tokenize, mark where messages end.
+"""A request's source to a Prompt: read, arrange, render, tokenize, mark where messages end.
 
 Used from the tokenize pool; holds nothing but what was read once from the tokenizer.
 """
@@ -6,7 +6,6 @@ Used from the tokenize pool; holds nothing but what was read once from the token
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -14,26 +13,31 @@ from typing import Any
 
 import numpy as np
 
-from firn.core.errors import BadRequest, ContextTooLong
+from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import (
     Chat,
     Message,
     Prompt,
     RawText,
+    RawTokens,
     Reasoning,
     Source,
     TokenArray,
-    Tool,
-    ToolMode,
 )
+from firn.text.arrange import arrange
+from firn.text.boundaries import Boundaries
+from firn.text.formats import markup_tokens, own_markup
 from firn.text.illustrate import Illustration, images_of
-from firn.text.messages import normalise, to_template, tools_to_template
-from firn.text.template import TemplateTraits, keeps_header, openers, wants_lists
+from firn.text.length import refuse_too_long
+from firn.text.messages import settled, to_template, tools_to_template
+from firn.text.parsers import formats
+from firn.text.stand_ins import Reader
+from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_images_in_results
+from firn.text.tool_prompt import in_words
+from firn.text.typed import Content, Rendered, TypedControl, control_texts
 
 TAIL_TOKENS = 64
-HEADER_TOKENS = 16
-"""A reply's header is shorter than this; no message that is has to have a boundary of its own."""
 N_KWARGS = 64
 """Different template variables of which the answer to one question is kept."""
 AS_TEMPLATE = Reasoning()
@@ -44,90 +48,80 @@ class PromptMaker:
     """Thread-safe: nothing that matters changes after construction."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, context_length: int, pictures: Pictures | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context_length: int,
+        n_ids: int | None = None,
+        pictures: Pictures | None = None,
+        tool_format: str | None = None,
+        template: Template | None = None,
     ) -> None:
-        """pictures: None for a model that takes none."""
+        """n_ids: how many tokens the model has embeddings for; None: as many as there are. pictures:
+        None for a model that takes none. tool_format: in which calls are written where
+        the template knows no tools; None: there are none then. template: if it was read already."""
         self._tokenizer = tokenizer
         self._context_length = context_length
+        self._n_ids = n_ids
         self._pictures = pictures
-        source = tokenizer.chat_template
-        self._traits = None if source is None else TemplateTraits.read(source)
-        if self._traits is not None and wants_lists(tokenizer):
-            self._traits = self._traits.with_lists()
-        self._openers = () if source is None else openers(tokenizer)
+        if template is None and tokenizer.chat_template is not None:
+            template = Template.read(tokenizer)
+        self._template = template
+        self._boundaries = Boundaries(tokenizer, template.openers if template else ())
+        self._tool_format = formats()[tool_format] if tool_format else None
+        self._reader = Reader(pictures, in_results=self._shows_images_in_results())
+        own = own_markup() - {
+            *MESSAGE_OPENERS,
+            *map(tokenizer.decode, ([t] for t in tokenizer.eos)),
+        }
+        known = {*markup_tokens(), *MESSAGE_OPENERS}
+        self._typed = TypedControl(control_texts(tokenizer, known), own=own)
         self._keeps_header = lru_cache(maxsize=N_KWARGS)(self._ask_for_header)
 
     def make(self, source: Source, *, reasoning: Reasoning = AS_TEMPLATE) -> Prompt:
         """Raises BadRequest, ContextTooLong, TemplateFailed."""
-        if isinstance(source, Chat):
-            return self._chat(source, reasoning)
-        if isinstance(source, RawText):
-            text = _well_formed(source.text)
-            ids = self._ids(self._tokenizer.encode(text, add_special=True))
-        else:
-            ids = self._ids(source.ids)
-        return Prompt(ids)
+        match source:
+            case Chat():
+                return self._chat(source, reasoning)
+            case RawText():
+                text = _well_formed(source.text)
+                typed = () if source.parse_special else self._typed.spans(text)
+                ids = self._encode(Rendered(text, typed), add_special=source.add_special)
+                return Prompt(self._checked_ids(ids, param="prompt"))
+            case RawTokens():
+                return Prompt(self._checked_ids(self._ids(source.ids), param="prompt"))
 
     def tail(self, prompt: Prompt) -> str:
         """The prompt's last text, for a reader that must know what the template has opened."""
         return self._tokenizer.decode([int(t) for t in prompt.ids[-TAIL_TOKENS:]])
 
     def _chat(self, chat: Chat, reasoning: Reasoning) -> Prompt:
-        messages = self._checked(chat)
-        if images_of(messages) and self._pictures is not None:
-            return self._illustrated(chat, messages, self._pictures, reasoning)
-        keeps_header = self._next_keeps_header(chat, reasoning)
-        text = _well_formed(
-            self._tokenizer.render(**self._template_inputs(chat, messages, reasoning))
-        )
-        # The template writes the special tokens itself: adding them again would double the BOS.
-        ids = self._ids(self._tokenizer.encode(text, add_special=False))
-        return self._marked(Prompt(ids), text, messages, keeps_header=keeps_header)
-
-    def _illustrated(
-        self, chat: Chat, messages: tuple[Message, ...], pictures: Pictures, reasoning: Reasoning
-    ) -> Prompt:
-        keeps_header = self._next_keeps_header(chat, reasoning)
-        found = Illustration(messages, pictures)
-        text = found.render(self._tokenizer, **self._template_inputs(chat, messages, reasoning))
-        expanded = found.expand(_well_formed(text))
-        ids = self._ids(found.encode(self._tokenizer, expanded))
-        prompt = Prompt(
-            ids,
-            media=found.spans(ids),
-            images=tuple(image.inputs for image in found.prepared),
-            whole_images=pictures.whole,
-        )
-        return self._marked(prompt, found.readable(expanded), messages, keeps_header=keeps_header)
-
-    def _marked(
-        self, prompt: Prompt, text: str, messages: Sequence[Message], *, keeps_header: bool
-    ) -> Prompt:
-        """With the positions where messages end; up to the last, the next turn will agree."""
-        ids = prompt.ids
-        starts = self._message_starts(ids)
-        points = {int(p) for p in starts}
-        if points and keeps_header:
-            # All but the last token, which the tokenizer may join with the reply's first.
-            header, end = max(points), len(ids) - 1
-            points = (points - {header} if end - header < HEADER_TOKENS else points) | {end}
-        points.update(self._end_of_system(text, ids, messages))
-        boundaries = tuple(sorted(p for p in points if 0 < p < len(ids)))
-        return replace(prompt, boundaries=boundaries, hints=self._hints(text, starts, messages))
-
-    def _next_keeps_header(self, chat: Chat, reasoning: Reasoning) -> bool:
-        """Whether the reply's header will be a part of the next turn's prompt."""
+        template = self._checked(chat)
+        read = self._reader.read(chat.messages, newest=chat.newest)
         kwargs = {**_reasoning_kwargs(reasoning), **chat.template_kwargs}
-        kwargs.pop("documents", None)  # long, and nothing to the answer
-        return not chat.continues and self._keeps_header(json.dumps(kwargs, sort_keys=True))
+        # Documents are long, and nothing to the answer.
+        short = {k: v for k, v in kwargs.items() if k != "documents"}
+        keeps = not chat.continues and self._keeps_header(json.dumps(short, sort_keys=True))
+        going_on = CONTINUE if chat.continues else {}
+        content = Content(
+            settled(read.messages, template.style), chat.tools, {**kwargs, **going_on}
+        )
+        album = self._album(read.messages)
+        typed = self._typed.including(album.tokens(self._tokenizer)) if album else self._typed
+        rendered = typed.render(content, lambda c: _well_formed(self._render(c, template, album)))
+        if album is not None:
+            rendered = album.expand(rendered)
+        # The template writes the special tokens itself: adding them again would double the BOS.
+        prompt = Prompt(self._encode(rendered, add_special=False), notes=read.notes)
+        if album is not None:
+            prompt = self._illustrated(prompt, album)
+        self._checked_ids(prompt.ids, param="messages", prompt=prompt)
+        messages = self._arranged(content, template)
+        return self._boundaries.marked(prompt, rendered, messages, keeps_header=keeps)
 
-    def _ask_for_header(self, kwargs: str) -> bool:
-        assert self._traits is not None
-        return keeps_header(self._tokenizer, self._traits.style, json.loads(kwargs))
-
-    def _checked(self, chat: Chat) -> tuple[Message, ...]:
-        """The messages as templates want them, of a chat that this model can take."""
-        if self._traits is None:
+    def _checked(self, chat: Chat) -> Template:
+        """The template, for a chat that this model can take."""
+        if self._template is None:
             raise BadRequest(
                 "This model has no chat template; use the completions API.", param="messages"
             )
@@ -141,22 +135,64 @@ class PromptMaker:
                 "Only the text of an assistant can be continued, in the last message.",
                 param="messages",
             )
-        if self._pictures is None:
-            refuse_images(chat.messages)
-        if _tools_of(chat) and not self._traits.takes_tools:
+        if chat.tools and not self._template.rules.tools and not self._writes_calls:
             raise BadRequest("This model's chat template takes no tools.", param="tools")
-        return normalise(chat.messages)
+        return self._template
 
-    def _template_inputs(
-        self, chat: Chat, messages: Sequence[Message], reasoning: Reasoning
-    ) -> dict[str, Any]:
-        assert self._traits is not None
-        going_on = CONTINUE if chat.continues else {}
-        return {
-            "messages": to_template(messages, style=self._traits.style),
-            "tools": tools_to_template(_tools_of(chat)) or None,
-            "kwargs": {**_reasoning_kwargs(reasoning), **chat.template_kwargs, **going_on},
-        }
+    @property
+    def _writes_calls(self) -> bool:
+        return self._tool_format is not None and self._tool_format.write is not None
+
+    # --- rendering -------------------------------------------------------------------------
+
+    def _arranged(self, content: Content, template: Template) -> tuple[Message, ...]:
+        messages, rules = content.messages, template.rules
+        if not (rules.tools and rules.calls) and self._tool_format and self._writes_calls:
+            tools = () if rules.tools else content.tools
+            messages = in_words(messages, tools, self._tool_format)
+        return arrange(messages, rules)
+
+    def _render(self, content: Content, template: Template, album: Illustration | None) -> str:
+        messages = to_template(self._arranged(content, template), style=template.style)
+        return self._tokenizer.render(
+            album.written_out(messages) if album else messages,
+            tools=tools_to_template(content.tools) or None if template.rules.tools else None,
+            kwargs=content.kwargs or {},
+        )
+
+    def _album(self, messages: Sequence[Message]) -> Illustration | None:
+        if self._pictures is None or not images_of(messages):
+            return None
+        return Illustration(messages, self._pictures)
+
+    def _illustrated(self, prompt: Prompt, album: Illustration) -> Prompt:
+        assert self._pictures is not None
+        return replace(
+            prompt,
+            media=album.spans(prompt.ids),
+            images=tuple(image.inputs for image in album.prepared),
+            whole_images=self._pictures.whole,
+        )
+
+    def _shows_images_in_results(self) -> bool:
+        if self._pictures is None or self._template is None:
+            return False
+        if self._pictures.inline or not self._template.rules.calls:
+            return True  # written as text, or in a user's turn
+        placeholder = self._pictures.placeholder
+        return shows_images_in_results(self._tokenizer, self._template, placeholder)
+
+    def _ask_for_header(self, kwargs: str) -> bool:
+        """Whether the reply's header will be a part of the next turn's prompt."""
+        assert self._template is not None
+        return keeps_header(self._tokenizer, self._template.style, json.loads(kwargs))
+
+    # --- ids -------------------------------------------------------------------------------
+
+    def _encode(self, rendered: Rendered, *, add_special: bool) -> TokenArray:
+        refuse_too_long(rendered.text, self._tokenizer, limit=self._context_length)
+        ids = self._tokenizer.encode(rendered.text, add_special=add_special, typed=rendered.typed)
+        return self._ids(ids)
 
     def _ids(self, ids: Sequence[int]) -> TokenArray:
         try:
@@ -169,73 +205,19 @@ class PromptMaker:
             raise ContextTooLong(len(found), self._context_length)
         return found
 
-    def _message_starts(self, ids: TokenArray) -> TokenArray:
-        """Positions of the tokens that begin a message; the last is where the reply's header is."""
-        if not self._openers:
-            return np.empty(0, dtype=np.int64)
-        return np.flatnonzero(np.isin(ids, self._openers)).astype(np.int64)
-
-    def _hints(self, text: str, starts: TokenArray, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Where the messages end that the caller has marked.
-
-        Each is looked for in the rendered text, behind the one before it; as many messages have
-        begun up to its end as there are openers in front of it, and the next opener is the end.
-        """
-        if not self._openers or not any(m.checkpoint for m in messages):
-            return ()
-        marks = sorted((self._tokenizer.decode([t]) for t in self._openers), key=len, reverse=True)
-        opener = re.compile("|".join(map(re.escape, marks)))
-        found: list[int] = []
-        at = n_begun = 0
-        for message in messages:
-            said = message.text.strip()
-            start = text.find(said, at) if said else -1
-            if start < 0:
-                continue
-            n_begun += len(opener.findall(text, at, start + len(said)))
-            at = start + len(said)
-            if message.checkpoint and n_begun < len(starts):
-                found.append(int(starts[n_begun]))
-        return tuple(dict.fromkeys(found))
-
-    def _end_of_system(
-        self, text: str, ids: TokenArray, messages: Sequence[Message]
-    ) -> Sequence[int]:
-        """Where the system prompt ends in a template that puts it inside the first user message.
-
-        Other chats share the prompt up to there, but no token marks it. The bytes of the tokens are
-        counted up to that character; a tokenizer that changes the text gives no boundary.
-        """
-        if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
-            return ()
-        system, user = messages[0].text.strip(), messages[1].text.strip()
-        at = text.find(system) if system and user else -1
-        if at < 0:
-            return ()
-        end = at + len(system)
-        start = text.find(user, end)
-        if start < 0 or self._has_opener(text[end:start]):
-            return ()
-        n_bytes = len(text[:end].encode())
-        n_seen = 0
-        for i, token in enumerate(ids):
-            n_seen += len(self._tokenizer.token_bytes(int(token)))
-            if n_seen > n_bytes:
-                return (i,) if text.startswith(self._tokenizer.decode(ids[:i].tolist())) else ()
-        return ()
-
-    def _has_opener(self, text: str) -> bool:
-        ids = self._tokenizer.encode(text, add_special=False)
-        return any(t in self._openers for t in ids)
-
-
-def refuse_images(messages: Sequence[Message]) -> None:
-    for part in images_of(messages):
-        raise BadRequest(f"{part.param}: this model takes no images.", param=part.param)
-
-
-def _tools_of(chat: Chat) -> tuple[Tool, ...]:
-    return () if chat.tool_choice.mode is ToolMode.NONE else chat.tools
+    def _checked_ids(
+        self, ids: TokenArray, *, param: str, prompt: Prompt | None = None
+    ) -> TokenArray:
+        """Those of text are looked up in the embedding: what is not there must not be read."""
+        if self._n_ids is None or (int(ids.max()) < self._n_ids and int(ids.min()) >= 0):
+            return ids
+        text = np.ones(len(ids), dtype=np.bool_)
+        for span in prompt.media if prompt else ():
+            text[span.start : span.end] = False
+        wrong = ids[text & ((ids >= self._n_ids) | (ids < 0))]
+        if len(wrong):
+            raise InvalidValue(param, f"the model has no token {int(wrong[0])}")
+        return ids
 
 
 def _well_formed(text: str) -> str:

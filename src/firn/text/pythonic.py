@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
@@ -14,6 +16,12 @@ _FAULTS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 class PythonCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
+
+
+def write_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call with named arguments; JSON stands for Python's literals."""
+    pairs = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
+    return f"{name}({', '.join(pairs)})"
 
 
 def python_calls(text: str) -> list[PythonCall]:

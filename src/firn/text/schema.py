@@ -57,11 +57,11 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     if isinstance(declared, list):
         return frozenset(t for t in declared if isinstance(t, str))
     if "const" in schema:
-        return frozenset({_type_of_value(schema["const"])})
+        return frozenset({type_of(schema["const"])})
     if isinstance(schema.get("enum"), list):
-        return frozenset(map(_type_of_value, schema["enum"]))
+        return frozenset(map(type_of, schema["enum"]))
     if isinstance(schema.get("$ref"), str):
-        return types_of(_resolve(schema["$ref"], root), root, depth + 1)
+        return types_of(resolve_reference(schema["$ref"], root), root, depth + 1)
     for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list):
             found = [types_of(s, root, depth + 1) for s in schema[union]]
@@ -78,7 +78,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
-        schema = _resolve(schema["$ref"], root)
+        schema = resolve_reference(schema["$ref"], root)
     return schema
 
 
@@ -178,11 +178,12 @@ def _refuse(constant: str) -> Any:
 
 
 def _fits(value: Any, types: frozenset[str]) -> bool:
-    kind = _type_of_value(value)
+    kind = type_of(value)
     return not types or kind in types or (kind == "integer" and "number" in types)
 
 
-def _type_of_value(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """What a JSON schema calls this value."""
     if value is None:
         return "null"
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
@@ -191,10 +192,14 @@ def _type_of_value(value: Any) -> str:
     return "object" if isinstance(value, Mapping) else "array"
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference inside the schema points at; None for any other."""
     node: Any = root
-    for step in reference.removeprefix("#").strip("/").split("/"):
-        if not isinstance(node, Mapping):
+    for step in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+        if isinstance(node, list):
+            node = node[int(step)] if step.isdigit() and int(step) < len(node) else None
+        elif isinstance(node, Mapping):
+            node = node.get(step.replace("~1", "/").replace("~0", "~"))
+        else:
             return None
-        node = node.get(step.replace("~1", "/").replace("~0", "~"))
     return node

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from firn.text.calls import Script, TextEnded
 from firn.text.json_calls import JsonCallParser, JsonTape
@@ -159,6 +159,31 @@ class TagCallParser(JsonCallParser):
         if not found:
             self.tape.back_to(start)
         return found
+
+
+def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str, Any]], str]:
+    """A writer of calls in the first of these: strings as they are, everything else as JSON."""
+    opening, tags = next(iter(grammars.items()))
+    quote = '"' if tags.call.endswith("name=") else ""
+    pad = "\n" if tags.trims else ""
+
+    def value(key: str, given: Any) -> str:
+        is_text = isinstance(given, str)
+        kind = f' string="{str(is_text).lower()}"' if tags.says_string else ""
+        text = given if is_text else json.dumps(given, ensure_ascii=False)
+        opens = tags.line + tags.value_open if tags.value_open else ""
+        head = f"{tags.parameter}{quote}{key}{quote}{kind}{tags.key_end}{opens}"
+        return f"{head}{pad}{text}{pad}{tags.parameter_end}{tags.line}"
+
+    def write(name: str, arguments: Mapping[str, Any]) -> str:
+        lead = "" if opening == tags.call else opening + (tags.line if tags.call else "")
+        line = "" if tags.name_end == "\n" else tags.line
+        head = f"{lead}{tags.call}{quote}{name}{quote}{tags.name_end}{line}"
+        body = "".join(value(key, given) for key, given in arguments.items())
+        tail = f"{tags.call_end}{tags.line}" if tags.call else ""
+        return f"{head}{body}{tail}{tags.section_end}"
+
+    return write
 
 
 def _split_header(text: str) -> tuple[str, str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from firn.core.values import Tool
-from firn.text.bare_values import as_root, limits, listed
+from firn.text.bare_values import as_root, limits, listed, unheld_members, unheld_text
 from firn.text.call_grammar import CallGrammar, Parameter, parameters, plain
 from firn.text.lark import literal
 from firn.text.schema import types_of
@@ -32,37 +31,42 @@ class _Writer:
         self._opening = opening
 
     def calls(self) -> str:
-        t, mark = self._tags, self._lark.mark
+        t = self._tags
         call = self._g.each(self._call)
-        before = self._opening + (self._line if t.call else "")
-        if self._opening == t.call:  # the call's own tag is all there is
-            before = ""
+        opens = self._opening
+        if t.call and opens != t.call:  # else the call's own tag is all there is
+            opens += self._line
         if t.shares_section:
             run = self._g.several(call)
-            return f"{mark(before)} {run} {mark(t.section_end)}"
-        whole = self._lark.rule(f"{mark(before)} {call} {mark(t.section_end)}")
-        return self._g.several(whole, self._line)
+            return f"{self._g.opening(opens)} {run} {self._lark.mark(t.section_end)}"
+        return self._g.in_marks(opens, call, t.section_end, self._line)
 
-    def _call(self, param: str, tool: Tool) -> str:
+    def _call(self, tool: Tool) -> str:
         t = self._tags
-        head = f"{t.call}{self._named(plain(tool.name, param))}{t.name_end}"
+        tag = "" if self._opening == t.call else t.call
+        head = f"{tag}{self._named(plain(tool.name, tool.param))}{t.name_end}"
         # A name that ends with its line has had its line break.
         head += self._line if t.name_end != "\n" else ""
         tail = f"{t.call_end}{self._line}" if t.call else ""
-        declared = parameters(tool, param)
-        body = [self._free()] if declared is None else [self._given(p, param) for p in declared]
+        for key in unheld_members(tool.parameters):
+            self._lark.leave_out(tool.param, f"#/{key}")
+        declared = parameters(tool)
+        body = [self._free()] if declared is None else [self._given(p, tool) for p in declared]
         return " ".join([self._lark.mark(head), *body, self._lark.mark(tail)])
 
     def _named(self, name: str) -> str:
         return f"{self._quote}{name}{self._quote}"
 
-    def _given(self, parameter: Parameter, param: str) -> str:
+    def _given(self, parameter: Parameter, tool: Tool) -> str:
         t = self._tags
         types = types_of(parameter.schema, as_root(parameter.schema))
         is_raw = not types or "string" in types
         kind = f' string="{"true" if is_raw else "false"}"' if t.says_string else ""
         head = self._lark.mark(f"{t.parameter}{self._named(parameter.name)}{kind}{self._opens()}")
-        one = self._lark.rule(f"{head} {self._value(parameter.schema, types, param)}")
+        if tool.grammar is not None and tool.grammar.kind == "lark":
+            closes = self._lark.mark(self._closes() + self._line)
+            return self._lark.rule(f"{head} {self._lark.part(tool.grammar)} {closes}")
+        one = self._lark.rule(f"{head} {self._value(parameter, types, tool.param)}")
         return one if parameter.required else f"{one}?"
 
     def _free(self) -> str:
@@ -85,7 +89,8 @@ class _Writer:
     def _pad(self) -> str:
         return "\n" if self._tags.trims else ""
 
-    def _value(self, schema: Any, types: frozenset[str], param: str) -> str:
+    def _value(self, parameter: Parameter, types: frozenset[str], param: str) -> str:
+        name, schema = parameter.name, parameter.schema
         end = self._lark.mark(self._closes() + self._line)
         values = listed(schema)
         if values is not None:
@@ -93,5 +98,7 @@ class _Writer:
             return f"({' | '.join(map(literal, texts))}) {end}"
         if types and "string" not in types:
             return f"{self._lark.json(schema, param=param)} {end}"
+        for key in unheld_text(schema):
+            self._lark.leave_out(param, f"#/properties/{name}/{key}")
         text = self._lark.text_before(self._closes(), where=limits(schema))
         return f"{text} {self._lark.mark(self._line)}"

@@ -1,4 +1,4 @@
-"""What a chat template's source tells about it, read once per model."""
+"""What a chat template wants and can do, read once per model: from its source, and by rendering."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
-from firn.core.values import Message, TextPart
-from firn.text.messages import TemplateStyle, to_template
+from firn.core.values import ImagePart, Message, TextPart, Tool, ToolCall
+from firn.text.messages import TemplateStyle, to_template, tools_to_template
+from firn.text.turns import TurnRules, ask
 
 MESSAGE_OPENERS = (
     "<|im_start|>",
@@ -53,23 +54,33 @@ _NAMED = r"(?:\.{0}\b|\[['\"]{0}['\"]\])"
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateTraits:
-    takes_tools: bool
+class Template:
+    """What is known of a chat template. openers: ids of the tokens that begin a message."""
+
     style: TemplateStyle
+    rules: TurnRules
+    openers: tuple[int, ...]
 
     @classmethod
-    def read(cls, source: str) -> TemplateTraits:
-        # "" stands for a template that is code: nothing can be read from it, so nothing is refused.
-        return cls(
-            takes_tools=not source or re.search(r"\b(?:custom_)?tools\b", source) is not None,
-            style=_style(source),
-        )
-
-    def with_lists(self) -> TemplateTraits:
-        return replace(self, style=replace(self.style, lists=True))
+    def read(cls, tokenizer: Tokenizer) -> Template:
+        style = replace(read_style(tokenizer.chat_template or ""), lists=_wants_lists(tokenizer))
+        return cls(style, ask(tokenizer, style), openers(tokenizer))
 
 
-def wants_lists(tokenizer: Tokenizer) -> bool:
+def shows_images_in_results(tokenizer: Tokenizer, template: Template, placeholder: str) -> bool:
+    """Whether a picture that a tool has given is shown by the template."""
+    call = Message("assistant", tool_calls=(ToolCall("call00001", _ALPHA, {}),))
+    seen = Message("tool", (ImagePart(""),), tool_call_id="call00001")
+    chat = (Message("user", (TextPart(_BETA),)), call, seen)
+    tools = tools_to_template((Tool(_ALPHA),))
+    try:
+        text = tokenizer.render(to_template(chat, style=template.style), tools=tools, kwargs={})
+    except TemplateFailed:
+        return False
+    return placeholder in text
+
+
+def _wants_lists(tokenizer: Tokenizer) -> bool:
     """Whether the template loses text that is not in a list of parts, as LLaVA's does."""
 
     def shows(content: Any) -> bool:
@@ -99,7 +110,9 @@ def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str
     return then.startswith(now)
 
 
-def _style(source: str) -> TemplateStyle:
+def read_style(source: str) -> TemplateStyle:
+    """From the template's source; "" stands for a template that is code."""
+
     def has(pattern: str) -> bool:
         return re.search(pattern, source) is not None
 

@@ -15,6 +15,7 @@ from firn.core.values import (
     ImagePart,
     Message,
     Namespace,
+    OtherPart,
     Reasoning,
     TextPart,
     Tool,
@@ -272,11 +273,6 @@ def test_what_means_nothing_here_is_no_fault() -> None:
     assert call(**given).ignored == ()
 
 
-@pytest.mark.parametrize(("name", "asked"), [("claude-opus-4-5", ""), ("fake", "fake"), (None, "")])
-def test_anthropics_model_names_mean_whatever_is_served(name: str | None, asked: str) -> None:
-    assert request(model=name).model == asked
-
-
 def test_the_body_is_not_changed() -> None:
     body = {
         "messages": [user(result("a", [block("x", cache_control=MARK)]), block("y"))],
@@ -290,5 +286,19 @@ def test_the_body_is_not_changed() -> None:
 
 def test_a_fault_names_its_place() -> None:
     with pytest.raises(InvalidValue) as caught:
-        messages(HI, user(result("a", [block("x"), {"type": "video"}])))
-    assert caught.value.param == "messages[1].content[0].content[1].type"
+        messages(HI, user(result("a", [block("x"), {"type": "text"}])))
+    assert caught.value.param == "messages[1].content[0].content[1].text"
+
+
+def test_what_nobody_here_takes_is_kept_with_its_place() -> None:
+    _, told = messages(HI, user(result("a", [block("x"), {"type": "video"}])))
+    assert told.parts[1] == OtherPart("video", "messages[1].content[0].content[1].type")
+
+
+def test_reminders_beside_results_are_asides() -> None:
+    note = block("<system-reminder>mind</system-reminder>")
+    _, told, aside, asked = messages(HI, user(result("a", "x"), note, block("and now?")))
+    assert (told.role, aside.role, asked.role) == ("tool", "user", "user")
+    assert (told.aside, aside.aside, asked.aside) == (False, True, False)
+    (first,) = messages(user(note, block("hi")))
+    assert not first.aside

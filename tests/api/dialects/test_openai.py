@@ -242,8 +242,10 @@ def test_prompts_of_all_kinds() -> None:
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": ["a"] * 100, "n": 11}, "n"),
         ({"best_of": 2}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"suffix": 5}, "suffix"),
+        ({"suffix": "x", "prompt": [1]}, "suffix"),
+        ({"suffix": "x", "echo": True, "logprobs": 1}, "echo"),
+        ({"max_tokens": -1}, "max_tokens"),
     ],
 )
 def test_bad_completions_name_the_parameter(body: dict[str, Any], param: str) -> None:

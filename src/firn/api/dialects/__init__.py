@@ -1,7 +1,8 @@
 """API dialects: one file each, found by being here.
 
 A module of this package whose name has no leading underscore defines one class with the methods of
-`Dialect`, named in `DIALECT`. The contract tests pick it up by themselves.
+`Dialect`, named in `DIALECT`; it is made with the `Defaults` that hold where a body says nothing. The
+contract tests pick it up by themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal, Protocol
 from firn.api.services import Services
 from firn.core.errors import FirnError
 from firn.core.events import Event
-from firn.core.values import GenerateRequest, Namespace, RequestId
+from firn.core.values import PLAIN_DEFAULTS, Defaults, GenerateRequest, Namespace, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,12 @@ class Dialect(Protocol):
         ...
 
 
-def discover() -> list[Dialect]:
+def discover(defaults: Defaults = PLAIN_DEFAULTS) -> list[Dialect]:
     """A fresh instance of every dialect in this folder."""
     found: list[Dialect] = []
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
-            dialect: type[Dialect] = importlib.import_module(f"{__name__}.{module.name}").DIALECT
-            found.append(dialect())
+            make: Callable[[Defaults], Dialect]
+            make = importlib.import_module(f"{__name__}.{module.name}").DIALECT
+            found.append(make(defaults))
     return found

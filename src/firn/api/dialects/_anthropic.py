@@ -1,13 +1,15 @@
 """Decoding of Anthropic's body: messages and their blocks, tools, thinking. Pure.
 
 A user message with tool results becomes one tool message for each of them, in front of the rest of
-it: templates want results right behind the calls. What cache_control marks is a checkpoint.
+it: templates want results right behind the calls. Reminders that an agent puts beside results are
+asides. What cache_control marks is a checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from firn.api.dialects import _fields as fields
@@ -17,9 +19,11 @@ from firn.api.dialects._openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOO
 from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
 from firn.core.values import (
+    DocumentPart,
     Grammar,
     ImagePart,
     Message,
+    OtherPart,
     Part,
     Reasoning,
     TextPart,
@@ -29,6 +33,8 @@ from firn.core.values import (
     ToolMode,
 )
 
+REMINDER = "<system-reminder>"
+"""What a text begins with that Claude Code has put beside what the user, or a tool, has said."""
 PARAGRAPH = "\n\n"
 """Between two text blocks of a message that a program has put together."""
 ROLES = ("user", "assistant", "system")
@@ -93,17 +99,25 @@ def _user(role: str, blocks: Sequence[Fields]) -> list[Message]:
             results.append(_tool_result(block))
         else:
             rest.append(_part(block))
-    if results and not rest:
-        return results
-    return [*results, _plain(role, _paragraphs(rest))]
+    if not results:
+        return [_plain(role, _paragraphs(rest))]
+    for is_aside, run in groupby(rest, key=_is_reminder):
+        results.append(replace(_plain(role, _paragraphs(list(run))), aside=is_aside))
+    return results
+
+
+def _is_reminder(part: Part) -> bool:
+    return isinstance(part, TextPart) and part.text.lstrip().startswith(REMINDER)
 
 
 def _assistant(blocks: Sequence[Fields]) -> Message:
-    text, thoughts, calls = "", "", []
+    """What hosted tools have done stands in the text as a short word of it."""
+    parts: list[Part] = []
+    thoughts, calls = "", []
     for block in blocks:
         match _kind(block):
             case "text":
-                text += _text(block).text
+                parts = _extended(parts, _text(block).text)
             case "thinking":
                 thoughts += fields.string(block.require("thinking"), block.name("thinking"))
                 block.string("signature")
@@ -112,13 +126,15 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
             case "tool_use":
                 calls.append(_tool_use(block))
             case kind:
-                raise _unsupported(block, kind)
-    return Message(
-        "assistant",
-        (TextPart(text),) if text else (),
-        tool_calls=tuple(calls),
-        reasoning=thoughts or None,
-    )
+                parts.append(OtherPart(kind, block.name("type")))
+    return Message("assistant", tuple(parts), tool_calls=tuple(calls), reasoning=thoughts or None)
+
+
+def _extended(parts: list[Part], text: str) -> list[Part]:
+    """With a text behind what the assistant has said: its blocks are one text."""
+    if parts and isinstance(parts[-1], TextPart):
+        return [*parts[:-1], TextPart(parts[-1].text + text)]
+    return [*parts, TextPart(text)] if text else parts
 
 
 def _tool_use(block: Fields) -> ToolCall:
@@ -184,10 +200,6 @@ def _only(block: Fields, kind: str) -> None:
     fields.one_of(block.require("type"), block.name("type"), (kind,))
 
 
-def _unsupported(block: Fields, kind: str) -> InvalidValue:
-    return InvalidValue(block.name("type"), f"{kind[:64]!r} is not supported here")
-
-
 def _part(block: Fields) -> Part:
     match _kind(block):
         case "text":
@@ -195,18 +207,18 @@ def _part(block: Fields) -> Part:
         case "image":
             return _image(block)
         case "document":
-            return TextPart(_document(block))
+            return _document(block)
         case "search_result":
             return TextPart(_search_result(block))
         case kind:
-            raise _unsupported(block, kind)
+            return OtherPart(kind, block.name("type"))
 
 
 def _text(block: Fields) -> TextPart:
     return TextPart(fields.string(block.require("text"), block.name("text")))
 
 
-def _image(block: Fields) -> ImagePart:
+def _image(block: Fields) -> Part:
     source = _source(block)
     param = block.name("source")
     match _kind(source):
@@ -218,20 +230,24 @@ def _image(block: Fields) -> ImagePart:
             url = fields.string(source.require("url"), source.name("url"), empty=False)
             return ImagePart(url, param=param)
         case kind:
-            raise _unsupported(source, kind)
+            return OtherPart(f"image by {kind}", source.name("type"))
 
 
-def _document(block: Fields) -> str:
+def _document(block: Fields) -> Part:
     source = _source(block)
+    lead = PARAGRAPH.join(filter(None, (block.string("title"), block.string("context"))))
     match _kind(source):
         case "text":
             text = fields.string(source.require("data"), source.name("data"))
         case "content":
             text = _inner_text(source.require("content"), source.name("content"))
+        case "base64":
+            media_type = fields.string(source.require("media_type"), source.name("media_type"))
+            data = fields.string(source.require("data"), source.name("data"), empty=False)
+            return DocumentPart(data, media_type, lead, block.name("source"))
         case kind:
-            raise _unsupported(source, kind)
-    above = [block.string("title"), block.string("context")]
-    return PARAGRAPH.join(part for part in (*above, text) if part)
+            return OtherPart(f"document by {kind}", source.name("type"))
+    return TextPart(PARAGRAPH.join(filter(None, (lead, text))))
 
 
 def _search_result(block: Fields) -> str:

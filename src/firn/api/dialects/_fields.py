@@ -10,9 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from firn.core.bounds import INT_MAX
 from firn.core.errors import InvalidValue
-
-INT_MAX = 2**31 - 1
 
 
 def integer(value: Any, param: str, *, low: int, high: int = INT_MAX) -> int:

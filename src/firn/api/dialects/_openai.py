@@ -11,6 +11,7 @@ from firn.api import sse
 from firn.api.dialects import Head
 from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
+from firn.core.bounds import GREEDY_BELOW, INT_MAX, SAMPLING
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import Ended, Event
 from firn.core.values import CacheControl, Sampling, Usage
@@ -19,8 +20,6 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
-GREEDY_BELOW = 1e-5
-"""Dividing logits by less than this only overflows; it picks the likeliest token anyway."""
 
 quote = encode_basestring_ascii
 """A JSON string, quotes included, in ASCII."""
@@ -28,22 +27,31 @@ quote = encode_basestring_ascii
 # --- decoding ------------------------------------------------------------------------------
 
 
-def sampling(body: Fields) -> Sampling:
-    default = Sampling()
-    temperature = body.number("temperature", default.temperature, low=0, high=100)
-    top_k = body.integer("top_k", low=-1)  # -1: off, as vLLM's clients say it
+def sampling(body: Fields, default: Sampling) -> Sampling:
+    """`default` holds where the body says nothing."""
+
+    def number(name: str) -> float:
+        bound = SAMPLING[name]
+        return body.number(
+            name,
+            getattr(default, name),
+            low=bound.low,
+            high=bound.high,
+            above_low=bound.above_low,
+        )
+
+    temperature = number("temperature")
+    top_k = body.integer("top_k", low=int(SAMPLING["top_k"].low))
     seed = body.integer("seed", low=-(2**63), high=2**64 - 1)
     return Sampling(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=body.number("top_p", default.top_p, low=0, high=1, above_low=True),
-        top_k=max(0, top_k or 0),
-        min_p=body.number("min_p", default.min_p, low=0, high=1),
+        top_p=number("top_p"),
+        top_k=default.top_k if top_k is None else max(0, top_k),
+        min_p=number("min_p"),
         seed=None if seed is None else seed % 2**64,
-        repetition_penalty=body.number(
-            "repetition_penalty", default.repetition_penalty, low=0, high=100, above_low=True
-        ),
-        presence_penalty=body.number("presence_penalty", 0.0, low=-2, high=2),
-        frequency_penalty=body.number("frequency_penalty", 0.0, low=-2, high=2),
+        repetition_penalty=number("repetition_penalty"),
+        presence_penalty=number("presence_penalty"),
+        frequency_penalty=number("frequency_penalty"),
         logit_bias=_logit_bias(body),
     )
 
@@ -62,10 +70,10 @@ def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
     return tuple(biases)
 
 
-def max_tokens(body: Fields) -> int | None:
+def max_tokens(body: Fields, *, low: int = 1) -> int | None:
     """max_completion_tokens is the newer name, and wins."""
-    older = body.integer("max_tokens", low=1)
-    newer = body.integer("max_completion_tokens", low=1)
+    older = body.integer("max_tokens", low=low)
+    newer = body.integer("max_completion_tokens", low=low)
     return older if newer is None else newer
 
 
@@ -134,9 +142,9 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def logarithm(value: float) -> float:
+def logarithm(value: float | None) -> float | None:
     """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
-    return value if value > -9999.0 else -9999.0
+    return None if value is None else max(value, -9999.0)
 
 
 def dumps(value: Mapping[str, Any] | list[Any]) -> str:
@@ -188,7 +196,11 @@ def common_schema() -> dict[str, Any]:
         least = "exclusiveMinimum" if above_low else "minimum"
         return {"type": ["number", "null"], least: low, "maximum": high}
 
-    def integer(low: int, high: int = fields.INT_MAX) -> dict[str, Any]:
+    def bounded(name: str) -> dict[str, Any]:
+        bound = SAMPLING[name]
+        return number(bound.low, bound.high, above_low=bound.above_low)
+
+    def integer(low: int, high: int = INT_MAX) -> dict[str, Any]:
         return {"type": ["integer", "null"], "minimum": low, "maximum": high}
 
     boolean = {"type": ["boolean", "null"]}
@@ -197,14 +209,14 @@ def common_schema() -> dict[str, Any]:
         "model": {"type": ["string", "null"], "description": "The served model's name."},
         "max_tokens": integer(1),
         "max_completion_tokens": integer(1),
-        "temperature": number(0, 100) | {"description": "0 is greedy."},
-        "top_p": number(0, 1, above_low=True),
+        "temperature": bounded("temperature") | {"description": "0 is greedy."},
+        "top_p": bounded("top_p"),
         "top_k": integer(-1) | {"description": "0 and -1: off."},
-        "min_p": number(0, 1),
+        "min_p": bounded("min_p"),
         "seed": integer(-(2**63), 2**64 - 1),
-        "repetition_penalty": number(0, 100, above_low=True),
-        "presence_penalty": number(-2, 2),
-        "frequency_penalty": number(-2, 2),
+        "repetition_penalty": bounded("repetition_penalty"),
+        "presence_penalty": bounded("presence_penalty"),
+        "frequency_penalty": bounded("frequency_penalty"),
         "logit_bias": {
             "type": ["object", "null"],
             "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +12,11 @@ from firn.api.dialects._fields import Fields
 from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
 from firn.core.values import (
+    DocumentPart,
     Grammar,
     ImagePart,
     Message,
+    OtherPart,
     Part,
     Reasoning,
     Role,
@@ -38,6 +41,8 @@ ROLES: Mapping[str, Role] = {
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+_DATA_URL = re.compile(r"data:([^,;]*)[^,]*;\s*base64\s*,", re.IGNORECASE)
 
 # --- messages ------------------------------------------------------------------------------
 
@@ -89,7 +94,21 @@ def _part(value: Any, param: str) -> Part:
         return ImagePart(url=fields.string(image, part.name("image_url"), empty=False), param=param)
     if kind == "refusal":
         return TextPart(fields.string(part.require("refusal"), part.name("refusal")))
-    raise InvalidValue(part.name("type"), f"{kind[:64]!r} is not supported here")
+    if kind in ("file", "input_file"):
+        return _file(part.object("file") if kind == "file" else part, param)
+    return OtherPart(kind, part.name("type"))
+
+
+def _file(file: Fields, param: str) -> Part:
+    """A file by its content. One that is kept or found elsewhere nobody here can read."""
+    name, data = file.string("filename") or "", file.string("file_data")
+    if not data:
+        return OtherPart("file", param)
+    head = _DATA_URL.match(data[:256])
+    if head is None:
+        media_type = "application/pdf" if name.lower().endswith(".pdf") else "text/plain"
+        return DocumentPart(data, media_type, name, param)
+    return DocumentPart(data[head.end() :], head[1] or "text/plain", name, param)
 
 
 def _tool_calls(message: Fields) -> tuple[ToolCall, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from firn.api.dialects import _fields as fields
@@ -17,7 +18,17 @@ from firn.api.dialects._fields import Fields
 from firn.api.dialects._openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS, ROLES
 from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
-from firn.core.values import Grammar, Message, Part, TextPart, Tool, ToolCall, ToolChoice, ToolMode
+from firn.core.values import (
+    Grammar,
+    Message,
+    OtherPart,
+    Part,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
 
 PARAGRAPH = "\n\n"
 SEALED = "firn1:"
@@ -28,6 +39,14 @@ CUSTOM_INPUT: Mapping[str, Any] = {
     "required": ["input"],
 }
 """A custom tool takes one text; a model that calls functions gives it as one argument."""
+
+HOSTED = frozenset(
+    {"web_search_call", "file_search_call", "computer_call", "computer_call_output",
+     "code_interpreter_call", "image_generation_call", "local_shell_call", "local_shell_call_output",
+     "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output", "mcp_call",
+     "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction"}
+)  # fmt: skip
+"""Items of tools that OpenAI's servers run: a conversation that began there may bring some."""
 
 JOINT = "__"
 """Between a namespace and a name, as agents write it where there are no namespaces."""
@@ -73,14 +92,21 @@ class _Turns:
     """Messages while they are put together. The open turn is the assistant's, or there is none."""
 
     found: list[Message] = field(default_factory=list)
-    text: str = ""
+    said: list[Part] = field(default_factory=list)
     thoughts: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     is_open: bool = False
 
-    def say(self, text: str) -> None:
+    def say(self, parts: Iterable[Part]) -> None:
+        """Each part a paragraph."""
         self.is_open = True
-        self.text += (PARAGRAPH if self.text and text else "") + text
+        for part in parts:
+            last = self.said[-1] if self.said else None
+            if isinstance(part, TextPart) and isinstance(last, TextPart):
+                joint = PARAGRAPH if last.text and part.text else ""
+                self.said[-1] = TextPart(last.text + joint + part.text)
+            elif not isinstance(part, TextPart) or part.text:
+                self.said.append(part)
 
     def think(self, text: str) -> None:
         self.is_open = True
@@ -96,10 +122,10 @@ class _Turns:
 
     def close(self) -> None:
         if self.is_open:
-            parts: tuple[Part, ...] = (TextPart(self.text),) if self.text else ()
             calls, thoughts = tuple(self.calls), self.thoughts or None
+            parts = tuple(self.said)
             self.found.append(Message("assistant", parts, tool_calls=calls, reasoning=thoughts))
-        self.text = self.thoughts = ""
+        self.said, self.thoughts = [], ""
         self.calls, self.is_open = [], False
 
     def done(self) -> list[Message]:
@@ -124,6 +150,8 @@ def _decode(item: Fields, turns: _Turns) -> None:
         case "function_call_output" | "custom_tool_call_output":
             parts = _openai_chat.parts(item.require("output"), item.name("output"))
             turns.add(Message("tool", parts, tool_call_id=_call_id(item)))
+        case _ if kind in HOSTED:
+            turns.say([OtherPart(kind, item.name("type"))])
         case _:
             raise InvalidValue(item.name("type"), f"{kind[:64]!r} is not supported here")
 
@@ -132,9 +160,18 @@ def _message(item: Fields, turns: _Turns) -> None:
     role = ROLES[fields.one_of(item.require("role"), item.name("role"), tuple(ROLES)[:4])]
     parts = _openai_chat.parts(item.get("content"), item.name("content"))
     if role == "assistant":
-        turns.say("".join(part.text for part in parts if isinstance(part, TextPart)))
+        turns.say(_as_one(parts))
     else:
         turns.add(Message(role, parts))
+
+
+def _as_one(parts: Iterable[Part]) -> Iterator[Part]:
+    """Texts that touch are one text."""
+    for is_text, run in groupby(parts, key=lambda part: isinstance(part, TextPart)):
+        if is_text:
+            yield TextPart("".join(part.text for part in run if isinstance(part, TextPart)))
+        else:
+            yield from run
 
 
 def _thoughts(item: Fields) -> str:

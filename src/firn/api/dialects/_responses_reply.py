@@ -183,7 +183,7 @@ def _error(error: FirnError) -> dict[str, Any]:
 
 
 def _logprobs(tokens: Iterable[TextLogprob]) -> list[dict[str, Any]]:
-    def shown(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    def shown(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": _openai.logarithm(logprob), "bytes": list(raw)}
 
     return [

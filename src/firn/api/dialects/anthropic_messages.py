@@ -21,9 +21,18 @@ from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
 from firn.api.dialects._openai import dumps, quote
 from firn.api.prompting import count_tokens
 from firn.api.services import Services
+from firn.core.bounds import INT_MAX
 from firn.core.errors import ContextTooLong, FirnError
 from firn.core.events import ChoiceFinished, Ended, Event, Failed, Progress, Resumed, Started
-from firn.core.values import Chat, GenerateRequest, Message, Namespace, Usage
+from firn.core.values import (
+    PLAIN_DEFAULTS,
+    Chat,
+    Defaults,
+    GenerateRequest,
+    Message,
+    Namespace,
+    Usage,
+)
 
 ID_PREFIX = "msg_"
 PING = sse.named("ping", '{"type":"ping"}')
@@ -35,6 +44,7 @@ ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -44,30 +54,33 @@ class AnthropicMessages:
     summary = "Messages, in Anthropic's dialect"
     tool_id_prefix = "toolu_"
 
+    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
+        self._defaults = defaults
+
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> MessagesCall:
         given = _fields.Fields(body)
         tools, left_out = _anthropic.tools(given)
-        max_tokens = given.integer("max_tokens", low=0)
         messages = _anthropic.messages(given)
+        reasoning = self._defaults.reasoning(_anthropic.reasoning(given))
         request = GenerateRequest(
-            model=_model(given),
+            model=given.string("model") or "",
             source=Chat(
                 messages=messages,
                 tools=tools,
                 tool_choice=_anthropic.tool_choice(given, tools),
+                template_kwargs=self._defaults.kwargs({}, reasoning),
                 continues=_begins_the_reply(messages),
             ),
-            sampling=_openai.sampling(given),
-            max_tokens=1 if max_tokens == 0 else max_tokens,
+            sampling=_openai.sampling(given, self._defaults.sampling),
+            max_tokens=given.integer("max_tokens", low=0),
             stop=_anthropic.stop_sequences(given),
             grammar=_anthropic.grammar(given),
-            reasoning=_anthropic.reasoning(given),
+            reasoning=reasoning,
             cache=_openai.cache_control(given),
         )
         stream = given.boolean("stream", False)
         look = Look(
             hides_thinking=not _anthropic.shows_thinking(given),
-            says_nothing=max_tokens == 0,
             counts_creation=request.cache.write and _marks_anything(given, messages),
         )
         given.skip("metadata", "service_tier", "inference_geo", "speed", "context_management")
@@ -92,12 +105,6 @@ class AnthropicMessages:
 DIALECT = AnthropicMessages
 
 
-def _model(body: _fields.Fields) -> str:
-    """Agents ask for Anthropic's models by name, several of them: whatever is served answers."""
-    name = body.string("model") or ""
-    return "" if name.startswith("claude") else name
-
-
 def _begins_the_reply(messages: Sequence[Message]) -> bool:
     """Whether the assistant speaks last: the reply goes on from there, as in Anthropic's API."""
     last = messages[-1] if messages else None
@@ -113,10 +120,9 @@ def _marks_anything(body: _fields.Fields, messages: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a reply is shown. says_nothing: max_tokens is 0, the prompt was only to be cached."""
+    """How a reply is shown."""
 
     hides_thinking: bool = False
-    says_nothing: bool = False
     counts_creation: bool = False
 
     def usage(self, usage: Usage) -> dict[str, Any]:
@@ -126,7 +132,7 @@ class Look:
             "input_tokens": fresh - created,
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": usage.n_cached,
-            "output_tokens": 0 if self.says_nothing else usage.n_completion,
+            "output_tokens": usage.n_completion,
         }
 
 
@@ -178,8 +184,6 @@ class MessageEncoder:
                 return sse.named("error", dumps(_error_object(event.error)))
             case _:
                 steps = self._blocks.take(event)
-                if self._look.says_nothing:
-                    return ""
                 return self._begin(0) + "".join([self._step(step) for step in steps])
 
     def _begin(self, n_cached: int) -> str:
@@ -243,7 +247,7 @@ def _fold(head: Head, events: Iterable[Event], look: Look) -> dict[str, Any]:
         blocks.take(event)
         if isinstance(event, Ended):
             usage = event.usage
-    content = [] if look.says_nothing else [_whole(block, look) for block in blocks.all]
+    content = [_whole(block, look) for block in blocks.all]
     return _message(head, content, look.usage(usage), blocks.finish)
 
 
@@ -334,7 +338,7 @@ def _schema() -> dict[str, Any]:
     optional = {"type": ["object", "null"]}
     properties = {name: common[name] for name in (*kept, *penalties)} | {
         "messages": {"type": "array", "minItems": 1, "items": message},
-        "max_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": _fields.INT_MAX},
+        "max_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": INT_MAX},
         "system": text_or_blocks,
         "stop_sequences": {"type": ["array", "null"], "items": stop, "maxItems": 16},
         "tools": {"type": ["array", "null"], "items": {"type": "object"}},

@@ -28,7 +28,7 @@ from firn.core.events import (
     ToolCallDelta,
     ToolCallStarted,
 )
-from firn.core.values import Chat, GenerateRequest, Namespace, Usage
+from firn.core.values import PLAIN_DEFAULTS, Chat, Defaults, GenerateRequest, Namespace, Usage
 
 ID_PREFIX = "chatcmpl-"
 
@@ -38,26 +38,30 @@ class OpenAIChat:
     summary = "Chat, in OpenAI's dialect"
     tool_id_prefix = "call_"
 
+    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
+        self._defaults = defaults
+
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ChatCall:
-        given = _fields.Fields(body)
+        given, defaults = _fields.Fields(body), self._defaults
         tools = _openai_chat.tools(given)
+        reasoning = defaults.reasoning(_openai_chat.reasoning(given))
         request = GenerateRequest(
             model=given.string("model") or "",
             source=Chat(
                 messages=_openai_chat.messages(given),
                 tools=tools,
                 tool_choice=_openai_chat.tool_choice(given, tools),
-                template_kwargs=template_kwargs(given),
+                template_kwargs=defaults.kwargs(template_kwargs(given), reasoning),
                 continues=given.boolean("continue_final_message", False),
             ),
-            sampling=_openai.sampling(given),
+            sampling=_openai.sampling(given, defaults.sampling),
             max_tokens=_openai.max_tokens(given),
             stop=_openai.stop_strings(given),
             n=_openai.n_choices(given),
             top_logprobs=_top_logprobs(given),
             ignore_eos=given.boolean("ignore_eos", False),
             grammar=_openai_chat.grammar(given),
-            reasoning=_openai_chat.reasoning(given),
+            reasoning=reasoning,
             cache=_openai.cache_control(given),
         )
         stream = given.boolean("stream", False)
@@ -235,7 +239,7 @@ def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[s
 
 
 def _logprobs(tokens: Sequence[TextLogprob]) -> dict[str, Any]:
-    def shown(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    def shown(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": _openai.logarithm(logprob), "bytes": list(raw)}
 
     content = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,7 @@ from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
 from firn.api.services import Services
+from firn.core.bounds import INT_MAX
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
     ChoiceFinished,
@@ -28,7 +31,10 @@ from firn.core.events import (
     ToolCallStarted,
 )
 from firn.core.values import (
+    PLAIN_DEFAULTS,
+    Defaults,
     GenerateRequest,
+    Middle,
     Namespace,
     RawText,
     RawTokens,
@@ -47,12 +53,15 @@ class OpenAICompletions:
     summary = "Raw completion, in OpenAI's dialect"
     tool_id_prefix = "call_"
 
+    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
+        self._defaults = defaults
+
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> CompletionCall:
         given = _fields.Fields(body)
-        sources = _sources(given.require("prompt"))
+        sources = _around(_sources(given.require("prompt")), given.string("suffix"))
         model = given.string("model") or ""
-        sampling = _openai.sampling(given)
-        max_tokens = _openai.max_tokens(given)
+        sampling = _openai.sampling(given, self._defaults.sampling)
+        max_tokens = _openai.max_tokens(given, low=0)
         stop = _openai.stop_strings(given)
         n = _n_choices(given, n_prompts=len(sources))
         top_logprobs = given.integer("logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
@@ -60,10 +69,8 @@ class OpenAICompletions:
         echo = given.boolean("echo", False)
         grammar = _openai_chat.grammar(given)
         cache = _openai.cache_control(given)
-        if echo and top_logprobs is not None:
-            raise InvalidValue("echo", "cannot be combined with logprobs")
-        if given.string("suffix"):
-            raise InvalidValue("suffix", "is not supported; put both sides into the prompt")
+        if echo and top_logprobs is not None and isinstance(sources[0], Middle):
+            raise InvalidValue("echo", "cannot be combined with logprobs and suffix")
         requests = tuple(
             GenerateRequest(
                 model=model,
@@ -129,9 +136,19 @@ def _sources(prompt: Any) -> tuple[Source, ...]:
             return (_tokens(prompt, "prompt"),)
 
 
+def _around(sources: tuple[Source, ...], suffix: str | None) -> tuple[Source | Middle, ...]:
+    """The prompts with what is to follow behind the reply."""
+    if not suffix:
+        return sources
+    texts = [source.text for source in sources if isinstance(source, RawText)]
+    if len(texts) < len(sources):
+        raise InvalidValue("suffix", "needs the prompt as text, not as tokens")
+    return tuple(Middle(text, suffix) for text in texts)
+
+
 def _tokens(ids: list[Any], param: str) -> RawTokens:
     for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token <= _fields.INT_MAX:
+        if type(token) is not int or not 0 <= token <= INT_MAX:
             raise InvalidValue(f"{param}[{i}]", "must be a token id, a non-negative integer")
     return RawTokens(tuple(ids))
 
@@ -169,7 +186,7 @@ class CompletionEncoder(_openai.StreamEncoder):
         super().__init__(
             head, id_prefix=ID_PREFIX, kind="text_completion", include_usage=include_usage
         )
-        self._n_chars: dict[int, int] = {}
+        self._offsets: defaultdict[int, Offsets] = defaultdict(Offsets)
         self.render = {
             Started: lambda _: "",
             Resumed: lambda _: "",
@@ -187,9 +204,7 @@ class CompletionEncoder(_openai.StreamEncoder):
     def _text(self, event: TextDelta) -> str:
         if not event.logprobs:
             return self._piece(event.choice, event.text)
-        offset = self._n_chars.get(event.choice, 0)
-        self._n_chars[event.choice] = offset + sum(len(token.text) for token in event.logprobs)
-        logprobs = _openai.dumps(_logprobs(event.logprobs, offset=offset))
+        logprobs = _openai.dumps(_logprobs(event.logprobs, self._offsets[event.choice]))
         return self._piece(event.choice, event.text, logprobs=logprobs)
 
     def _finished(self, event: ChoiceFinished) -> str:
@@ -248,7 +263,7 @@ def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[s
             {
                 "index": choice,
                 "text": "".join(reply.text),
-                "logprobs": _logprobs(reply.logprobs) if with_logprobs else None,
+                "logprobs": _logprobs(reply.logprobs, Offsets()) if with_logprobs else None,
                 "finish_reason": reply.reason,
             }
             for choice, reply in sorted(replies.items())
@@ -257,18 +272,35 @@ def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[s
     }
 
 
-def _logprobs(tokens: Sequence[TextLogprob], *, offset: int = 0) -> dict[str, Any]:
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
+class Offsets:
+    """Where the tokens of one choice begin in its text. Owned by its encoder, or by a fold.
+
+    A character may have several tokens: all of them begin where it does.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._n_chars = 0
+
+    def take(self, raw: bytes) -> int:
+        """Where the token with these bytes begins."""
+        start = self._n_chars
+        self._n_chars += len(self._decoder.decode(raw))
+        return start
+
+
+def _logprobs(tokens: Sequence[TextLogprob], offsets: Offsets) -> dict[str, Any]:
+    """The prompt's first token is behind nothing: there is no logprob of it."""
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_openai.logarithm(token.logprob) for token in tokens],
         "top_logprobs": [
-            {text: _openai.logarithm(logprob) for text, _, logprob in token.top} for token in tokens
+            None
+            if token.logprob is None
+            else {text: _openai.logarithm(logprob) for text, _, logprob in token.top}
+            for token in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": [offsets.take(token.raw) for token in tokens],
     }
 
 
@@ -287,8 +319,11 @@ def _schema() -> dict[str, Any]:
     }
     properties = _openai.common_schema() | {
         "prompt": prompt,
+        "max_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": INT_MAX},
+        "max_completion_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": INT_MAX},
         "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
         "echo": {"type": ["boolean", "null"]},
+        "suffix": {"type": ["string", "null"]},
         "response_format": schema_of_format(),
     }
     return {

@@ -14,9 +14,18 @@ from firn.api.dialects._responses_store import ResponseStore, Stored
 from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.prompting import count_tokens
 from firn.api.services import Services
+from firn.core.bounds import INT_MAX
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue
 from firn.core.events import Event
-from firn.core.values import Chat, GenerateRequest, Message, Namespace, TextPart
+from firn.core.values import (
+    PLAIN_DEFAULTS,
+    Chat,
+    Defaults,
+    GenerateRequest,
+    Message,
+    Namespace,
+    TextPart,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -31,7 +40,8 @@ class OpenAIResponses:
     summary = "Responses, in OpenAI's dialect"
     tool_id_prefix = "call_"
 
-    def __init__(self) -> None:
+    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
+        self._defaults = defaults
         self._store = ResponseStore()
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ResponsesCall:
@@ -40,21 +50,22 @@ class OpenAIResponses:
         previous = given.string("previous_response_id")
         tools = items.tools(given)
         include = items.included(given)
+        reasoning = self._defaults.reasoning(_openai_chat.reasoning(given))
         request = GenerateRequest(
             model=given.string("model") or "",
             source=Chat(
                 messages=self._messages(given, own, previous, namespace),
                 tools=tools.all,
                 tool_choice=items.tool_choice(given, tools),
-                template_kwargs=template_kwargs(given),
+                template_kwargs=self._defaults.kwargs(template_kwargs(given), reasoning),
             ),
-            sampling=_openai.sampling(given),
+            sampling=_openai.sampling(given, self._defaults.sampling),
             max_tokens=given.integer("max_output_tokens", low=1),
             stop=_openai.stop_strings(given),
             top_logprobs=_top_logprobs(given, include),
             ignore_eos=given.boolean("ignore_eos", False),
             grammar=items.grammar(given),
-            reasoning=_openai_chat.reasoning(given),
+            reasoning=reasoning,
             cache=_openai.cache_control(given),
         )
         stream, background = given.boolean("stream", False), given.boolean("background", False)
@@ -306,7 +317,7 @@ def _schema() -> dict[str, Any]:
         "max_output_tokens": {
             "type": ["integer", "null"],
             "minimum": 1,
-            "maximum": _fields.INT_MAX,
+            "maximum": INT_MAX,
         },
         "tools": {"type": ["array", "null"], "items": {"type": "object"}},
         "tool_choice": {"type": ["string", "object", "null"]},

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.calls import CallParser
 from firn.text.lark import Lark
 from firn.text.router import Router
 from firn.text.schema import Toolbox
+
+WriteCall = Callable[[str, Mapping[str, Any]], str]
+"""(tool, arguments) -> a call as a model would write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,8 @@ class ToolFormat:
     as the first thing of a reply. tokens: control tokens that belong to the markup, and must be
     seen as text. router: for a format that shapes the whole reply, not its calls alone; `reply` then
     is the grammar of one, around calls, an answer, or either.
-    grammar: that of its calls, by which a model can be held to make one.
+    grammar: that of its calls, by which a model can be held to make one. write: a call as text.
+    bare: where calls have no marker, a regular expression of the replies that are one of these tools.
     example: a reply that calls get_weather with city "Paris" and days 3, and nothing else.
     rank: of several formats whose clues match, the highest is meant.
     """
@@ -48,6 +53,8 @@ class ToolFormat:
     router: Callable[[Toolbox, str], Router] | None = None
     grammar: Callable[[CallGrammar], str] | None = None
     reply: Callable[[Lark, str | None, str | None], str] | None = None
+    write: WriteCall | None = None
+    bare: Callable[[Sequence[str]], str] | None = None
     rank: int = 0
 
 

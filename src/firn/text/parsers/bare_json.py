@@ -6,10 +6,12 @@ Any JSON object may be an answer, so only an object that names one of the tools 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.json_calls import NAME_KEYS, JsonCallParser, JsonTape, write_json
+from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.schema import Toolbox
 
@@ -48,6 +50,14 @@ def bare_calls(g: CallGrammar) -> str:
     return g.several(g.json_call('{"name": ', ', "parameters": ', "}"), "; ")
 
 
+def bare_call(names: Sequence[str]) -> str:
+    """An object, or a list, that names one of the tools."""
+    keys, tools = "|".join(NAME_KEYS), "|".join(map(escaped, names))
+    return rf'\s*[\[{{](?s:.*)"({keys})"\s*:\s*"({tools})"(?s:.*)'
+
+
+write_bare = write_json('{"name": "', '", "parameters": ', "}")
+
 FORMATS = (
     ToolFormat(
         name="bare_json",
@@ -58,6 +68,8 @@ FORMATS = (
         example='{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
         matches=_matches,
         grammar=bare_calls,
+        bare=bare_call,
+        write=write_bare,
         rank=-20,
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.json_calls import JsonCallParser, JsonTape, write_json
 from firn.text.parsers import ToolFormat
 
 
@@ -62,12 +62,12 @@ def _grammar(g: CallGrammar) -> str:
     if FENCE in g.template:
         before, between, after = f"function{SEP}", f"\n{FENCE}json\n", f"\n{FENCE}"
 
-    def write(param: str, tool: Tool) -> str:
-        head = g.lark.mark(f"{CALL}{before}{plain(tool.name, param)}{between}")
-        return f"{head} {g.arguments(param, tool)} {g.lark.mark(after + CALL_END)}"
+    def write(tool: Tool) -> str:
+        head = g.lark.mark(f"{CALL}{before}{plain(tool.name, tool.param)}{between}")
+        return f"{head} {g.arguments(tool)} {g.lark.mark(after + CALL_END)}"
 
     calls = g.several(g.each(write), "\n" if after else "")
-    return f"{g.lark.mark(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
+    return f"{g.opening(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
 
 
 FORMATS = (
@@ -81,5 +81,6 @@ FORMATS = (
         f'{{"city": "Paris", "days": 3}}\n```{CALL_END}{SECTION_END}',
         matches=lambda clues: SECTION in clues.template,
         grammar=_grammar,
+        write=write_json(SECTION + CALL, SEP, CALL_END + SECTION_END),
     ),
 )

@@ -6,13 +6,14 @@ FunctionGemma quotes with <escape>, Gemma 4 with <|"|>. It becomes JSON as it is
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.calls import SPACE, CallParser, NotACall, Script, TextEnded
 from firn.text.gemma_grammar import gemma_calls
 from firn.text.json_calls import Sink
-from firn.text.parsers import ToolFormat
+from firn.text.parsers import ToolFormat, WriteCall
 from firn.text.schema import ANY, from_text
 
 _MAX_DEPTH = 32
@@ -130,6 +131,21 @@ def _grammar(g: CallGrammar) -> str:
     return gemma_calls(g, opening, *MARKS[opening])
 
 
+def _writer(opening: str) -> WriteCall:
+    quote, closer = MARKS[opening]
+
+    def value(given: Any) -> str:
+        if isinstance(given, str):
+            return f"{quote}{given}{quote}"
+        if isinstance(given, Mapping):
+            return "{" + ",".join(f"{k}:{value(v)}" for k, v in given.items()) + "}"
+        if isinstance(given, list | tuple):
+            return "[" + ",".join(map(value, given)) + "]"
+        return json.dumps(given)
+
+    return lambda name, arguments: f"{opening}call:{name}{value(arguments)}{closer}"
+
+
 FORMATS = (
     ToolFormat(
         name="gemma4",
@@ -139,6 +155,7 @@ FORMATS = (
         example='<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>',
         matches=lambda clues: "<|tool_call>" in clues.template,
         grammar=_grammar,
+        write=_writer("<|tool_call>"),
     ),
     ToolFormat(
         name="function_gemma",
@@ -150,5 +167,6 @@ FORMATS = (
         "<end_function_call>",
         matches=lambda clues: "<start_function_call>" in clues.template,
         grammar=_grammar,
+        write=_writer("<start_function_call>"),
     ),
 )

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import ToolFormat
-from firn.text.tag_calls import TagCallParser, TagGrammar
+from firn.text.tag_calls import TagCallParser, TagGrammar, write_tags
 from firn.text.tag_grammar import tag_calls
 
 
@@ -55,5 +55,6 @@ FORMATS = (
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
         matches=lambda clues: "arg_key>" in clues.template,
         grammar=_grammar,
+        write=write_tags(Glm.grammars),
     ),
 )

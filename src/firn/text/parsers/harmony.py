@@ -28,10 +28,10 @@ def _matches(clues: Clues) -> bool:
 def _grammar(g: CallGrammar) -> str:
     """One call: a message to a function ends the reply."""
 
-    def write(param: str, tool: Tool) -> str:
-        name = plain(tool.name, param)
+    def write(tool: Tool) -> str:
+        name = plain(tool.name, tool.param)
         head = f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}"
-        return f"{g.lark.mark(head)} {g.arguments(param, tool)}"
+        return f"{g.lark.mark(head)} {g.arguments(tool)}"
 
     end = "" if g.lark.ends_reply(CALL) else g.lark.mark(CALL)
     return f"{g.each(write)} {end}"

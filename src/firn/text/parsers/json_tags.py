@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.json_calls import JsonCallParser, JsonTape, write_json
 from firn.text.parsers import Clues, ToolFormat
 
 CLOSERS = {
@@ -62,12 +62,12 @@ def _grammar(g: CallGrammar) -> str:
     closer = CLOSERS[opening]
     if closer not in g.template and not g.lark.is_token(closer):  # the end of the reply is the end
         closer = ""
-    start, end = g.lark.mark(opening + layout.line), g.lark.mark(layout.line + closer)
+    opens, closes = opening + layout.line, layout.line + closer
     call = g.json_call(layout.before, layout.between, "}")
     if layout.is_list:
         calls = g.several(call, ", ")
-        return f"{start} {g.lark.mark('[')} {calls} {g.lark.mark(']')} {end}"
-    return g.several(g.lark.rule(f"{start} {call} {end}"), layout.line)
+        return f"{g.opening(opens)} {g.lark.mark('[')} {calls} {g.lark.mark(']' + closes)}"
+    return g.in_marks(opens, call, closes, layout.line)
 
 
 FORMATS = (
@@ -90,6 +90,7 @@ FORMATS = (
         "</tool_call>",
         matches=_matches,
         grammar=_grammar,
+        write=write_json('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
         rank=-10,
     ),
 )

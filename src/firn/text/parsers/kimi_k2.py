@@ -7,7 +7,7 @@ import re
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import NotACall, Script
-from firn.text.json_calls import JsonCallParser
+from firn.text.json_calls import JsonCallParser, write_json
 from firn.text.parsers import ToolFormat
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -48,13 +48,13 @@ class KimiK2(JsonCallParser):
 
 
 def _grammar(g: CallGrammar) -> str:
-    def write(param: str, tool: Tool) -> str:
-        head = g.lark.mark(f"{CALL}functions.{plain(tool.name, param)}:")
-        arguments = f"{g.lark.mark(ARGUMENTS)} {g.arguments(param, tool)}"
+    def write(tool: Tool) -> str:
+        head = g.lark.mark(f"{CALL}functions.{plain(tool.name, tool.param)}:")
+        arguments = f"{g.lark.mark(ARGUMENTS)} {g.arguments(tool)}"
         return f"{head} /[0-9]{{1,3}}/ {arguments} {g.lark.mark(CALL_END)}"
 
     calls = g.several(g.each(write))
-    return f"{g.lark.mark(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
+    return f"{g.opening(SECTION)} {calls} {g.lark.mark(SECTION_END)}"
 
 
 FORMATS = (
@@ -68,6 +68,7 @@ FORMATS = (
         f'{{"city": "Paris", "days": 3}}{CALL_END}{SECTION_END}',
         matches=lambda clues: SECTION in clues.template,
         grammar=_grammar,
+        write=write_json(f"{SECTION}{CALL}functions.", f":0{ARGUMENTS}", CALL_END + SECTION_END),
         rank=5,
     ),
 )

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import ToolFormat
-from firn.text.tag_calls import TagCallParser, TagGrammar
+from firn.text.tag_calls import TagCallParser, TagGrammar, write_tags
 from firn.text.tag_grammar import tag_calls
 
 _DSML = "｜DSML｜"
@@ -55,6 +55,7 @@ FORMATS = (
         '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
         matches=lambda clues: "<minimax:tool_call>" in clues.template,
         grammar=_grammar,
+        write=write_tags(MiniMax.grammars),
     ),
     ToolFormat(
         name="dsml",
@@ -69,6 +70,7 @@ FORMATS = (
         # Its template is code, which leaves no source to read: the vocabulary tells.
         matches=lambda clues: _DSML in clues.template or clues.has_token(_DSML),
         grammar=_grammar,
+        write=write_tags(Dsml.grammars),
         rank=10,
     ),
 )

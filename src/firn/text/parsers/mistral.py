@@ -5,7 +5,7 @@ from __future__ import annotations
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape
+from firn.text.json_calls import JsonCallParser, JsonTape, write_json
 from firn.text.parsers import ToolFormat
 
 MARKER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -33,13 +33,13 @@ class Mistral(JsonCallParser):
 def _grammar(g: CallGrammar) -> str:
     if ARGS not in g.template and not g.lark.is_token(ARGS):  # before the eleventh tokenizer
         calls = g.several(g.json_call('{"name": ', ', "arguments": ', "}"), ", ")
-        return f"{g.lark.mark(MARKER + '[')} {calls} {g.lark.mark(']')}"
+        return f"{g.opening(MARKER + '[')} {calls} {g.lark.mark(']')}"
 
-    def write(param: str, tool: Tool) -> str:
-        head = g.lark.mark(f"{MARKER}{plain(tool.name, param)}{ARGS}")
-        return f"{head} {g.arguments(param, tool)}"
+    def write(tool: Tool) -> str:
+        head = g.lark.mark(f"{plain(tool.name, tool.param)}{ARGS}")
+        return f"{head} {g.arguments(tool)}"
 
-    return g.several(g.each(write))
+    return g.in_marks(MARKER, g.each(write), "")
 
 
 FORMATS = (
@@ -52,5 +52,6 @@ FORMATS = (
         example='[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}',
         matches=lambda clues: MARKER in clues.template,
         grammar=_grammar,
+        write=write_json(MARKER, ARGS, ""),
     ),
 )

@@ -6,7 +6,7 @@ from firn.text.call_grammar import CallGrammar
 from firn.text.calls import NotACall, Script
 from firn.text.json_calls import JsonTape
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.parsers.bare_json import BareJson, bare_calls
+from firn.text.parsers.bare_json import BareJson, bare_call, bare_calls, write_bare
 from firn.text.pythonic import python_calls
 
 TAG = "<|python_tag|>"
@@ -54,7 +54,10 @@ def _matches(clues: Clues) -> bool:
 
 def _grammar(g: CallGrammar) -> str:
     """With the tag or without: the same model writes both."""
-    return f"({g.lark.mark(TAG)})? {bare_calls(g)}"
+    calls = bare_calls(g)
+    if g.before is None:
+        return f"({g.lark.mark(TAG)})? {calls}"
+    return f"({g.opening(TAG)} {calls} | {calls})"
 
 
 FORMATS = (
@@ -68,5 +71,7 @@ FORMATS = (
         example='<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
         matches=_matches,
         grammar=_grammar,
+        bare=bare_call,
+        write=lambda name, arguments: TAG + write_bare(name, arguments),
     ),
 )

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool
+from firn.text.bare_values import unheld_members
 from firn.text.call_grammar import CallGrammar, Parameter, parameters
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
+from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.pythonic import PythonCall, python_calls
+from firn.text.pythonic import PythonCall, python_calls, write_call
 from firn.text.schema import Toolbox
 
 CLOSERS = {
@@ -65,27 +67,33 @@ def _matches(clues: Clues) -> bool:
 
 def _grammar(g: CallGrammar) -> str:
     opening = next((o for o in CLOSERS if o in g.template), "<|tool_call_start|>")
-    return f"{g.lark.mark(opening)} {_bare_grammar(g)} {g.lark.mark(CLOSERS[opening])}"
+    return f"{g.opening(opening)} {_bare_grammar(g)} {g.lark.mark(CLOSERS[opening])}"
 
 
 def _bare_grammar(g: CallGrammar) -> str:
-    def write(param: str, tool: Tool) -> str:
-        _check_names(param, *tool.name.split("."))
-        declared = parameters(tool, param)
+    """The bracket and the first name as one: with either by itself, words could go on, too."""
+
+    def first(tool: Tool) -> str:
+        return write(tool, "[")
+
+    def write(tool: Tool, before: str = "") -> str:
+        _check_names(tool.param, *tool.name.split("."))
+        for key in unheld_members(tool.parameters):
+            g.lark.leave_out(tool.param, f"#/{key}")
+        declared = parameters(tool)
         if declared is None:
-            raise InvalidValue(param, "the model's call format needs the names of the parameters")
-        _check_names(param, *(p.name for p in declared))
-        return f"{g.lark.mark(tool.name + '(')} {_keywords(g, declared, param)} {g.lark.mark(')')}"
+            why = "the model's call format needs the names of the parameters"
+            raise InvalidValue(tool.param, why)
+        _check_names(tool.param, *(p.name for p in declared))
+        head = g.lark.mark(f"{before}{tool.name}(")
+        return f"{head} {_keywords(g, declared, tool)} {g.lark.mark(')')}"
 
-    return f'"[" {g.several(g.each(write), ", ")} "]"'
+    return f'{g.several(g.each(write), ", ", first=g.each(first))} "]"'
 
 
-def _keywords(g: CallGrammar, declared: Sequence[Parameter], param: str) -> str:
+def _keywords(g: CallGrammar, declared: Sequence[Parameter], tool: Tool) -> str:
     """name=value pairs; JSON stands for Python's literals, as the parser knows its words."""
-    pairs = [
-        (f"{g.lark.mark(p.name + '=')} {g.lark.json(p.schema, param=param)}", p.required)
-        for p in declared
-    ]
+    pairs = [(f"{g.lark.mark(p.name + '=')} {g.json_value(tool, p)}", p.required) for p in declared]
     return g.lark.sequence(pairs, ", ")
 
 
@@ -107,6 +115,9 @@ FORMATS = (
         example='<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>',
         matches=_matches,
         grammar=_grammar,
+        write=lambda name, arguments: (
+            f"<|tool_call_start|>[{write_call(name, arguments)}]<|tool_call_end|>"
+        ),
     ),
     ToolFormat(
         name="pythonic_bare",
@@ -117,5 +128,7 @@ FORMATS = (
         example='[get_weather(city="Paris", days=3)]',
         matches=lambda clues: "[func_name1(params_name1=" in clues.template,
         grammar=_bare_grammar,
+        bare=lambda names: rf"\s*\[\s*({'|'.join(map(escaped, names))})\s*\((?s:.*)",
+        write=lambda name, arguments: f"[{write_call(name, arguments)}]",
     ),
 )

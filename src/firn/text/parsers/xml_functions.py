@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from firn.text.call_grammar import CallGrammar
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.tag_calls import TagCallParser, TagGrammar
+from firn.text.tag_calls import TagCallParser, TagGrammar, write_tags
 from firn.text.tag_grammar import tag_calls
 
 _QWEN = TagGrammar(
@@ -72,6 +72,7 @@ FORMATS = (
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
         matches=_is_xml,
         grammar=_xml_grammar,
+        write=write_tags(XmlFunctions.grammars),
     ),
     ToolFormat(
         name="named_functions",
@@ -83,5 +84,6 @@ FORMATS = (
         '<param name="days">3</param></function>',
         matches=_is_named,
         grammar=_named_grammar,
+        write=write_tags(NamedFunctions.grammars),
     ),
 )

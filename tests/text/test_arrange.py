@@ -5,14 +5,9 @@ import copy
 import pytest
 
 from firn.core.values import ImagePart, Message, TextPart, Tool, ToolCall
-from firn.text.messages import (
-    TemplateStyle,
-    normalise,
-    short_id,
-    strip_changing_lines,
-    to_template,
-    tools_to_template,
-)
+from firn.text.arrange import arrange, strip_changing_lines
+from firn.text.messages import TemplateStyle, settled, short_id, to_template, tools_to_template
+from firn.text.turns import ANY_TURNS, TurnRules
 
 
 def said(role: str, *texts: str, **more: object) -> Message:
@@ -42,28 +37,18 @@ TABLE = {
     "empty stays empty": ((), ()),
     "nothing to do": ((system("s"), user("u")), (system("s"), user("u"))),
     "system merges": ((system("a"), system("b"), user("u")), (system("a\n\nb"), user("u"))),
-    "late system moves to the front": (
-        (user("u"), assistant("x"), system("s"), user("v")),
-        (system("s"), user("u"), assistant("x"), user("v")),
+    "late system stays": (
+        (system("a"), user("u"), assistant("x"), system("s"), user("v")),
+        (system("a"), user("u"), assistant("x"), system("s"), user("v")),
     ),
-    "late system joins the first": (
-        (system("a"), user("u"), system("b"), user("v")),
-        (system("a\n\nb"), user("u\n\nv")),
+    "a late system message that says nothing goes": (
+        (user("u"), system(" "), system("x-anthropic-billing-header: cch=1"), user("v")),
+        (user("u"), user("v")),
     ),
-    "users merge": ((user("a"), user("b"), user("c")), (user("a\n\nb\n\nc"),)),
-    "an empty user adds no blank line": ((user("a"), user(""), user("c")), (user("a\n\nc"),)),
+    "users stay apart": ((user("a"), user("b")), (user("a"), user("b"))),
     "users around an assistant do not": (
         (user("a"), assistant("x"), user("b")),
         (user("a"), assistant("x"), user("b")),
-    ),
-    "parts of one message stay apart": ((user("a", "b"), user("c")), (user("a", "b\n\nc"),)),
-    "a picture stays where it is": (
-        (SHOWS, user("what?")),
-        (Message("user", (TextPart("see"), PICTURE, TextPart("what?"))),),
-    ),
-    "text before a picture": (
-        (user("look"), SHOWS),
-        (Message("user", (TextPart("look\n\nsee"), PICTURE)),),
     ),
     "tool results never merge": (
         (user("u"), CALLS, RESULT, OTHER_RESULT, user("v")),
@@ -94,9 +79,87 @@ TABLE = {
 def test_normalise(case: str) -> None:
     before, after = TABLE[case]
     kept = copy.deepcopy(before)
-    assert normalise(before) == after
+    assert arrange(before, ANY_TURNS) == after
     assert before == kept
-    assert normalise(after) == after
+    assert arrange(after, ANY_TURNS) == after
+
+
+ALTERNATING = TurnRules(late_system=False, user_runs=False, user_after_results=False)
+NOTE = said("user", "note", aside=True)
+TWO_CALLS = assistant("x", tool_calls=(CALL, ToolCall("c2", "g", {})), reasoning="hm")
+
+
+def late(text: str) -> str:
+    return f"<system-message>\n{text}\n</system-message>"
+
+
+STRICT = {
+    "users merge": ((user("a"), user("b"), user("c")), (user("a\n\nb\n\nc"),)),
+    "an empty user adds no blank line": ((user("a"), user(""), user("c")), (user("a\n\nc"),)),
+    "parts of one message stay apart": ((user("a", "b"), user("c")), (user("a", "b\n\nc"),)),
+    "a picture stays where it is": (
+        (SHOWS, user("what?")),
+        (Message("user", (TextPart("see"), PICTURE, TextPart("what?"))),),
+    ),
+    "text before a picture": (
+        (user("look"), SHOWS),
+        (Message("user", (TextPart("look\n\nsee"), PICTURE)),),
+    ),
+    "late system joins the turn behind it": (
+        (system("a"), user("u"), assistant("x"), system("s"), user("v")),
+        (system("a"), user("u"), assistant("x"), said("user", late("s") + "\n\nv", aside=True)),
+    ),
+    "or the one before it": (
+        (user("u"), assistant("x"), user("v"), system("s")),
+        (user("u"), assistant("x"), user("v\n\n" + late("s"))),
+    ),
+    "or is a turn by itself": (
+        (user("u"), assistant("x"), system("s"), assistant("y")),
+        (user("u"), assistant("x"), said("user", late("s"), aside=True), assistant("y")),
+    ),
+    "behind results it is a part of the last": (
+        (user("u"), CALLS, RESULT, OTHER_RESULT, system("s"), user("v")),
+        (user("u"), CALLS, RESULT, said("tool", f"43\n\n{late('s')}\n\nv", tool_call_id="c2")),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRICT)
+def test_what_a_strict_template_gets(case: str) -> None:
+    before, after = STRICT[case]
+    assert arrange(before, ALTERNATING) == after
+
+
+def test_a_program_s_note_stays_in_the_results_where_a_turn_would_change_what_stands_before() -> (
+    None
+):
+    chat = (user("u"), CALLS, RESULT, NOTE)
+    assert arrange(chat, ANY_TURNS) == chat
+    inside = arrange(chat, TurnRules(notes_in_results=True))
+    assert inside == (user("u"), CALLS, said("tool", "42\n\nnote", tool_call_id="c1"))
+    asked = (user("u"), CALLS, RESULT, user("and now?"))
+    assert arrange(asked, TurnRules(notes_in_results=True)) == asked
+
+
+def test_calls_made_at_once_become_calls_in_turn() -> None:
+    strange = said("tool", "?", tool_call_id="c9")
+    chat = (user("u"), TWO_CALLS, OTHER_RESULT, strange, RESULT, user("v"))
+    assert arrange(chat, TurnRules(several_calls=False)) == (
+        user("u"),
+        assistant("x", tool_calls=(CALL,), reasoning="hm"),
+        RESULT,
+        assistant(tool_calls=(ToolCall("c2", "g", {}),)),
+        OTHER_RESULT,
+        strange,
+        user("v"),
+    )
+
+
+def test_a_template_without_a_system_role() -> None:
+    mute = TurnRules(leading_system=False)
+    assert arrange((system("s"), user("u")), mute) == (user("s\n\nu"),)
+    assert arrange((system("s"), assistant("x")), mute) == (user("s"), assistant("x"))
+    assert arrange((system(" "), user("u")), mute) == (user("u"),)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +191,7 @@ def test_only_whole_changing_lines_go(text: str, left: str) -> None:
 )
 def test_arguments_reach_the_template_as_an_object(given: object, reaches: object) -> None:
     message = assistant(tool_calls=(ToolCall("c", "f", given),))  # type: ignore[arg-type]
-    (found,) = normalise((message,))
+    (found,) = settled((message,), TemplateStyle())
     assert found.tool_calls[0].arguments == reaches
     (rendered,) = to_template((found,))
     assert rendered["tool_calls"] == [
@@ -173,7 +236,7 @@ def test_styles() -> None:
         names_results=True,
         reasoning_key="thinking",
     )
-    said, result = to_template(messages, style=style)
+    said, result = to_template(settled(messages, style), style=style)
     assert said["content"] is None
     assert said["thinking"] == "hm"
     assert said["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from firn.models import cpu_rope
-from firn.models.cpu_rope import _plain_rope, install, rope
+from firn.models.cpu import rope as cpu_rope
+from firn.models.cpu.rope import _plain_rope, install, rope
 
 WIDTH = 32
 Float64 = npt.NDArray[np.float64]

@@ -13,7 +13,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from firn.models import cpu_powers, cpu_rope
+from firn.models.cpu import rope as cpu_rope
+from firn.models.cpu import softmax as cpu_softmax
 from tests.zoo import ZOO, build, facts, probe
 from tests.zoo.test_zoo import FAST, TOLERANCE
 
@@ -23,15 +24,15 @@ CHUNKS = (70, 42, *[1] * 8)
 @contextmanager
 def firns_own() -> Iterator[None]:
     """All of them, for few scores too. What is compiled would keep to those it was compiled with."""
-    before = mx.fast.scaled_dot_product_attention, mx.fast.rope, mx.sigmoid, cpu_powers.MIN_SCORES
+    before = mx.fast.scaled_dot_product_attention, mx.fast.rope, mx.sigmoid, cpu_softmax.MIN_SCORES
     mx.disable_compile()
-    mx.fast.scaled_dot_product_attention, mx.fast.rope = cpu_powers.attention, cpu_rope.rope
-    mx.sigmoid, cpu_powers.MIN_SCORES = cpu_powers.sigmoid, 0
+    mx.fast.scaled_dot_product_attention, mx.fast.rope = cpu_softmax.attention, cpu_rope.rope
+    mx.sigmoid, cpu_softmax.MIN_SCORES = cpu_softmax.sigmoid, 0
     try:
         yield
     finally:
         mx.enable_compile()
-        mx.fast.scaled_dot_product_attention, mx.fast.rope, mx.sigmoid, cpu_powers.MIN_SCORES = (
+        mx.fast.scaled_dot_product_attention, mx.fast.rope, mx.sigmoid, cpu_softmax.MIN_SCORES = (
             before
         )
 

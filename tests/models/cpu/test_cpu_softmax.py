@@ -15,8 +15,8 @@ import pytest
 
 from firn import app
 from firn.config import CacheConfig, Config, ModelConfig
-from firn.models import cpu_powers
-from firn.models.cpu_powers import (
+from firn.models.cpu import softmax as cpu_softmax
+from firn.models.cpu.softmax import (
     MIN_SCORES,
     _plain_attention,
     _plain_sigmoid,
@@ -151,15 +151,15 @@ def test_a_model_uses_them() -> None:
         import mlx.core as mx
         from firn import app
         from firn.config import CacheConfig, Config, ModelConfig
-        from firn.models import cpu_powers
+        from firn.models.cpu import softmax as cpu_softmax
 
         called = set()
         def noting(name, function):
             return lambda *args, **more: called.add(name) or function(*args, **more)
         for name in ("attention", "sigmoid"):
-            setattr(cpu_powers, name, noting(name, getattr(cpu_powers, name)))
-        ours = cpu_powers.attention
-        cpu_powers._seconds = lambda function: 1.0 if function is ours else 2.0
+            setattr(cpu_softmax, name, noting(name, getattr(cpu_softmax, name)))
+        ours = cpu_softmax.attention
+        cpu_softmax._seconds = lambda function: 1.0 if function is ours else 2.0
         cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64)
         app.build(Config(model=ModelConfig(path="firn-demo"), cache=cache)).close()
         print(*sorted(called))
@@ -185,7 +185,7 @@ def test_sinks_are_left_to_mlx() -> None:
 def test_the_faster_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours_s, theirs_s in ((1.0, 2.0), (2.0, 1.0)):
         cost = {attention: ours_s, _plain_attention: theirs_s}
-        monkeypatch.setattr(cpu_powers, "_seconds", cost.__getitem__)
+        monkeypatch.setattr(cpu_softmax, "_seconds", cost.__getitem__)
         assert install_if_faster() == (ours_s < theirs_s)
         expected = attention if ours_s < theirs_s else _plain_attention
         assert mx.fast.scaled_dot_product_attention is expected
@@ -197,7 +197,7 @@ def test_exact_reuse_keeps_to_mlx(
 ) -> None:
     """Which one is faster may change between two runs; what one has stored, the other restores."""
     asked: list[bool] = []
-    monkeypatch.setattr(cpu_powers, "install_if_faster", lambda: asked.append(True))
+    monkeypatch.setattr(cpu_softmax, "install_if_faster", lambda: asked.append(True))
     cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, reuse=reuse)
     app.build(Config(model=ModelConfig(path="firn-demo"), cache=cache)).close()
     on_cpu = mx.default_device() == mx.Device(mx.cpu)

@@ -1,0 +1,210 @@
+"""`firn agents`: what a coding agent must be told of a model that it has never heard of.
+
+Each agent knows the models of the large vendors and guesses about others: a million tokens of context,
+or none at all. What is printed sets the address, the name, the real context and how long a reply may be.
+The settings and what they do are those of Claude Code 2.1, Codex 0.166, OpenCode 1.18, aider 0.86.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from firn.cli.client import ChatClient, ServerFault
+from firn.config import UsageError
+from firn.core.errors import SetupError
+
+MAX_OUTPUT_TOKENS = 32_000
+"""More than any agent asks for by itself."""
+SHORT_CONTEXT = 32_768
+KEY_VARIABLE = "FIRN_API_KEY"
+NO_KEY = "none"
+"""Agents want some key, also where the server wants none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as an agent sees it. max_output: None where the server has no limit of its own."""
+
+    name: str
+    url: str
+    context_length: int
+    max_output: int | None = None
+    vision: bool = False
+    has_key: bool = False
+
+    @property
+    def output_tokens(self) -> int:
+        """What to allow a reply: a quarter of the context, so that a prompt has room."""
+        limits = (MAX_OUTPUT_TOKENS, self.context_length // 4, self.max_output or MAX_OUTPUT_TOKENS)
+        return max(min(limits), 1)
+
+
+def claude(model: Served) -> str:
+    """Claude Code heeds the context's length only for a name that is not one of Anthropic's."""
+    settings = {
+        "ANTHROPIC_BASE_URL": model.url,
+        "ANTHROPIC_AUTH_TOKEN": f"${KEY_VARIABLE}" if model.has_key else NO_KEY,
+        "ANTHROPIC_MODEL": model.name,
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": model.name,
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": model.name,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model.name,
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(model.context_length),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(model.output_tokens),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return "".join(f"export {name}={_word(value)}\n" for name, value in settings.items())
+
+
+def codex(model: Served) -> str:
+    """Codex compacts by itself only where it is told when; how long a reply is, the server decides."""
+    key = f'env_key = "{KEY_VARIABLE}"\n' if model.has_key else ""
+    return (
+        f"model = {json.dumps(model.name)}\n"
+        'model_provider = "firn"\n'
+        f"model_context_window = {model.context_length}\n"
+        f"model_auto_compact_token_limit = {model.context_length * 4 // 5}\n"
+        "\n"
+        "[model_providers.firn]\n"
+        'name = "firn"\n'
+        f"base_url = {json.dumps(f'{model.url}/v1')}\n"
+        'wire_api = "responses"\n'
+        f"{key}"
+    )
+
+
+def opencode(model: Served) -> str:
+    entry: dict[str, Any] = {
+        "name": model.name,
+        "limit": {"context": model.context_length, "output": model.output_tokens},
+    }
+    if model.vision:
+        entry["attachment"] = True
+        entry["modalities"] = {"input": ["text", "image"], "output": ["text"]}
+    key = f"{{env:{KEY_VARIABLE}}}" if model.has_key else NO_KEY
+    settings = {
+        "$schema": "https://opencode.ai/config.json",
+        "model": f"firn/{model.name}",
+        "small_model": f"firn/{model.name}",
+        "provider": {
+            "firn": {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": {"baseURL": f"{model.url}/v1", "apiKey": key},
+                "models": {model.name: entry},
+            }
+        },
+    }
+    return json.dumps(settings, indent=2) + "\n"
+
+
+def aider(model: Served) -> str:
+    name = f"openai/{model.name}"
+    metadata = {
+        name: {
+            "litellm_provider": "openai",
+            "mode": "chat",
+            "max_input_tokens": model.context_length,
+            "max_output_tokens": model.output_tokens,
+            "input_cost_per_token": 0,
+            "output_cost_per_token": 0,
+            "supports_vision": model.vision,
+        }
+    }
+    key = f'"${KEY_VARIABLE}"' if model.has_key else NO_KEY
+    return (
+        "cat > .aider.model.metadata.json <<'END'\n"
+        f"{json.dumps(metadata, indent=2)}\n"
+        "END\n"
+        "cat > .aider.model.settings.yml <<'END'\n"
+        f"- name: {json.dumps(name)}\n"
+        f"  extra_params: {{max_tokens: {model.output_tokens}}}\n"
+        "END\n"
+        f"aider --model {_word(name)} --openai-api-base {_word(f'{model.url}/v1')} "
+        f"--openai-api-key {key}\n"
+    )
+
+
+def _word(text: str) -> str:
+    """For a shell. A variable of ours is left to it."""
+    return f'"{text}"' if text == f"${KEY_VARIABLE}" else shlex.quote(text)
+
+
+AGENTS: Mapping[str, tuple[Callable[[Served], str], str]] = {
+    "claude": (claude, 'run `eval "$(firn agents claude)"`, then claude'),
+    "codex": (codex, "this goes into ~/.codex/config.toml"),
+    "opencode": (opencode, "this goes into opencode.json, in the project or in ~/.config/opencode"),
+    "aider": (aider, 'run `eval "$(firn agents aider)"` in the project\'s folder'),
+}
+
+
+def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> int:
+    """Prints the settings on stdout, and where they go on stderr."""
+    if name not in AGENTS:
+        raise UsageError(f"there is no agent {name!r} here; there are {', '.join(AGENTS)}")
+    with ChatClient(url, api_key=api_key) as client:
+        url = client.url
+        served = _asked(client) if model is None else _read(model, url)
+    served = Served(
+        name=served.name,
+        url=url,
+        context_length=served.context_length,
+        max_output=served.max_output,
+        vision=served.vision,
+        has_key=api_key is not None,
+    )
+    render, where = AGENTS[name]
+    typer.echo(f"firn: {where}", err=True)
+    if served.context_length < SHORT_CONTEXT:
+        typer.echo(
+            f"firn: {served.name} has a context of {served.context_length} tokens; agents begin with "
+            "10,000 to 40,000",
+            err=True,
+        )
+    if name == "claude" and served.name.startswith("claude-"):
+        typer.echo(
+            "firn: Claude Code takes a name that begins with claude- for Anthropic's own and ignores "
+            "the context's length; serve the model with --served-model-name",
+            err=True,
+        )
+    typer.echo(render(served), nl=False)
+    return 0
+
+
+def _asked(client: ChatClient) -> Served:
+    """As the running server says."""
+    shown = client.served_models()[0]
+    try:
+        return Served(
+            name=str(shown["id"]),
+            url=client.url,
+            context_length=int(shown["context_length"]),
+            max_output=int(shown.get("max_tokens") or 0) or None,
+            vision=bool(shown.get("vision")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerFault(f"{client.url} does not say how long its model's context is.") from error
+
+
+def _read(model: str, url: str) -> Served:
+    """As its folder says, which is what a server would say of it."""
+    from firn.demo.builtin import builtin_folder
+    from firn.models.inspect import local_folder
+    from firn.models.loader import context_length, read_config
+    from firn.models.recognise import is_vision
+
+    folder = builtin_folder(model) or local_folder(model)
+    if folder is None:
+        raise SetupError(f"{model} is not on this machine; `firn serve` would download it.")
+    config = read_config(Path(folder))
+    return Served(
+        name=model.rstrip("/").split("/")[-1],
+        url=url,
+        context_length=context_length(config),
+        vision=is_vision(config),
+    )

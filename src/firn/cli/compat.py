@@ -1,0 +1,171 @@
+"""Flags of other servers that people have in their scripts, and what becomes of each of them here.
+
+A flag that firn has by the same name does the same (SAME). Of the others each is one of three:
+another name of an option of ours (Alias), something that is always so here, or that nobody needs
+(Accepted: one line says so), or something that firn does not do (Refused: one line says what to do).
+docs/from-vllm-mlx.md is this table for people; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """`key` is the option's. unset: a value by which the other server means "not given"."""
+
+    key: str
+    metavar: str = "N"
+    unset: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """metavar None: a switch, without a value."""
+
+    text: str
+    metavar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """unless: values that ask for what firn does anyway."""
+
+    text: str
+    metavar: str | None = None
+    unless: tuple[str, ...] = ()
+
+
+Fate = Alias | Accepted | Refused
+
+_ONE_TOKEN = "firn does not draft tokens yet: every step computes one token of each reply"
+_SPARSE = "firn does not skip parts of a prompt; a prompt that was read before is not read again"
+_ONE_MODEL = (
+    "firn serves one model: start a server for each, on ports of their own; all may share one "
+    "--ssd-cache-dir"
+)
+_EMBEDDINGS = "serve the embedding model by itself: firn serve EMBEDDING-MODEL --port ..."
+_BYTES = "the cache is bounded by bytes: see --cache-memory-mb and --ssd-cache-max-gb"
+_NO_AUDIO = "firn serves no audio: there is nothing to limit"
+
+VLLM_MLX: Mapping[str, Fate] = MappingProxyType(
+    {
+        # --- several models
+        "--models-config": Refused(_ONE_MODEL, "FILE"),
+        "--memory-budget-gb": Refused(_ONE_MODEL, "X"),
+        "--lazy-load-model": Refused("the model is loaded at start; /ready says when it answers"),
+        "--auto-unload-idle-seconds": Refused(
+            "firn keeps its model loaded; stop the server: what it has read is on the SSD", "X",
+            unless=("0", "0.0"),
+        ),
+        # --- batching
+        "--continuous-batching": Accepted("continuous batching is always on"),
+        "--max-num-seqs": Alias("engine.max_concurrency"),
+        "--prefill-batch-size": Accepted(
+            "prompts are read one chunk at a time, in turn: see --prefill-chunk", "N"
+        ),
+        "--completion-batch-size": Accepted(
+            "all replies decode in one batch: see --max-concurrency", "N"
+        ),
+        "--stream-interval": Accepted("what a step has made is sent at once, in one write", "N"),
+        "--chunked-prefill-tokens": Alias("engine.prefill_chunk", unset="0"),
+        "--prefill-step-size": Alias("engine.prefill_chunk"),
+        "--mllm-prefill-step-size": Alias("engine.prefill_chunk", unset="0"),
+        # --- the cache
+        "--enable-prefix-cache": Accepted(
+            "the prefix cache is always on, unless --disable-prefix-cache"
+        ),
+        "--prefix-cache-size": Accepted(_BYTES, "N"),
+        "--no-memory-aware-cache": Accepted(_BYTES),
+        "--kv-cache-min-quantize-tokens": Accepted(
+            "what is stored is quantised in blocks, whatever the prompt's length", "N"
+        ),
+        "--max-kv-size": Refused(
+            "firn never forgets the beginning of a prompt; --max-context refuses what is longer",
+            "N",
+        ),
+        "--use-paged-cache": Accepted("the cache is always kept in blocks"),
+        "--paged-cache-block-size": Alias("cache.cache_block_tokens"),
+        "--max-cache-blocks": Accepted(_BYTES, "N"),
+        "--prefix-trie-cache": Accepted("prefixes are always kept in one tree"),
+        "--prefix-trie-cache-size": Accepted(_BYTES, "N"),
+        "--prefix-trie-cache-memory-mb": Alias("cache.cache_memory_mb"),
+        # --- speculation
+        "--enable-mtp": Refused(_ONE_TOKEN),
+        "--mtp-num-draft-tokens": Refused(_ONE_TOKEN, "N"),
+        "--mtp-optimistic": Refused("firn never takes a token that the model did not pick"),
+        "--mllm-draft-model": Refused(_ONE_TOKEN, "MODEL"),
+        "--mllm-draft-kind": Refused(_ONE_TOKEN, "KIND"),
+        "--mllm-draft-block-size": Refused(_ONE_TOKEN, "N"),
+        "--default-mllm-draft": Refused(_ONE_TOKEN),
+        "--specprefill": Refused(_SPARSE),
+        "--specprefill-threshold": Refused(_SPARSE, "N"),
+        "--specprefill-keep-pct": Refused(_SPARSE, "X"),
+        "--specprefill-backbone-pct": Refused(_SPARSE, "X"),
+        "--specprefill-draft-model": Refused(_SPARSE, "MODEL"),
+        # --- tools, pictures, sound
+        "--enable-auto-tool-choice": Accepted("tool calls are read wherever tools are offered"),
+        "--mcp-config": Refused(
+            "tools are run by the client: connect MCP servers to the agent that calls this one",
+            "FILE",
+        ),
+        "--mllm": Accepted("config.json tells whether a model takes pictures; see --text-only"),
+        "--max-audio-upload-mb": Accepted(_NO_AUDIO, "N"),
+        "--max-tts-input-chars": Accepted(_NO_AUDIO, "N"),
+        # --- embeddings
+        "--embedding-model": Refused(_EMBEDDINGS, "MODEL"),
+        "--embedding-max-length": Refused(
+            "a text may be as long as the embedding model can read; longer ones are a 400", "N",
+            unless=("auto",),
+        ),
+        "--embedding-overflow-policy": Refused(
+            "texts are not cut: one that is too long is a 400", "truncate|error",
+            unless=("error",),
+        ),
+        "--rerank-model": Refused("firn does not rerank", "MODEL"),
+        # --- the rest
+        "--enable-metrics": Accepted("/metrics is always there"),
+    }
+)  # fmt: skip
+
+SAME = (
+    "--served-model-name", "--host", "--port", "--api-key", "--trust-remote-code",
+    "--max-tokens", "--max-request-tokens", "--timeout", "--rate-limit", "--warm-prompts",
+    "--disable-prefix-cache", "--cache-memory-mb", "--cache-memory-percent",
+    "--kv-cache-quantization", "--kv-cache-quantization-bits", "--kv-cache-quantization-group-size",
+    "--ssd-cache-dir", "--ssd-cache-max-gb", "--gpu-memory-utilization",
+    "--tool-call-parser", "--reasoning-parser",
+    "--default-temperature", "--default-top-p", "--default-top-k", "--default-min-p",
+    "--default-presence-penalty", "--default-repetition-penalty",
+    "--default-thinking-token-budget", "--default-chat-template-kwargs",
+    "--download-timeout", "--download-retries", "--offline",
+)  # fmt: skip
+"""Flags of vllm-mlx's that are options here, by the same name."""
+
+PARSERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "model.tool_call_parser": {
+            "generic": "auto",
+            "deepseek_v4": "dsml",
+            "glm4": "glm47",
+            "granite3": "granite",
+            "gpt-oss": "harmony",
+            "nous": "hermes",
+            "moonshot": "kimi",
+            "llama4": "llama",
+            "poolside_v1": "laguna",
+            "qwen3.5": "qwen3_xml",
+            "step": "step3p5",
+        },
+        "model.reasoning_parser": {
+            "deepseek_v4": "think",
+            "glm4": "think",
+            "poolside_v1": "think",
+            "step3p5": "think",
+        },
+    }
+)
+"""Names of formats that vllm-mlx has and firn has by another name."""

@@ -1,0 +1,49 @@
+"""What sampling may be set to: one table for the APIs, for the flags and for models' own files. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+INT_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """[low, high], or (low, high] where `above_low`. whole: integers only."""
+
+    low: float
+    high: float
+    above_low: bool = False
+    whole: bool = False
+
+    def fault(self, value: object) -> str | None:
+        """What is wrong with the value, if anything is."""
+        kinds = (int,) if self.whole else (int, float)
+        if type(value) not in kinds:  # a boolean is no number
+            return "must be an integer" if self.whole else "must be a number"
+        assert isinstance(value, int | float)
+        inside = self.low < value if self.above_low else self.low <= value
+        if not (inside and value <= self.high and math.isfinite(value)):
+            least = f"above {self.low:g}" if self.above_low else f"at least {self.low:g}"
+            return f"must be {least} and at most {self.high:g}"
+        return None
+
+
+SAMPLING: Mapping[str, Bound] = MappingProxyType(
+    {
+        "temperature": Bound(0, 100),
+        "top_p": Bound(0, 1, above_low=True),
+        "top_k": Bound(-1, INT_MAX, whole=True),
+        "min_p": Bound(0, 1),
+        "repetition_penalty": Bound(0, 100, above_low=True),
+        "presence_penalty": Bound(-2, 2),
+        "frequency_penalty": Bound(-2, 2),
+    }
+)
+"""By the names of `core.values.Sampling`. A top_k of -1 is off, as vLLM's clients say it."""
+
+GREEDY_BELOW = 1e-5
+"""Dividing logits by less than this only overflows; it picks the likeliest token anyway."""

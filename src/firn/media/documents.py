@@ -1,0 +1,133 @@
+"""Documents of messages, read as text: PDF, and whatever is plain text.
+
+Owner: the asyncio thread; files are read in threads of our own, and PDF in a process (see `pdf_text`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from firn.core.values import Chat, DocumentPart, GenerateRequest, Part
+from firn.media import pdf_text
+
+MIB = 1 << 20
+PDF = "application/pdf"
+TEXT_TYPES = ("text/", "application/json", "application/xml", "application/x-yaml")
+N_THREADS = 2
+MAX_KEPT_CHARS = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentLimits:
+    """Of one document."""
+
+    nbytes: int = 32 * MIB
+    pages: int = 1000
+    chars: int = 4 * MIB
+    seconds: int = 15
+
+
+class Unreadable(Exception):
+    """Why a document has no text here, as the end of a sentence."""
+
+
+class Documents:
+    """Fills in the text of a request's documents. Holds the last texts: later turns send them again."""
+
+    def __init__(self, limits: DocumentLimits | None = None) -> None:
+        self._limits = limits or DocumentLimits()
+        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="firn-documents")
+        self._kept: OrderedDict[bytes, str] = OrderedDict()
+
+    async def gather(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the text of each document, or with what is wrong with it."""
+        source = request.source
+        if not isinstance(source, Chat) or not any(map(_is_unread, _parts(source))):
+            return request
+        documents = [p for p in _parts(source) if isinstance(p, DocumentPart) and _is_unread(p)]
+        read = dict(
+            zip(
+                map(id, documents),
+                await asyncio.gather(*map(self._filled, documents)),
+                strict=True,
+            )
+        )
+        messages = tuple(
+            replace(m, parts=tuple(read.get(id(p), p) for p in m.parts)) for m in source.messages
+        )
+        return replace(request, source=replace(source, messages=messages))
+
+    async def _filled(self, part: DocumentPart) -> DocumentPart:
+        loop = asyncio.get_running_loop()
+        try:
+            key, data = await loop.run_in_executor(self._pool, self._bytes, part)
+            if key not in self._kept:
+                read = await loop.run_in_executor(self._pool, self._text, data, part.media_type)
+                self._keep(key, read)
+            self._kept.move_to_end(key)
+            return replace(part, data="", text=self._kept[key])
+        except Unreadable as e:
+            return replace(part, data="", fault=f"the document {e}.")
+
+    def _keep(self, key: bytes, text: str) -> None:
+        self._kept[key] = text
+        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > MAX_KEPT_CHARS:
+            self._kept.popitem(last=False)
+
+    # --- in its threads --------------------------------------------------------------------
+
+    def _bytes(self, part: DocumentPart) -> tuple[bytes, bytes]:
+        if len(part.data) * 3 // 4 > self._limits.nbytes + 3:
+            raise Unreadable(f"is over the limit of {self._limits.nbytes / MIB:g} MiB")
+        try:
+            data = base64.b64decode("".join(part.data.split()), validate=True)
+        except ValueError:
+            raise Unreadable("is no valid base64") from None
+        kind = part.media_type.encode("utf-8", "replace")
+        return hashlib.blake2b(data, person=b"firn-document", key=kind[:64]).digest(), data
+
+    def _text(self, data: bytes, media_type: str) -> str:
+        if data[:1024].lstrip().startswith(b"%PDF-"):
+            return self._pdf(data)
+        if media_type.lower() == PDF:
+            raise Unreadable("is no PDF file")
+        if not media_type.lower().startswith(TEXT_TYPES):
+            raise Unreadable(f"is of a kind that is not read here ({media_type[:64]!r})")
+        try:
+            return data.decode("utf-8-sig")[: self._limits.chars]
+        except UnicodeDecodeError:
+            raise Unreadable("is no text in UTF-8") from None
+
+    def _pdf(self, data: bytes) -> str:
+        limits = self._limits
+        numbers = (limits.pages, limits.chars, limits.seconds)
+        command = [sys.executable, "-I", str(Path(pdf_text.__file__)), *map(str, numbers)]
+        try:
+            done = subprocess.run(
+                command, input=data, capture_output=True, timeout=limits.seconds, check=True
+            )
+            found = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            raise Unreadable(f"could not be read in {limits.seconds} seconds") from None
+        except (subprocess.CalledProcessError, OSError, ValueError):
+            raise Unreadable("could not be read") from None
+        if "text" not in found:
+            raise Unreadable(f"could not be read: {found.get('fault')}")
+        return str(found["text"])
+
+
+def _parts(chat: Chat) -> list[Part]:
+    return [p for m in chat.messages for p in m.parts]
+
+
+def _is_unread(part: Part) -> bool:
+    return isinstance(part, DocumentPart) and part.text is None and not part.fault

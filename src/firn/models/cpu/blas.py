@@ -1,0 +1,158 @@
+"""Which BLAS multiplies for MLX on a Linux CPU: the fastest that is there, or the one asked for.
+
+What a trial has shown is remembered in a small file, so that the next start loads one library and
+measures none. Anything odd leaves MLX as it is, and says so in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+
+from firn.core.errors import SetupError
+from firn.machine import usable_cores
+from firn.models.cpu import trial
+from firn.models.cpu.imports import NoSlot
+from firn.models.cpu.openblas import Library, OpenBlas, libraries
+from firn.models.cpu.trial import Trial
+
+log = logging.getLogger("firn.models")
+
+Choice = Literal["auto", "system", "bundled", "none"]
+WORTH = 1.2
+"""How much faster than MLX's own a library must be."""
+PREFERENCE = {"bundled": 1.2, "system": 1.0}
+"""The one that firn is tested with, unless the other is clearly faster."""
+HOW_TO_GET = {
+    "bundled": "install firn[cpu], which brings scipy-openblas32",
+    "system": "install OpenBLAS with the system's packages (Debian: libopenblas0-pthread)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blas:
+    """What multiplies in this process. library None: MLX's own."""
+
+    text: str
+    """For people: which, how fast, or why not."""
+    library: OpenBlas | None = None
+    gflops: float = 0.0
+
+    @property
+    def identity(self) -> str:
+        """What its roundings depend on."""
+        if self.library is None:
+            return "mlx's blas"
+        return f"{self.library.version} {self.library.core} x{self.library.n_threads}"
+
+
+def attach(choice: Choice, *, memo: Path, again: bool = False) -> Blas:
+    """Put a library in the place of MLX's BLAS, for this process.
+
+    memo: where trials are remembered; again: forget what was remembered, and try anew.
+    Raises SetupError where one was asked for by name and cannot be had.
+    """
+    if choice == "none":
+        return Blas("MLX's own BLAS, as asked for")
+    why_not = _why_not_here()
+    wanted = [lib for lib in libraries() if choice in ("auto", lib.kind)]
+    if why_not or not wanted:
+        return _go_without(choice, why_not or "no OpenBLAS is installed")
+    trials = _trials(wanted, memo, {} if again else _read(memo))
+    best = max(wanted, key=lambda lib: trials[lib.kind].gflops * PREFERENCE[lib.kind])
+    seen = trials[best.kind]
+    if seen.fault:
+        return _go_without(choice, f"{best.path}: {seen.fault}")
+    if choice == "auto" and seen.gflops < WORTH * seen.own_gflops:
+        return Blas(f"MLX's own BLAS, {seen.own_gflops:.0f} GFLOP/s", gflops=seen.own_gflops)
+    try:
+        library = OpenBlas(best, n_threads=usable_cores())
+        library.attach()
+    except (OSError, AttributeError, NoSlot) as e:
+        return _go_without(choice, str(e))
+    text = (
+        f"{seen.label}, {best.kind}, {library.n_threads} threads: {seen.gflops:.0f} GFLOP/s "
+        f"(MLX's own: {seen.own_gflops:.1f})"
+    )
+    return Blas(text, library, seen.gflops)
+
+
+def _why_not_here() -> str:
+    if sys.platform != "linux":
+        return f"{sys.platform} has a fast one of its own"
+    if platform.libc_ver()[0] != "glibc":
+        return "this is no glibc system"
+    return ""
+
+
+def _go_without(choice: Choice, why: str) -> Blas:
+    if choice != "auto":
+        raise SetupError(f"--blas {choice}: {why}; {HOW_TO_GET[choice]}, or leave the flag away.")
+    return Blas(f"MLX's own BLAS, which is slow: {why}")
+
+
+# --- trials, remembered --------------------------------------------------------------------
+
+
+def _trials(wanted: list[Library], memo: Path, known: dict[str, Trial]) -> dict[str, Trial]:
+    """By kind. Those that are not known are run, and remembered."""
+    out: dict[str, Trial] = {}
+    n_new = 0
+    for library in wanted:
+        name = _name(library)
+        if name not in known:
+            log.info("trying %s OpenBLAS (once)", library.kind)
+            known[name] = trial.run(library, n_threads=usable_cores())
+            n_new += 1
+        out[library.kind] = known[name]
+    if n_new:
+        _write(memo, known)
+    return out
+
+
+def _name(library: Library) -> str:
+    """All that a trial's result depends on."""
+    try:
+        stat = os.stat(library.path)
+        file = f"{library.path} {stat.st_size} {stat.st_mtime_ns}"
+    except OSError:
+        file = library.path
+    return f"{file}, mlx {metadata.version('mlx')}, {_processor()}, {usable_cores()} cores"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "CPU part", "Features")
+    told = sorted({line for line in lines if line.startswith(wanted)})
+    return f"{platform.machine()}-{xxhash.xxh3_64_hexdigest(repr(told).encode())}"
+
+
+def _read(memo: Path) -> dict[str, Trial]:
+    try:
+        return {name: Trial(**fields) for name, fields in json.loads(memo.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(memo: Path, trials: Mapping[str, Trial]) -> None:
+    """Best effort: without the file, the next start tries again."""
+    text = json.dumps({name: asdict(t) for name, t in trials.items()}, indent=1)
+    with contextlib.suppress(OSError):
+        memo.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = memo.with_suffix(f".{os.getpid()}")
+        draft.write_text(text)
+        draft.replace(memo)

@@ -1,0 +1,134 @@
+"""OpenBLAS libraries that may be on a machine, and one of them in the place of MLX's own BLAS.
+
+MLX's Linux wheel multiplies with a reference BLAS, at a fortieth of what the processor can do. The
+wheel scipy-openblas32 brings OpenBLAS under names with a prefix, which MLX does not call; so MLX's
+calls are redirected (see `imports`). Nothing is preloaded, copied or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from firn.models.cpu import stubs
+from firn.models.cpu.imports import MLX, find_slots
+
+Kind = Literal["system", "bundled"]
+PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+"""All that MLX's matrix products call, by type: float32, float64, complex64."""
+SPIN = "23"
+"""Threads look out for the next product for 2**23 cycles, some 3 ms, before they sleep.
+
+OpenBLAS's own 2**28 keep a core from Python, MLX and the clients long after a step. Less than a layer
+of attention takes, and each product waits until the system has found its thread a core again.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library that was found. prefix: what its functions' names begin with."""
+
+    kind: Kind
+    path: str
+    prefix: str = ""
+
+
+def libraries() -> list[Library]:
+    """Those that may be there; whether they load and are any good is for a trial to say."""
+    return [lib for lib in (_bundled(), _of_the_system()) if lib is not None]
+
+
+def _bundled() -> Library | None:
+    """The wheel's. It is not imported: that would load the library, with threads of its own liking."""
+    spec = importlib.util.find_spec("scipy_openblas32")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    files = [
+        f for folder in folders for f in sorted(Path(folder, "lib").glob("libscipy_openblas*"))
+    ]
+    return Library("bundled", str(files[0]), "scipy_") if files else None
+
+
+def _of_the_system() -> Library | None:
+    """Where the dynamic linker would find it."""
+    for program in ("ldconfig", "/sbin/ldconfig"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            run = [program, "-p"]
+            listed = subprocess.run(run, capture_output=True, text=True, timeout=10, check=True)
+            rows = (line.partition(" => ") for line in listed.stdout.splitlines())
+            paths = [path for name, _, path in rows if name.split()[:1] == ["libopenblas.so.0"]]
+            return Library("system", paths[0]) if paths else None
+    return None
+
+
+class OpenBlas:
+    """One library, loaded into this process. Raises OSError or AttributeError if it is no OpenBLAS."""
+
+    def __init__(self, library: Library, *, n_threads: int) -> None:
+        with _environment(OPENBLAS_NUM_THREADS=str(n_threads), OPENBLAS_THREAD_TIMEOUT=SPIN):
+            self._functions = ctypes.CDLL(library.path)
+        self._prefix = library.prefix
+        self._set_threads = self._function("openblas_set_num_threads")
+        self.n_threads = n_threads
+        self.set_threads(n_threads)
+
+    @property
+    def version(self) -> str:
+        """As the library says it: "OpenBLAS 0.3.34"."""
+        config = self._function("openblas_get_config")
+        config.restype = ctypes.c_char_p
+        words = (config() or b"").decode("ascii", "replace").split()
+        return " ".join(words[:2])
+
+    @property
+    def core(self) -> str:
+        """The family of processors that it takes this one for."""
+        name = self._function("openblas_get_corename")
+        name.restype = ctypes.c_char_p
+        return (name() or b"").decode("ascii", "replace")
+
+    def set_threads(self, n: int) -> None:
+        self._set_threads(ctypes.c_int(n))
+
+    def attach(self) -> None:
+        """Let MLX multiply with this library from now on, in this process. Raises NoSlot."""
+        import mlx.core  # noqa: F401 - what is not loaded has no slots
+
+        slots = find_slots(MLX, PRODUCTS)
+        addresses = {name: self._address(name) for name in PRODUCTS}
+        if stubs.can_run():
+            with contextlib.suppress(OSError):  # no executable memory: sgemm for all
+                addresses["cblas_sgemm"] = stubs.sgemm_by_rows(
+                    sgemm=addresses["cblas_sgemm"], sgemv=self._address("cblas_sgemv")
+                )
+        for name, slot in slots.items():
+            slot.set(addresses[name])
+
+    def _function(self, name: str) -> ctypes._NamedFuncPointer:
+        return self._functions[self._prefix + name]
+
+    def _address(self, name: str) -> int:
+        address = ctypes.cast(self._function(name), ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Variables for the length of a block: OpenBLAS reads them while it is loaded, children must not."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

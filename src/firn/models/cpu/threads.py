@@ -1,0 +1,44 @@
+"""How many threads OpenBLAS takes for a product.
+
+A second thread must be woken and waited for. A decode step of a small model is a hundred tiny products
+with pauses between them: there it saves nothing, and takes a core from Python, from MLX and from the
+clients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+WORTHWHILE = 1 << 18
+"""Multiplications in a product that are worth more than one thread."""
+
+
+class Library(Protocol):
+    n_threads: int
+
+    def set_threads(self, n: int) -> None: ...
+
+
+class Threads:
+    """One thread where products are small, all where they are not. Owner: the engine thread."""
+
+    def __init__(self, library: Library, model: Any) -> None:
+        self._library = library
+        self._now = library.n_threads
+        self._weights = weights_a_product(model)
+
+    def prepare(self, n_tokens: int) -> None:
+        """The products that come are of so many tokens at once."""
+        n = self._library.n_threads if self._weights * n_tokens >= WORTHWHILE else 1
+        if n != self._now:
+            self._library.set_threads(n)
+            self._now = n
+
+
+def weights_a_product(model: Any) -> int:
+    arrays = [w for _, w in tree_flatten(model.parameters()) if isinstance(w, mx.array)]
+    sizes = [w.size for w in arrays if w.ndim >= 2]
+    return sum(sizes) // max(len(sizes), 1)

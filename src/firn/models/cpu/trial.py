@@ -1,0 +1,97 @@
+"""How fast one OpenBLAS multiplies for MLX, tried in a process of its own.
+
+A library that does not fit the processor may end the process that loads it. So the first to load it is
+this one, and what it prints, or that it dies, is remembered (see `blas`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+from firn.models.cpu.openblas import Library, OpenBlas
+
+TIMEOUT_S = 60.0
+N_TRIES, MIN_S = 4, 0.2
+"""At least so many products, and so long: whoever else is at work pauses at some time."""
+SIZE = (96, 512, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was seen. fault: why the library cannot be used, else empty."""
+
+    label: str = ""
+    gflops: float = 0.0
+    own_gflops: float = 0.0
+    """MLX as it is, in the same minute."""
+    fault: str = ""
+
+
+def run(library: Library, *, n_threads: int) -> Trial:
+    """Try it in a child process. Whatever happens there, this one goes on."""
+    code = [sys.executable, "-m", __name__, library.kind, library.path, library.prefix]
+    try:
+        done = subprocess.run(
+            [*code, str(n_threads)], capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError) as e:
+        return Trial(fault=f"the trial did not end: {type(e).__name__}")
+    if done.returncode < 0:
+        return Trial(fault=f"it ended its process with signal {-done.returncode}")
+    try:
+        return Trial(**json.loads(done.stdout.splitlines()[-1]))
+    except (ValueError, TypeError, IndexError):
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        return Trial(fault=last[0])
+
+
+def main(kind: str, path: str, prefix: str, n_threads: str) -> None:
+    own = gflops()
+    library = Library("bundled" if kind == "bundled" else "system", path, prefix)
+    try:
+        blas = OpenBlas(library, n_threads=int(n_threads))
+        blas.attach()
+        _check()
+        trial = Trial(f"{blas.version} for {blas.core}", gflops(), own)
+    except Exception as e:  # a trial ends with a finding, whatever it meets
+        trial = Trial(own_gflops=own, fault=str(e).splitlines()[0] if str(e) else repr(e))
+    print(json.dumps(asdict(trial)))
+
+
+def gflops() -> float:
+    """Of float32 products of a short chunk, the best of a few."""
+    import mlx.core as mx
+
+    m, k, n = SIZE
+    a, b = mx.random.normal((m, k)), mx.random.normal((n, k))
+    mx.eval(a, b)
+    best, n, end = math.inf, 0, time.perf_counter() + MIN_S
+    while n < N_TRIES or time.perf_counter() < end:
+        began = time.perf_counter()
+        mx.eval(a @ b.T)
+        best = min(best, time.perf_counter() - began)
+        n += 1
+    return 2 * m * n * k / best / 1e9
+
+
+def _check() -> None:
+    """The products are right: of one row and of several, both ways round, over a dirty output."""
+    import mlx.core as mx
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    for m, k, n in ((1, 70, 33), (1, 1, 5), (3, 70, 33), (17, 64, 1)):
+        a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((m, k), (n, k)))
+        want = a.astype(np.float64) @ b.T.astype(np.float64)
+        for got in (mx.array(a) @ mx.array(b).T, mx.array(a) @ mx.array(np.ascontiguousarray(b.T))):
+            if not np.allclose(np.array(got), want, atol=1e-3):
+                raise ValueError("its products are wrong")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

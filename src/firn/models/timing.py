@@ -1,0 +1,140 @@
+"""Where the time of a prefill chunk and of a decode step goes, measured on the model itself.
+
+Products are timed by running every weight matrix of the model once, attention by running its layers'
+shapes, Python by building a step without computing it; the rest is what is left.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+N_TRIES = 3
+DEPTH = 1024
+"""Tokens that a step looks back at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Of one chunk or step, in seconds. The parts are measured apart, so `rest` is a difference."""
+
+    n_tokens: int
+    total_s: float
+    products_s: float
+    attention_s: float
+    python_s: float
+
+    @property
+    def rest_s(self) -> float:
+        parts = self.products_s + self.attention_s + self.python_s
+        return max(self.total_s - parts, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    prefill: Split
+    decode: Split
+
+
+def measure(model: Any, make_layers: Callable[[], list[Any]], *, chunk: int) -> Timing:
+    """On the thread that owns the model. Takes a few chunks' time."""
+    layers = make_layers()
+    for start in range(0, DEPTH, chunk):
+        _feed(model, layers, min(chunk, DEPTH - start))
+    flat = [part for layer in layers for part in getattr(layer, "caches", (layer,))]
+    args = getattr(model, "args", None)
+    n_heads = int(getattr(args, "num_attention_heads", 0) or 0)
+    shapes = [s for layer in flat if (s := _shape(layer, n_heads)) is not None]
+    return Timing(
+        prefill=_split(model, layers, chunk, shapes), decode=_split(model, layers, 1, shapes)
+    )
+
+
+def _split(model: Any, layers: list[Any], n: int, shapes: list[_Shape]) -> Split:
+    steps = [_feed(model, layers, n) for _ in range(N_TRIES)]
+    return Split(
+        n_tokens=n,
+        total_s=statistics.median(total for total, _ in steps),
+        products_s=_median(lambda: _products(model, n)),
+        attention_s=_median(lambda: [_attend(shape, n) for shape in shapes]) if shapes else 0.0,
+        python_s=statistics.median(python for _, python in steps),
+    )
+
+
+def _feed(model: Any, layers: list[Any], n: int) -> tuple[float, float]:
+    """(seconds, of which Python)."""
+    ids = mx.ones((1, n), dtype=mx.int32)
+    began = time.perf_counter()
+    logits = model(ids, cache=layers)
+    built = time.perf_counter()
+    # A chunk's logits are asked for at its last token only, as prefill does.
+    mx.eval(logits[:, -1], [layer.state for layer in layers])
+    return time.perf_counter() - began, built - began
+
+
+def _products(model: Any, n: int) -> list[mx.array]:
+    """Every linear layer, each with tokens of its own."""
+    out = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.QuantizedLinear):
+            # The head sees the last token alone.
+            rows = 1 if "lm_head" in name else n
+            out.append(module(mx.ones((1, rows, _width(module)), dtype=_dtype(module))))
+        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and not hasattr(
+            model, "lm_head"
+        ):
+            out.append(module.as_linear(mx.ones((1, 1, _width(module)), dtype=_dtype(module))))
+    return out
+
+
+def _width(module: Any) -> int:
+    bits = getattr(module, "bits", None)
+    return int(module.weight.shape[-1]) * (32 // bits if bits else 1)
+
+
+def _dtype(module: Any) -> mx.Dtype:
+    weight = module.scales if "scales" in module else module.weight
+    found: mx.Dtype = weight.dtype
+    return found if mx.issubdtype(found, mx.floating) else mx.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of one attention layer."""
+
+    n_heads: int
+    n_kv_heads: int
+    n_keys: int
+    width: int
+    dtype: mx.Dtype
+
+
+def _shape(layer: Any, n_heads: int) -> _Shape | None:
+    """None for a layer that does not attend."""
+    keys = getattr(layer, "keys", None)
+    if not isinstance(keys, mx.array) or keys.ndim != 4:
+        return None
+    _, n_kv, n_keys, width = keys.shape
+    return _Shape(max(n_heads, n_kv), n_kv, min(int(layer.offset), n_keys), width, keys.dtype)
+
+
+def _attend(shape: _Shape, n: int) -> mx.array:
+    q = mx.ones((1, shape.n_heads, n, shape.width), dtype=shape.dtype)
+    k = mx.ones((1, shape.n_kv_heads, max(shape.n_keys, n), shape.width), dtype=shape.dtype)
+    mask = "causal" if n > 1 else None
+    return mx.fast.scaled_dot_product_attention(q, k, k, scale=0.1, mask=mask)
+
+
+def _median(work: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(N_TRIES):
+        began = time.perf_counter()
+        mx.eval(work())
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

@@ -1,0 +1,163 @@
+"""Messages in the order in which a model's template can render them. Pure.
+
+A message stays where it was said, and changes nothing of what stands before it: a prompt that grows by a
+message keeps its prefix. Only leading system messages are merged. What a template cannot render in its
+place becomes a part of its neighbour there (see `TurnRules`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby, takewhile
+
+from firn.core.values import Message, Part, TextPart
+from firn.text.turns import TurnRules
+
+SEPARATOR = "\n\n"
+LATE_SYSTEM = "<system-message>\n{}\n</system-message>"
+"""How a user turn shows what the system said later, where a template has no other place for it."""
+
+_CHANGING_LINE = re.compile(
+    r"^[ \t]*x-[a-z0-9-]*(?:billing|attribution)[a-z0-9-]*[ \t]*:.*(?:\r?\n|\Z)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...]:
+    """The messages as the template wants them."""
+    leading = list(takewhile(lambda m: m.role == "system", messages))
+    turns = [t for m in messages[len(leading) :] for t in _placed(m, rules)]
+    if not rules.several_calls:
+        turns = _one_call_each(turns)
+    turns = _into_results(turns, rules)
+    if not rules.user_runs:
+        turns = _merged_users(turns)
+    return tuple(_led(_merged_system(leading), turns, rules))
+
+
+def strip_changing_lines(text: str) -> str:
+    """Without the billing or attribution lines that a client changes on each request."""
+    return _CHANGING_LINE.sub("", text)
+
+
+# --- system messages -----------------------------------------------------------------------
+
+
+def _merged_system(messages: Sequence[Message]) -> list[Message]:
+    kept = []
+    for message in messages:
+        stripped = _map_texts(message, strip_changing_lines)
+        # An empty system message is a wish (no default prompt); an emptied one says nothing.
+        if stripped.parts or not message.parts:
+            kept.append(stripped)
+    return [_joined(kept)] if kept else []
+
+
+def _led(system: list[Message], turns: list[Message], rules: TurnRules) -> list[Message]:
+    """With the system's message in front, or at the front of the first user turn."""
+    if rules.leading_system or not system:
+        return system + turns
+    (first,) = system
+    opening = replace(first, role="user")
+    if not first.text.strip():
+        return turns
+    if not turns or turns[0].role != "user":
+        return [opening, *turns]
+    return [_joined([opening, turns[0]]), *turns[1:]]
+
+
+def _placed(message: Message, rules: TurnRules) -> list[Message]:
+    """One that the system says in the midst of a chat, in its place; others as they are."""
+    if message.role != "system":
+        return [message]
+    said = _map_texts(message, strip_changing_lines)
+    if not said.text.strip():
+        return []
+    if rules.late_system:
+        return [said]
+    marked = TextPart(LATE_SYSTEM.format(said.text))
+    return [Message("user", (marked,), checkpoint=said.checkpoint, aside=True)]
+
+
+def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
+    parts: list[Part] = []
+    for part in message.parts:
+        if not isinstance(part, TextPart):
+            parts.append(part)
+            continue
+        text = change(part.text)
+        if text == part.text:
+            parts.append(part)
+        elif text.strip():
+            parts.append(TextPart(text))
+    return replace(message, parts=tuple(parts))
+
+
+# --- calls and results ---------------------------------------------------------------------
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Calls made at once as calls made one after another, each with its result behind it."""
+    found: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        if len(message.tool_calls) < 2:
+            found.append(message)
+            continue
+        results = list(takewhile(lambda m: m.role == "tool", messages[at:]))
+        at += len(results)
+        for i, call in enumerate(message.tool_calls):
+            first = message if i == 0 else Message("assistant")
+            found.append(replace(first, tool_calls=(call,), checkpoint=False))
+            found += [r for r in results if r.tool_call_id == call.id]
+        ids = {call.id for call in message.tool_calls}
+        found += [r for r in results if r.tool_call_id not in ids]
+    return found
+
+
+def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message]:
+    """What a user turn right behind tool results cannot say is said at the end of the last result."""
+    found: list[Message] = []
+    for message in messages:
+        inside = not rules.user_after_results or (message.aside and rules.notes_in_results)
+        if inside and message.role == "user" and found and found[-1].role == "tool":
+            found[-1] = _joined([found[-1], message])
+        else:
+            found.append(message)
+    return found
+
+
+# --- merging -------------------------------------------------------------------------------
+
+
+def _merged_users(messages: Iterable[Message]) -> list[Message]:
+    merged: list[Message] = []
+    for role, run in groupby(messages, key=lambda m: m.role):
+        group = list(run)
+        merged += [_joined(group)] if role == "user" and len(group) > 1 else group
+    return merged
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    checkpoint = any(m.checkpoint for m in messages)
+    return replace(messages[0], parts=_join_parts(messages), checkpoint=checkpoint)
+
+
+def _join_parts(messages: Sequence[Message]) -> tuple[Part, ...]:
+    """All parts in order; where two texts of different messages meet, a blank line is between them."""
+    parts: list[Part] = []
+    for message in messages:
+        if not message.parts:
+            continue
+        first = message.parts[0]
+        if parts and isinstance(parts[-1], TextPart) and isinstance(first, TextPart):
+            joint = SEPARATOR if parts[-1].text and first.text else ""
+            parts[-1] = TextPart(parts[-1].text + joint + first.text)
+            parts.extend(message.parts[1:])
+        else:
+            parts.extend(message.parts)
+    return tuple(parts)

@@ -1,0 +1,103 @@
+"""Where the messages of a prompt end, in tokens: what a later prompt is likely to share. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from firn.core.ports import Tokenizer
+from firn.core.values import Message, Prompt, TokenArray
+from firn.text.typed import Rendered
+
+HEADER_TOKENS = 16
+"""A reply's header is shorter than this; no message that is has to have a boundary of its own."""
+
+
+class Boundaries:
+    """Immutable. `openers` are the tokens that begin a message."""
+
+    def __init__(self, tokenizer: Tokenizer, openers: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._openers = openers
+        marks = sorted((tokenizer.decode([t]) for t in openers), key=len, reverse=True)
+        self._opener = re.compile("|".join(map(re.escape, marks)) or "(?!)")
+
+    def marked(
+        self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message], *, keeps_header: bool
+    ) -> Prompt:
+        """With the positions where messages end; up to the last, the next turn will agree."""
+        ids = prompt.ids
+        starts = self._message_starts(ids)
+        points = {int(p) for p in starts}
+        if points and keeps_header:
+            # All but the last token, which the tokenizer may join with the reply's first.
+            header, end = max(points), len(ids) - 1
+            points = (points - {header} if end - header < HEADER_TOKENS else points) | {end}
+        points.update(self._end_of_system(rendered.text, ids, messages))
+        boundaries = tuple(sorted(p for p in points if 0 < p < len(ids)))
+        return replace(prompt, boundaries=boundaries, hints=self._hints(rendered, starts, messages))
+
+    def _message_starts(self, ids: TokenArray) -> TokenArray:
+        """Positions of the tokens that begin a message; the last is where the reply's header is."""
+        if not self._openers:
+            return np.empty(0, dtype=np.int64)
+        return np.flatnonzero(np.isin(ids, self._openers)).astype(np.int64)
+
+    def _hints(
+        self, rendered: Rendered, starts: TokenArray, messages: Sequence[Message]
+    ) -> tuple[int, ...]:
+        """Where the messages end that the caller has marked.
+
+        Each is looked for in the rendered text, behind the one before it; as many messages have
+        begun up to its end as there are openers in front of it, and the next opener is the end.
+        """
+        if not self._openers or not any(m.checkpoint for m in messages):
+            return ()
+        text = rendered.text
+        typed = {start for start, _ in rendered.typed}
+        found: list[int] = []
+        at = n_begun = 0
+        for message in messages:
+            said = message.text.strip()
+            start = text.find(said, at) if said else -1
+            if start < 0:
+                continue
+            end = start + len(said)
+            n_begun += sum(m.start() not in typed for m in self._opener.finditer(text, at, end))
+            at = end
+            if message.checkpoint and n_begun < len(starts):
+                found.append(int(starts[n_begun]))
+        return tuple(dict.fromkeys(found))
+
+    def _end_of_system(
+        self, text: str, ids: TokenArray, messages: Sequence[Message]
+    ) -> Sequence[int]:
+        """Where the system prompt ends in a template that puts it inside the first user message.
+
+        Other chats share the prompt up to there, but no token marks it. The bytes of the tokens are
+        counted up to that character; a tokenizer that changes the text gives no boundary.
+        """
+        if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
+            return ()
+        system, user = messages[0].text.strip(), messages[1].text.strip()
+        at = text.find(system) if system and user else -1
+        if at < 0:
+            return ()
+        end = at + len(system)
+        start = text.find(user, end)
+        if start < 0 or self._has_opener(text[end:start]):
+            return ()
+        n_bytes = len(text[:end].encode())
+        n_seen = 0
+        for i, token in enumerate(ids):
+            n_seen += len(self._tokenizer.token_bytes(int(token)))
+            if n_seen > n_bytes:
+                return (i,) if text.startswith(self._tokenizer.decode(ids[:i].tolist())) else ()
+        return ()
+
+    def _has_opener(self, text: str) -> bool:
+        ids = self._tokenizer.encode(text, add_special=False)
+        return any(t in self._openers for t in ids)

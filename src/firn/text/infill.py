@@ -1,0 +1,88 @@
+"""Filling in the middle: which control tokens a model was trained with for it, and how they are used.
+
+Read once from the vocabulary. A model that lacks one of a family's tokens was not trained for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from firn.core.ports import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """order: the text before the hole (P), the one behind it (S), and tokens. ends: further tokens
+    that end what is filled in."""
+
+    order: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+
+_FAMILIES = (
+    # Qwen-Coder, CodeGemma
+    _Family(
+        ("<|fim_prefix|>", "P", "<|fim_suffix|>", "S", "<|fim_middle|>"),
+        ("<|fim_pad|>", "<|file_sep|>", "<|file_separator|>", "<|repo_name|>", "<|endoftext|>"),
+    ),
+    # StarCoder, Granite Code
+    _Family(
+        ("<fim_prefix>", "P", "<fim_suffix>", "S", "<fim_middle>"),
+        ("<fim_pad>", "<file_sep>", "<|endoftext|>"),
+    ),
+    # SantaCoder
+    _Family(("<fim-prefix>", "P", "<fim-suffix>", "S", "<fim-middle>"), ("<|endoftext|>",)),
+    # DeepSeek-Coder
+    _Family(("<｜fim▁begin｜>", "P", "<｜fim▁hole｜>", "S", "<｜fim▁end｜>")),
+    # Seed-Coder
+    _Family(("<[fim-suffix]>", "S", "<[fim-prefix]>", "P", "<[fim-middle]>")),
+    # Codestral
+    _Family(("[SUFFIX]", "S", "[PREFIX]", "P")),
+    # CodeLlama: its tokens begin with a blank
+    _Family((" <PRE>", "P", " <SUF>", "S", " <MID>"), (" <EOT>",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Infill:
+    """How one model fills in. Thread-safe: it holds nothing that changes."""
+
+    tokenizer: Tokenizer
+    order: tuple[int | str, ...]
+    """Tokens, and the places of the two texts: "P" before the hole and "S" behind it."""
+    ends: frozenset[int]
+
+    def ids(self, prefix: str, suffix: str) -> tuple[int, ...]:
+        """The prompt's tokens, with those that the model wants in front of every prompt."""
+        texts = {"P": prefix, "S": suffix}
+        found = _opening(self.tokenizer)
+        for each in self.order:
+            if isinstance(each, int):
+                found.append(each)
+            elif texts[each]:
+                found += self.tokenizer.encode(texts[each], add_special=False)
+        return tuple(found)
+
+
+def detect(tokenizer: Tokenizer) -> Infill | None:
+    """None where the model has no tokens for it."""
+    for family in _FAMILIES:
+        order = [text if text in ("P", "S") else tokenizer.token_id(text) for text in family.order]
+        if None not in order:
+            ends = {tokenizer.token_id(text) for text in family.ends}
+            tokens = {each for each in order if isinstance(each, int)}
+            return Infill(
+                tokenizer,
+                tuple(each for each in order if each is not None),
+                frozenset({*tokens, *(token for token in ends if token is not None)}),
+            )
+    return None
+
+
+def _opening(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts in front of a text."""
+    ids: Sequence[int] = tokenizer.encode("", add_special=True)
+    while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # and behind it
+        ids = ids[:-1]
+    return list(ids)

@@ -1,0 +1,288 @@
+"""A lark grammar whose texts stand inside a JSON string: every character as JSON writes it. Pure.
+
+Where the grammar of a free-form tool has a line break, the call of a model that writes JSON has a
+backslash and an n. Literals and regular expressions are rewritten one by one; the rules around them
+stay. What repeats characters that are escaped is written as a rule: llguidance takes the longest match
+of a terminal, and never goes back, so one that may end before a backslash must not look at it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import regex
+
+from firn.text.regex_tree import Char, Group, Item, Set, Unreadable, parse
+
+SPECIAL = {c: json.dumps(c)[1:-1] for c in ('"', "\\", *map(chr, range(32)))}
+"""What JSON does not write as it is."""
+_PLAIN = r'[^"\\\x00-\x1f]'
+_TOKEN = re.compile(
+    r"""(?P<comment>(?:\#|//)[^\n]*)
+      | (?P<string>"(?:\\.|[^"\\])*"i?)
+      | (?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)
+      | (?P<imports>%import\s+common[^\n]*)
+      | (?P<ignore>%ignore\b)
+      | (?P<name>[?!_]?[A-Za-z][A-Za-z0-9_-]*)
+      | (?P<other>\s+|->|\.\.|[:|()\[\]{},*+?.0-9-])""",
+    re.VERBOSE,
+)
+_COMMON = {
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(?:\r?\n)+",
+    "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+",
+    "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
+}
+"""Terminals of lark's library that have characters JSON escapes."""
+
+
+class Unquotable(ValueError):
+    """This grammar has something that has no counterpart inside a JSON string."""
+
+
+def quoted(definition: str) -> str:
+    """The same grammar, of texts as they stand between the quotes of a JSON string."""
+    try:
+        return _Quoting(definition).result()
+    except Unreadable as e:
+        raise Unquotable(str(e)) from e
+
+
+@dataclass(slots=True)
+class _Statement:
+    """A definition, with its name; or anything else, with none."""
+
+    name: str = ""
+    pieces: list[tuple[str, str]] = field(default_factory=list)
+    """(kind, text): names, and what was rewritten already."""
+    needs_rule: bool = False
+
+
+class _Quoting:
+    """Owner: one call of `quoted`."""
+
+    def __init__(self, definition: str) -> None:
+        self._tokens = list(_tokens(definition))
+        self._sets: dict[str, str] = {}
+        self._lines: list[str] = []
+
+    def result(self) -> str:
+        statements = [s for line in self._split() for s in self._rewritten(line)]
+        as_rules = self._as_rules(statements)
+
+        def shown(statement: _Statement) -> str:
+            return "".join(
+                as_rules.get(text, text) if kind == "name" else text
+                for kind, text in statement.pieces
+            )
+
+        return "\n".join([*filter(None, map(str.strip, map(shown, statements))), *self._lines])
+
+    def _split(self) -> Iterator[list[tuple[str, str]]]:
+        """One statement each: a new one begins at a name with a colon behind it, or at a percent."""
+        current: list[tuple[str, str]] = []
+        for i, (kind, text) in enumerate(self._tokens):
+            ahead = next((t for _, t in self._tokens[i + 1 :] if not t.isspace()), "")
+            begins = kind in ("imports", "ignore") or (kind == "name" and ahead[:1] in (":", "["))
+            starts_line = not current or "\n" in "".join(t for _, t in _tail_space(current))
+            if begins and starts_line and current:
+                yield current
+                current = []
+            current.append((kind, text))
+        yield current
+
+    def _rewritten(self, tokens: list[tuple[str, str]]) -> Iterator[_Statement]:
+        found = _Statement()
+        tokens = [t for t in tokens if t[0] != "comment"]
+        at = 0
+        while at < len(tokens):
+            kind, text = tokens[at]
+            at += 1
+            if kind == "imports":
+                yield from self._imported(text)
+                continue
+            if kind == "name" and not found.name and not _has_colon(tokens[: at - 1]):
+                found.name = text
+            elif kind == "string" and tokens[at : at + 1] == [("other", "..")]:
+                (_, high), at = tokens[at + 1], at + 2
+                kind, text = "regex", f"/[{_in_class(_literal(text))}-{_in_class(_literal(high))}]/"
+            if kind == "string":
+                text = _quoted_string(text)
+            elif kind == "regex":
+                text, needs_rule = self._regex(text)
+                found.needs_rule |= needs_rule
+            elif kind == "ignore":
+                found.name = text
+            found.pieces.append((kind, text))
+        if found.name == "%ignore" and found.needs_rule:
+            raise Unquotable("what is ignored cannot be said inside a JSON string")
+        yield found
+
+    def _as_rules(self, statements: list[_Statement]) -> dict[str, str]:
+        """New names of the terminals that are rules now: those that hold one, and so on."""
+        found: dict[str, str] = {}
+        changed = True
+        while changed:
+            changed = False
+            for s in statements:
+                uses = {t for kind, t in s.pieces if kind == "name" and t != s.name}
+                if s.name.isupper() and s.name not in found and (s.needs_rule or uses & set(found)):
+                    found[s.name] = f"q_{s.name.lower()}"
+                    changed = True
+        ignored = [s for s in statements if s.name == "%ignore"]
+        if any(kind == "name" and text in found for s in ignored for kind, text in s.pieces):
+            raise Unquotable("what is ignored cannot be said inside a JSON string")
+        return found
+
+    def _imported(self, statement: str) -> Iterator[_Statement]:
+        """Own definitions of what lark's library has in another form; the rest is still imported."""
+        listed = re.fullmatch(r"%import\s+common\s*\(([^)]*)\)\s*", statement)
+        single = re.fullmatch(r"%import\s+common\.(\w+)(?:\s*->\s*(\w+))?\s*", statement)
+        if not listed and not single:
+            raise Unquotable(f"{statement[:60]!r} is not supported")
+        names = [n.strip() for n in listed[1].split(",")] if listed else []
+        pairs = [(n, n) for n in names] if not single else [(single[1], single[2] or single[1])]
+        for name, alias in pairs:
+            if name in _COMMON:
+                text, needs_rule = self._regex(f"/{_COMMON[name]}/")
+                pieces = [("name", alias), ("other", f": {text}")]
+                yield _Statement(alias, pieces, needs_rule)
+            else:
+                renamed = f" -> {alias}" if alias != name else ""
+                yield _Statement("", [("other", f"%import common.{name}{renamed}")])
+
+    # --- regular expressions -----------------------------------------------------------------
+
+    def _regex(self, token: str) -> tuple[str, bool]:
+        """As an expression of lark; and whether only a rule may hold it."""
+        body, _, flags = token[1:].rpartition("/")
+        if set(flags) - set("is"):
+            raise Unquotable(f"the flags {flags!r} of a regular expression are not supported")
+        tree = parse(body.replace("\\/", "/"), any_line="s" in flags)
+        if not _has_special(tree):
+            return token, False
+        if "i" in flags:
+            raise Unquotable("a regular expression without case is not supported here")
+        return f"({self._group(tree, is_last=True)})", _repeats_special(tree)
+
+    def _group(self, group: Group, *, is_last: bool) -> str:
+        if group.any_case:
+            raise Unquotable("a regular expression without case is not supported here")
+        options = [
+            " ".join(self._item(item, is_last=is_last and item is items[-1]) for item in items)
+            or '""'
+            for items in group.options
+        ]
+        return " | ".join(options)
+
+    def _item(self, item: Item, *, is_last: bool) -> str:
+        match item.what:
+            case Char(char):
+                shown = json.dumps(SPECIAL.get(char, char), ensure_ascii=False)
+            case Set(text) if is_last and item.repeat in ("*", "+"):
+                shown = self._set(text, run="+")  # as greedy as it was
+            case Set(text):
+                shown = self._set(text)
+            case Group() as inner:
+                # A group that repeats is followed by itself.
+                shown = f"({self._group(inner, is_last=is_last and not item.repeat)})"
+        return f"({shown}){item.repeat}" if item.repeat else shown
+
+    def _set(self, chars: str, run: str = "") -> str:
+        """A class of characters: those that JSON leaves as they are, and the others as it has them."""
+        others = _special_of(chars)
+        if not others:
+            return f"/{_slashed(chars)}{run}/"
+        key = chars + run
+        if key not in self._sets:
+            self._sets[key] = f"q_chars{len(self._sets)}"
+            shown = [json.dumps(SPECIAL[c]) for c in others]
+            plain = f"/[{_slashed(chars)}&&{_PLAIN}]{run}/"
+            self._lines.append(f"{self._sets[key]}: {' | '.join([plain, *shown])}")
+        return self._sets[key]
+
+
+def _tokens(definition: str) -> Iterator[tuple[str, str]]:
+    at = 0
+    while at < len(definition):
+        match = _TOKEN.match(definition, at)
+        if match is None:
+            raise Unquotable(f"{definition[at : at + 12]!r} cannot be said inside a JSON string")
+        at = match.end()
+        yield match.lastgroup or "other", match[0]
+
+
+def _tail_space(tokens: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    n = 0
+    while n < len(tokens) and tokens[-1 - n][1].isspace():
+        n += 1
+    return tokens[len(tokens) - n :]
+
+
+def _has_colon(tokens: list[tuple[str, str]]) -> bool:
+    return ("other", ":") in tokens
+
+
+def _literal(token: str) -> str:
+    """What a literal of lark says."""
+    escaped = re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", token.removesuffix("i"))
+    try:
+        return str(json.loads(escaped, strict=False))
+    except ValueError:
+        raise Unquotable(f"{token[:40]} is no literal") from None
+
+
+def _quoted_string(token: str) -> str:
+    text = _literal(token)
+    any_case = token.endswith("i")
+    if any_case and any(c in SPECIAL for c in text):
+        raise Unquotable(f"{token[:40]} has no case inside a JSON string")
+    inner = "".join(SPECIAL.get(c, c) for c in text)
+    return json.dumps(inner, ensure_ascii=False) + ("i" if any_case else "")
+
+
+def _in_class(char: str) -> str:
+    if len(char) != 1:
+        raise Unquotable("a range is between two characters")
+    return _slashed(re.escape(char))
+
+
+def _slashed(text: str) -> str:
+    return text.replace("/", "\\/")
+
+
+def _special_of(chars: str) -> list[str]:
+    try:
+        known = regex.compile(chars, regex.V1)
+    except regex.error as e:
+        raise Unquotable(f"{chars[:40]}: {e}") from None
+    return [c for c in SPECIAL if known.fullmatch(c)]
+
+
+def _has_special(what: Char | Set | Group) -> bool:
+    match what:
+        case Char(char):
+            return char in SPECIAL
+        case Set(text):
+            return bool(_special_of(text))
+        case Group(options):
+            return any(_has_special(item.what) for items in options for item in items)
+
+
+def _repeats_special(group: Group) -> bool:
+    """Whether it must be a rule: a set of escaped characters is one, and so is a repetition of them."""
+    for items in group.options:
+        for item in items:
+            what = item.what
+            if not _has_special(what):
+                continue
+            if item.repeat or isinstance(what, Set):
+                return True
+            if isinstance(what, Group) and _repeats_special(what):
+                return True
+    return False

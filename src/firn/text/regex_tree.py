@@ -1,0 +1,153 @@
+"""Regular expressions taken apart, as far as grammars need it. Pure.
+
+What cannot be told apart here (look-around, references back, anchors) is an Unreadable.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+_NAMED = re.compile(r"\?P?<\w+>")
+_FLAGS = re.compile(r"\?([is]*)(?:-[is]+)?:")
+_REPEAT = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
+ANY, NOT_NEWLINE = r"[\s\S]", r"[^\n]"
+
+
+class Unreadable(ValueError):
+    """Not a regular expression of this kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Char:
+    char: str
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """One character of a class, which is given as it is written."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Any of these sequences."""
+
+    options: tuple[tuple[Item, ...], ...]
+    any_case: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """`repeat` is "", or how often: * + ? {2,5}."""
+
+    what: Char | Set | Group
+    repeat: str = ""
+
+
+def parse(pattern: str, *, any_line: bool = False) -> Group:
+    """any_line: a dot stands for line breaks, too."""
+    reader = _Reader(pattern)
+    found = reader.group(any_line)
+    if reader.at < len(pattern):
+        raise Unreadable("a bracket too many")
+    return found
+
+
+class _Reader:
+    """Owner: one call of `parse`."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self.at = 0
+
+    def _peek(self) -> str:
+        return self._pattern[self.at : self.at + 1]
+
+    def _next(self, n: int = 1) -> str:
+        text = self._pattern[self.at : self.at + n]
+        self.at += n
+        return text
+
+    def group(self, any_line: bool, any_case: bool = False) -> Group:
+        options: list[tuple[Item, ...]] = []
+        items: list[Item] = []
+        while self._peek() not in ("", ")"):
+            if self._peek() == "|":
+                self.at += 1
+                options.append(tuple(items))
+                items = []
+                continue
+            what = self._atom(any_line)
+            repeat = _REPEAT.match(self._pattern, self.at)
+            self.at = repeat.end() if repeat else self.at
+            # Whether few or many are tried first matters to a search, not to a language.
+            times = repeat[0] if repeat else ""
+            items.append(Item(what, times[:-1] if len(times) > 1 and times[-1] == "?" else times))
+        return Group((*options, tuple(items)), any_case)
+
+    def _atom(self, any_line: bool) -> Char | Set | Group:
+        char = self._next()
+        match char:
+            case "\\":
+                return self._escape()
+            case "[":
+                return self._class()
+            case "(":
+                return self._inner(any_line)
+            case ".":
+                return Set(ANY if any_line else NOT_NEWLINE)
+            case "^" | "$":
+                raise Unreadable("anchors are not supported here")
+            case "*" | "+" | "?":
+                raise Unreadable(f"nothing to repeat before {char}")
+        return Char(char)
+
+    def _inner(self, any_line: bool) -> Group:
+        any_case = False
+        if self._peek() == "?":
+            named, flags = (p.match(self._pattern, self.at) for p in (_NAMED, _FLAGS))
+            if not named and not flags:
+                raise Unreadable("this kind of group is not supported here")
+            if flags:
+                any_line, any_case = any_line or "s" in flags[1], "i" in flags[1]
+            self.at = (named or flags).end()  # type: ignore[union-attr]
+        found = self.group(any_line, any_case)
+        if self._next() != ")":
+            raise Unreadable("a group has no end")
+        return found
+
+    def _escape(self) -> Char | Set:
+        char = self._next()
+        if char in ("p", "P"):
+            return Set(f"[\\{char}{self._braced() or self._next()}]")
+        if char and char in "dDwWsS":
+            return Set(f"[\\{char}]")
+        if char in ("x", "u", "U"):
+            digits = self._braced().strip("{}") or self._next({"x": 2, "u": 4, "U": 8}[char])
+            try:
+                return Char(chr(int(digits, 16)))
+            except (ValueError, OverflowError):
+                raise Unreadable(f"\\{char}{digits} is no character") from None
+        if not char or char in "bBAzZG" or (char.isdigit() and char != "0"):
+            raise Unreadable(f"\\{char} is not supported here")
+        return Char(_ESCAPED.get(char, char))
+
+    def _braced(self) -> str:
+        end = self._pattern.find("}", self.at)
+        return self._next(end + 1 - self.at) if self._peek() == "{" and end >= 0 else ""
+
+    def _class(self) -> Set:
+        """Up to the bracket that closes it; classes may hold classes."""
+        start, depth = self.at - 1, 1
+        self.at += self._peek() == "^"
+        self.at += self._peek() == "]"
+        while depth:
+            char = self._next()
+            if not char:
+                raise Unreadable("a class of characters has no end")
+            self.at += char == "\\"
+            depth += (char == "[") - (char == "]")
+        return Set(self._pattern[start : self.at])

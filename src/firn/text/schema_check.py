@@ -1,0 +1,262 @@
+"""Does a value follow its JSON schema? Asked after a reply about what no grammar could hold it to.
+
+Pure, and bounded: schemas come from anybody. Patterns are given a moment each, references lead nowhere
+but into the schema, and what is not known of a schema is no fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import regex
+
+from firn.text.schema import resolve_reference, type_of
+
+PATTERN_S = 0.05
+MAX_STEPS = 20_000
+"""Parts of schemas looked at for one value."""
+
+
+class _Keyword(NamedTuple):
+    """A value, and one keyword of a schema for it: what that says, all of the schema, where it is."""
+
+    value: Any
+    given: Any
+    schema: Mapping[str, Any]
+    at: str
+
+
+Check = Callable[["_Checker", _Keyword], Iterator[str]]
+
+
+class _Endless(Exception):
+    """The schema takes more work than it is worth."""
+
+
+def faults(value: Any, schema: Any) -> list[str]:
+    """Places in the schema that the value does not follow, as pointers; empty if it does."""
+    try:
+        return list(dict.fromkeys(_Checker(schema).faults(value, schema, "#")))
+    except (_Endless, RecursionError):
+        return []
+
+
+class _Checker:
+    """Owner: one call of `faults`."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root if isinstance(root, Mapping) else {}
+        self._n_steps = 0
+
+    def faults(self, value: Any, schema: Any, at: str) -> Iterator[str]:
+        self._n_steps += 1
+        if self._n_steps > MAX_STEPS:
+            raise _Endless
+        if schema is False:
+            yield at
+        if not isinstance(schema, Mapping):
+            return
+        for keyword, given in schema.items():
+            check = _CHECKS.get(keyword)
+            if check is not None:
+                yield from check(self, _Keyword(value, given, schema, f"{at}/{keyword}"))
+
+    def follows(self, value: Any, schema: Any) -> bool:
+        return next(self.faults(value, schema, ""), None) is None
+
+    def resolved(self, reference: str) -> Any:
+        return resolve_reference(reference, self._root)
+
+
+def _when(holds: Callable[[Any, Any], bool], *kinds: str) -> Check:
+    """A check of values of these kinds (of any, where none is named) against the keyword's own value."""
+
+    def check(c: _Checker, k: _Keyword) -> Iterator[str]:
+        if kinds and type_of(k.value) not in kinds:
+            return
+        try:
+            is_fault = not holds(k.value, k.given)
+        except (TypeError, ValueError, ArithmeticError):
+            return  # the keyword says nothing that has a meaning
+        if is_fault:
+            yield k.at
+
+    return check
+
+
+def _is_type(value: Any, given: Any) -> bool:
+    kinds = given if isinstance(given, list) else [given]
+    kind = type_of(value)
+    whole = isinstance(value, float) and value.is_integer()
+    return (
+        kind in kinds or ("number" in kinds and kind == "integer") or (whole and "integer" in kinds)
+    )
+
+
+def _matches(text: str, pattern: str) -> bool:
+    try:
+        return regex.search(pattern, text, timeout=PATTERN_S) is not None
+    except (regex.error, TimeoutError):
+        return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """As JSON has it: true is not 1, but 1.0 is."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    return bool(a == b)
+
+
+def _unique(items: list[Any], wanted: Any) -> bool:
+    if wanted is not True:
+        return True
+    return len({json.dumps(item, sort_keys=True) for item in items}) == len(items)
+
+
+def _multiple(value: float, step: float) -> bool:
+    quotient = value / step
+    return abs(quotient - round(quotient)) < 1e-9
+
+
+def _properties(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if isinstance(k.value, Mapping) and isinstance(k.given, Mapping):
+        for name in k.given.keys() & k.value.keys():
+            yield from c.faults(k.value[name], k.given[name], f"{k.at}/{name}")
+
+
+def _pattern_properties(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if isinstance(k.value, Mapping) and isinstance(k.given, Mapping):
+        for pattern, inner in k.given.items():
+            for name in k.value:
+                if _matches(name, pattern):
+                    yield from c.faults(k.value[name], inner, f"{k.at}/{pattern}")
+
+
+def _additional(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if not isinstance(k.value, Mapping):
+        return
+    declared, patterns = k.schema.get("properties") or {}, k.schema.get("patternProperties") or {}
+    for name in k.value:
+        if name not in declared and not any(_matches(name, p) for p in patterns):
+            yield from ([k.at] if k.given is False else c.faults(k.value[name], k.given, k.at))
+
+
+def _names(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if isinstance(k.value, Mapping):
+        for name in k.value:
+            yield from c.faults(name, k.given, k.at)
+
+
+def _dependent(c: _Checker, k: _Keyword) -> Iterator[str]:
+    """Of both kinds: names that must be there too, or a k.schema for the whole."""
+    if not isinstance(k.value, Mapping) or not isinstance(k.given, Mapping):
+        return
+    for name in k.given.keys() & k.value.keys():
+        needed = k.given[name]
+        if isinstance(needed, list):
+            if any(other not in k.value for other in needed):
+                yield f"{k.at}/{name}"
+        else:
+            yield from c.faults(k.value, needed, f"{k.at}/{name}")
+
+
+def _items(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if not isinstance(k.value, list):
+        return
+    if isinstance(k.given, list):  # as older drafts have it
+        for item, inner in zip(k.value, k.given, strict=False):
+            yield from c.faults(item, inner, k.at)
+        return
+    first = k.schema.get("prefixItems")
+    for item in k.value[len(first) if isinstance(first, list) else 0 :]:
+        yield from c.faults(item, k.given, k.at)
+
+
+def _prefix(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if isinstance(k.value, list) and isinstance(k.given, list):
+        for i, (item, inner) in enumerate(zip(k.value, k.given, strict=False)):
+            yield from c.faults(item, inner, f"{k.at}/{i}")
+
+
+def _contains(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if not isinstance(k.value, list):
+        return
+    n_found = sum(c.follows(item, k.given) for item in k.value)
+    least, most = k.schema.get("minContains", 1), k.schema.get("maxContains", len(k.value))
+    if not (isinstance(least, int) and isinstance(most, int)) or not least <= n_found <= most:
+        yield k.at
+
+
+def _all_of(c: _Checker, k: _Keyword) -> Iterator[str]:
+    for i, inner in enumerate(k.given if isinstance(k.given, list) else ()):
+        yield from c.faults(k.value, inner, f"{k.at}/{i}")
+
+
+def _any_of(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if isinstance(k.given, list) and not any(c.follows(k.value, inner) for inner in k.given):
+        yield k.at
+
+
+def _one_of(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if isinstance(k.given, list) and sum(c.follows(k.value, inner) for inner in k.given) != 1:
+        yield k.at
+
+
+def _not(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if c.follows(k.value, k.given):
+        yield k.at
+
+
+def _if(c: _Checker, k: _Keyword) -> Iterator[str]:
+    branch = "then" if c.follows(k.value, k.given) else "else"
+    if branch in k.schema:
+        yield from c.faults(k.value, k.schema[branch], f"{k.at.removesuffix('/if')}/{branch}")
+
+
+def _ref(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if isinstance(k.given, str) and k.given.startswith("#"):
+        yield from c.faults(k.value, c.resolved(k.given), k.given)
+
+
+_NUMBERS = ("integer", "number")
+_CHECKS: Mapping[str, Check] = {
+    "type": _when(_is_type),
+    "enum": _when(lambda value, given: any(_equal(value, one) for one in given)),
+    "const": _when(_equal),
+    "pattern": _when(_matches, "string"),
+    "minLength": _when(lambda text, n: len(text) >= n, "string"),
+    "maxLength": _when(lambda text, n: len(text) <= n, "string"),
+    "minimum": _when(lambda x, low: x >= low, *_NUMBERS),
+    "maximum": _when(lambda x, high: x <= high, *_NUMBERS),
+    "exclusiveMinimum": _when(lambda x, low: low is True or x > low, *_NUMBERS),
+    "exclusiveMaximum": _when(lambda x, high: high is True or x < high, *_NUMBERS),
+    "multipleOf": _when(_multiple, *_NUMBERS),
+    "minItems": _when(lambda items, n: len(items) >= n, "array"),
+    "maxItems": _when(lambda items, n: len(items) <= n, "array"),
+    "uniqueItems": _when(_unique, "array"),
+    "minProperties": _when(lambda members, n: len(members) >= n, "object"),
+    "maxProperties": _when(lambda members, n: len(members) <= n, "object"),
+    "required": _when(lambda members, names: all(n in members for n in names), "object"),
+    "properties": _properties,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional,
+    "propertyNames": _names,
+    "dependentRequired": _dependent,
+    "dependentSchemas": _dependent,
+    "dependencies": _dependent,
+    "items": _items,
+    "prefixItems": _prefix,
+    "contains": _contains,
+    "allOf": _all_of,
+    "anyOf": _any_of,
+    "oneOf": _one_of,
+    "not": _not,
+    "if": _if,
+    "$ref": _ref,
+}

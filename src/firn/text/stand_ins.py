@@ -1,0 +1,124 @@
+"""What a model cannot take of a message: a short text stands in its place.
+
+A picture that a tool has shown once is sent again with every turn, so a refusal would end the session.
+Only what a user has just written is refused: there somebody is told, and can do something about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from firn.core.errors import BadDocument, BadImage, BadPart
+from firn.core.ports import Pictures
+from firn.core.values import DocumentPart, ImagePart, Message, OtherPart, Part, TextPart
+from firn.text.illustrate import ReadyImage
+
+MAX_IMAGES = 256
+"""In one prompt. Each is decoded before the prompt's length is known."""
+PARAGRAPH = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """Messages of texts and prepared pictures, and what is no longer in them."""
+
+    messages: tuple[Message, ...]
+    notes: tuple[str, ...] = ()
+
+
+class Reader:
+    """Immutable. pictures: None for a model that takes none.
+
+    in_results: the template has a place for pictures in a tool's result.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures | None = None,
+        *,
+        in_results: bool = True,
+    ) -> None:
+        self._pictures = pictures
+        self._in_results = in_results
+
+    def read(self, messages: Sequence[Message], *, newest: int) -> Readable:
+        """newest: the message whose parts are refused. Raises BadPart."""
+        if all(isinstance(p, TextPart) for m in messages for p in m.parts):
+            return Readable(tuple(messages))
+        found: list[Message] = []
+        notes: list[str] = []
+        n_images = 0
+        for i, message in enumerate(messages):
+            parts: list[Part] = []
+            for part in message.parts:
+                try:
+                    n_images += isinstance(part, ImagePart)
+                    parts.append(self._read(part, message, n_images))
+                except BadPart as fault:
+                    if i == newest:
+                        raise
+                    parts.append(TextPart(_stand_in(part, seen=self._pictures is not None)))
+                    notes.append(f"{fault.message} A text stands in its place.")
+            found.append(replace(message, parts=_together(message.parts, parts)))
+        return Readable(tuple(found), tuple(notes))
+
+    def _read(self, part: Part, message: Message, n_images: int) -> Part:
+        match part:
+            case TextPart():
+                return part
+            case ImagePart():
+                return self._image(part, message, n_images)
+            case DocumentPart():
+                return self._document(part)
+            case OtherPart():
+                raise BadPart(part.param, f"{part.kind[:64]!r} is not supported here.")
+
+    def _image(self, part: ImagePart, message: Message, n_images: int) -> Part:
+        if self._pictures is None:
+            raise BadImage(part.param, "this model takes no images.")
+        if n_images > MAX_IMAGES:
+            raise BadImage(part.param, f"more than {MAX_IMAGES} images.")
+        if message.role == "tool" and not self._in_results:
+            raise BadImage(part.param, "this model takes no images in tool results.")
+        prepared = self._pictures.prepare(part)
+        return ReadyImage(
+            part.url, part.param, part.data, owner=part.owner, fault=part.fault, prepared=prepared
+        )
+
+    def _document(self, part: DocumentPart) -> Part:
+        if part.text is None:
+            raise BadDocument(part.param, part.fault or "this server reads no documents.")
+        return TextPart(PARAGRAPH.join(filter(None, (part.lead, part.text))))
+
+
+def _stand_in(part: Part, *, seen: bool) -> str:
+    """The same whenever it is sent, whatever the reason was this time: prompts keep their prefix."""
+    match part:
+        case ImagePart() if seen:
+            return "[An image was here. It could not be shown.]"
+        case ImagePart():
+            return "[An image was here. This model cannot see images.]"
+        case DocumentPart():
+            lead = f"{part.lead}{PARAGRAPH}" if part.lead else ""
+            return f"{lead}[A document was here. It could not be read as text.]"
+        case OtherPart():
+            return f"[{part.kind[:64]} was here. This model cannot take it.]"
+        case TextPart():
+            return part.text
+
+
+def _together(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
+    """A document's text, or one that stands in for something, is a paragraph of its message."""
+    found: list[Part] = []
+    was_new = False
+    for before, part in zip(sent, parts, strict=True):
+        is_new = not isinstance(before, TextPart)
+        last = found[-1] if found else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart) and (is_new or was_new):
+            joint = PARAGRAPH if last.text.strip() and part.text.strip() else ""
+            found[-1] = TextPart(last.text + joint + part.text)
+        else:
+            found.append(part)
+        was_new = is_new
+    return tuple(found)

@@ -1,0 +1,72 @@
+"""Tools for a model whose template knows none: described in the system prompt, called in plain text.
+
+Pure. Calls and results of history become text of the turns they stand in, in the same format that the
+model is asked for and that the reply is read by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from firn.core.values import Message, Part, TextPart, Tool
+from firn.text.messages import tools_to_template
+from firn.text.parsers import ToolFormat, WriteCall
+
+INTRODUCTION = """\
+# Tools
+
+You can call tools. Each line describes one of them, with a JSON schema of its arguments:
+{tools}
+
+To call a tool, write a call in exactly this form, with the tool's name and its arguments:
+{example}
+
+Write nothing behind a call: its result is sent to you next, between <tool_result> and </tool_result>.\
+ Call a tool only where it helps; otherwise answer in plain text."""
+RESULT = "<tool_result{name}>\n{text}\n</tool_result>"
+
+
+def in_words(
+    messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat
+) -> tuple[Message, ...]:
+    """The chat without tools, calls or results in any form but text."""
+    write = format.write
+    assert write is not None
+    names = {c.id: c.name for m in messages for c in m.tool_calls}
+    turns = [_in_words(m, write, names.get(m.tool_call_id or "", "")) for m in messages]
+    return (*_introduced(tools, write), *turns) if tools else tuple(turns)
+
+
+def _introduced(tools: Sequence[Tool], write: WriteCall) -> list[Message]:
+    lines = [json.dumps(t["function"], ensure_ascii=False) for t in tools_to_template(tools)]
+    example = write("name_of_the_tool", {"name_of_an_argument": "value"})
+    text = INTRODUCTION.format(tools="\n".join(lines), example=example)
+    return [Message("system", (TextPart(text),))]
+
+
+def _in_words(message: Message, write: WriteCall, tool: str) -> Message:
+    if message.role == "tool":
+        name = f' name="{tool or message.name}"' if tool or message.name else ""
+        before, after = RESULT.format(name=name, text="\0").split("\0")
+        parts = (TextPart(before), *message.parts, TextPart(after))
+        return Message("user", _merged(parts), checkpoint=message.checkpoint)
+    if not message.tool_calls:
+        return message
+    calls = []
+    for call in message.tool_calls:
+        given = {"input": call.arguments} if isinstance(call.arguments, str) else call.arguments
+        calls.append(write(call.name, given))
+    text = "\n".join(filter(None, [message.text, *calls]))
+    return replace(message, parts=(TextPart(text),), tool_calls=())
+
+
+def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
+    found: list[Part] = []
+    for part in parts:
+        if isinstance(part, TextPart) and found and isinstance(found[-1], TextPart):
+            found[-1] = TextPart(found[-1].text + part.text)
+        else:
+            found.append(part)
+    return tuple(found)

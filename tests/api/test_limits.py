@@ -1,0 +1,143 @@
+"""What one client may ask for: so many requests a minute, so long a reply, so much time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firn.api.auth import Keys
+from firn.api.rate import MAX_CLIENTS, Pace
+from firn.api.services import Limits
+from tests.api.live import GREETING, serve
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+# --- requests a minute ---------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_so_many_in_any_minute() -> None:
+    clock = Clock()
+    pace = Pace(3, clock)
+    assert [pace.take("a") for _ in range(3)] == [0, 0, 0]
+    clock.now += 20
+    assert pace.take("a") == 40
+    assert pace.take("b") == 0
+    clock.now += 40
+    assert pace.take("a") == 0
+
+
+@given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 5))
+def test_no_window_of_a_minute_holds_more(gaps: list[int], per_minute: int) -> None:
+    clock = Clock()
+    pace, let_in = Pace(per_minute, clock), []
+    for gap in gaps:
+        clock.now += gap
+        wait_s = pace.take("a")
+        assert 0 <= wait_s <= 60
+        if not wait_s:
+            let_in.append(clock.now)
+    for i, start in enumerate(let_in):
+        assert sum(start <= t < start + 60 for t in let_in[i:]) <= per_minute
+
+
+def test_strangers_do_not_fill_memory() -> None:
+    pace = Pace(1, Clock())
+    for i in range(MAX_CLIENTS + 50):
+        pace.take(f"client {i}")
+    assert len(pace._times) == MAX_CLIENTS
+
+
+def test_more_are_told_when_to_come_back() -> None:
+    with serve(limits=Limits(requests_per_minute=2)) as live:
+        client = live.openai()
+        for _ in range(2):
+            client.completions.create(model="fake", prompt="a")
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="fake", prompt="a")
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+        with pytest.raises(anthropic.RateLimitError, match="More than 2 requests in a minute"):
+            live.anthropic().messages.create(model="fake", max_tokens=4, messages=HI)
+        assert "error=rate_limit_exceeded" in live.log.wait_for(" 429 ")
+        # Looking costs nothing, and what is refused does not count.
+        assert client.models.list().data
+        assert httpx.get(f"{live.url}/health").status_code == 200
+        assert len(live.engine.jobs) == 2
+
+
+def test_each_key_has_its_own_minute() -> None:
+    with serve(limits=Limits(requests_per_minute=1), keys=Keys(["a", "b"])) as live:
+        for key in ("a", "b"):
+            live.openai(api_key=key).completions.create(model="fake", prompt="a")
+            with pytest.raises(openai.RateLimitError):
+                live.openai(api_key=key).completions.create(model="fake", prompt="a")
+        for _ in range(3):  # who has no key has no minute to use up
+            with pytest.raises(openai.AuthenticationError):
+                live.openai(api_key="c").completions.create(model="fake", prompt="a")
+
+
+# --- tokens of a reply ---------------------------------------------------------------------
+
+
+def test_a_reply_may_not_be_asked_to_be_longer() -> None:
+    with serve(limits=Limits(max_request_tokens=8)) as live:
+        client = live.openai()
+        with pytest.raises(openai.BadRequestError, match="at most 8 on this server"):
+            client.chat.completions.create(model="fake", messages=HI, max_tokens=9)
+        with pytest.raises(openai.BadRequestError, match="at most 8"):
+            client.responses.create(model="fake", input="hi", max_output_tokens=9)
+        with pytest.raises(anthropic.BadRequestError, match="at most 8"):
+            live.anthropic().messages.create(model="fake", max_tokens=9, messages=HI)
+        said = client.chat.completions.create(model="fake", messages=HI, max_tokens=8)
+        assert said.choices[0].message.content == GREETING[:8]
+        client.chat.completions.create(model="fake", messages=HI)
+        assert live.engine.jobs[-1].max_tokens == 8
+
+
+# --- time ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+def test_a_request_that_takes_too_long_ends(stage: Any) -> None:
+    with serve(limits=Limits(timeout_s=0.05)) as live:
+        live.engine.hold(stage)
+        with pytest.raises(openai.InternalServerError) as caught:
+            live.openai().chat.completions.create(model="fake", messages=HI)
+        assert caught.value.status_code == 504
+        assert "longer than 0.05 s" in caught.value.message
+        live.engine.wait_for(lambda engine: len(engine.cancelled) == 1)
+        assert "error=timeout" in live.log.wait_for(" 504 ")
+        with pytest.raises(anthropic.InternalServerError) as other:
+            live.anthropic().messages.create(model="fake", max_tokens=4, messages=HI)
+        assert other.value.body["error"]["type"] == "timeout_error"  # type: ignore[index]
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
+    with serve(limits=Limits(timeout_s=0.2)) as live:
+        live.engine.hold("decode", after=3)
+        stream = live.openai().chat.completions.create(model="fake", messages=HI, stream=True)
+        said: list[str] = []
+        with pytest.raises(openai.APIError, match="longer than"):
+            said.extend(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert "".join(said) == GREETING[:3]
+        live.engine.wait_for(lambda engine: len(engine.cancelled) == 1)
+        assert live.n_calls() == 0
+
+
+def test_one_that_is_quick_enough_does_not_hear_of_it() -> None:
+    with serve(limits=Limits(timeout_s=60)) as live:
+        assert live.openai().completions.create(model="fake", prompt="a").choices[0].text
+        assert live.n_calls() == 0

@@ -1,0 +1,130 @@
+"""`firn agents`: settings that agents can read, with what the server or the model's folder says."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from firn.api.auth import Keys
+from firn.api.services import Limits
+from firn.cli import make_cli
+from firn.cli.agents import AGENTS, Served
+from tests.api.live import serve
+from tests.zoo import ZOO, write_folder
+
+README = Path(__file__).parents[2] / "README.md"
+LARGE = Served("Qwen3-8B-4bit", "http://127.0.0.1:8000", 40960)
+
+
+def run(*arguments: str, **environ: str) -> Result:
+    removed = {"FIRN_URL": None, "FIRN_API_KEY": None}
+    return CliRunner().invoke(make_cli(), ["agents", *arguments], env=removed | environ)
+
+
+def shell(text: str) -> dict[str, str]:
+    words = (shlex.split(line)[1] for line in text.splitlines() if line.startswith("export "))
+    return dict(word.split("=", 1) for word in words)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_the_readme_shows_what_is_printed(agent: str) -> None:
+    render, _ = AGENTS[agent]
+    assert render(LARGE) in README.read_text(encoding="utf-8")
+
+
+def test_the_server_is_asked() -> None:
+    with serve(context_length=65536) as live:
+        said = shell(run("claude", "--url", live.url).stdout)
+        assert said["ANTHROPIC_BASE_URL"] == live.url
+        assert said["ANTHROPIC_MODEL"] == "fake"
+        assert said["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
+        assert said["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "16384"
+        codex = tomllib.loads(run("codex", "--url", f"{live.url}/v1/").stdout)
+        assert codex["model"] == "fake"
+        assert codex["model_context_window"] == 65536
+        assert codex["model_auto_compact_token_limit"] < 65536 - 8192
+        assert codex["model_providers"]["firn"]["base_url"] == f"{live.url}/v1"
+        opencode = json.loads(run("opencode", FIRN_URL=live.url).stdout)
+        entry = opencode["provider"]["firn"]["models"]["fake"]
+        assert entry["limit"] == {"context": 65536, "output": 16384}
+        assert opencode["model"] == "firn/fake"
+        aider = run("aider", "--url", live.url).stdout
+        assert '"max_input_tokens": 65536' in aider
+        assert f"--openai-api-base {live.url}/v1" in aider
+
+
+def test_a_servers_limit_of_replies_is_heeded() -> None:
+    with serve(context_length=65536, limits=Limits(max_request_tokens=2000)) as live:
+        said = shell(run("claude", "--url", live.url).stdout)
+        assert said["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "2000"
+        (shown,) = live.openai().models.list().data
+        assert shown.model_dump()["max_tokens"] == 2000
+
+
+def test_a_key_is_named_and_never_shown() -> None:
+    with serve(keys=Keys(["s3cret"])) as live:
+        refused = run("claude", "--url", live.url)
+        assert refused.exit_code == 1
+        assert "wants an API key" in refused.output
+        for agent in AGENTS:
+            result = run(agent, "--url", live.url, FIRN_API_KEY="s3cret")
+            assert result.exit_code == 0, result.output
+            assert "s3cret" not in result.output
+            assert "FIRN_API_KEY" in result.stdout
+
+
+def test_a_folder_is_read_instead(tmp_path: Path) -> None:
+    write_folder("llama", tmp_path / "my model")
+    n_tokens = ZOO["llama"].config.get("max_position_embeddings", 32768)
+    result = run("claude", str(tmp_path / "my model"))
+    said = shell(result.stdout)
+    assert said["ANTHROPIC_MODEL"] == "my model"
+    assert said["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(n_tokens)
+    assert said["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8000"
+
+
+def test_a_model_that_sees_says_so() -> None:
+    seeing = Served("m", "http://h", 8192, vision=True)
+    render, _ = AGENTS["opencode"]
+    entry = json.loads(render(seeing))["provider"]["firn"]["models"]["m"]
+    assert entry["modalities"]["input"] == ["text", "image"]
+    assert (
+        "modalities" not in json.loads(render(LARGE))["provider"]["firn"]["models"]["Qwen3-8B-4bit"]
+    )
+
+
+@pytest.mark.parametrize("name", ['a "b" $c', "it's", "org/name", "ü"])
+def test_odd_names_do_no_harm(name: str) -> None:
+    odd = Served(name, "http://h:1", 65536)
+    assert shell(AGENTS["claude"][0](odd))["ANTHROPIC_MODEL"] == name
+    assert tomllib.loads(AGENTS["codex"][0](odd))["model"] == name
+    assert name in json.loads(AGENTS["opencode"][0](odd))["provider"]["firn"]["models"]
+    words: Any = shlex.split(AGENTS["aider"][0](odd).splitlines()[-1])
+    assert words[2] == f"openai/{name}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [
+        (["emacs"], 2, "firn: there is no agent 'emacs' here; there are claude, codex"),
+        (["claude", "--url", "http://127.0.0.1:1"], 1, "firn: No server answers at"),
+        (["claude", "/not/there"], 1, "firn: "),
+        (["claude", "owner/not-here"], 1, "firn: owner/not-here is not on this machine"),
+    ],
+)
+def test_faults_are_one_line(arguments: list[str], code: int, line: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == code
+    assert result.output.startswith(line)
+    assert result.output.count("\n") == 1
+
+
+def test_what_will_not_do_is_pointed_out() -> None:
+    with serve(context_length=8192) as live:
+        assert "has a context of 8192 tokens" in run("codex", "--url", live.url).stderr

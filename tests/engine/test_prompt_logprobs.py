@@ -1,0 +1,156 @@
+"""Prompts whose tokens are scored, and prompts that nobody wants a reply to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, PromptLogprobs, Token
+from firn.core.values import CacheControl, Sampling
+from tests.hash_runner import VOCAB_SIZE, DictCache, Faults, HashEngine, prompt_of, scores_of
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 40])
+@pytest.mark.parametrize("n_reply", [0, 1, 5])
+def test_every_token_but_the_first_is_scored_once(length: int, n_reply: int) -> None:
+    with HashEngine(chunk=8) as lab:
+        outcome = lab.submit(prompt_of(length, length), n_reply, scored=2).wait()
+        outcome.check()
+        assert lab.leftovers() == {}
+
+
+def test_the_scores_come_before_the_reply() -> None:
+    prompt = prompt_of(1, 10)
+    with HashEngine(chunk=4) as lab:
+        events = lab.submit(prompt, 1, scored=0).wait().events
+    assert events == [
+        Admitted(0, reason="no cache"),
+        PromptLogprobs(1, tuple(scores_of(prompt, 0, 4))),
+        Prefilled(4, 10),
+        PromptLogprobs(5, tuple(scores_of(prompt, 4, 9))),
+        Prefilled(9, 10),
+        events[-3],
+        ChoiceDone(0, "length"),
+        JobDone(),
+    ]
+    assert isinstance(events[-3], Token)
+
+
+def test_nobody_else_is_scored() -> None:
+    with HashEngine() as lab:
+        assert lab.submit(prompt_of(1, 20), 3).wait().of(PromptLogprobs) == []
+
+
+def test_what_is_scored_is_computed_and_kept() -> None:
+    prompt = prompt_of(2, 33)
+    with HashEngine(cache=DictCache()) as lab:
+        lab.submit(prompt, 2).wait().check()
+        again = lab.submit(prompt, 2, scored=1).wait()
+        again.check()
+        assert again.n_cached == 0
+        other = [*prompt_of(3, 33)]
+        lab.submit(other, 0, scored=1).wait().check()
+        after = lab.submit([*other, 7], 2).wait()
+        after.check()
+        assert after.n_cached == 32
+        assert lab.leftovers() == {}
+
+
+def test_a_neighbour_that_reads_the_same_takes_nothing_from_it() -> None:
+    """Two of one prompt at once, one of them scored: it may not jump ahead, the other may."""
+    prompt = prompt_of(4, 80)
+    with HashEngine(cache=DictCache(), chunk=8) as lab:
+        gate = lab.hold()
+        scored, plain = lab.submit(prompt, 3, scored=0), lab.submit(prompt, 3)
+        gate.set()
+        scored.wait().check()
+        plain.wait().check()
+
+
+def test_a_large_vocabulary_makes_short_chunks() -> None:
+    with HashEngine(chunk=8, scored_nbytes=4 * VOCAB_SIZE * 3) as lab:
+        lab.submit(prompt_of(5, 10), 0, scored=0).wait().check()
+        assert [end - start for start, end in lab.runner.prefills] == [3, 3, 3]
+        lab.submit(prompt_of(6, 9), 1).wait().check()
+        assert lab.runner.prefills[3:] == [(0, 8)]
+
+
+def test_where_chunks_must_stay_they_stay() -> None:
+    with HashEngine(chunk=8, aligned=True, scored_nbytes=4 * VOCAB_SIZE * 3) as lab:
+        lab.submit(prompt_of(5, 20), 0, scored=0).wait().check()
+        assert lab.runner.prefills == [(0, 8), (8, 16), (16, 19)]
+
+
+def test_choices_of_no_length_all_end() -> None:
+    with HashEngine(cache=DictCache()) as lab:
+        outcome = lab.submit(prompt_of(7, 30), 0, n=3, sampling=Sampling(seed=1)).wait()
+        outcome.check()
+        assert outcome.of(Token) == []
+        assert [e.choice for e in outcome.of(ChoiceDone)] == [0, 1, 2]
+        assert lab.leftovers() == {}
+        # It was read for somebody: the next one need not be.
+        assert lab.submit(prompt_of(7, 30), 2).wait().n_cached == 29
+        # Nothing is left to read, and nothing is to be said.
+        lab.submit(prompt_of(7, 30), 0).wait().check()
+        assert lab.leftovers() == {}
+
+
+def test_a_fault_while_scoring_ends_that_request_alone() -> None:
+    bad = prompt_of(8, 30)
+
+    def fail(row: object, chunk: object) -> None:
+        if list(chunk)[:2] == bad[16:18]:  # type: ignore[call-overload]
+            raise RuntimeError("injected")
+
+    with HashEngine(Faults(prefill=fail), chunk=8) as lab:
+        gate = lab.hold()
+        first, second = lab.submit(bad, 3, scored=1), lab.submit(prompt_of(9, 30), 3, scored=1)
+        gate.set()
+        assert first.wait().error is not None
+        second.wait().check()
+        assert lab.leftovers() == {}
+
+
+def test_a_row_that_is_read_again_is_not_scored_again() -> None:
+    broken: list[int] = []
+
+    def fail(rows: object) -> None:
+        if not broken:
+            broken.append(1)
+            raise RuntimeError("injected")
+
+    with HashEngine(Faults(launch=fail), chunk=8) as lab:
+        lab.submit(prompt_of(10, 30), 6, scored=1).wait().check()
+        assert broken
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_scored_and_other_jobs_do_not_touch_each_other(data: st.DataObject) -> None:
+    jobs = data.draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 2),
+                st.integers(1, 40),
+                st.integers(0, 6),
+                st.none() | st.integers(0, 2),
+                st.booleans(),
+            ),
+            min_size=2,
+            max_size=6,
+        )
+    )
+    with HashEngine(cache=DictCache(), chunk=8, max_rows=3) as lab:
+        outcomes = [
+            lab.submit(
+                prompt_of(seed, 60)[:length],
+                n_reply,
+                scored=scored,
+                control=CacheControl(write=writes),
+            )
+            for seed, length, n_reply, scored, writes in jobs
+        ]
+        for outcome in outcomes:
+            outcome.wait().check()
+        assert lab.leftovers() == {}

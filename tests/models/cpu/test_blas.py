@@ -1,0 +1,219 @@
+"""Which BLAS multiplies: chosen by trials that are remembered, and never at the price of the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firn.core.errors import SetupError
+from firn.models.cpu import blas, openblas, trial
+from firn.models.cpu.blas import attach
+from firn.models.cpu.openblas import Library
+from firn.models.cpu.trial import Trial
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have a fast BLAS")
+
+SYSTEM, BUNDLED = Library("system", "/lib/one.so"), Library("bundled", "/lib/two.so", "scipy_")
+BUNDLED_HERE = next((lib for lib in openblas.libraries() if lib.kind == "bundled"), None)
+needs_bundled = pytest.mark.skipif(BUNDLED_HERE is None, reason="scipy-openblas32 is not installed")
+
+
+class Loaded:
+    """Stands for a library that was loaded into the process."""
+
+    def __init__(self, library: Library, *, n_threads: int) -> None:
+        self.library, self.n_threads, self.attached = library, n_threads, False
+
+    def attach(self) -> None:
+        self.attached = True
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine with two libraries; `trials` says how they do, `tried` which were tried."""
+    now: dict[str, Any] = {"trials": {}, "tried": [], "libraries": [BUNDLED, SYSTEM]}
+
+    def run(library: Library, *, n_threads: int) -> Trial:
+        now["tried"].append(library.kind)
+        return now["trials"][library.kind]
+
+    monkeypatch.setattr(blas, "libraries", lambda: now["libraries"])
+    monkeypatch.setattr(blas, "OpenBlas", Loaded)
+    monkeypatch.setattr(trial, "run", run)
+    return now
+
+
+def seen(gflops: float) -> Trial:
+    return Trial("OpenBLAS", gflops, own_gflops=5.0)
+
+
+@pytest.mark.parametrize(
+    ("bundled", "system", "chosen"),
+    [(100, 90, "bundled"), (100, 119, "bundled"), (100, 130, "system"), (5.5, 5.5, None)],
+)
+def test_the_fastest_is_taken(
+    machine: dict[str, Any], tmp_path: Path, bundled: float, system: float, chosen: str | None
+) -> None:
+    machine["trials"] = {"bundled": seen(bundled), "system": seen(system)}
+    result = attach("auto", memo=tmp_path / "blas.json")
+    library: Any = result.library
+    assert (library.library.kind if library else None) == chosen
+    assert library is None or library.attached
+
+
+def test_a_trial_is_remembered(machine: dict[str, Any], tmp_path: Path) -> None:
+    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+    memo = tmp_path / "deep" / "blas.json"
+    texts = {attach("auto", memo=memo).text for _ in range(3)}
+    assert machine["tried"] == ["bundled", "system"]
+    assert len(texts) == 1
+    assert set(json.loads(memo.read_text())) == {blas._name(BUNDLED), blas._name(SYSTEM)}
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": 1}', '{"a": {"gflops": 1, "b": 2}}'])
+def test_a_damaged_memory_is_a_new_trial(
+    machine: dict[str, Any], tmp_path: Path, damage: str
+) -> None:
+    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+    memo = tmp_path / "blas.json"
+    memo.write_text(damage)
+    assert attach("auto", memo=memo).library is not None
+    assert machine["tried"] == ["bundled", "system"]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_trial_a_start(
+    machine: dict[str, Any], tmp_path: Path
+) -> None:
+    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        assert attach("auto", memo=tmp_path / "file" / "blas.json").library is not None
+    assert len(machine["tried"]) == 4
+
+
+def test_a_library_that_fails_is_passed_over(machine: dict[str, Any], tmp_path: Path) -> None:
+    machine["trials"] = {"bundled": Trial(fault="signal 4"), "system": seen(90)}
+    library: Any = attach("auto", memo=tmp_path / "blas.json").library
+    assert library.library.kind == "system"
+    machine["trials"] = {"bundled": Trial(fault="signal 4"), "system": Trial(fault="signal 4")}
+    left = attach("auto", memo=tmp_path / "other.json")
+    assert left.library is None
+    assert "signal 4" in left.text
+
+
+@pytest.mark.parametrize("choice", ["system", "bundled"])
+def test_what_was_asked_for_by_name_must_be_there(
+    machine: dict[str, Any], tmp_path: Path, choice: Any
+) -> None:
+    machine["libraries"] = []
+    with pytest.raises(SetupError, match=f"--blas {choice}: no OpenBLAS is installed"):
+        attach(choice, memo=tmp_path / "blas.json")
+    assert attach("auto", memo=tmp_path / "blas.json").library is None
+
+
+def test_none_is_none(machine: dict[str, Any], tmp_path: Path) -> None:
+    assert attach("none", memo=tmp_path / "blas.json").library is None
+    assert machine["tried"] == []
+
+
+@pytest.mark.parametrize(("platform", "libc"), [("darwin", "glibc"), ("linux", "musl")])
+def test_other_systems_are_left_alone(
+    machine: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    libc: str,
+) -> None:
+    monkeypatch.setattr(blas.sys, "platform", platform)
+    monkeypatch.setattr(blas.platform, "libc_ver", lambda: (libc, "1"))
+    assert attach("auto", memo=tmp_path / "blas.json").library is None
+    assert machine["tried"] == []
+
+
+# --- real libraries, in processes of their own ---------------------------------------------
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, **env}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=given)
+
+
+@needs_bundled
+def test_the_bundled_library_is_much_faster() -> None:
+    assert BUNDLED_HERE is not None
+    result = trial.run(BUNDLED_HERE, n_threads=1)
+    assert not result.fault
+    assert result.gflops > 2 * result.own_gflops
+    assert result.label.startswith("OpenBLAS 0.")
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("/nowhere/libopenblas.so", "cannot open"), ("libm.so.6", "openblas_set_num_threads")],
+)
+def test_a_library_that_is_none(path: str, says: str) -> None:
+    assert says in trial.run(Library("system", path), n_threads=1).fault
+
+
+def test_a_library_that_kills_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.run
+
+    def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        return real(["/bin/sh", "-c", "kill -s ILL $$"], **more)
+
+    monkeypatch.setattr(trial.subprocess, "run", run)
+    fault = trial.run(SYSTEM, n_threads=1).fault
+    assert fault == f"it ended its process with signal {int(signal.SIGILL)}"
+
+
+@needs_bundled
+def test_products_go_to_the_library_and_their_threads_sleep() -> None:
+    """Attached for good, though nobody holds on to it; and an idle process is idle."""
+    done = python(
+        """if True:
+        import gc, time
+        import mlx.core as mx
+        from firn.models.cpu import trial
+        from firn.models.cpu.openblas import OpenBlas, libraries
+        library = next(lib for lib in libraries() if lib.kind == "bundled")
+        OpenBlas(library, n_threads=2).attach()
+        gc.collect()
+        for _ in range(3):
+            trial._check()
+        a = mx.random.normal((512, 512))
+        mx.eval(a @ a)
+        began = time.process_time()
+        time.sleep(0.2)
+        print(time.process_time() - began < 0.1)
+        """
+    )
+    assert done.stdout.split() == ["True"], done.stderr
+
+
+@needs_bundled
+def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
+    monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT", raising=False)
+    assert BUNDLED_HERE is not None
+    openblas.OpenBlas(BUNDLED_HERE, n_threads=1)
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "7"
+    assert "OPENBLAS_THREAD_TIMEOUT" not in os.environ
+
+
+def test_again_tries_anew(machine: dict[str, Any], tmp_path: Path) -> None:
+    machine["trials"] = {"bundled": seen(100), "system": seen(90)}
+    memo = tmp_path / "blas.json"
+    attach("auto", memo=memo)
+    machine["trials"] = {"bundled": seen(100), "system": seen(900)}
+    library: Any = attach("auto", memo=memo, again=True).library
+    assert library.library.kind == "system"
+    remembered: Any = attach("auto", memo=memo).library
+    assert remembered.library.kind == "system"
+    assert len(machine["tried"]) == 4

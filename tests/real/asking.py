@@ -1,0 +1,100 @@
+"""One greedy question through the real client, and how two answers are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+Messages = list[dict[str, str]]
+TIE = 1e-3
+"""Two tokens whose log-probabilities are closer than this are as good as each other: the order of sums
+decides, which differs between a prompt read in one piece, one resumed and one in a batch."""
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=600)
+
+
+def user(text: str, *, system: str | None = None) -> Messages:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """`margins`: by how much each token was likelier than the second best."""
+
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    margins: tuple[float, ...]
+    finish: str
+    n_prompt: int
+    n_cached: int
+
+
+def ask(url: str, messages: Messages, *, n: int = 24, **body: Any) -> Reply:
+    """body: what the client does not know, such as "cache"."""
+    made = client(url).chat.completions.create(
+        model="smollm2",
+        messages=messages,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=n,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body=body,
+    )
+    (choice,), usage = made.choices, made.usage
+    assert choice.logprobs is not None
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    parts = choice.logprobs.content or []
+    return Reply(
+        text=choice.message.content or "",
+        tokens=tuple(part.token for part in parts),
+        logprobs=tuple(part.logprob for part in parts),
+        margins=tuple(
+            part.top_logprobs[0].logprob - part.top_logprobs[1].logprob for part in parts
+        ),
+        finish=choice.finish_reason,
+        n_prompt=usage.prompt_tokens,
+        n_cached=usage.prompt_tokens_details.cached_tokens or 0,
+    )
+
+
+def ask_together(url: str, asked: Sequence[Messages], **body: Any) -> list[Reply]:
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(lambda messages: ask(url, messages, **body), asked))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    n_equal: int
+    n_ties: int
+    n: int
+
+    def __str__(self) -> str:
+        ties = f", {self.n_ties} parted at a tie" if self.n_ties else ""
+        return f"{self.n_equal} of {self.n} equal{ties}"
+
+    @property
+    def good(self) -> bool:
+        return self.n_equal + self.n_ties == self.n and 10 * self.n_ties <= self.n
+
+
+def compare(ours: Sequence[Reply], theirs: Sequence[Reply]) -> Comparison:
+    """Token by token; where they part, the first one's margin says whether that was a tie."""
+    n_equal = n_ties = 0
+    for a, b in zip(ours, theirs, strict=True):
+        parts = [
+            i for i, pair in enumerate(zip(a.tokens, b.tokens, strict=False)) if len(set(pair)) > 1
+        ]
+        if a.tokens == b.tokens and a.text == b.text:
+            n_equal += 1
+        elif parts and a.margins[parts[0]] < TIE:
+            n_ties += 1
+    return Comparison(n_equal, n_ties, len(ours))

@@ -1,0 +1,276 @@
+"""A chat that grows keeps its prefix: over every dialect, with templates of every family.
+
+The prompt of a turn is the beginning of the next turn's, but for the reply's header and for thinking
+that a template itself leaves out later. What is written here as items is put into each API's own shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firn.api.dialects import discover
+from firn.core.values import Chat, Namespace
+from firn.text.prompt import PromptMaker
+from tests import families
+from tests.families import FAMILIES
+
+PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
+Kind = Literal["user", "system", "note", "answer", "calls", "results"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """`texts`: what is said, or what each call or result holds."""
+
+    kind: Kind
+    texts: tuple[str, ...]
+    thought: str = ""
+    first: int = 0
+    """The number of the first of its calls."""
+
+    @property
+    def is_assistants(self) -> bool:
+        return self.kind in ("answer", "calls")
+
+
+# --- chats ---------------------------------------------------------------------------------
+
+SAID = (
+    "well",
+    "two\n\nparagraphs",
+    "  spaces  ",
+    "Grüße, 世界 🙂",
+    '{"a": "b"}\t\\n',
+    "a token: <|im_end|> [/INST] <end_of_turn> <|eot_id|> </s> <｜User｜> <|start|>",
+    "tags: <think>x</think> <tool_call> <tool_response>y</tool_response>",
+)
+
+
+@st.composite
+def chats(draw: st.DrawFn, *, thoughts: bool) -> list[Item]:
+    found: list[Item] = []
+    n_said = n_calls = 0
+
+    def text() -> str:
+        nonlocal n_said
+        n_said += 1
+        return f"{draw(st.sampled_from(SAID))} word{n_said}."
+
+    def thought() -> str:
+        return f"thought {text()}" if thoughts and draw(st.booleans()) else ""
+
+    for _ in range(draw(st.integers(0, 2))):
+        found.append(Item("system", (text(),)))
+    for _ in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(1, 2))):
+            found.append(Item("user", (text(),)))
+        if draw(st.integers(0, 3)) == 0:
+            found.append(Item("system", (text(),)))
+        for _ in range(draw(st.integers(0, 2))):
+            texts = tuple(text() for _ in range(draw(st.integers(1, 2))))
+            found.append(Item("calls", texts, thought(), n_calls))
+            found.append(Item("results", tuple(text() for _ in texts), first=n_calls))
+            n_calls += len(texts)
+            late = draw(st.sampled_from(["", "", "system", "note"]))
+            if late:
+                found.append(Item(late, (text(),)))  # type: ignore[arg-type]
+        if draw(st.integers(0, 3)):
+            found.append(Item("answer", (text(),), thought()))
+    return found
+
+
+def turns(items: list[Item]) -> Iterator[list[Item]]:
+    """The chat as it was at each moment when somebody could ask for a reply."""
+    for i, item in enumerate(items):
+        ends = item.kind in ("user", "results", "note", "system") and i > 0
+        goes_on = i + 1 < len(items) and items[i + 1].kind == "note"  # comes with the results
+        if ends and not goes_on and any(x.kind == "user" for x in items[: i + 1]):
+            yield items[: i + 1]
+
+
+# --- bodies --------------------------------------------------------------------------------
+
+
+def for_chat(items: list[Item]) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item.kind:
+            case "user" | "note":
+                messages.append({"role": "user", "content": item.texts[0]})
+            case "system":
+                messages.append({"role": "developer", "content": item.texts[0]})
+            case "answer":
+                said = {"role": "assistant", "content": item.texts[0]}
+                messages.append(said | ({"reasoning": item.thought} if item.thought else {}))
+            case "calls":
+                calls = [
+                    {"id": f"call_{item.first + i}", "type": "function",
+                     "function": {"name": "look", "arguments": json.dumps({"at": text})}}
+                    for i, text in enumerate(item.texts)
+                ]  # fmt: skip
+                said = {"role": "assistant", "content": None, "tool_calls": calls}
+                messages.append(said | ({"reasoning": item.thought} if item.thought else {}))
+            case "results":
+                for i, text in enumerate(item.texts):
+                    id = f"call_{item.first + i}"
+                    messages.append({"role": "tool", "tool_call_id": id, "content": text})
+    tool = {"name": "look", "description": "Looks.", "parameters": PARAMETERS}
+    return {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+
+
+def for_messages(items: list[Item]) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item.kind:
+            case "user" | "system":
+                messages.append({"role": item.kind, "content": item.texts[0]})
+            case "note":
+                text = f"<system-reminder>{item.texts[0]}</system-reminder>"
+                messages[-1]["content"].append({"type": "text", "text": text})
+            case "answer" | "calls":
+                blocks: list[dict[str, Any]] = []
+                if item.thought:
+                    blocks.append({"type": "thinking", "thinking": item.thought, "signature": ""})
+                for i, text in enumerate(item.texts):
+                    call = {"id": f"call_{item.first + i}", "name": "look", "input": {"at": text}}
+                    said = {"type": "text", "text": text}
+                    is_call = item.kind == "calls"
+                    blocks.append({"type": "tool_use", **call} if is_call else said)
+                messages.append({"role": "assistant", "content": blocks})
+            case "results":
+                results = [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": f"call_{item.first + i}",
+                        "content": text,
+                    }
+                    for i, text in enumerate(item.texts)
+                ]
+                messages.append({"role": "user", "content": results})
+    tool = {"name": "look", "description": "Looks.", "input_schema": PARAMETERS}
+    return {"messages": messages, "tools": [tool], "max_tokens": 9}
+
+
+def for_responses(items: list[Item]) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if item.thought:
+            found.append({"type": "reasoning", "content": [
+                {"type": "reasoning_text", "text": item.thought}], "summary": []})  # fmt: skip
+        for i, text in enumerate(item.texts):
+            id = f"call_{item.first + i}"
+            match item.kind:
+                case "user" | "note":
+                    found.append({"role": "user", "content": text})
+                case "system":
+                    found.append({"role": "system", "content": text})
+                case "answer":
+                    found.append({"role": "assistant", "content": text})
+                case "calls":
+                    given = {"name": "look", "arguments": json.dumps({"at": text}), "call_id": id}
+                    found.append({"type": "function_call", **given})
+                case "results":
+                    found.append({"type": "function_call_output", "call_id": id, "output": text})
+    tool = {"type": "function", "name": "look", "description": "Looks.", "parameters": PARAMETERS}
+    return {"input": found, "tools": [tool]}
+
+
+BODIES = {
+    "/v1/chat/completions": for_chat,
+    "/v1/messages": for_messages,
+    "/v1/responses": for_responses,
+}
+
+
+def test_every_dialect_of_chats_is_here() -> None:
+    assert set(BODIES) == {d.path for d in discover()} - {"/v1/completions"}
+
+
+# --- the property --------------------------------------------------------------------------
+
+
+@cache
+def maker(family: str) -> PromptMaker:
+    tokenizer = families.tokenizer(family)
+    return PromptMaker(tokenizer, context_length=1 << 20, tool_format="json_tags")
+
+
+@cache
+def dialect(path: str) -> Any:
+    return next(d for d in discover() if d.path == path)
+
+
+def chat_of(path: str, items: list[Item]) -> Chat:
+    call = dialect(path).decode(BODIES[path](items), namespace=Namespace("test"))
+    source = call.requests[0].source
+    assert isinstance(source, Chat)
+    return source
+
+
+def ids_of(family: str, chat: Chat, *, header: bool) -> list[int]:
+    kwargs = {**chat.template_kwargs, "add_generation_prompt": header}
+    found = maker(family).make(replace(chat, template_kwargs=kwargs))
+    return [int(token) for token in found.ids]
+
+
+def check(family: str, path: str, items: list[Item]) -> None:
+    decode = families.tokenizer(family).decode
+    seen: list[list[Item]] = []
+    for now in turns(items):
+        chat = chat_of(path, now)
+        whole = ids_of(family, chat, header=True)
+        if seen:
+            before = seen[-1]
+            known = ids_of(family, chat_of(path, before), header=False)
+            shared = next((i for i, t in enumerate(known) if whole[i : i + 1] != [t]), len(known))
+            assert shared >= floor(family, path, decode(known), before, now), (
+                decode(known[:shared]),
+                decode(known[shared:]),
+                decode(whole[shared:]),
+            )
+        seen.append(now)
+
+
+def floor(family: str, path: str, text: str, before: list[Item], now: list[Item]) -> int:
+    """How many tokens of the earlier prompt the later one must begin with."""
+    rules = FAMILIES[family]
+    end = len(text)
+    added = now[len(before) :]
+    may_join = rules.alternates or before[-1].kind in ("results", "note")
+    if may_join and not added[0].is_assistants:
+        # Nobody has answered: this is said in the same turn, where a template alternates, or
+        # behind results, where it may belong to them. The turn's end stands behind it now.
+        end = text.rfind(before[-1].texts[-1].split()[-1].rstrip("."))
+    questions = ("user",) if path == "/v1/messages" else ("user", "note")
+    if rules.thought and any(item.kind in questions for item in added):
+        at = text.find(rules.thought)
+        end = min(end, at) if at >= 0 else end
+    return len(families.tokenizer(family).encode(text[:end], add_special=False)) - (
+        1 if end < len(text) else 0
+    )
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=10, deadline=None)
+@given(items=chats(thoughts=False))
+def test_a_turn_begins_with_the_one_before(family: str, path: str, items: list[Item]) -> None:
+    check(family, path, items)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=6, deadline=None)
+@given(items=chats(thoughts=True))
+def test_but_for_thoughts_that_the_template_drops(
+    family: str, path: str, items: list[Item]
+) -> None:
+    check(family, path, items)
