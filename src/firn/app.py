@@ -179,7 +179,7 @@ def build(config: Config) -> Server:
         fetch_images=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
-        soften_schema=grammars.soften,
+        softener=grammars.softener,
         cache_admin=CacheAdmin(
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,

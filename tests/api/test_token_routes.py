@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from firn.api.embedding_routes import PIECE_TOKENS, cut, pieces
 from firn.core.errors import StepFailed
-from firn.core.values import Chat, GenerateRequest, ImagePart, TextPart
+from firn.core.values import Chat, GenerateRequest, ImagePart, Namespace, TextPart
 from tests.api.live import Live, serve
 from tests.api.talking import post
 
@@ -59,7 +59,7 @@ CAT = ["<|im_start|>user", "cat<|im_end|>", "<|im_start|>assistant"]
 PICTURE = "https://pictures.example/cat.png"
 
 
-async def fetched(request: GenerateRequest) -> GenerateRequest:
+async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest:
     """A picture by its address is a word here: what came of it can be seen in the prompt."""
     assert isinstance(request.source, Chat)
     (message,) = request.source.messages

@@ -31,8 +31,8 @@ from firn.text.infill import Infill
 STAND_INS = ("claude", "gpt-")
 """How the ids of models begin that this one stands in for."""
 
-Gather = Callable[[GenerateRequest], Awaitable[GenerateRequest]]
-"""Brings in what a request refers to, on the asyncio thread."""
+Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
+"""Brings in what a request refers to, on the asyncio thread; what is kept of it is its owner's."""
 
 
 class Prompts(Protocol):
@@ -82,7 +82,7 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
-    soften_schema: Callable[[Mapping[str, Any]], Softened] = Softened
+    softener: Callable[[Namespace], Callable[[Mapping[str, Any]], Softened]] = lambda owner: Softened
     infill: Infill | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None

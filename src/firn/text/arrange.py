@@ -20,9 +20,10 @@ LATE_SYSTEM = "<system-message>\n{}\n</system-message>"
 """How a user turn shows what the system said later, where a template has no other place for it."""
 
 _CHANGING_LINE = re.compile(
-    r"^[ \t]*x-[a-z0-9-]*(?:billing|attribution)[a-z0-9-]*[ \t]*:.*(?:\r?\n|\Z)",
+    r"^[ \t]{0,16}x-[a-z0-9-]{0,64}(?:billing|attribution)[a-z0-9-]{0,64}[ \t]{0,16}:.*(?:\r?\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
+"""Bounded: a header's name of a megabyte would else be tried in as many ways as it has letters."""
 
 
 def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...]:
