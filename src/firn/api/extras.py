@@ -23,7 +23,6 @@ from firn.api.openapi import error_responses
 from firn.api.origins import refuse_pages
 from firn.api.services import Services
 
-
 MANY = 16
 """Members of an array that are written at once."""
 

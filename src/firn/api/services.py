@@ -82,7 +82,9 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
-    softener: Callable[[Namespace], Callable[[Mapping[str, Any]], Softened]] = lambda owner: Softened
+    softener: Callable[[Namespace], Callable[[Mapping[str, Any]], Softened]] = lambda owner: (
+        Softened
+    )
     infill: Infill | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
