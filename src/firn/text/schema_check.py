@@ -1,7 +1,7 @@
 """Does a value follow its JSON schema? Asked after a reply about what no grammar could hold it to.
 
-Bounded, for schemas come from anybody and this runs where everybody's tokens pass: all of it has a moment,
-references lead nowhere but into the schema, and what is not known of a schema is no fault.
+Bounded, for schemas come from anybody and this runs where everybody's tokens pass: all of it has a
+moment, references lead nowhere but into the schema, and what is not known of a schema is no fault.
 """
 
 from __future__ import annotations
