@@ -57,7 +57,7 @@ sweep: venv
 	@$(PY) -m pytest -m sweep --timeout 1800 $(ARGS)
 
 soak: venv
-	@$(PY) -m pytest -m soak --timeout 1200 --durations 0 --durations-min 1 -v $(ARGS)
+	@$(PY) -m pytest -m soak --timeout 1200 --durations 0 --durations-min 1 -v -s $(ARGS)
 
 fmt: venv
 	@$(PY) -m ruff format $(SOURCES)

@@ -78,12 +78,16 @@ def test_requests_wait_for_memory_and_none_fails(tmp_path: Path) -> None:
             return n_tokens
 
         with always_healthy(server):
-            assert all(at_once(N_CLIENTS, client))
+            n_tokens = at_once(N_CLIENTS, client)
+        assert all(n_tokens)
         # What could never fit is told so, at once.
         never = httpx.post(url, json={"prompt": "7 " * 20_000, "max_tokens": 1}, timeout=120)
         assert never.status_code == 400
         let_go_of_everything(server)
         after = held_by(server)
+        print(
+            f"{N_REQUESTS} requests, {sum(n_tokens)} tokens; {before}, at most {high[0]:.0f} MiB, {after}"
+        )
         assert high[0] < before.rss_mib + 6 * CAPACITY_MIB, high
         assert after.n_files <= before.n_files + 2
         assert server.stop() == 0

@@ -103,6 +103,7 @@ def test_storms_leave_nothing_behind(tmp_path: Path, model: str) -> None:
         assert all(witnesses)
         let_go_of_everything(server)
         after = held_by(server)
+        print(f"{N_GONE // 2} gone, {sum(witnesses)} answered meanwhile; {before}, {after}")
         assert after.n_files <= before.n_files + 2
         assert after.n_threads <= before.n_threads + 2
         assert after.rss_mib < before.rss_mib * 1.1 + 24

@@ -65,6 +65,7 @@ def test_thousands_of_loads_fail_and_no_answer_does(tmp_path: Path, model: str) 
         assert sum(a.n_cached for a in answers) > sum(a.n_prompt for a in answers) / 2
         let_go_of_everything(server)
         after = held_by(server)
+        print(f"{n_faulted(server)} faulted loads, {saboteur.n_done} damages; {before}, {after}")
         assert after.n_files <= before.n_files + 2
         assert after.rss_mib < before.rss_mib * 1.1 + 24
         assert server.stop() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,7 @@ def test_raw_bytes(tmp_path: Path) -> None:
         errors = [error for fuzzer in fuzzers for error in fuzzer.server_errors]
         assert errors == []
         statuses = sum((fuzzer.statuses for fuzzer in fuzzers), Counter())
+        print(f"{N_SHOTS} connections: {dict(statuses)}")
         assert min(statuses[200], statuses[400]) > N_SHOTS / 20, statuses
         let_go_of_everything(server)
         after = held_by(server)
@@ -61,40 +61,53 @@ def test_raw_bytes(tmp_path: Path) -> None:
     assert "Traceback" not in house.log()
 
 
-@pytest.mark.soak
-def test_bodies_made_from_the_description(tmp_path: Path) -> None:
-    """Fitting ones, and ones that break it in a place, for every route, on a real server."""
+def try_everything(url: str, *, n_examples: int) -> Counter[int]:
+    """So many requests to each route, of both kinds; how often each status came."""
     search = settings(
-        max_examples=N_EXAMPLES,
+        max_examples=n_examples,
         database=None,
         deadline=None,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+    described: Any = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    statuses: Counter[int] = Counter()
+    for found in described.get_all_operations():
+        operation = found.ok()
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            if mode is GenerationMode.NEGATIVE and not operation.body:
+                continue
+
+            @search
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def check(case: schemathesis.Case) -> None:
+                answer = case.call(timeout=120)
+                statuses[answer.status_code] += 1
+                case.validate_response(answer, checks=[not_a_server_error])
+
+            check()
+    return statuses
+
+
+@pytest.mark.soak
+def test_bodies_made_from_the_description(tmp_path: Path) -> None:
+    """Fitting ones, and ones that break it in a place, for every route, on a real server."""
     with House(tmp_path) as house:
         server = house.start(*SMALL, "--max-tokens", "8")
-        described: Any = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-        statuses: Counter[int] = Counter()
+        (talk,) = sessions(1)
         with always_healthy(server):
-            for found in described.get_all_operations():
-                operation = found.ok()
-                for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-                    if mode is GenerationMode.NEGATIVE and not operation.body:
-                        continue
-
-                    @search
-                    @given(case=operation.as_strategy(generation_mode=mode))
-                    def check(case: schemathesis.Case) -> None:
-                        answer = case.call(timeout=120)
-                        statuses[answer.status_code] += 1
-                        case.validate_response(answer, checks=[not_a_server_error])
-
-                    check()
+            try_everything(server.url, n_examples=10)
+            let_go_of_everything(server)
+            before = held_by(server)
+            statuses = try_everything(server.url, n_examples=N_EXAMPLES)
+        print(f"{sum(statuses.values())} requests: {dict(statuses)}")
         assert statuses[200] > 100
         assert statuses[400] > 100
         assert max(statuses) < 500
         let_go_of_everything(server)
-        talk = random.Random(0).choice(sessions(3))
+        after = held_by(server)
+        assert after.n_files <= before.n_files + 3
+        assert after.rss_mib < before.rss_mib * 1.1 + 24
         assert ask(server.url, talk, 0).right
         assert server.stop() == 0
     assert "Traceback" not in house.log()

@@ -166,6 +166,7 @@ def test_an_hour_of_everything(tmp_path: Path) -> None:
                     caller.close()
                 let_go_of_everything(server)
                 seen.append(held_by(server))
+        print(f"{sum(done.values())} requests: {dict(done)}", *seen, sep="\n")
         assert sum(done.values()) >= N_REQUESTS
         assert len(done) == 12, done
         warm = seen[1:]  # the first round loads what is loaded once
