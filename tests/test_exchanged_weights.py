@@ -1,4 +1,4 @@
-"""Weights are exchanged under a server's feet: the next one computes, and says what these weights say."""
+"""Weights are exchanged in their place: the next server computes, and says what these weights say."""
 
 from __future__ import annotations
 

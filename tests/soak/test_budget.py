@@ -86,7 +86,8 @@ def test_requests_wait_for_memory_and_none_fails(tmp_path: Path) -> None:
         let_go_of_everything(server)
         after = held_by(server)
         print(
-            f"{N_REQUESTS} requests, {sum(n_tokens)} tokens; {before}, at most {high[0]:.0f} MiB, {after}"
+            f"{N_REQUESTS} requests, {sum(n_tokens)} tokens; "
+            f"{before}, at most {high[0]:.0f} MiB, {after}"
         )
         assert high[0] < before.rss_mib + 6 * CAPACITY_MIB, high
         assert after.n_files <= before.n_files + 2
