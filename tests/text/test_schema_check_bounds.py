@@ -62,3 +62,9 @@ def test_all_calls_of_a_reply_have_one_time_together() -> None:
         events += [ToolCallStarted(0, i, str(i), "f"), ToolCallDelta(0, i, f'{{"a": "{VICTIM}"}}')]
     check.see(events)
     assert check.see([ChoiceFinished(0, "tool_calls")]) == []
+
+
+def test_brackets_without_end_are_no_call() -> None:
+    check = CallCheck([Tool("f", "", {"not": {}}, param="tools[0]")])
+    check.see([ToolCallStarted(0, 0, "a", "f"), ToolCallDelta(0, 0, "[" * 100_000)])
+    assert check.see([ChoiceFinished(0, "length")]) == []

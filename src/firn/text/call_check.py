@@ -41,8 +41,8 @@ class CallCheck:
             return ""
         try:
             value = json.loads("".join(pieces))
-        except ValueError:
-            return ""  # cut short, which the finish reason says
+        except (ValueError, RecursionError):
+            return ""  # cut short, which the finish reason says; or nothing that a tool could read
         began = time.thread_time()
         places = faults(value, tool.parameters, time_s=self._left_s)[:MAX_FAULTS]
         self._left_s -= time.thread_time() - began
