@@ -11,7 +11,7 @@ from firn.core.values import Tool
 from firn.text.call_check import CallCheck
 from firn.text.schema_check import faults
 
-SLOW = "(x+x+)+y"
+SLOW = "(?:x|xx)+y"
 VICTIM = "x" * 40
 
 HOSTILE: dict[str, tuple[Any, Any]] = {
