@@ -92,6 +92,8 @@ def test_any_text(param: str, form: Any) -> None:
         ({"type": "lark"}, ".grammar"),
         ({"type": "choice", "choices": []}, ".choices"),
         ({"type": "choice", "choices": ["a", 5]}, ".choices[1]"),
+        ({"type": "choice", "choices": ["a"] * 16_385}, ".choices"),
+        ({"type": "lark", "grammar": "a" * (2**18 + 1)}, ".grammar"),
     ],
 )
 def test_refusals_say_where(param: str, form: Any, member: str) -> None:
