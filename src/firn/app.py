@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from firn.api.hosts import Hosts, machine_names
 from firn.api.mailroom import Mailroom
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
+from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
-from firn.api.services import Services
 from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.io import TierIo
 from firn.cache.layout import Layout
@@ -230,7 +230,7 @@ def _pictures(
     return Album(processor, whole=model.whole_images, limits=limits)
 
 
-def _fetcher(config: Config) -> Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None:
+def _fetcher(config: Config) -> Gather | None:
     wanted = config.images
     if not wanted.allow_image_urls:
         return None
