@@ -14,7 +14,7 @@ from tests import zoo
 from tests.soak.house import House, always_healthy, at_once, held_by, let_go_of_everything
 from tests.zoo import folder as zoo_folder
 
-N_REQUESTS = 240
+N_REQUESTS = 120
 N_CLIENTS = 12
 N_WORDS = 300
 CAPACITY_MIB = 256
