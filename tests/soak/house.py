@@ -217,7 +217,7 @@ class Saboteur:
         while not self._stop.is_set():
             files = self._house.records()
             self._rng.shuffle(files)
-            for path in files[: max(1, len(files) // 4)]:
+            for path in files[: max(1, len(files) // 2)]:
                 if self._stop.wait(self._pause_s):
                     return
                 try:

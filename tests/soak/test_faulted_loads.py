@@ -1,4 +1,4 @@
-"""A disk that spoils what it is given: ten thousand loads fail, and no answer is wrong."""
+"""A disk that spoils what it is given, below a real server: loads fail, and no answer is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.soak.house import (
     sessions,
 )
 
-N_FAULTED = 5000
+N_FAULTED = 300
 """For each model."""
 N_CLIENTS = 3
 N_SESSIONS = 24
@@ -34,7 +34,7 @@ def n_faulted(server: Child) -> int:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("model", ["firn-demo", "firn-demo-hybrid"])
-def test_thousands_of_loads_fail_and_no_answer_does(tmp_path: Path, model: str) -> None:
+def test_loads_fail_and_no_answer_does(tmp_path: Path, model: str) -> None:
     talks = sessions(N_SESSIONS)
     with House(tmp_path) as house:
         server = house.start(*SMALL, "--ssd-cache-max-gb", "0.05", model=model)
@@ -53,7 +53,7 @@ def test_thousands_of_loads_fail_and_no_answer_does(tmp_path: Path, model: str) 
                         return wrong
             return wrong
 
-        saboteur = Saboteur(house, seed=1, pause_s=0.01)
+        saboteur = Saboteur(house, seed=1, pause_s=0.002)
         with always_healthy(server), saboteur.at_work():
             wrong = at_once(N_CLIENTS, client)
         assert wrong == [[]] * N_CLIENTS
