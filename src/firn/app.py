@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +19,14 @@ import uvloop
 from firn import __version__, named
 from firn.api import warm
 from firn.api.auth import Keys
-from firn.api.cache_metrics import CacheMetrics
+from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.connections import ConnectionLimits, Connections, http_config
 from firn.api.hosts import Hosts, machine_names
 from firn.api.mailroom import Mailroom
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
+from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
-from firn.api.services import Services
 from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.io import TierIo
 from firn.cache.layout import Layout
@@ -177,13 +177,16 @@ def build(config: Config) -> Server:
         fetch_images=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
-        soften_schema=grammars.soften,
+        softener=grammars.softener,
         cache_admin=CacheAdmin(
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
         health_details=lambda: {"cache": health(engine.parts.cache)},
-        extra_collectors=(CacheMetrics(lambda: snapshot(engine.parts.cache)),),
+        extra_collectors=(
+            CacheMetrics(lambda: snapshot(engine.parts.cache)),
+            MemoryMetrics(devices.allocated_nbytes),
+        ),
     )
     return Server(services, engine, mailroom, pool, died)
 
@@ -225,7 +228,7 @@ def _pictures(
     return Album(processor, whole=model.whole_images, limits=limits)
 
 
-def _fetcher(config: Config) -> Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None:
+def _fetcher(config: Config) -> Gather | None:
     wanted = config.images
     if not wanted.allow_image_urls:
         return None

@@ -48,6 +48,8 @@ def test_a_tool_by_its_name(text: str) -> None:
         'there is {"name": "get_weather"} among them',
         '{"name": "get_weather", "arguments": {"city": "Pa',
         "<tool_call> begins a call of get_weather, </tool_call> ends it",
+        f'<tool_call>{{"name": "get_weather", "arguments": {{"a": {"[" * 100_000}',
+        f'<tool_call>{{"name": "get_weather", "arguments": {"[" * 99_999}{"]" * 99_999}}}</tool_call>',
     ],
 )
 def test_plain_text_is_no_call(text: str) -> None:

@@ -45,17 +45,19 @@ def _owned(source: Source, owner: Namespace) -> Source:
     return replace(source, messages=messages)
 
 
-async def gathered(services: Services, request: GenerateRequest) -> GenerateRequest:
+async def gathered(
+    services: Services, request: GenerateRequest, owner: Namespace
+) -> GenerateRequest:
     """The request with what it refers to: pictures by address, the text of documents."""
     for gather in (services.fetch_images, services.read_documents):
         if gather is not None:
-            request = await gather(request)
+            request = await gather(request, owner)
     return request
 
 
 async def prompt_of(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """As a reply to it would begin, for those who generate nothing."""
-    request = await gathered(services, request)
+    request = await gathered(services, request, owner)
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(services.pool, make_prompt, services, request, owner)
 

@@ -33,8 +33,8 @@ T = TypeVar("T")
 STAND_INS = ("claude", "gpt-")
 """How the ids of models begin that this one stands in for."""
 
-Gather = Callable[[GenerateRequest], Awaitable[GenerateRequest]]
-"""Brings in what a request refers to, on the asyncio thread."""
+Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
+"""Brings in what a request refers to, on the asyncio thread; what is kept of it is its owner's."""
 
 
 class Prompts(Protocol):
@@ -86,7 +86,9 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
-    soften_schema: Callable[[Mapping[str, Any]], Softened] = Softened
+    softener: Callable[[Namespace], Callable[[Mapping[str, Any]], Softened]] = lambda owner: (
+        Softened
+    )
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     fetch_images: Gather | None = None

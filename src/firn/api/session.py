@@ -242,7 +242,7 @@ class Session:
             _refuse_constraints(request)
 
     async def _prepare(self, run: Run) -> Job:
-        run.request = await gathered(self._services, run.request)
+        run.request = await gathered(self._services, run.request, self._namespace)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._services.pool, self._job, run)
 
@@ -293,7 +293,7 @@ class Session:
             format=services.reply_format,
             tokenizer=services.tokenizer,
             prompt_tail=prompt_tail,
-            soften=services.soften_schema,
+            soften=services.softener(self._namespace),
         )
         run.unenforced = held.left_out
         if held.left_out and isinstance(source, Chat):

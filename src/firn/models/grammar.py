@@ -10,8 +10,9 @@ import json
 import logging
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
 from firn.core.values import Grammar, Softened
 from firn.models.schema_faults import is_endless, locate
-from firn.models.soften import soften
+from firn.models.soften import ANYTHING, OutOfTime, soften
 from firn.models.tokenizer import HfTokenizer
 
 log = logging.getLogger("firn.grammar")
@@ -31,6 +32,12 @@ MAX_KEPT_CHARS = 8 * 2**20
 """Of their texts together; what is compiled from them is larger by a factor."""
 MAX_SOFTENED = 1024
 """Schemas of tools kept, as they can be enforced."""
+MAX_SOFTENED_CHARS = 8 * 2**20
+"""Of all of them together."""
+MAX_SCHEMA_CHARS = 2**18
+"""Of a tool; nothing of a longer one is enforced."""
+SOFTEN_S = 2.0
+"""To find out what can be enforced of the tools of one request."""
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_MESSAGE_CHARS = 400
 WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
@@ -84,7 +91,8 @@ class Compiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, Grammar], CompiledGrammar] = OrderedDict()
         self._kept_chars = 0
-        self._softened: OrderedDict[str, Softened] = OrderedDict()
+        self._softened: OrderedDict[tuple[str, str], Softened] = OrderedDict()
+        self._softened_chars = 0
         self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._control: tuple[str, ...] = ()
@@ -115,19 +123,46 @@ class Compiler:
                 self._kept_chars -= _n_chars(gone)
         return made
 
-    def soften(self, schema: Mapping[str, Any]) -> Softened:
-        """The schema as far as it can be enforced, and what was taken out of it."""
-        key = json.dumps(schema)
+    def softener(self, owner: str) -> Callable[[Mapping[str, Any]], Softened]:
+        """`soften` for the tools of one request: they have one time together."""
+        left_s = SOFTEN_S
+
+        def soften_next(schema: Mapping[str, Any]) -> Softened:
+            nonlocal left_s
+            began = time.thread_time()
+            found = self.soften(schema, owner, time_s=left_s)
+            left_s -= time.thread_time() - began
+            return found
+
+        return soften_next
+
+    def soften(
+        self, schema: Mapping[str, Any], owner: str = "", *, time_s: float = SOFTEN_S
+    ) -> Softened:
+        """The schema as far as it can be enforced, and what was taken out of it.
+
+        time_s: of this thread's own. What is not done by then is not enforced, and not kept.
+        """
+        text = json.dumps(schema)
+        if len(text) > MAX_SCHEMA_CHARS:
+            return Softened(ANYTHING, ("#",))
+        key = (owner, text)
         with self._lock:
             found = self._softened.get(key)
             if found is not None:
                 self._softened.move_to_end(key)
                 return found
-        made = soften(schema, self._schema_fault)
+        try:
+            made = soften(schema, self._schema_fault, time_s=time_s)
+        except OutOfTime:
+            return Softened(ANYTHING, ("#",))
         with self._lock:
+            if key not in self._softened:
+                self._softened_chars += len(text)
             self._softened[key] = made
-            while len(self._softened) > MAX_SOFTENED:
-                self._softened.popitem(last=False)
+            while len(self._softened) > MAX_SOFTENED or self._softened_chars > MAX_SOFTENED_CHARS:
+                (_, gone), _ = self._softened.popitem(last=False)
+                self._softened_chars -= len(gone)
         return made
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:

@@ -23,9 +23,10 @@ EARLIER = "(The conversation began earlier.)"
 NO_RESULT = "(There is no result.)"
 
 _CHANGING_LINE = re.compile(
-    r"^[ \t]*x-[a-z0-9-]*(?:billing|attribution)[a-z0-9-]*[ \t]*:.*(?:\r?\n|\Z)",
+    r"^[ \t]{0,16}x-[a-z0-9-]{0,64}(?:billing|attribution)[a-z0-9-]{0,64}[ \t]{0,16}:.*(?:\r?\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
+"""Bounded: a header's name of a megabyte would else be tried in as many ways as it has letters."""
 
 
 def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...]:

@@ -39,6 +39,9 @@ _COMMON = {
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
 }
 """Terminals of lark's library that have characters JSON escapes."""
+MAX_CHARS = 2**16
+"""Of a grammar that a user writes, here and where it is taken in: compiling it takes the square of its
+alternatives."""
 
 
 class Unquotable(ValueError):
@@ -47,10 +50,14 @@ class Unquotable(ValueError):
 
 def quoted(definition: str) -> str:
     """The same grammar, of texts as they stand between the quotes of a JSON string."""
+    if len(definition) > MAX_CHARS:
+        raise Unquotable(f"it has more than {MAX_CHARS} characters")
     try:
         return _Quoting(definition).result()
     except Unreadable as e:
         raise Unquotable(str(e)) from e
+    except RecursionError:
+        raise Unquotable("its brackets are nested too deeply") from None
 
 
 @dataclass(slots=True)
@@ -86,7 +93,7 @@ class _Quoting:
     def _split(self) -> Iterator[list[tuple[str, str]]]:
         """One statement each: a new one begins at a name with a colon behind it, or at a percent."""
         current: list[tuple[str, str]] = []
-        for (kind, text), ahead in zip(self._tokens, _ahead(self._tokens), strict=True):
+        for (kind, text), ahead in zip(self._tokens, _next_words(self._tokens), strict=True):
             begins = kind in ("imports", "ignore") or (kind == "name" and ahead[:1] in (":", "["))
             starts_line = not current or "\n" in "".join(t for _, t in _tail_space(current))
             if begins and starts_line and current:
@@ -219,20 +226,21 @@ def _tokens(definition: str) -> Iterator[tuple[str, str]]:
         yield match.lastgroup or "other", match[0]
 
 
+def _next_words(tokens: list[tuple[str, str]]) -> list[str]:
+    """For each token the next one that is no space; "" behind the last."""
+    found: list[str] = []
+    ahead = ""
+    for _, text in reversed(tokens):
+        found.append(ahead)
+        ahead = ahead if text.isspace() else text
+    return found[::-1]
+
+
 def _tail_space(tokens: list[tuple[str, str]]) -> list[tuple[str, str]]:
     n = 0
     while n < len(tokens) and tokens[-1 - n][1].isspace():
         n += 1
     return tokens[len(tokens) - n :]
-
-
-def _ahead(tokens: list[tuple[str, str]]) -> list[str]:
-    """For each token the next one that is no space."""
-    found, last = [], ""
-    for _, text in reversed(tokens):
-        found.append(last)
-        last = last if text.isspace() else text
-    return found[::-1]
 
 
 def _has_colon(tokens: list[tuple[str, str]]) -> bool:

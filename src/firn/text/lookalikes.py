@@ -79,7 +79,7 @@ def _reads_call(form: ToolFormat, text: str, tools: Sequence[Tool]) -> bool:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
 from firn.core.values import Grammar, Tool
+from firn.text.json_lark import MAX_CHARS
 
 PARAMETERS: Mapping[str, Any] = {
     "type": "object",
@@ -21,7 +22,6 @@ PARAMETERS: Mapping[str, Any] = {
     "required": ["input"],
 }
 SYNTAXES = ("lark", "regex")
-MAX_DEFINITION_CHARS = 64 * 1024
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAY_BE_HEAD = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?')
@@ -42,7 +42,7 @@ def custom_tool(tool: Fields, *, wrapped: bool) -> Tool:
     inner = form.object("grammar") if wrapped else form
     syntax = fields.one_of(inner.require("syntax"), inner.name("syntax"), SYNTAXES)
     definition = fields.string(
-        inner.require("definition"), inner.name("definition"), max_chars=MAX_DEFINITION_CHARS
+        inner.require("definition"), inner.name("definition"), max_chars=MAX_CHARS
     )
     grammar = Grammar("lark" if syntax == "lark" else "regex", definition, inner.name("definition"))
     # The model is held to the grammar, and does better if it knows it.
@@ -54,7 +54,7 @@ def custom_input(arguments: str) -> str:
     """The text that a call gives its tool, from the whole of its arguments."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return CustomInput().feed(arguments)
     text = value.get("input") if isinstance(value, dict) else value
     if isinstance(value, dict) and not isinstance(text, str) and len(value) == 1:

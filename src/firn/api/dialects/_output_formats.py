@@ -11,7 +11,10 @@ from typing import Any
 from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
 from firn.core.values import Grammar
+from firn.text.json_lark import MAX_CHARS
 
+MAX_CHOICES = 16_384
+"""Compiling takes the square of them."""
 KINDS = ("text", "json_object", "json_schema", "regex", "choice", "lark")
 
 
@@ -34,7 +37,9 @@ def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar
         case "choice":
             return Grammar("choice", _choices(form), param=path)
         case "lark":
-            grammar = fields.string(form.require("grammar"), form.name("grammar"))
+            grammar = fields.string(
+                form.require("grammar"), form.name("grammar"), max_chars=MAX_CHARS
+            )
             return Grammar("lark", grammar, param=path)
         case _:
             return None
@@ -51,7 +56,7 @@ def _schema(form: Fields, schema_in: str) -> str:
 
 def _choices(form: Fields) -> str:
     param = form.name("choices")
-    given = fields.array(form.require("choices"), param, low=1)
+    given = fields.array(form.require("choices"), param, low=1, high=MAX_CHOICES)
     return json.dumps([fields.string(text, f"{param}[{i}]") for i, text in enumerate(given)])
 
 
