@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
 from firn.core.values import Grammar, Softened
+from firn.models.schema_depth import TOO_DEEP, is_too_deep
 from firn.models.schema_faults import is_endless, locate
 from firn.models.soften import ANYTHING, OutOfTime, soften
 from firn.models.tokenizer import HfTokenizer
@@ -152,6 +153,8 @@ class Compiler:
             if found is not None:
                 self._softened.move_to_end(key)
                 return found
+        if is_too_deep(schema):
+            return Softened(ANYTHING, ("#",))
         try:
             made = soften(schema, self._schema_fault, time_s=time_s)
         except OutOfTime:
@@ -169,6 +172,9 @@ class Compiler:
         every = [("", grammar), *grammar.parts]
         if _n_chars(grammar) > MAX_TEXT_CHARS:
             raise InvalidValue(grammar.param, "the grammar is too large")
+        for _, part in every:
+            if part.kind == "json_schema" and is_too_deep(json.loads(part.text)):
+                raise InvalidValue(part.param, f"the schema is not supported: {TOO_DEEP}")
         vocabulary = self._vocabulary()
         sources = [(name, _source(g)) for name, g in every]
         # What a grammar forces is tokenized as text; llguidance would make a control token of text
@@ -224,6 +230,8 @@ class Compiler:
             raise InvalidValue(grammar.param, "no text can satisfy this grammar")
 
     def _schema_fault(self, schema: Any) -> str:
+        if is_too_deep(schema):
+            return TOO_DEEP
         return self._fault({"json_schema": schema})
 
     def _fault(self, source: dict[str, Any]) -> str:

@@ -95,6 +95,7 @@ def test_any_text(param: str, form: Any) -> None:
         ({"type": "choice", "choices": ["a", 5]}, ".choices[1]"),
         ({"type": "choice", "choices": ["a"] * 16_385}, ".choices"),
         ({"type": "lark", "grammar": "a" * (MAX_CHARS + 1)}, ".grammar"),
+        ({"type": "lark", "grammar": "r: r\n" * 2001}, ".grammar"),
     ],
 )
 def test_refusals_say_where(param: str, form: Any, member: str) -> None:

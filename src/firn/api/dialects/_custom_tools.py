@@ -13,6 +13,7 @@ from typing import Any
 
 from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
+from firn.api.dialects._output_formats import lark
 from firn.core.values import Grammar, Tool
 from firn.text.json_lark import MAX_CHARS
 
@@ -41,12 +42,13 @@ def custom_tool(tool: Fields, *, wrapped: bool) -> Tool:
     fields.one_of(kind, form.name("type"), ("text", "grammar"))
     inner = form.object("grammar") if wrapped else form
     syntax = fields.one_of(inner.require("syntax"), inner.name("syntax"), SYNTAXES)
-    definition = fields.string(
-        inner.require("definition"), inner.name("definition"), max_chars=MAX_CHARS
-    )
-    grammar = Grammar("lark" if syntax == "lark" else "regex", definition, inner.name("definition"))
+    given, path = inner.require("definition"), inner.name("definition")
+    if syntax == "lark":
+        grammar = Grammar("lark", lark(given, path), path)
+    else:
+        grammar = Grammar("regex", fields.string(given, path, max_chars=MAX_CHARS), path)
     # The model is held to the grammar, and does better if it knows it.
-    told = "\n\n".join(text for text in (description, definition) if text)
+    told = "\n\n".join(text for text in (description, grammar.text) if text)
     return Tool(name, told, PARAMETERS, param=tool.path, grammar=grammar)
 
 
