@@ -33,7 +33,7 @@ help:
 	@echo "make fmt     format and mend what the linter can mend"
 	@echo "make real    tests on a real small model, SmolLM2-135M-Instruct (fetches 93 MB)"
 	@echo "make sweep   test every architecture of mlx-lm and mlx-vlm (long)"
-	@echo "make soak    fault-injection runs (long)"
+	@echo "make soak    real servers under faults, kills and traffic (half an hour)"
 	@echo "make clean   remove .venv and everything that was generated"
 
 demo: venv
@@ -57,7 +57,7 @@ sweep: venv
 	@$(PY) -m pytest -m sweep --timeout 1800 $(ARGS)
 
 soak: venv
-	@$(PY) -m pytest -m soak --timeout 7200 $(ARGS)
+	@$(PY) -m pytest -m soak --timeout 1200 --durations 0 --durations-min 1 -v -s $(ARGS)
 
 fmt: venv
 	@$(PY) -m ruff format $(SOURCES)

@@ -31,7 +31,6 @@ from tests.oracle import Exam, Oracle
 MODELS = ("firn-demo", "firn-demo-hybrid")
 ROOM_NBYTES = {"firn-demo": 500_000, "firn-demo-hybrid": 1_000_000}
 """About three sessions: a state weighs more than the pages of a whole session."""
-N_FAULTED = 1000
 MIB = 1 << 20
 
 
@@ -140,20 +139,3 @@ def test_a_read_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
         check(oracle)
         assert oracle.wrong(exams, first=2, at_once=2) == []
         check(oracle)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("seed", range(2))
-def test_thousands_of_faulted_loads(tmp_path: Path, model: str, seed: int) -> None:
-    """In a folder that is too small as well: what is not spoilt is evicted from under the readers."""
-    plan = random_plan(seed=seed, rate=0.2, faults=(*WRITE_FAULTS, *READ_FAULTS))
-    tier = faulty(tmp_path, plan, limit_nbytes=4 * ROOM_NBYTES[model])
-    with sit(model, tier) as oracle:
-        exams = sessions(oracle, 24)
-        while n_suffered(tier) < N_FAULTED:
-            assert oracle.wrong(exams, rounds=6, at_once=2) == []
-            check(oracle)
-        assert n_noticed(oracle) > 0.9 * n_suffered(tier)
-        assert tier.usage().counts["evictions"] > 20
-        assert oracle.cache.stats.tokens_by_tier["ssd"] > 0

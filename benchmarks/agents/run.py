@@ -73,12 +73,13 @@ def lab_folder() -> Path:
 
 
 @contextmanager
-def serving(folder: Path, script: Path) -> Iterator[Path]:
+def serving(folder: Path, script: Path, *, template: Path | None) -> Iterator[Path]:
     """The server; its log."""
     log = folder / "firn.log"
     command = [sys.executable, str(HERE / "server.py"), "--folder", str(folder)]
     command += ["--script", str(script), "--port", str(PORT), "--no-ssd-cache"]
     command += ["--prefill-chunk", "1024"]
+    command += ["--template", str(template)] if template else []
     with log.open("wb") as file:
         server = subprocess.Popen(command, stdout=file, stderr=file)
     try:
@@ -208,6 +209,9 @@ def main() -> None:
     options.add_argument(
         "--lab", type=Path, default=lab_folder(), help="where setup.sh has put them"
     )
+    options.add_argument(
+        "--template", type=Path, help="a chat template in the place of the built-in models'"
+    )
     args = options.parse_args()
     folder = args.lab / "run"
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +224,7 @@ def main() -> None:
         if not path.exists():
             sys.exit(f"there is no {path}: run benchmarks/agents/setup.sh first")
         found[name] = str(path)
-    with serving(folder, script) as log:
+    with serving(folder, script, template=args.template) as log:
         print("agent    turn            who  reply  prompt   cached  computed     new", flush=True)
         n_more = 0
         for name, binary in found.items():

@@ -116,15 +116,15 @@ def codex(binary: str, folder: Path, settings: str) -> Agent:
         files={"~/.codex/config.toml": settings},
         turns=(
             Turn("three tools", [*run, *sandbox, ASK], {MAIN: [*shell, "Three steps."]}),
-            Turn(
-                "sub-agent",
-                [*again, "Let a helper look."],
-                {MAIN: [helper, shell[1], "It looks."], SUB: [shell[0], "Looked."]},
-            ),
             Turn("reminder", [*again, *widen, "Go on."], {MAIN: [shell[2], "Gone on."]}),
             Turn("picture", [*again, "See the picture."], {MAIN: [look, "Seen."]}),
             Turn("cut", [*again, "Tell a long story."], {MAIN: [LONG]}, cut=True),
             Turn("after the cut", [*again, "Never mind."], {MAIN: [shell[0], "All right."]}),
+            Turn(  # at the end: a helper that outlives the turn is the last conversation then
+                "sub-agent",
+                [*again, "Let a helper look."],
+                {MAIN: [helper, shell[1], "It looks."], SUB: [shell[0], "Looked."]},
+            ),
         ),
     )
 

@@ -1,6 +1,6 @@
 """firn on a tiny random model that says what it is told to: a server for real agents to work with.
 
-    .venv/bin/python benchmarks/agents/server.py --folder LAB --script script.json [flags of firn serve]
+    python benchmarks/agents/server.py --folder LAB --script FILE [--template FILE] [flags of serve]
 
 Everything is `firn serve` as it is, but for one thing: each reply is forced, token by token, to what
 the script says. A random model then calls tools like a trained one, and its replies come back in the
@@ -46,13 +46,14 @@ SMALL = models.CONFIGS["dense"] | {
 ENOUGH = "Fine."
 
 
-def write_model(folder: Path) -> Path:
-    """Plain attention, 131,072 tokens of context, and the built-in models' template, which has tools."""
+def write_model(folder: Path, template: Path | None) -> Path:
+    """Plain attention, 131,072 tokens of context, and a chat template: by default that of the built-in
+    models, which has tools."""
     if not (folder / "config.json").exists():
         models.write_model(folder, SMALL, seed=7)
     builtin = resources.files("firn.demo") / "models" / "firn-demo" / "chat_template.jinja"
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = builtin.read_text()
+    settings["chat_template"] = (template or builtin).read_text(encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -116,9 +117,10 @@ def main() -> None:
     )
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--script", type=Path, required=True)
+    options.add_argument("--template", type=Path)
     args, flags = options.parse_known_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    model = write_model(args.folder / "tiny-agent")
+    model = write_model(args.folder / "tiny-agent", args.template)
     build = app.build
 
     def scripted(config: Config) -> app.Server:

@@ -10,7 +10,7 @@ import platform
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +21,14 @@ import uvloop
 from firn import __version__, named
 from firn.api import warm
 from firn.api.auth import Keys
-from firn.api.cache_metrics import CacheMetrics
+from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.connections import ConnectionLimits, Connections, http_config
 from firn.api.hosts import Hosts, machine_names
 from firn.api.mailroom import Mailroom
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
+from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
-from firn.api.services import Services
 from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.inventory import ModelNote, note_model
 from firn.cache.io import IoThreads, TierIo
@@ -60,7 +60,6 @@ from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.weight_memory import WeightMemory
-from firn.text import infill
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -177,17 +176,19 @@ def build(config: Config) -> Server:
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
-        infill=infill.detect(tokenizer),
         fetch_images=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
-        soften_schema=grammars.soften,
+        softener=grammars.softener,
         cache_admin=CacheAdmin(
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
         health_details=lambda: {"cache": health(engine.parts.cache)},
-        extra_collectors=(CacheMetrics(lambda: snapshot(engine.parts.cache)),),
+        extra_collectors=(
+            CacheMetrics(lambda: snapshot(engine.parts.cache)),
+            MemoryMetrics(devices.allocated_nbytes),
+        ),
     )
     return Server(services, engine, mailroom, pool, died)
 
@@ -229,7 +230,7 @@ def _pictures(
     return Album(processor, whole=model.whole_images, limits=limits)
 
 
-def _fetcher(config: Config) -> Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None:
+def _fetcher(config: Config) -> Gather | None:
     wanted = config.images
     if not wanted.allow_image_urls:
         return None

@@ -63,7 +63,7 @@ class Live:
     """A running server and the fakes inside it."""
 
     engine: FakeEngine
-    tokenizer: FakeTokenizer
+    tokenizer: Any
     mailroom: Mailroom
     log: LogLines
     port: int
@@ -88,6 +88,11 @@ class Live:
             base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60
         )
 
+    @property
+    def prompt(self) -> str:
+        """The last prompt that the engine was given, as text."""
+        return str(self.tokenizer.decode(self.engine.jobs[-1].prompt.ids.tolist()))
+
     def n_calls(self) -> int:
         seen: list[int] = []
         self.on_loop(lambda: seen.append(self.mailroom.n_calls))
@@ -110,7 +115,7 @@ class Live:
 def serve(
     *,
     reply: Any = None,
-    tokenizer: FakeTokenizer | None = None,
+    tokenizer: Any = None,
     limits: Limits | None = None,
     context_length: int = 4096,
     wrap_prompts: Any = lambda prompts: prompts,
@@ -127,7 +132,7 @@ def serve(
     engine = FakeEngine(
         mailroom.publish,
         reply or greet,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=getattr(tokenizer, "vocab_size", 0) or tokenizer.n_ids,
         context_length=context_length,
     )
     log = LogLines()
@@ -135,7 +140,12 @@ def serve(
     logger.addHandler(log)
     logger.setLevel(logging.DEBUG)
     with ThreadPoolExecutor(2) as pool:
-        prompts = PromptMaker(tokenizer, context_length=context_length, n_ids=engine.model.n_ids)
+        prompts = PromptMaker(
+            tokenizer,
+            context_length=context_length,
+            n_ids=engine.model.n_ids,
+            tool_format=reply_format.tool,
+        )
         app = create_app(
             Services(
                 engine=engine,

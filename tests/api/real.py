@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import openai
 
 from firn import app
@@ -16,7 +18,7 @@ from firn.api.connections import Connections, http_config
 from firn.api.server import create_app
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.models.tokenizer import HfTokenizer
-from tests import zoo
+from tests import families, zoo
 from tests.api.live import _Server
 from tests.text import held
 from tests.zoo import folder as zoo_folder
@@ -40,17 +42,32 @@ class Real:
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
+    def anthropic(self) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key="unused", max_retries=0, timeout=60)
+
 
 def write_model(path: Path, *, format: str, template: str) -> None:
     """A tiny model that speaks one tool format: its control tokens, and a template that shows it."""
-    entry = zoo.ZOO["llama"]
     tokenizer = held.tokenizer(format)
-    config = {**entry.config, "vocab_size": tokenizer.n_ids + 9, "eos_token_id": min(tokenizer.eos)}
-    zoo_folder.write(zoo.build_entry(replace(entry, config=config)), config, path)
+    config = _write_weights(path, tokenizer)
     definition = tokenizer.definition
     assert definition is not None
     held.write(path, definition, chat_template=template)
     (path / "config.json").write_text(json.dumps(config))
+
+
+def write_family(path: Path, name: str) -> None:
+    """A tiny model with the tokens and the template of a family."""
+    config = _write_weights(path, families.tokenizer(name))
+    families.write(path, families.FAMILIES[name], families.template(name))
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def _write_weights(path: Path, tokenizer: HfTokenizer) -> dict[str, Any]:
+    entry = zoo.ZOO["llama"]
+    config = {**entry.config, "vocab_size": tokenizer.n_ids + 9, "eos_token_id": min(tokenizer.eos)}
+    zoo_folder.write(zoo.build_entry(replace(entry, config=config)), config, path)
+    return config
 
 
 @contextmanager

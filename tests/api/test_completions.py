@@ -8,7 +8,6 @@ import openai
 import pytest
 
 from firn.core.values import Job
-from firn.text import infill
 from tests.api.live import GREETING, Live, serve
 from tests.fakes import END, START, FakeTokenizer
 
@@ -179,9 +178,47 @@ def test_logprobs_of_too_many_tokens_are_refused(live: Live) -> None:
                 model="fake", prompt="a" * 20_000, echo=True, logprobs=20, max_tokens=0
             )
         assert large.engine.jobs == []
-        client.completions.create(
-            model="fake", prompt="a" * 20_000, echo=True, logprobs=1, max_tokens=0
-        )
+        with pytest.raises(openai.BadRequestError, match="fewer prompts at once"):
+            client.completions.create(
+                model="fake", prompt=["a" * 20_000] * 8, echo=True, logprobs=1, max_tokens=0
+            )
+        assert large.engine.jobs == []
+
+
+@pytest.mark.parametrize("text", ["Grüße 🙂 " * 1500, "\ufb01" * 4000])
+def test_a_long_prompt_is_echoed_whole(text: str) -> None:
+    """In slices, whose borders may be inside characters, and away from the asyncio thread."""
+    with serve(context_length=100_000) as large:
+        client = large.openai()
+        ask: Any = {"model": "fake", "prompt": text, "echo": True, "logprobs": 1, "max_tokens": 2}
+        whole = client.completions.create(**ask).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**ask, stream=True)]
+        assert whole.text == text + GREETING[:2]
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert whole.logprobs is not None
+        assert whole.logprobs.tokens is not None
+        assert len(whole.logprobs.tokens) == len(text.encode()) + 2
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            pieces = [getattr(chunk.logprobs, name) for chunk in chunks if chunk.logprobs]
+            assert [x for piece in pieces for x in piece] == getattr(whole.logprobs, name)
+        assert max(len(chunk.text) for chunk in chunks) <= 1024
+
+
+def test_a_tokenizer_that_changes_a_text() -> None:
+    """What is echoed is what was sent."""
+    with serve(tokenizer=Lowering(), context_length=100_000) as live:
+        ask: Any = {"model": "fake", "prompt": "ABC" * 700, "echo": True, "logprobs": 0}
+        whole = live.openai().completions.create(**ask, max_tokens=0).choices[0]
+        assert whole.text == "ABC" * 700
+        assert whole.logprobs is not None
+        assert whole.logprobs.tokens == list("abc" * 700)
+
+
+class Lowering(FakeTokenizer):
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        return super().encode(text.lower(), add_special=add_special, typed=typed)
 
 
 # --- filling in the middle -----------------------------------------------------------------
@@ -194,7 +231,7 @@ def coder() -> FakeTokenizer:
 
 def test_a_suffix_is_put_behind_the_hole() -> None:
     tokenizer = coder()
-    with serve(tokenizer=tokenizer, infill=infill.detect(tokenizer)) as live:
+    with serve(tokenizer=tokenizer) as live:
         reply = live.openai().completions.create(
             model="fake", prompt="def f(", suffix="):\n", max_tokens=4
         )
@@ -225,6 +262,44 @@ def test_a_suffix_that_cannot_be_is_a_clear_400(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
         shared_live.openai().completions.create(model="fake", suffix="b", **given)
+
+
+def test_what_the_two_texts_spell_is_text() -> None:
+    """A file about tokens is a file; a prompt with the tokens of a repository says so."""
+    tokenizer = coder()
+    mark = tokenizer.token_id("<|fim_middle|>")
+    with serve(tokenizer=tokenizer) as live:
+        ask: Any = {"model": "fake", "prompt": "a<|fim_middle|>", "suffix": "<|fim_middle|>b"}
+        client = live.openai()
+        for extra, n_marks in (({}, 1), ({"parse_special": True}, 3)):
+            client.completions.create(**ask, max_tokens=4, extra_body=extra)
+            ids = live.engine.jobs[-1].prompt.ids.tolist()
+            assert ids.count(mark) == n_marks
+            assert tokenizer.decode(ids) == (
+                "<|fim_prefix|>a<|fim_middle|><|fim_suffix|><|fim_middle|>b<|fim_middle|>"
+            )
+
+
+def test_several_holes_and_nothing_before_one() -> None:
+    tokenizer = coder()
+    with serve(tokenizer=tokenizer) as live:
+        reply = live.openai().completions.create(
+            model="fake", prompt=["", "ü"], suffix="b", n=2, max_tokens=4
+        )
+        assert len(reply.choices) == 4
+        texts = [tokenizer.decode(job.prompt.ids.tolist()) for job in live.engine.jobs]
+        assert texts[0] == "<|fim_prefix|><|fim_suffix|>b<|fim_middle|>"
+        assert texts[1].startswith("<|fim_prefix|>ü<|fim_suffix|>")
+
+
+@pytest.mark.parametrize("side", ["prompt", "suffix"])
+def test_two_texts_that_are_too_long(side: str) -> None:
+    with serve(tokenizer=coder()) as live:
+        ask: Any = {"model": "fake", "prompt": "a", "suffix": "b"} | {side: "a" * 5000}
+        with pytest.raises(openai.BadRequestError, match="context holds") as caught:
+            live.openai().completions.create(**ask)
+        assert caught.value.code == "context_length_exceeded"
+        assert live.engine.jobs == []
 
 
 def test_an_empty_suffix_is_none(shared_live: Live) -> None:

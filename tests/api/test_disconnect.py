@@ -108,6 +108,9 @@ class SlowPrompts:
     def tail(self, prompt: Any) -> str:
         return str(self._prompts.tail(prompt))
 
+    def ends(self, source: Any) -> frozenset[int]:
+        return frozenset()
+
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_hanging_up_while_the_prompt_is_made(stream: bool) -> None:

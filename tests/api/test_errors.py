@@ -140,7 +140,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
-    ({"functions": [{"name": "a"}]}, "functions"),
+    ({"functions": [{"description": "a"}]}, "functions[0].name"),
+    ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call"),
+    ({"functions": [{"name": "a"}], "tools": []}, "functions"),
+    ({"function_call": "required"}, "function_call"),
     ({"response_format": "json"}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -401,6 +404,9 @@ class BrokenPrompts:
 
     def tail(self, prompt: Any) -> str:
         return ""
+
+    def ends(self, source: Any) -> frozenset[int]:
+        return frozenset()
 
 
 def test_an_unexpected_exception_is_logged_once_and_not_shown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import anthropic
@@ -87,6 +88,16 @@ def test_each_key_has_its_own_minute() -> None:
         for _ in range(3):  # who has no key has no minute to use up
             with pytest.raises(openai.AuthenticationError):
                 live.openai(api_key="c").completions.create(model="fake", prompt="a")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="127.0.0.2 is no address of a Mac")
+def test_without_keys_each_address_has_its_own_minute() -> None:
+    with serve(limits=Limits(requests_per_minute=1)) as live:
+        for address in ("127.0.0.1", "127.0.0.2"):
+            transport = httpx.HTTPTransport(local_address=address)
+            with httpx.Client(base_url=live.url, transport=transport) as client:
+                asked = [client.post("/v1/completions", json={"prompt": "a"}) for _ in range(2)]
+            assert [answer.status_code for answer in asked] == [200, 429]
 
 
 # --- tokens of a reply ---------------------------------------------------------------------

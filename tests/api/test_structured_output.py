@@ -225,6 +225,26 @@ def test_a_cut_answer_says_length(live: Real) -> None:
 # --- refused -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        ({"type": "choice", "choices": ["<|end_of_reply|>x"]}, r"<\|end_of_reply\|>x"),
+        ({"type": "regex", "regex": r"<\|end_of_reply\|>{1,3}"}, r"<\|end_of_reply\|>{1,3}"),
+        ({"type": "regex", "regex": r"<[|]end_of_reply[|]>"}, r"<\|end_of_reply\|>"),
+        (
+            {"type": "lark", "grammar": r"start: /<\|end_of_reply\|>[ab]/"},
+            r"<\|end_of_reply\|>[ab]",
+        ),
+    ],
+)
+def test_a_form_that_spells_a_control_token(live: Real, form: Any, texts: str) -> None:
+    """It is text, also where the model can write nothing else."""
+    extra = {"response_format": form, "enable_thinking": False}
+    (choice,) = ask(live, extra_body=extra).choices
+    assert choice.finish_reason == "stop"
+    assert re.fullmatch(texts, choice.message.content)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("schema", "words"),

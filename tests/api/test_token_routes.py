@@ -10,12 +10,14 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.api.embedding_routes import PIECE_TOKENS, cut, pieces
+from firn.api.embedding_routes import MAX_CHARS, PIECE_TOKENS, cut, pieces
+from firn.api.token_routes import MAX_TEXT_CHARS
 from firn.core.errors import StepFailed
-from firn.core.values import Chat, GenerateRequest, ImagePart, TextPart
+from firn.core.values import Chat, GenerateRequest, ImagePart, Namespace, TextPart
 from tests.api.live import Live, serve
 from tests.api.talking import post
 
@@ -45,6 +47,21 @@ def test_texts_longer_than_the_context_can_be_counted(shared_live: Live) -> None
     assert post(shared_live, "/v1/tokenize", {"text": "x" * 9000}).json()["count"] == 9000
 
 
+def test_a_book_is_not_tokenized(shared_live: Live) -> None:
+    answer = post(shared_live, "/v1/tokenize", {"text": "x" * (MAX_TEXT_CHARS + 1)})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "text"
+
+
+def test_a_long_answer_is_written_like_a_short_one(shared_live: Live) -> None:
+    text = "Grüße <&>\u2028 " * 1000
+    found = post(shared_live, "/v1/tokenize", {"text": text})
+    assert found.headers["content-type"] == "application/json"
+    ids = found.json()["ids"]
+    assert post(shared_live, "/v1/detokenize", {"ids": ids}).json()["text"] == text
+    assert found.content == JSONResponse(found.json()).body
+
+
 def test_older_names_work(shared_live: Live) -> None:
     assert post(shared_live, "/v1/tokenize", {"prompt": "hi"}).json()["ids"] == [104, 105]
     assert post(shared_live, "/v1/detokenize", {"tokens": [104]}).json()["prompt"] == "h"
@@ -59,7 +76,7 @@ CAT = ["<|im_start|>user", "cat<|im_end|>", "<|im_start|>assistant"]
 PICTURE = "https://pictures.example/cat.png"
 
 
-async def fetched(request: GenerateRequest) -> GenerateRequest:
+async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest:
     """A picture by its address is a word here: what came of it can be seen in the prompt."""
     assert isinstance(request.source, Chat)
     (message,) = request.source.messages
@@ -186,6 +203,8 @@ def test_too_long_is_refused_or_cut(live: Live) -> None:
         ({"input": [["a"]]}, "input[0][0]"),
         ({"input": [99999]}, "input"),
         ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a" * (MAX_CHARS + 1)}, "input"),
+        ({"input": ["a" * (MAX_CHARS // 2 + 1)] * 2}, "input"),
         ({"input": "a", "dimensions": 5}, "dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),

@@ -32,6 +32,15 @@ def test_an_unread_call_is_noted_once(format: ReplyFormat, stream: bool) -> None
         assert "--tool-call-parser" in line
 
 
+def test_a_long_reply_is_looked_at_too() -> None:
+    said, form = "word " * 2000 + CALLS, ReplyFormat(tool="mistral")
+    with talking(said, format=form, context_length=1 << 16) as live:
+        body = ASK | {"tools": [TOOL], "max_tokens": 20_000}
+        answer = post(live, "/v1/messages", body)
+        assert answer.json()["stop_reason"] == "end_turn"
+        assert "<tool_call>" in live.log.wait_for("has read no call")
+
+
 @pytest.mark.parametrize(
     ("reply", "body"),
     [

@@ -345,4 +345,4 @@ def test_random_use(shape: Shape, exact: bool) -> None:
 @MODE
 @EACH
 def test_much_random_use(shape: Shape, exact: bool) -> None:
-    run(shape, exact, n_examples=2000)
+    run(shape, exact, n_examples=200)

@@ -158,3 +158,35 @@ def test_names_are_unique_and_listed() -> None:
     assert set(names()) == set(every)
     assert set(every) < set(tool_parser_names())
     assert {"auto", "none", "think", "qwen3", "harmony"} <= set(reasoning_parser_names())
+
+
+# --- writing -------------------------------------------------------------------------------
+
+WRITING = {name: f for name, f in formats().items() if f.write}
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": st.text(st.characters(codec="utf-8", exclude_characters="<>|｜[]\r"), max_size=9),
+        "days": st.integers(-9, 9),
+        "exact": st.booleans(),
+        "tags": st.lists(st.sampled_from(["a", "b c", 'd"e']), max_size=2),
+        "where": st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 9), max_size=2),
+    },
+)
+
+
+def test_what_shapes_a_whole_reply_or_is_foreign_is_not_written_here() -> None:
+    assert set(formats()) - set(WRITING) == {"harmony", "whole_call"}
+
+
+@pytest.mark.parametrize("format", WRITING.values(), ids=WRITING)
+@settings(max_examples=40, deadline=None)
+@given(arguments=ARGUMENTS)
+def test_what_is_written_is_read_again(format: ToolFormat, arguments: dict[str, object]) -> None:
+    assert format.write is not None
+    arguments = {k: v for k, v in arguments.items() if not isinstance(v, str) or v == v.strip()}
+    text = format.write("get_weather", arguments)
+    reply = read(reply_format(format), [text])
+    assert [call.name for call in reply.calls] == ["get_weather"]
+    assert reply.calls[0].arguments == arguments
+    assert reply.text == ""

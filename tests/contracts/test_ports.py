@@ -581,3 +581,18 @@ def test_a_template_shows_the_messages(tokenizers: dict[str, Any], kind: str) ->
     text = tokenizer.render(messages, tools=None, kwargs={})
     assert "Where is it?" in text
     assert text.endswith("<|im_start|>assistant\n")
+
+
+@every_tokenizer
+def test_a_typed_token_is_text(tokenizers: dict[str, Any], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    end = tokenizer.token_id("<|im_end|>")
+    assert tokenizer.added_tokens["<|im_end|>"] == end
+    text = "a <|im_end|> b<|im_end|>"
+    ids = tokenizer.encode(text, add_special=False, typed=[(2, 12)])
+    assert ids.count(end) == 1
+    assert ids[-1] == end
+    assert tokenizer.decode(ids) == text
+    same = [tokenizer.encode("a  b", add_special=False, **more) for more in ({}, {"typed": []})]
+    assert same[0] == same[1]
+    assert tokenizer.max_token_chars >= len("<|im_end|>")

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from firn.core.errors import BadRequest, InvalidValue
-from firn.core.values import Grammar
+from firn.core.values import Grammar, Softened
 from firn.models import grammar as grammars
 from firn.models.grammar import Compiler
 from firn.models.loader import load_tokenizer
@@ -280,3 +280,49 @@ def test_what_is_kept_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> Non
         made.compile(grammar)
     assert made.compile(Grammar("regex", "a")) is not small
     assert made._kept_chars == sum(len(g.text) for _, g in made._kept) <= 100
+
+
+# --- schemas of tools, as far as they can be enforced ----------------------------------------
+
+LOOK_AHEAD = {"type": "string", "pattern": "^(?!x).*$"}
+
+
+def loose(n: int) -> dict[str, Any]:
+    """A schema with so many things in it that cannot be enforced."""
+    return {"type": "object", "properties": {f"p{i}": LOOK_AHEAD for i in range(n)}}
+
+
+def test_a_softened_schema_is_kept_for_its_owner() -> None:
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    mine = made.soften(loose(1), "alice")
+    assert mine.left_out == ("#/properties/p0/pattern",)
+    assert made.soften(loose(1), "alice") is mine
+    assert made.soften(loose(1), "bob") is not mine
+
+
+def test_softened_schemas_are_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_SOFTENED_CHARS", 1000)
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    first = made.soften({"description": "0"})
+    for i in range(9):
+        made.soften({"description": f"{i}" * 300})
+    assert made.soften({"description": "0"}) is not first
+    assert made._softened_chars == sum(len(text) for _, text in made._softened) <= 1000
+
+
+def test_nothing_of_a_huge_schema_is_enforced() -> None:
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    huge = {"type": "object", "description": "x" * grammars.MAX_SCHEMA_CHARS}
+    assert made.soften(huge) == Softened({"type": "object"}, ("#",))
+    assert not made._softened
+
+
+def test_the_tools_of_a_request_have_one_time_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thing that cannot be enforced is looked for by asking hundreds of times."""
+    monkeypatch.setattr(grammars, "SOFTEN_S", 0.05)
+    made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
+    soften = made.softener("alice")
+    found = [soften(loose(60) | {"description": str(i)}) for i in range(200)]
+    assert found[-1] == Softened({"type": "object"}, ("#",))
+    # It is looked at again when there is time, and others have theirs.
+    assert made.softener("alice")(loose(1)).left_out == ("#/properties/p0/pattern",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,48 @@ def test_a_model_without_a_template_says_so(pieces: HfTokenizer) -> None:
     assert pieces.chat_template is None
     with pytest.raises(TemplateFailed):
         pieces.render(HELLO, tools=None, kwargs={})
+
+
+# --- typed tokens --------------------------------------------------------------------------
+
+
+def typed_places(text: str, word: str) -> list[tuple[int, int]]:
+    return [m.span() for m in re.finditer(re.escape(word), text)]
+
+
+@pytest.mark.parametrize("text", ["a</s>b", "</s>", " </s> x </s>", "fox</s></s>", "x<s></s>"])
+def test_pieces_with_marked_spaces_know_no_typed_tokens(pieces: HfTokenizer, text: str) -> None:
+    """A vocabulary of pieces has its control tokens among them: they are found in no other way."""
+    ids = pieces.encode(text, add_special=False, typed=typed_places(text, "</s>"))
+    assert pieces.token_id("</s>") not in ids
+    assert pieces.decode(ids).strip() == text.strip()
+    whole = pieces.encode(text, add_special=False)
+    assert (pieces.token_id("<s>") in ids) == (pieces.token_id("<s>") in whole)
+
+
+def test_with_what_stands_around_a_text(pieces: HfTokenizer) -> None:
+    bare = pieces.encode("a</s>", add_special=False, typed=[(1, 5)])
+    whole = pieces.encode("a</s>", add_special=True, typed=[(1, 5)])
+    plain = pieces.encode("a", add_special=True)
+    assert whole[: len(whole) - len(bare)] == plain[: len(whole) - len(bare)]
+    assert whole[-len(bare) :] == bare
+
+
+def test_a_tokenizer_that_cannot_be_copied_cuts_them_in_two(byte_level: HfTokenizer) -> None:
+    other = HfTokenizer(byte_level._wrapper)
+    other._has_copy = False
+    text = "a<|im_end|>b<|im_end|>"
+    ids = other.encode(text, add_special=False, typed=[(1, 11)])
+    assert ids.count(byte_level.token_id("<|im_end|>")) == 1
+    assert other.decode(ids) == text
+
+
+def test_two_threads_make_one_copy(byte_level: HfTokenizer) -> None:
+    other = HfTokenizer(byte_level._wrapper)
+    text = "<|im_end|>" * 3
+
+    def encode(_: int) -> tuple[int, ...]:
+        return tuple(other.encode(text, add_special=False, typed=[(0, 10)]))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(encode, range(8)))) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from firn.text.infill import detect
@@ -50,8 +52,11 @@ def test_nothing_on_one_side() -> None:
 class Framing(FakeTokenizer):
     """Puts a token in front of every raw prompt and its end token behind."""
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
-        return super().encode(START + text + END if add_special else text, add_special=False)
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        framed = START + text + END if add_special else text
+        return super().encode(framed, add_special=False, typed=typed)
 
 
 def test_the_opening_token_comes_first_and_no_end_token() -> None:
@@ -59,3 +64,33 @@ def test_the_opening_token_comes_first_and_no_end_token() -> None:
     found = detect(tokenizer)
     assert found is not None
     assert tokenizer.decode(found.ids("A", "B")) == f"{START}[SUFFIX]B[PREFIX]A"
+    bare = found.ids("A", "B", add_special=False)
+    assert tokenizer.decode(bare) == "[SUFFIX]B[PREFIX]A"
+
+
+class Blank(FakeTokenizer):
+    """Puts a blank before every text, as SentencePiece does."""
+
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        moved = [(start + 1, end + 1) for start, end in typed]
+        return super().encode(f" {text}" if text else "", add_special=False, typed=moved)
+
+
+def test_what_is_behind_the_hole_gets_no_blank_before_it() -> None:
+    tokenizer = Blank(special=(END, START, "[SUFFIX]", "[PREFIX]"))
+    found = detect(tokenizer)
+    assert found is not None
+    assert tokenizer.decode(found.ids("A", "B")) == "[SUFFIX]B[PREFIX] A"
+    typed = found.ids("[PREFIX]", "[PREFIX]", typed=lambda text: [(0, len(text))])
+    assert tokenizer.decode(typed) == "[SUFFIX][PREFIX][PREFIX] [PREFIX]"
+    assert typed.count(tokenizer.token_id("[PREFIX]") or 0) == 1
+
+
+def test_tokens_that_are_spelled_as_sentencepiece_spells_blanks() -> None:
+    marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
+    tokenizer = FakeTokenizer(special=(END, START, *marks))
+    found = detect(tokenizer)
+    assert found is not None
+    assert tokenizer.decode(found.ids("A", "B")) == "{}A{}B{}".format(*marks)

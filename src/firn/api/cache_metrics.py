@@ -1,4 +1,4 @@
-"""The cache's counters for /metrics."""
+"""The cache's counters for /metrics, and the memory below it."""
 
 from __future__ import annotations
 
@@ -62,3 +62,19 @@ class CacheMetrics(Collector):
             for part, n in parts.items():
                 held.add_metric([tier, part], n)
         yield held
+
+
+class MemoryMetrics(Collector):
+    def __init__(self, allocated: Callable[[], Mapping[str, int]]) -> None:
+        """allocated: bytes by kind, from any thread."""
+        self._allocated = allocated
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "firn_mlx_bytes",
+            "Memory of MLX's allocator: in use (active), or kept for reuse (cached)",
+            labels=["kind"],
+        )
+        for kind, n in self._allocated().items():
+            family.add_metric([kind], n)
+        yield family

@@ -20,6 +20,8 @@ from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Embedder
 
 MAX_TEXTS = 2048
+MAX_CHARS = 8 * 2**20
+"""Of the texts of one request together: all of them are tokenized before any is computed."""
 PIECE_TOKENS = 4096
 """Padding included; a text that is longer by itself goes alone."""
 
@@ -45,10 +47,10 @@ async def _answer(services: Services, body: Fields) -> dict[str, Any]:
         form = fields.one_of(form, "encoding_format", ("float", "base64"))
     n_dims = body.integer("dimensions", low=1, high=embedder.n_dims)
     truncate = body.boolean("truncate", False)
-    given = _inputs(body.require("input"))
+    given = body.require("input")
     loop = asyncio.get_running_loop()
     texts = await loop.run_in_executor(
-        services.pool, lambda: _tokens(services, embedder, given, truncate=truncate)
+        services.pool, lambda: _tokens(services, embedder, _inputs(given), truncate=truncate)
     )
     vectors: dict[int, list[float]] = {}
     for piece in pieces([len(text) for text in texts]):
@@ -74,7 +76,7 @@ async def _answer(services: Services, body: Fields) -> dict[str, Any]:
 def _inputs(given: Any) -> list[str | list[int]]:
     """A string, strings, token ids, or lists of token ids."""
     if isinstance(given, str):
-        return [_text(given, "input")]
+        return [fields.string(given, "input", max_chars=MAX_CHARS, empty=False)]
     if not isinstance(given, list):
         raise InvalidValue("input", f"must be a string or an array, not {fields.kind(given)}")
     if given and type(given[0]) is int:
@@ -83,6 +85,8 @@ def _inputs(given: Any) -> list[str | list[int]]:
     for i, value in enumerate(fields.array(given, "input", low=1, high=MAX_TEXTS)):
         param = f"input[{i}]"
         found.append(_ids(value, param) if isinstance(value, list) else _text(value, param))
+    if sum(len(text) for text in found if isinstance(text, str)) > MAX_CHARS:
+        raise InvalidValue("input", f"must have at most {MAX_CHARS} characters in all")
     return found
 
 

@@ -85,7 +85,12 @@ class Shapes:
 async def send_json(
     send: Send, body: Mapping[str, Any], *, status: int = 200, headers: Headers | None = None
 ) -> None:
-    raw = json.dumps(body).encode()
+    await send_raw_json(send, json.dumps(body).encode(), status=status, headers=headers)
+
+
+async def send_raw_json(
+    send: Send, raw: bytes, *, status: int = 200, headers: Headers | None = None
+) -> None:
     start: Headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(raw)).encode()),

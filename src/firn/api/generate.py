@@ -10,19 +10,28 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
-from firn.api import sse
+from firn.api import large_json, sse
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
-from firn.api.exchange import Exchange, Headers, ServerFault, exchange_of, send_error, send_json
+from firn.api.exchange import (
+    Exchange,
+    Headers,
+    ServerFault,
+    exchange_of,
+    send_error,
+    send_json,
+    send_raw_json,
+)
 from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.services import Services
-from firn.api.session import Session
+from firn.api.session import MANY_SCORES, Session
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
-from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed
+from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, TextDelta
 
 logger = logging.getLogger("firn.api")
 
@@ -95,9 +104,9 @@ class Generate:
                 task.add_done_callback(self._tasks.discard)
                 await send_json(send, begun, headers=_said_before(session))
             elif call.stream:
-                await _stream(call, head, session, send, tally)
+                await self._stream(call, head, session, send, tally)
             else:
-                await _reply(call, head, session, send, tally)
+                await self._reply(call, head, session, send, tally)
 
     @contextlib.contextmanager
     def _deadline(self, head: Head) -> Iterator[None]:
@@ -115,15 +124,50 @@ class Generate:
         finally:
             timer.cancel()
 
+    async def _reply(
+        self, call: Call, head: Head, session: Session, send: Send, tally: _Tally
+    ) -> None:
+        events: list[Event] = []
+        async for batch in session:
+            events.extend(batch)
+        tally.see(events)
+        if isinstance(events[-1], Failed):
+            raise events[-1].error
+        raw = await self._services.aside(
+            lambda: large_json.dumps(call.fold(head, events)), many=session.n_scores > MANY_SCORES
+        )
+        await send_raw_json(send, raw, headers=_said_before(session))
 
-async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
-    events: list[Event] = []
-    async for batch in session:
-        events.extend(batch)
-    tally.see(events)
-    if isinstance(events[-1], Failed):
-        raise events[-1].error
-    await send_json(send, call.fold(head, events), headers=_said_before(session))
+    async def _stream(
+        self, call: Call, head: Head, session: Session, send: Send, tally: _Tally
+    ) -> None:
+        """One write per batch. From here on a fault is the stream's last event."""
+        encoder = call.encoder(head)
+        over = False
+        try:
+            headers = [*sse.HEADERS, *_said_before(session)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for batch in session:
+                frames = await self._services.aside(
+                    partial(encoder.feed, batch), many=_n_scores(batch) > MANY_SCORES
+                )
+                over = bool(batch) and isinstance(batch[-1], Ended | Failed)
+                tally.see(batch)
+                if frames:
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+        except OSError:  # how newer ASGI servers say that nobody listens
+            raise ClientGone() from None
+        except Exception:
+            logger.exception("%s failed in its stream", tally.exchange.id)
+            failed = Failed(ServerFault(tally.exchange.id))
+            tally.see([failed])
+            over = True
+            frames = encoder.feed([failed])
+            await send({"type": "http.response.body", "body": frames, "more_body": True})
+        finally:
+            if not over:
+                encoder.feed([Failed(Cancelled())])
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _detached(
@@ -143,32 +187,10 @@ async def _detached(
     logger.info("%s in the background%s", head.request, tally.exchange.summary)
 
 
-async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
-    """One write per batch. From here on a fault is the stream's last event."""
-    encoder = call.encoder(head)
-    over = False
-    try:
-        headers = [*sse.HEADERS, *_said_before(session)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for batch in session:
-            frames = encoder.feed(batch)
-            over = bool(batch) and isinstance(batch[-1], Ended | Failed)
-            tally.see(batch)
-            if frames:
-                await send({"type": "http.response.body", "body": frames, "more_body": True})
-    except OSError:  # how newer ASGI servers say that nobody listens
-        raise ClientGone() from None
-    except Exception:
-        logger.exception("%s failed in its stream", tally.exchange.id)
-        failed = Failed(ServerFault(tally.exchange.id))
-        tally.see([failed])
-        over = True
-        frames = encoder.feed([failed])
-        await send({"type": "http.response.body", "body": frames, "more_body": True})
-    finally:
-        if not over:
-            encoder.feed([Failed(Cancelled())])
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+def _n_scores(events: Sequence[Event]) -> int:
+    """Logprobs in these events, estimated by the last of each."""
+    shown = [event.logprobs for event in events if type(event) is TextDelta and event.logprobs]
+    return sum(len(each) * (1 + len(each[-1].top)) for each in shown)
 
 
 def _said_before(session: Session) -> Headers:

@@ -7,29 +7,22 @@ from dataclasses import replace
 
 from firn.api.auth import SHARED
 from firn.api.services import Services
-from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
+from firn.core.errors import BadRequest, ContextTooLong
 from firn.core.values import (
     Chat,
     GenerateRequest,
     ImagePart,
-    Middle,
     Namespace,
     Part,
     Prompt,
-    RawTokens,
     Source,
 )
 
 
 def make_prompt(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """Takes its time: not for the asyncio thread. owner: whose pictures these are."""
-    source = request.source
     try:
-        if isinstance(source, Middle):
-            if services.infill is None:
-                raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
-            source = RawTokens(services.infill.ids(source.prefix, source.suffix))
-        return services.prompts.make(_owned(source, owner), reasoning=request.reasoning)
+        return services.prompts.make(_owned(request.source, owner), reasoning=request.reasoning)
     except UnicodeEncodeError:
         raise BadRequest(
             "The prompt has an unpaired surrogate, which is no text.", param="messages"
@@ -52,17 +45,19 @@ def _owned(source: Source, owner: Namespace) -> Source:
     return replace(source, messages=messages)
 
 
-async def gathered(services: Services, request: GenerateRequest) -> GenerateRequest:
+async def gathered(
+    services: Services, request: GenerateRequest, owner: Namespace
+) -> GenerateRequest:
     """The request with what it refers to: pictures by address, the text of documents."""
     for gather in (services.fetch_images, services.read_documents):
         if gather is not None:
-            request = await gather(request)
+            request = await gather(request, owner)
     return request
 
 
 async def prompt_of(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
     """As a reply to it would begin, for those who generate nothing."""
-    request = await gathered(services, request)
+    request = await gathered(services, request, owner)
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(services.pool, make_prompt, services, request, owner)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from firn.api.auth import ANYONE
 from firn.api.exchange import Shapes, exchange_of, send_error
 from firn.core.errors import TooManyRequests
 
@@ -65,7 +64,7 @@ class RateLimit:
 def _client(scope: Scope) -> str:
     """Its key, or where there are none its address."""
     caller = exchange_of(scope).caller
-    if caller is not ANYONE:
+    if caller.has_key:
         return caller.own
     address = scope.get("client")
     return address[0] if address else ""

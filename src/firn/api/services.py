@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client.registry import Collector
 
@@ -26,13 +27,14 @@ from firn.core.values import (
     Source,
 )
 from firn.text.formats import ReplyFormat
-from firn.text.infill import Infill
+
+T = TypeVar("T")
 
 STAND_INS = ("claude", "gpt-")
 """How the ids of models begin that this one stands in for."""
 
-Gather = Callable[[GenerateRequest], Awaitable[GenerateRequest]]
-"""Brings in what a request refers to, on the asyncio thread."""
+Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
+"""Brings in what a request refers to, on the asyncio thread; what is kept of it is its owner's."""
 
 
 class Prompts(Protocol):
@@ -41,6 +43,8 @@ class Prompts(Protocol):
     def make(self, source: Source, *, reasoning: Reasoning = ...) -> Prompt: ...
 
     def tail(self, prompt: Prompt) -> str: ...
+
+    def ends(self, source: Source) -> frozenset[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,8 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Services:
     """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
-    `infill` None: the model has no tokens for filling in the middle. `pool` is the tokenize pool.
-    `fetch_images` None: images by address are refused. `read_documents` None: so are documents."""
+    `fetch_images` None: so are images by address. `read_documents` None: so are documents. `pool` is
+    the tokenize pool."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -82,14 +86,21 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
-    soften_schema: Callable[[Mapping[str, Any]], Softened] = Softened
-    infill: Infill | None = None
+    softener: Callable[[Namespace], Callable[[Mapping[str, Any]], Softened]] = lambda owner: (
+        Softened
+    )
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     fetch_images: Gather | None = None
     read_documents: Gather | None = None
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
+
+    async def aside(self, work: Callable[[], T], *, many: bool) -> T:
+        """Do it in the pool where there is much of it: other streams must not wait."""
+        if not many:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
     def serves(self, name: str) -> bool:
         """Whether a request for this model is answered. Agents ask for OpenAI's and Anthropic's

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from firn.api.mailroom import Mailbox
@@ -37,7 +38,6 @@ from firn.core.events import (
     Resumed,
     Started,
     TextDelta,
-    TextLogprob,
     Token,
     TokenLogprob,
 )
@@ -60,7 +60,7 @@ from firn.core.values import (
 )
 from firn.text.call_check import CallCheck
 from firn.text.constraint import constraint
-from firn.text.echo import echoed
+from firn.text.echo import EchoSlice, echoed
 from firn.text.formats import PLAIN
 from firn.text.lookalikes import CallWatch
 from firn.text.reply import ReplyReader
@@ -69,7 +69,11 @@ logger = logging.getLogger("firn.api")
 
 NOT_ADMITTED = Admitted(0)
 MAX_SCORES = 1 << 18
-"""Logprobs of a prompt's tokens in one reply, those of the likeliest ones included."""
+"""Logprobs of prompts' tokens in one reply, those of the likeliest ones included."""
+MANY_SCORES = 1 << 12
+"""More of them are not for the asyncio thread to turn into text."""
+LONG_REPLY = 4096
+"""Characters: a longer one is looked through in the pool."""
 
 
 @dataclass(slots=True)
@@ -170,6 +174,17 @@ class Session:
         return n_reply + sum(run.n_prompt - run.found.n_cached for run in begun)
 
     @property
+    def n_scores(self) -> int:
+        """Logprobs that the reply shows so far, those of the prompts included."""
+        total = 0
+        for run in self._runs.values():
+            if run.request.top_logprobs is not None:
+                n_echoed = run.request.n * (0 if run.ids is None else len(run.ids))
+                n_reply = sum(reader.n_completion for reader in run.readers)
+                total += (1 + run.request.top_logprobs) * (n_echoed + n_reply)
+        return total
+
+    @property
     def found(self) -> Sequence[Admitted]:
         """What the cache had for each prompt that was taken in."""
         return [r.found for r in self._runs.values() if r.found is not NOT_ADMITTED]
@@ -190,6 +205,12 @@ class Session:
             raise QueueFull(mailroom.n_calls)
         self._box = mailroom.open(self._runs, silence_s=services.limits.keep_alive_s)
         jobs = [await self._prepare(run) for run in runs]
+        if self.n_scores > MAX_SCORES:
+            raise InvalidValue(
+                "logprobs",
+                f"of {sum(run.n_prompt for run in runs)} prompt tokens are too many for one reply: "
+                "ask for fewer of each, for fewer prompts at once, or without echo",
+            )
         if mailroom.draining:
             raise ShuttingDown()
         for run, job in zip(runs, jobs, strict=True):
@@ -199,7 +220,7 @@ class Session:
                 self._watch_budget(run, choice)
         self._pending.append(Started(n_prompt=sum(run.n_prompt for run in runs)))
         for run in runs:
-            self._pending.extend(self._echo(run))
+            self._pending.extend(await self._echo(run))
 
     def _check(self, request: GenerateRequest) -> None:
         """What can be told without a prompt."""
@@ -217,7 +238,7 @@ class Session:
             _refuse_constraints(request)
 
     async def _prepare(self, run: Run) -> Job:
-        run.request = await gathered(self._services, run.request)
+        run.request = await gathered(self._services, run.request, self._namespace)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._services.pool, self._job, run)
 
@@ -253,13 +274,10 @@ class Session:
 
     def _ends(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
         """The tokens that end its replies."""
-        services = self._services
         # A grammar that is satisfied can only end: nothing is left to go on with.
         if request.ignore_eos and grammar is None:
             return frozenset()
-        if isinstance(request.source, Middle) and services.infill is not None:
-            return services.tokenizer.eos | services.infill.ends
-        return services.tokenizer.eos
+        return self._services.tokenizer.eos | self._services.prompts.ends(request.source)
 
     def _grammar(self, run: Run, prompt_tail: str) -> Any:
         """The compiled constraint of the request's replies, if any."""
@@ -271,7 +289,7 @@ class Session:
             format=services.reply_format,
             tokenizer=services.tokenizer,
             prompt_tail=prompt_tail,
-            soften=services.soften_schema,
+            soften=services.softener(self._namespace),
         )
         run.unenforced = held.left_out
         if held.left_out and isinstance(source, Chat):
@@ -311,31 +329,26 @@ class Session:
 
     def _note_echo(self, run: Run, prompt: Prompt) -> None:
         match run.request.source:
-            case RawText(text) | Middle(prefix=text):
+            case RawText(text=text) | Middle(prefix=text):
                 run.echo = text
             case RawTokens(ids):
                 run.echo = self._services.tokenizer.decode(ids)
             case Chat():
                 return
-        top = run.request.top_logprobs
-        if top is None:
-            return
-        if (1 + top) * len(prompt) * run.request.n > MAX_SCORES:
-            raise InvalidValue(
-                "logprobs",
-                f"of {len(prompt)} prompt tokens are too many for one reply: ask for fewer of "
-                "each, or without echo",
-            )
-        run.ids = prompt.ids
+        if run.request.top_logprobs is not None:
+            run.ids = prompt.ids
 
-    def _echo(self, run: Run) -> list[Event]:
+    async def _echo(self, run: Run) -> list[Event]:
         """The prompt, once all that is shown of it is known."""
         if run.echo is None or (run.ids is not None and len(run.scores) < len(run.ids) - 1):
             return []
-        shown: tuple[TextLogprob, ...] = ()
+        slices = [EchoSlice(run.echo)]
         if run.ids is not None:
-            shown = echoed(self._services.tokenizer, run.echo, run.ids, run.scores)
-        return [TextDelta(run.first_choice + i, run.echo, shown) for i in range(run.request.n)]
+            work = partial(echoed, self._services.tokenizer, run.echo, run.ids, run.scores)
+            slices = await self._services.aside(work, many=self.n_scores > MANY_SCORES)
+        run.echo, run.scores = None, []
+        choices = range(run.first_choice, run.first_choice + run.request.n)
+        return [TextDelta(i, each.text, each.logprobs) for i in choices for each in slices]
 
     # --- out -----------------------------------------------------------------------------
 
@@ -349,7 +362,10 @@ class Session:
         while not events:
             deliveries = await self._box.take()
             for request, event in deliveries:
-                self._on[type(event)](self._runs[request], event, events)
+                run = self._runs[request]
+                self._on[type(event)](run, event, events)
+                if type(event) is PromptLogprobs:
+                    events.extend(await self._echo(run))
                 if self._ended:
                     break
             if not deliveries:
@@ -387,12 +403,19 @@ class Session:
         out.extend(events)
         for fault in run.checks[choice].see(events) if run.checks else ():
             logger.warning("%s %s", run.id, fault)
-        mark = run.watches[choice].see(events) if run.watches else None
+        text = run.watches[choice].see(events) if run.watches else None
+        if text is not None and len(text) > LONG_REPLY:
+            self._services.pool.submit(self._note_unread, run.id, run.watches[choice], text)
+        elif text is not None:
+            self._note_unread(run.id, run.watches[choice], text)
+
+    def _note_unread(self, id: RequestId, watch: CallWatch, text: str) -> None:
+        mark = watch.mark(text)
         if mark is not None:
             logger.warning(
                 "%s offered tools; the reply has %a, but the parser %s has read no call: "
                 "see --tool-call-parser",
-                run.id,
+                id,
                 mark,
                 self._services.reply_format.tool or "none",
             )
@@ -420,7 +443,6 @@ class Session:
 
     def _on_prompt_logprobs(self, run: Run, event: PromptLogprobs, out: list[Event]) -> None:
         run.scores.extend(event.logprobs)
-        out.extend(self._echo(run))
 
     def _on_job_done(self, run: Run, event: JobDone, out: list[Event]) -> None:
         run.done = True
@@ -466,6 +488,4 @@ def _reply_length(
 
 def _sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:
     """A top_k that leaves every token in is no top_k."""
-    if sampling.top_k < model.vocab_size:
-        return sampling
-    return replace(sampling, top_k=0)
+    return sampling if sampling.top_k < model.vocab_size else replace(sampling, top_k=0)

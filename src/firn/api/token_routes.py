@@ -13,6 +13,8 @@ from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 
 T = TypeVar("T")
+MAX_TEXT_CHARS = 4 * 2**20
+"""More than any model reads; tokenizing takes a hundred times the memory of the text."""
 
 
 def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra, ...]:
@@ -28,7 +30,8 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra
             (request,) = chat.decode(asked.body, namespace=asked.namespace).requests
             prompt = await prompt_of(services, request, asked.namespace)
             return await _in_pool(services, lambda: _shown(services, prompt.ids.tolist()))
-        given, special = string(text, "text"), body.boolean("add_special_tokens", True)
+        given = string(text, "text", max_chars=MAX_TEXT_CHARS)
+        special = body.boolean("add_special_tokens", True)
         return await _in_pool(
             services, lambda: _shown(services, _encoded(services, given, add_special=special))
         )
@@ -40,13 +43,7 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra
         given = body.get(name)
         if given is None:
             raise InvalidValue("ids", "is required")
-        last = services.engine.model.vocab_size - 1
-        ids = [
-            integer(token, f"{name}[{i}]", low=0, high=last)
-            for i, token in enumerate(array(given, name))
-        ]
-        text = await _in_pool(services, lambda: services.tokenizer.decode(ids))
-        return {"text": text, "prompt": text, "count": len(ids)}
+        return await _in_pool(services, lambda: _text_of(services, given, name))
 
     return (
         Extra("POST", "/v1/tokenize", "A text's or a chat's tokens", tokenize, _TOKENIZE),
@@ -59,6 +56,16 @@ def _encoded(services: Services, text: str, *, add_special: bool) -> list[int]:
         return services.tokenizer.encode(text, add_special=add_special)
     except UnicodeEncodeError:
         raise BadRequest("text: an unpaired surrogate, which is no text.", param="text") from None
+
+
+def _text_of(services: Services, given: Any, name: str) -> dict[str, Any]:
+    last = services.engine.model.vocab_size - 1
+    ids = [
+        integer(token, f"{name}[{i}]", low=0, high=last)
+        for i, token in enumerate(array(given, name))
+    ]
+    text = services.tokenizer.decode(ids)
+    return {"text": text, "prompt": text, "count": len(ids)}
 
 
 def _shown(services: Services, ids: list[int]) -> dict[str, Any]:

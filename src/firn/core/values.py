@@ -196,13 +196,16 @@ class RawTokens:
 
 @dataclass(frozen=True, slots=True)
 class Middle:
-    """What is between two texts is to be written."""
+    """What is between two texts is to be written. The control tokens are the server's here: what the
+    texts spell is text, unless parse_special says otherwise."""
 
     prefix: str
     suffix: str
+    add_special: bool = True
+    parse_special: bool = False
 
 
-Source = Chat | RawText | RawTokens
+Source = Chat | RawText | RawTokens | Middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +274,7 @@ class GenerateRequest:
     """One prompt, `n` replies. The one shape behind every API."""
 
     model: str
-    source: Source | Middle
+    source: Source
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

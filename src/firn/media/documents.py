@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from firn.core.values import Chat, DocumentPart, GenerateRequest, Part
+from firn.core.values import Chat, DocumentPart, GenerateRequest, Namespace, Part
 from firn.media import pdf_text
 
 MIB = 1 << 20
@@ -28,12 +28,14 @@ MAX_KEPT_CHARS = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class DocumentLimits:
-    """Of one document."""
+    """Of one document; count and total_s: of those of one request together."""
 
     nbytes: int = 32 * MIB
     pages: int = 1000
     chars: int = 4 * MIB
     seconds: int = 15
+    count: int = 64
+    total_s: float = 60.0
 
 
 class Unreadable(Exception):
@@ -46,31 +48,39 @@ class Documents:
     def __init__(self, limits: DocumentLimits | None = None) -> None:
         self._limits = limits or DocumentLimits()
         self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="firn-documents")
-        self._kept: OrderedDict[bytes, str] = OrderedDict()
+        self._kept: OrderedDict[tuple[Namespace | None, bytes], str] = OrderedDict()
 
-    async def gather(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the text of each document, or with what is wrong with it."""
+    async def gather(
+        self, request: GenerateRequest, owner: Namespace | None = None
+    ) -> GenerateRequest:
+        """The request with the text of each document, or with what is wrong with it.
+
+        What is kept is kept for its owner: how long it takes tells nobody what others have sent.
+        """
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_unread, _parts(source))):
             return request
         documents = [p for p in _parts(source) if isinstance(p, DocumentPart) and _is_unread(p)]
-        read = dict(
-            zip(
-                map(id, documents),
-                await asyncio.gather(*map(self._filled, documents)),
-                strict=True,
-            )
-        )
+        until = asyncio.get_running_loop().time() + self._limits.total_s
+        filled = [self._filled(p, owner, i, until) for i, p in enumerate(documents)]
+        read = dict(zip(map(id, documents), await asyncio.gather(*filled), strict=True))
         messages = tuple(
             replace(m, parts=tuple(read.get(id(p), p) for p in m.parts)) for m in source.messages
         )
         return replace(request, source=replace(source, messages=messages))
 
-    async def _filled(self, part: DocumentPart) -> DocumentPart:
+    async def _filled(
+        self, part: DocumentPart, owner: Namespace | None, number: int, until: float
+    ) -> DocumentPart:
         loop = asyncio.get_running_loop()
         try:
-            key, data = await loop.run_in_executor(self._pool, self._bytes, part)
+            if number >= self._limits.count:
+                raise Unreadable(f"is one too many: {self._limits.count} are read")
+            digest, data = await loop.run_in_executor(self._pool, self._bytes, part)
+            key = (owner, digest)
             if key not in self._kept:
+                if loop.time() > until:
+                    raise Unreadable("could not be read in time, after the others")
                 read = await loop.run_in_executor(self._pool, self._text, data, part.media_type)
                 self._keep(key, read)
             self._kept.move_to_end(key)
@@ -78,7 +88,7 @@ class Documents:
         except Unreadable as e:
             return replace(part, data="", fault=f"the document {e}.")
 
-    def _keep(self, key: bytes, text: str) -> None:
+    def _keep(self, key: tuple[Namespace | None, bytes], text: str) -> None:
         self._kept[key] = text
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > MAX_KEPT_CHARS:
             self._kept.popitem(last=False)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import httpx
 
 from firn.core.errors import BadImage
-from firn.core.values import Chat, GenerateRequest, ImagePart, Part
+from firn.core.values import Chat, GenerateRequest, ImagePart, Namespace, Part
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -60,8 +60,10 @@ class Fetcher:
         self._resolve = resolve or system_resolver
         self._transport = transport
 
-    async def gather(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the bytes of its images, or with why there are none.
+    async def gather(
+        self, request: GenerateRequest, owner: Namespace | None = None
+    ) -> GenerateRequest:
+        """The request with the bytes of its images, or with why there are none. Nothing is kept.
 
         Raises BadImage for an image that the user has just sent.
         """

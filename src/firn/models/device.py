@@ -52,3 +52,8 @@ def free_nbytes(found: Device) -> int:
     if found.kind == "cpu":
         return memory().available or found.memory_nbytes // 2
     return max(found.memory_nbytes - mx.get_active_memory(), 0)
+
+
+def allocated_nbytes() -> dict[str, int]:
+    """What MLX's allocator holds: in use, and freed but kept for reuse. From any thread."""
+    return {"active": mx.get_active_memory(), "cached": mx.get_cache_memory()}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
 from firn.core.values import Grammar, Softened
+from firn.models.schema_depth import TOO_DEEP, is_too_deep
 from firn.models.schema_faults import is_endless, locate
-from firn.models.soften import soften
+from firn.models.soften import ANYTHING, OutOfTime, soften
 from firn.models.tokenizer import HfTokenizer
 
 log = logging.getLogger("firn.grammar")
@@ -30,12 +33,19 @@ MAX_KEPT_CHARS = 8 * 2**20
 """Of their texts together; what is compiled from them is larger by a factor."""
 MAX_SOFTENED = 1024
 """Schemas of tools kept, as they can be enforced."""
+MAX_SOFTENED_CHARS = 8 * 2**20
+"""Of all of them together."""
+MAX_SCHEMA_CHARS = 2**18
+"""Of a tool; nothing of a longer one is enforced."""
+SOFTEN_S = 2.0
+"""To find out what can be enforced of the tools of one request."""
 MAX_TEXT_CHARS = 4 * 2**20
 MAX_MESSAGE_CHARS = 400
 WHITESPACE = r" {1,2}|\n {0,64}|\n\t{0,16}"
 """Between the tokens of JSON. Bounded: a model that has lost its way would write spaces for ever."""
 UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
 LIMITS = LLParserLimits(verbose_errors=False)
+_NO_WORD = re.compile(r"\W+")
 
 
 class Constraint:
@@ -82,10 +92,12 @@ class Compiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, Grammar], CompiledGrammar] = OrderedDict()
         self._kept_chars = 0
-        self._softened: OrderedDict[str, Softened] = OrderedDict()
+        self._softened: OrderedDict[tuple[str, str], Softened] = OrderedDict()
+        self._softened_chars = 0
         self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._control: tuple[str, ...] = ()
+        self._control_words: set[str] = set()
 
     def prepare(self) -> None:
         """Read the vocabulary, which takes a second for a large one. Done at the first need else."""
@@ -112,25 +124,57 @@ class Compiler:
                 self._kept_chars -= _n_chars(gone)
         return made
 
-    def soften(self, schema: Mapping[str, Any]) -> Softened:
-        """The schema as far as it can be enforced, and what was taken out of it."""
-        key = json.dumps(schema)
+    def softener(self, owner: str) -> Callable[[Mapping[str, Any]], Softened]:
+        """`soften` for the tools of one request: they have one time together."""
+        left_s = SOFTEN_S
+
+        def soften_next(schema: Mapping[str, Any]) -> Softened:
+            nonlocal left_s
+            began = time.thread_time()
+            found = self.soften(schema, owner, time_s=left_s)
+            left_s -= time.thread_time() - began
+            return found
+
+        return soften_next
+
+    def soften(
+        self, schema: Mapping[str, Any], owner: str = "", *, time_s: float = SOFTEN_S
+    ) -> Softened:
+        """The schema as far as it can be enforced, and what was taken out of it.
+
+        time_s: of this thread's own. What is not done by then is not enforced, and not kept.
+        """
+        text = json.dumps(schema)
+        if len(text) > MAX_SCHEMA_CHARS:
+            return Softened(ANYTHING, ("#",))
+        key = (owner, text)
         with self._lock:
             found = self._softened.get(key)
             if found is not None:
                 self._softened.move_to_end(key)
                 return found
-        made = soften(schema, self._schema_fault)
+        if is_too_deep(schema):
+            return Softened(ANYTHING, ("#",))
+        try:
+            made = soften(schema, self._schema_fault, time_s=time_s)
+        except OutOfTime:
+            return Softened(ANYTHING, ("#",))
         with self._lock:
+            if key not in self._softened:
+                self._softened_chars += len(text)
             self._softened[key] = made
-            while len(self._softened) > MAX_SOFTENED:
-                self._softened.popitem(last=False)
+            while len(self._softened) > MAX_SOFTENED or self._softened_chars > MAX_SOFTENED_CHARS:
+                (_, gone), _ = self._softened.popitem(last=False)
+                self._softened_chars -= len(gone)
         return made
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         every = [("", grammar), *grammar.parts]
         if _n_chars(grammar) > MAX_TEXT_CHARS:
             raise InvalidValue(grammar.param, "the grammar is too large")
+        for _, part in every:
+            if part.kind == "json_schema" and is_too_deep(json.loads(part.text)):
+                raise InvalidValue(part.param, f"the schema is not supported: {TOO_DEEP}")
         vocabulary = self._vocabulary()
         sources = [(name, _source(g)) for name, g in every]
         # What a grammar forces is tokenized as text; llguidance would make a control token of text
@@ -149,7 +193,14 @@ class Compiler:
         text = grammar.text
         if grammar.kind in ("json_schema", "choice"):  # unescaped
             text = json.dumps(json.loads(text), ensure_ascii=False)
-        return any(name in text for name in self._control)
+        if any(name in text for name in self._control):
+            return True
+        if grammar.kind not in ("regex", "lark"):
+            return False
+        words = _NO_WORD.sub(
+            "", text
+        )  # an expression may write their other characters in many ways
+        return any(len(core) > 2 and core in words for core in self._control_words)
 
     def _refuse_alone(self, part: Grammar) -> None:
         """Raise if this part is at fault by itself."""
@@ -179,6 +230,8 @@ class Compiler:
             raise InvalidValue(grammar.param, "no text can satisfy this grammar")
 
     def _schema_fault(self, schema: Any) -> str:
+        if is_too_deep(schema):
+            return TOO_DEEP
         return self._fault({"json_schema": schema})
 
     def _fault(self, source: dict[str, Any]) -> str:
@@ -193,6 +246,7 @@ class Compiler:
                 control = filter(found.is_special_token, sorted(self._hf.added))
                 names = (self._hf.token_bytes(t).decode("utf-8", "replace") for t in control)
                 self._control = tuple(n for n in names if n)
+                self._control_words = {_NO_WORD.sub("", name) for name in self._control}
                 self._tokenizer = found
             return self._tokenizer
 

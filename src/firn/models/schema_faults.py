@@ -45,7 +45,10 @@ def locate(schema: Any, fault: str, fault_of: FaultOf) -> tuple[str, str]:
 def is_endless(schema: Any) -> bool:
     """Every value would have to contain itself: no finite text is one."""
     root = schema if isinstance(schema, dict) else {}
-    return not _Ends(root).ends(schema, frozenset())
+    try:
+        return not _Ends(root).ends(schema, frozenset())
+    except RecursionError:
+        return False
 
 
 class _Ends:

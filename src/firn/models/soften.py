@@ -1,8 +1,12 @@
-"""A JSON schema without what cannot be enforced: as little as possible is taken out, and named. Pure."""
+"""A JSON schema without what cannot be enforced: as little as possible is taken out, and named.
+
+Each cut asks the compiler many times, so the search has an end: schemas come from anybody.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from firn.core.values import Softened
@@ -17,18 +21,35 @@ SILENT = frozenset({"format"})
 _SHARED = ("$defs", "definitions")
 
 
-def soften(schema: Mapping[str, Any], fault_of: FaultOf) -> Softened:
-    """`fault_of` says what is wrong with a schema, "" if nothing."""
+class OutOfTime(Exception):
+    """The search was given up."""
+
+
+def soften(
+    schema: Mapping[str, Any],
+    fault_of: FaultOf,
+    *,
+    time_s: float,
+    clock: Callable[[], float] = time.thread_time,
+) -> Softened:
+    """`fault_of` says what is wrong with a schema, "" if nothing. Raises OutOfTime."""
+    until = clock() + time_s
+
+    def look(part: Any) -> str:
+        if clock() > until:
+            raise OutOfTime
+        return fault_of(part)
+
     if is_endless(schema):
         return Softened(ANYTHING, ("#",))
     current: Any = schema
     left_out: list[str] = []
     for _ in range(MAX_CUTS):
-        fault = fault_of(current)
+        fault = look(current)
         if not fault:
             return Softened(current, tuple(left_out))
-        pointer, fault = locate(current, fault, fault_of)
-        current, keyword = _without_fault(current, pointer, fault, fault_of)
+        pointer, fault = locate(current, fault, look)
+        current, keyword = _without_fault(current, pointer, fault, look)
         if keyword not in SILENT:
             left_out.append(f"#{pointer}/{keyword}" if keyword else f"#{pointer}")
     return Softened(ANYTHING, ("#",))

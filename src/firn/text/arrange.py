@@ -12,28 +12,40 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby, takewhile
 
-from firn.core.values import Message, Part, TextPart
+from firn.core.values import Message, Part, Role, TextPart
 from firn.text.turns import TurnRules
 
 SEPARATOR = "\n\n"
 LATE_SYSTEM = "<system-message>\n{}\n</system-message>"
 """How a user turn shows what the system said later, where a template has no other place for it."""
 
+EARLIER = "(The conversation began earlier.)"
+NO_RESULT = "(There is no result.)"
+
 _CHANGING_LINE = re.compile(
-    r"^[ \t]*x-[a-z0-9-]*(?:billing|attribution)[a-z0-9-]*[ \t]*:.*(?:\r?\n|\Z)",
+    r"^[ \t]{0,16}x-[a-z0-9-]{0,64}(?:billing|attribution)[a-z0-9-]{0,64}[ \t]{0,16}:.*(?:\r?\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
+"""Bounded: a header's name of a megabyte would else be tried in as many ways as it has letters."""
 
 
 def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...]:
     """The messages as the template wants them."""
     leading = list(takewhile(lambda m: m.role == "system", messages))
     turns = [t for m in messages[len(leading) :] for t in _placed(m, rules)]
+    if not rules.orphans:
+        turns = _adopted(turns)
+    if not rules.unanswered:
+        turns = _answered(turns)
     if not rules.several_calls:
         turns = _one_call_each(turns)
     turns = _into_results(turns, rules)
     if not rules.user_runs:
-        turns = _merged_users(turns)
+        turns = _merged(turns, "user")
+    if not rules.assistant_runs:
+        turns = _merged(turns, "assistant")
+    if not rules.assistant_first and turns and turns[0].role == "assistant":
+        turns = [Message("user", (TextPart(EARLIER),)), *turns]
     return tuple(_led(_merged_system(leading), turns, rules))
 
 
@@ -57,7 +69,7 @@ def _merged_system(messages: Sequence[Message]) -> list[Message]:
 
 def _led(system: list[Message], turns: list[Message], rules: TurnRules) -> list[Message]:
     """With the system's message in front, or at the front of the first user turn."""
-    if rules.leading_system or not system:
+    if not system or (rules.leading_system and (turns or rules.system_alone)):
         return system + turns
     (first,) = system
     opening = replace(first, role="user")
@@ -98,6 +110,32 @@ def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
 # --- calls and results ---------------------------------------------------------------------
 
 
+def _adopted(messages: Iterable[Message]) -> list[Message]:
+    """Results of calls that nobody has made, as a user's text."""
+    found: list[Message] = []
+    called: set[str | None] = set()
+    for message in messages:
+        called |= {call.id for call in message.tool_calls}
+        if message.role == "tool" and message.tool_call_id not in called:
+            message = Message("user", message.parts, checkpoint=message.checkpoint)
+        found.append(message)
+    return found
+
+
+def _answered(messages: Sequence[Message]) -> list[Message]:
+    """With a result for every call that was given up; the last ones may still be waiting for theirs."""
+    found: list[Message] = []
+    for i, message in enumerate(messages):
+        found.append(message)
+        after = messages[i + 1 : i + 2]
+        if message.tool_calls and after and after[0].role != "tool":
+            found += [
+                Message("tool", (TextPart(NO_RESULT),), tool_call_id=call.id)
+                for call in message.tool_calls
+            ]
+    return found
+
+
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """Calls made at once as calls made one after another, each with its result behind it."""
     found: list[Message] = []
@@ -134,17 +172,22 @@ def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message
 # --- merging -------------------------------------------------------------------------------
 
 
-def _merged_users(messages: Iterable[Message]) -> list[Message]:
+def _merged(messages: Iterable[Message], side: Role) -> list[Message]:
     merged: list[Message] = []
     for role, run in groupby(messages, key=lambda m: m.role):
         group = list(run)
-        merged += [_joined(group)] if role == "user" and len(group) > 1 else group
+        merged += [_joined(group)] if role == side and len(group) > 1 else group
     return merged
 
 
 def _joined(messages: Sequence[Message]) -> Message:
-    checkpoint = any(m.checkpoint for m in messages)
-    return replace(messages[0], parts=_join_parts(messages), checkpoint=checkpoint)
+    return replace(
+        messages[0],
+        parts=_join_parts(messages),
+        checkpoint=any(m.checkpoint for m in messages),
+        tool_calls=tuple(call for m in messages for call in m.tool_calls),
+        reasoning=SEPARATOR.join(m.reasoning for m in messages if m.reasoning) or None,
+    )
 
 
 def _join_parts(messages: Sequence[Message]) -> tuple[Part, ...]:

@@ -1,13 +1,14 @@
-"""Calls are looked at when they are whole, where no grammar could hold them to their schema. Pure."""
+"""Calls are looked at when they are whole, where no grammar could hold them to their schema."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 
 from firn.core.events import ChoiceFinished, Event, ToolCallDelta, ToolCallStarted
 from firn.core.values import Tool
-from firn.text.schema_check import faults
+from firn.text.schema_check import TIME_S, faults
 
 MAX_FAULTS = 8
 
@@ -19,6 +20,8 @@ class CallCheck:
         """tools: those that may be called in a way their schema does not allow."""
         self._tools = {tool.name: tool for tool in tools}
         self._calls: dict[int, tuple[str, list[str]]] = {}
+        self._left_s = TIME_S
+        """For all of its calls."""
 
     def see(self, events: Iterable[Event]) -> list[str]:
         """What is wrong with the calls of a reply that has ended, one line for each."""
@@ -38,9 +41,11 @@ class CallCheck:
             return ""
         try:
             value = json.loads("".join(pieces))
-        except ValueError:
-            return ""  # cut short, which the finish reason says
-        places = faults(value, tool.parameters)[:MAX_FAULTS]
+        except (ValueError, RecursionError):
+            return ""  # cut short, which the finish reason says; or nothing that a tool could read
+        began = time.thread_time()
+        places = faults(value, tool.parameters, time_s=self._left_s)[:MAX_FAULTS]
+        self._left_s -= time.thread_time() - began
         return (
             f"{tool.param}: a call of {name} does not follow {', '.join(places)}" if places else ""
         )

@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 from firn.core.events import TextLogprob, TokenLogprob
 from firn.core.ports import Tokenizer
 from firn.core.values import TokenArray
 
+SLICE_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EchoSlice:
+    """Some of a prompt's tokens, and the text that they stand for."""
+
+    text: str
+    logprobs: tuple[TextLogprob, ...] = ()
+
 
 def echoed(
     tokenizer: Tokenizer, text: str, ids: TokenArray, logprobs: Sequence[TokenLogprob]
-) -> tuple[TextLogprob, ...]:
-    """`logprobs` are those of ids[1:]. What the tokenizer put in front of the text is shown as
-    tokens, but is no part of the text."""
-    texts = [tokenizer.token_bytes(int(token)) for token in ids]
+) -> list[EchoSlice]:
+    """The whole prompt in slices. `logprobs` are those of ids[1:]. What the tokenizer put in front of
+    the text is shown as tokens, but is no part of the text."""
+
+    @cache
+    def piece(token: int) -> tuple[str, bytes]:
+        raw = tokenizer.token_bytes(token)
+        return raw.decode("utf-8", "replace"), raw
+
+    def scored(at: int) -> TextLogprob:
+        shown, raw = piece(int(ids[at]))
+        own = b"" if at < n_added else raw
+        if at == 0:
+            return TextLogprob(shown, own, None)
+        score = logprobs[at - 1]
+        top = tuple((*piece(token), logprob) for token, logprob in score.top)
+        return TextLogprob(shown, own, score.logprob, top)
+
     n_added = 0
     while n_added < len(ids) and int(ids[n_added]) in tokenizer.special:
-        if text.startswith(_shown(texts[n_added])):
+        if text.startswith(piece(int(ids[n_added]))[0]):
             break
         n_added += 1
-    found = []
-    for i, raw in enumerate(texts):
-        own = b"" if i < n_added else raw
-        if i == 0:
-            found.append(TextLogprob(_shown(raw), own, None))
-            continue
-        score = logprobs[i - 1]
-        top = []
-        for token, logprob in score.top:
-            each = tokenizer.token_bytes(token)
-            top.append((_shown(each), each, logprob))
-        found.append(TextLogprob(_shown(raw), own, score.logprob, tuple(top)))
-    return tuple(found)
+    slices = [
+        tuple(scored(at) for at in range(start, min(start + SLICE_TOKENS, len(ids))))
+        for start in range(0, len(ids), SLICE_TOKENS)
+    ]
+    texts = _texts(slices)
+    if "".join(texts) != text:  # tokenizers may change a text, if only by a blank in front
+        texts = [text, *[""] * (len(slices) - 1)]
+    return [EchoSlice(*each) for each in zip(texts, slices, strict=True)]
 
 
-def _shown(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
+def _texts(slices: Sequence[Sequence[TextLogprob]]) -> list[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return [
+        decoder.decode(b"".join(token.raw for token in each), final=each is slices[-1])
+        for each in slices
+    ]

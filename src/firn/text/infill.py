@@ -5,7 +5,7 @@ Read once from the vocabulary. A model that lacks one of a family's tokens was n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from firn.core.ports import Tokenizer
@@ -19,6 +19,9 @@ class _Family:
     order: tuple[str, ...]
     ends: tuple[str, ...] = ()
 
+
+STRANGER = "\u263a"
+"""A character that no token shares with what follows it."""
 
 _FAMILIES = (
     # Qwen-Coder, CodeGemma
@@ -39,9 +42,17 @@ _FAMILIES = (
     _Family(("<[fim-suffix]>", "S", "<[fim-prefix]>", "P", "<[fim-middle]>")),
     # Codestral
     _Family(("[SUFFIX]", "S", "[PREFIX]", "P")),
-    # CodeLlama: its tokens begin with a blank
+    # CodeLlama: its tokens begin with a blank, as SentencePiece writes one or as it is
     _Family((" <PRE>", "P", " <SUF>", "S", " <MID>"), (" <EOT>",)),
 )
+
+
+Spans = Callable[[str], Sequence[tuple[int, int]]]
+"""Where a text spells control tokens and means none, as characters [start, end)."""
+
+
+def _nowhere(text: str) -> Sequence[tuple[int, int]]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +64,27 @@ class Infill:
     """Tokens, and the places of the two texts: "P" before the hole and "S" behind it."""
     ends: frozenset[int]
 
-    def ids(self, prefix: str, suffix: str) -> tuple[int, ...]:
-        """The prompt's tokens, with those that the model wants in front of every prompt."""
-        texts = {"P": prefix, "S": suffix}
-        found = _opening(self.tokenizer)
+    def ids(
+        self, prefix: str, suffix: str, *, add_special: bool = True, typed: Spans = _nowhere
+    ) -> list[int]:
+        """The prompt's tokens. add_special: with those that the model wants in front of every prompt."""
+        found = _opening(self.tokenizer) if add_special else []
         for each in self.order:
             if isinstance(each, int):
                 found.append(each)
-            elif texts[each]:
-                found += self.tokenizer.encode(texts[each], add_special=False)
-        return tuple(found)
+            elif each == "P":
+                found += self.tokenizer.encode(prefix, add_special=False, typed=typed(prefix))
+            else:
+                found += _going_on(self.tokenizer, suffix, typed(suffix))
+        return found
 
 
 def detect(tokenizer: Tokenizer) -> Infill | None:
     """None where the model has no tokens for it."""
     for family in _FAMILIES:
-        order = [text if text in ("P", "S") else tokenizer.token_id(text) for text in family.order]
+        order = [text if text in ("P", "S") else _token(tokenizer, text) for text in family.order]
         if None not in order:
-            ends = {tokenizer.token_id(text) for text in family.ends}
+            ends = {_token(tokenizer, text) for text in family.ends}
             tokens = {each for each in order if isinstance(each, int)}
             return Infill(
                 tokenizer,
@@ -78,6 +92,22 @@ def detect(tokenizer: Tokenizer) -> Infill | None:
                 frozenset({*tokens, *(token for token in ends if token is not None)}),
             )
     return None
+
+
+def _token(tokenizer: Tokenizer, text: str) -> int | None:
+    found = tokenizer.token_id(text)
+    return tokenizer.token_id(text.replace(" ", "\u2581")) if found is None else found
+
+
+def _going_on(tokenizer: Tokenizer, text: str, typed: Sequence[tuple[int, int]]) -> Sequence[int]:
+    """The tokens of a text that does not begin one. Some tokenizers put a blank before every text;
+    models were trained without it here."""
+    before = tokenizer.encode(STRANGER, add_special=False)
+    if not tokenizer.token_bytes(before[0]).startswith(b" "):
+        return tokenizer.encode(text, add_special=False, typed=typed)
+    moved = [(start + 1, end + 1) for start, end in typed]
+    ids = tokenizer.encode(STRANGER + text, add_special=False, typed=moved)
+    return ids[len(before) :]
 
 
 def _opening(tokenizer: Tokenizer) -> list[int]:

@@ -39,6 +39,9 @@ _COMMON = {
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
 }
 """Terminals of lark's library that have characters JSON escapes."""
+MAX_CHARS = 2**16
+"""Of a grammar that a user writes, here and where it is taken in: compiling it takes the square of its
+alternatives."""
 
 
 class Unquotable(ValueError):
@@ -47,10 +50,14 @@ class Unquotable(ValueError):
 
 def quoted(definition: str) -> str:
     """The same grammar, of texts as they stand between the quotes of a JSON string."""
+    if len(definition) > MAX_CHARS:
+        raise Unquotable(f"it has more than {MAX_CHARS} characters")
     try:
         return _Quoting(definition).result()
     except Unreadable as e:
         raise Unquotable(str(e)) from e
+    except RecursionError:
+        raise Unquotable("its brackets are nested too deeply") from None
 
 
 @dataclass(slots=True)
@@ -86,8 +93,7 @@ class _Quoting:
     def _split(self) -> Iterator[list[tuple[str, str]]]:
         """One statement each: a new one begins at a name with a colon behind it, or at a percent."""
         current: list[tuple[str, str]] = []
-        for i, (kind, text) in enumerate(self._tokens):
-            ahead = next((t for _, t in self._tokens[i + 1 :] if not t.isspace()), "")
+        for (kind, text), ahead in zip(self._tokens, _next_words(self._tokens), strict=True):
             begins = kind in ("imports", "ignore") or (kind == "name" and ahead[:1] in (":", "["))
             starts_line = not current or "\n" in "".join(t for _, t in _tail_space(current))
             if begins and starts_line and current:
@@ -125,15 +131,18 @@ class _Quoting:
 
     def _as_rules(self, statements: list[_Statement]) -> dict[str, str]:
         """New names of the terminals that are rules now: those that hold one, and so on."""
+        users: dict[str, list[str]] = {}
+        for s in statements:
+            if s.name.isupper():
+                for name in {t for kind, t in s.pieces if kind == "name" and t != s.name}:
+                    users.setdefault(name, []).append(s.name)
         found: dict[str, str] = {}
-        changed = True
-        while changed:
-            changed = False
-            for s in statements:
-                uses = {t for kind, t in s.pieces if kind == "name" and t != s.name}
-                if s.name.isupper() and s.name not in found and (s.needs_rule or uses & set(found)):
-                    found[s.name] = f"q_{s.name.lower()}"
-                    changed = True
+        left = [s.name for s in statements if s.name.isupper() and s.needs_rule]
+        while left:
+            name = left.pop()
+            if name not in found:
+                found[name] = f"q_{name.lower()}"
+                left += users.get(name, [])
         ignored = [s for s in statements if s.name == "%ignore"]
         if any(kind == "name" and text in found for s in ignored for kind, text in s.pieces):
             raise Unquotable("what is ignored cannot be said inside a JSON string")
@@ -215,6 +224,16 @@ def _tokens(definition: str) -> Iterator[tuple[str, str]]:
             raise Unquotable(f"{definition[at : at + 12]!r} cannot be said inside a JSON string")
         at = match.end()
         yield match.lastgroup or "other", match[0]
+
+
+def _next_words(tokens: list[tuple[str, str]]) -> list[str]:
+    """For each token the next one that is no space; "" behind the last."""
+    found: list[str] = []
+    ahead = ""
+    for _, text in reversed(tokens):
+        found.append(ahead)
+        ahead = ahead if text.isspace() else text
+    return found[::-1]
 
 
 def _tail_space(tokens: list[tuple[str, str]]) -> list[tuple[str, str]]:

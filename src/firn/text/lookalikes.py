@@ -1,16 +1,25 @@
-"""Notices a reply with a call in it that no parser has read: a model in a format of its own. Pure."""
+"""Notices a reply with a call in it that was not read: a model in a format of its own. Pure.
+
+Only a whole call of a tool that was offered counts. What is cut short, and what a model says about
+calls, is nothing that was lost.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 
 from firn.core.events import ChoiceFinished, Event, TextDelta, ToolCallStarted
 from firn.core.values import Tool
-from firn.text.parsers import formats
+from firn.text.formats import ReplyFormat
+from firn.text.json_calls import ARGUMENT_KEYS, NAME_KEYS
+from firn.text.parsers import ToolFormat, formats
+from firn.text.pieces import CallArguments, CallStart
+from firn.text.routing import make_router
 
-MIN_MARKER_CHARS = 5
-"""Shorter markers ([, {) are found in any text."""
+MAX_OBJECTS = 32
+"""Looked at in one text."""
 
 
 class CallWatch:
@@ -22,23 +31,67 @@ class CallWatch:
         self._has_calls = False
 
     def see(self, events: Iterable[Event]) -> str | None:
-        """The mark of an unread call, once the reply has ended without any that was read."""
+        """What to look for a call in: the whole reply, once it has ended by itself without any that was
+        read. Where no tool is named, there is none to look for."""
         for event in events:
             if isinstance(event, TextDelta):
                 self._said.append(event.text)
             elif isinstance(event, ToolCallStarted):
                 self._has_calls = True
-            elif isinstance(event, ChoiceFinished) and not self._has_calls:
-                return mark_of_call("".join(self._said), self._tools)
+            elif isinstance(event, ChoiceFinished) and event.reason == "stop":
+                text = "".join(self._said)
+                named = not self._has_calls and any(tool.name in text for tool in self._tools)
+                return text if named else None
         return None
+
+    def mark(self, text: str) -> str | None:
+        """See `mark_of_call`. Takes its time over a long text."""
+        return mark_of_call(text, self._tools)
 
 
 def mark_of_call(text: str, tools: Sequence[Tool]) -> str | None:
-    """A marker of any known format, or a tool named the way calls name it."""
+    """What begins a call of one of the tools, in whatever format; None where there is no such call."""
+    if not any(tool.name in text for tool in tools):
+        return None
     for form in formats().values():
-        for marker in form.opens:
-            if len(marker) >= MIN_MARKER_CHARS and marker in text:
-                return marker
-    names = "|".join(re.escape(tool.name) for tool in tools)
-    named = re.search(rf'"(?:name|function|tool)"\s*:\s*"(?:{names})"', text)
-    return named[0] if named else None
+        markers = [marker for marker in form.opens if marker in text]
+        if (markers or form.starts or form.router) and _reads_call(form, text, tools):
+            return markers[0] if markers else form.name
+    return _json_call(text, {tool.name for tool in tools})
+
+
+def _reads_call(form: ToolFormat, text: str, tools: Sequence[Tool]) -> bool:
+    router = make_router(ReplyFormat(tool=form.name), tuple(tools), "")
+    if router is None:
+        return False
+    name, given = "", ""
+    names = {tool.name for tool in tools}
+    for piece in [*router.feed(text), *router.finish()]:
+        if isinstance(piece, CallStart):
+            if name in names and _is_object(given):
+                return True
+            name, given = piece.name, ""
+        elif isinstance(piece, CallArguments):
+            given += piece.text
+    return name in names and _is_object(given)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _json_call(text: str, names: set[str]) -> str | None:
+    """A call as JSON in the midst of text, as in a block of code."""
+    decoder = json.JSONDecoder()
+    for match in list(re.finditer(r"\{", text))[:MAX_OBJECTS]:
+        try:
+            value, _ = decoder.raw_decode(text, match.start())
+        except (ValueError, RecursionError):
+            continue
+        named = next((value[key] for key in NAME_KEYS if isinstance(value.get(key), str)), None)
+        if named in names and any(isinstance(value.get(key), dict) for key in ARGUMENT_KEYS):
+            return f'"{named}"'
+    return None

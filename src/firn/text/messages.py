@@ -21,7 +21,8 @@ class TemplateStyle:
     none_content: a message that only calls tools has none. short_ids: call ids are nine letters and
     digits. text_arguments: they are JSON text. names_results: a tool's result has the tool's name.
     reasoning_key: what reasoning is called; either_reasoning: it excludes content beside calls.
-    lists: content is always a list of parts.
+    lists: content is always a list of parts. object_arguments: arguments are never a text, not even
+    where a model wrote none that could be read.
     """
 
     none_content: bool = False
@@ -31,6 +32,7 @@ class TemplateStyle:
     reasoning_key: str = "reasoning_content"
     either_reasoning: bool = False
     lists: bool = False
+    object_arguments: bool = False
 
 
 COMMON = TemplateStyle()
@@ -41,7 +43,10 @@ def settled(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message,
 
     def call(c: ToolCall) -> ToolCall:
         id = short_id(c.id) if style.short_ids else c.id
-        return replace(c, id=id, arguments=parse_arguments(c.arguments))
+        arguments = parse_arguments(c.arguments)
+        if style.object_arguments and isinstance(arguments, str):
+            arguments = {"input": arguments}
+        return replace(c, id=id, arguments=arguments)
 
     def message(m: Message) -> Message:
         id = m.tool_call_id

@@ -18,6 +18,7 @@ from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import (
     Chat,
     Message,
+    Middle,
     Prompt,
     RawText,
     RawTokens,
@@ -29,6 +30,7 @@ from firn.text.arrange import arrange
 from firn.text.boundaries import Boundaries
 from firn.text.formats import markup_tokens, own_markup
 from firn.text.illustrate import Illustration, images_of
+from firn.text.infill import detect
 from firn.text.length import refuse_too_long
 from firn.text.messages import settled, to_template, tools_to_template
 from firn.text.parsers import formats
@@ -61,6 +63,7 @@ class PromptMaker:
         None for a model that takes none. tool_format: in which calls are written where
         the template knows no tools; None: there are none then. template: if it was read already."""
         self._tokenizer = tokenizer
+        self._infill = detect(tokenizer)
         self._context_length = context_length
         self._n_ids = n_ids
         self._pictures = pictures
@@ -90,6 +93,14 @@ class PromptMaker:
                 return Prompt(self._checked_ids(ids, param="prompt"))
             case RawTokens():
                 return Prompt(self._checked_ids(self._ids(source.ids), param="prompt"))
+            case Middle():
+                return Prompt(self._checked_ids(self._filled_in(source), param="prompt"))
+
+    def ends(self, source: Source) -> frozenset[int]:
+        """What ends a reply to it, besides the tokens that end every one."""
+        if isinstance(source, Middle) and self._infill is not None:
+            return self._infill.ends
+        return frozenset()
 
     def tail(self, prompt: Prompt) -> str:
         """The prompt's last text, for a reader that must know what the template has opened."""
@@ -193,6 +204,16 @@ class PromptMaker:
         refuse_too_long(rendered.text, self._tokenizer, limit=self._context_length)
         ids = self._tokenizer.encode(rendered.text, add_special=add_special, typed=rendered.typed)
         return self._ids(ids)
+
+    def _filled_in(self, source: Middle) -> TokenArray:
+        if self._infill is None:
+            raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
+        prefix, suffix = _well_formed(source.prefix), _well_formed(source.suffix)
+        refuse_too_long(prefix + suffix, self._tokenizer, limit=self._context_length)
+        typed = (lambda text: ()) if source.parse_special else self._typed.spans
+        return self._ids(
+            self._infill.ids(prefix, suffix, add_special=source.add_special, typed=typed)
+        )
 
     def _ids(self, ids: Sequence[int]) -> TokenArray:
         try:

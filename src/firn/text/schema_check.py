@@ -1,12 +1,13 @@
 """Does a value follow its JSON schema? Asked after a reply about what no grammar could hold it to.
 
-Pure, and bounded: schemas come from anybody. Patterns are given a moment each, references lead nowhere
-but into the schema, and what is not known of a schema is no fault.
+Bounded, for schemas come from anybody and this runs where everybody's tokens pass: all of it has a
+moment, references lead nowhere but into the schema, and what is not known of a schema is no fault.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,10 @@ import regex
 
 from firn.text.schema import resolve_reference, type_of
 
-PATTERN_S = 0.05
+TIME_S = 0.1
+"""Of this thread's own, for one value and everything that its schema asks about it."""
+MAX_PATTERN_CHARS = 1000
+"""Compiling has no time limit."""
 MAX_STEPS = 20_000
 """Parts of schemas looked at for one value."""
 
@@ -35,10 +39,11 @@ class _Endless(Exception):
     """The schema takes more work than it is worth."""
 
 
-def faults(value: Any, schema: Any) -> list[str]:
-    """Places in the schema that the value does not follow, as pointers; empty if it does."""
+def faults(value: Any, schema: Any, *, time_s: float = TIME_S) -> list[str]:
+    """Places in the schema that the value does not follow, as pointers; empty if it does, or if that
+    cannot be told in so many seconds."""
     try:
-        return list(dict.fromkeys(_Checker(schema).faults(value, schema, "#")))
+        return list(dict.fromkeys(_Checker(schema, time_s).faults(value, schema, "#")))
     except (_Endless, RecursionError):
         return []
 
@@ -46,13 +51,14 @@ def faults(value: Any, schema: Any) -> list[str]:
 class _Checker:
     """Owner: one call of `faults`."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, time_s: float) -> None:
         self._root = root if isinstance(root, Mapping) else {}
         self._n_steps = 0
+        self._until = time.thread_time() + time_s
 
     def faults(self, value: Any, schema: Any, at: str) -> Iterator[str]:
         self._n_steps += 1
-        if self._n_steps > MAX_STEPS:
+        if self._n_steps > MAX_STEPS or self._left_s() < 0:
             raise _Endless
         if schema is False:
             yield at
@@ -60,11 +66,30 @@ class _Checker:
             return
         for keyword, given in schema.items():
             check = _CHECKS.get(keyword)
-            if check is not None:
+            if check is None:
+                continue
+            try:
                 yield from check(self, _Keyword(value, given, schema, f"{at}/{keyword}"))
+            except TypeError:
+                continue  # the keyword says nothing that has a meaning
 
     def follows(self, value: Any, schema: Any) -> bool:
         return next(self.faults(value, schema, ""), None) is None
+
+    def matches(self, text: str, pattern: Any) -> bool:
+        """What is no pattern, or takes too long, is none that a text breaks."""
+        left_s = self._left_s()
+        if left_s < 0:
+            raise _Endless
+        if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
+            return True
+        try:
+            return regex.search(pattern, text, timeout=left_s) is not None
+        except (regex.error, TimeoutError):
+            return True
+
+    def _left_s(self) -> float:
+        return self._until - time.thread_time()
 
     def resolved(self, reference: str) -> Any:
         return resolve_reference(reference, self._root)
@@ -95,13 +120,6 @@ def _is_type(value: Any, given: Any) -> bool:
     )
 
 
-def _matches(text: str, pattern: str) -> bool:
-    try:
-        return regex.search(pattern, text, timeout=PATTERN_S) is not None
-    except (regex.error, TimeoutError):
-        return True
-
-
 def _equal(a: Any, b: Any) -> bool:
     """As JSON has it: true is not 1, but 1.0 is."""
     if isinstance(a, bool) or isinstance(b, bool):
@@ -124,6 +142,11 @@ def _multiple(value: float, step: float) -> bool:
     return abs(quotient - round(quotient)) < 1e-9
 
 
+def _pattern(c: _Checker, k: _Keyword) -> Iterator[str]:
+    if isinstance(k.value, str) and not c.matches(k.value, k.given):
+        yield k.at
+
+
 def _properties(c: _Checker, k: _Keyword) -> Iterator[str]:
     if isinstance(k.value, Mapping) and isinstance(k.given, Mapping):
         for name in k.given.keys() & k.value.keys():
@@ -134,7 +157,7 @@ def _pattern_properties(c: _Checker, k: _Keyword) -> Iterator[str]:
     if isinstance(k.value, Mapping) and isinstance(k.given, Mapping):
         for pattern, inner in k.given.items():
             for name in k.value:
-                if _matches(name, pattern):
+                if c.matches(name, pattern):
                     yield from c.faults(k.value[name], inner, f"{k.at}/{pattern}")
 
 
@@ -143,7 +166,7 @@ def _additional(c: _Checker, k: _Keyword) -> Iterator[str]:
         return
     declared, patterns = k.schema.get("properties") or {}, k.schema.get("patternProperties") or {}
     for name in k.value:
-        if name not in declared and not any(_matches(name, p) for p in patterns):
+        if name not in declared and not any(c.matches(name, p) for p in patterns):
             yield from ([k.at] if k.given is False else c.faults(k.value[name], k.given, k.at))
 
 
@@ -229,7 +252,7 @@ _CHECKS: Mapping[str, Check] = {
     "type": _when(_is_type),
     "enum": _when(lambda value, given: any(_equal(value, one) for one in given)),
     "const": _when(_equal),
-    "pattern": _when(_matches, "string"),
+    "pattern": _pattern,
     "minLength": _when(lambda text, n: len(text) >= n, "string"),
     "maxLength": _when(lambda text, n: len(text) <= n, "string"),
     "minimum": _when(lambda x, low: x >= low, *_NUMBERS),

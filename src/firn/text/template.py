@@ -46,7 +46,7 @@ MESSAGE_OPENERS = (
 )
 """Tokens known to begin a message. Others are learnt from how the template renders a small chat."""
 
-_ALPHA, _BETA, _GAMMA = "alpha", "beta", "gamma"
+_ALPHA, _BETA, _GAMMA, _DELTA = "alpha", "beta", "gamma", "delta"
 
 
 _NAMED = r"(?:\.{0}\b|\[['\"]{0}['\"]\])"
@@ -64,6 +64,7 @@ class Template:
     @classmethod
     def read(cls, tokenizer: Tokenizer) -> Template:
         style = replace(read_style(tokenizer.chat_template or ""), lists=_wants_lists(tokenizer))
+        style = replace(style, object_arguments=_wants_objects(tokenizer, style))
         return cls(style, ask(tokenizer, style), openers(tokenizer))
 
 
@@ -91,6 +92,24 @@ def _wants_lists(tokenizer: Tokenizer) -> bool:
             return False
 
     return not shows(_ALPHA) and shows([{"type": "text", "text": _ALPHA}])
+
+
+def _wants_objects(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
+    """Whether the template fails over arguments that are a text."""
+
+    def shows(arguments: Mapping[str, Any] | str) -> bool:
+        call = Message("assistant", tool_calls=(ToolCall("call00001", _ALPHA, arguments),))
+        result = Message("tool", (TextPart(_BETA),), tool_call_id="call00001")
+        chat = (Message("user", (TextPart(_GAMMA),)), call, result)
+        tools = tools_to_template((Tool(_ALPHA),))
+        try:
+            return _DELTA in tokenizer.render(
+                to_template(chat, style=style), tools=tools, kwargs={}
+            )
+        except TemplateFailed:
+            return False
+
+    return not shows(_DELTA) and shows({"input": _DELTA})
 
 
 def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str, Any]) -> bool:

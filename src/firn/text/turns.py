@@ -22,6 +22,9 @@ class TurnRules:
     user_after_results: a user turn right behind tool results. notes_in_results: that turn would
     change what stands before (templates drop the thinking before a question), so a program's note
     there is better said inside the result.
+    What agents leave behind them when they are interrupted: assistant_runs: two turns of the
+    assistant in a row. assistant_first: one before any question. unanswered: a call without a
+    result. orphans: a result without a call. system_alone: a system message and nothing else.
     """
 
     leading_system: bool = True
@@ -32,6 +35,11 @@ class TurnRules:
     several_calls: bool = True
     user_after_results: bool = True
     notes_in_results: bool = False
+    assistant_runs: bool = True
+    assistant_first: bool = True
+    unanswered: bool = True
+    orphans: bool = True
+    system_alone: bool = True
 
 
 ANY_TURNS = TurnRules()
@@ -55,6 +63,7 @@ _ASK, _AGAIN, _MORE = (_said("user", text) for text in ("alderask", "rowanask", 
 _ANSWER = _said("assistant", "birchanswer")
 _RESULT = _said("tool", "lindenresult", tool_call_id=_FIRST.id)
 _OTHER_RESULT = _said("tool", "mapleresult", tool_call_id=_OTHER.id)
+_ANSWER_TOO = _said("assistant", "pineanswer")
 _CALL = Message("assistant", tool_calls=(_FIRST,))
 _CALLS = Message("assistant", tool_calls=(_FIRST, _OTHER))
 _THOUGHT = Message("assistant", tool_calls=(_FIRST,), reasoning="oakthought")
@@ -85,6 +94,12 @@ class _Inquiry:
             user_after_results=after_results,
             notes_in_results=after_results
             and not self._keeps(_WITH_THOUGHT, (_MORE,), (), tools=True),
+            assistant_runs=self._shows((_ASK, _ANSWER, _ANSWER_TOO, _MORE)),
+            assistant_first=self._shows((_ANSWER, _MORE))
+            and (not calls or self._shows((_ANSWER, _MORE), tools=True)),
+            unanswered=not calls or self._shows((_ASK, _CALL, _MORE), tools=True),
+            orphans=not calls or self._shows((_ASK, _RESULT, _MORE), tools=True),
+            system_alone=self._shows((_RULE,)) and (not calls or self._shows((_RULE,), tools=True)),
         )
 
     def _takes_late_system(self, *, with_calls: bool) -> bool:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -33,6 +35,8 @@ _BETWEEN = "\0"
 MAX_LOOKS = 24
 """Renderings to find out which tokens a template inspects (one or two do, by halves), and as many
 more to find out where it puts them."""
+LOOKS_S = 2.0
+"""Of this thread's own, after which no more of them are begun: what users type decides how many are."""
 CONTEXT = 16
 MIN_MARK, LONG_MARK = 8, 24
 
@@ -146,6 +150,7 @@ class _Marking:
         self._content = content
         self._render = render
         self._n_looks = 0
+        self._until = time.thread_time() + LOOKS_S
         self._leaves: list[str] = []
         self._places: list[_Place] = []
 
@@ -249,13 +254,20 @@ class _Marking:
         Such tokens stay as they are, and points beside them tell where they have gone.
         """
         kept = self._uninspected(plain)
-        left = [p for p in self._places if p not in kept]
+        known = set(kept)
+        left: dict[int, list[_Place]] = {}
+        for place in self._places:
+            if place not in known:
+                left.setdefault(place.leaf, []).append(place)
         found = self._aligned(plain, kept) or []
-        for leaf in dict.fromkeys(p.leaf for p in left):
-            places = [p for p in left if p.leaf == leaf]
+        lost: list[_Place] = []
+        for places in left.values():
             spans = self._beside(plain, places)
-            found += self._by_context(plain, places) if spans is None else spans
-        return found
+            if spans is None:
+                lost += places
+            else:
+                found += spans
+        return found + self._by_context(plain, lost)
 
     def _uninspected(self, plain: str) -> list[_Place]:
         """Of all places those that can be marked together, found kind by kind."""
@@ -264,7 +276,7 @@ class _Marking:
             kinds.setdefault(self._text(place), []).append(place)
         kept: list[_Place] = []
         unsure = [list(kinds.values())]
-        while unsure and self._n_looks < MAX_LOOKS:
+        while unsure and self._may_look(MAX_LOOKS):
             groups = unsure.pop()
             places = [p for group in groups for p in group]
             if self._aligned(plain, [*kept, *places]) is not None:
@@ -284,38 +296,73 @@ class _Marking:
             places[-1].start,
         )
         for point in dict.fromkeys(points):
-            if self._n_looks >= 2 * MAX_LOOKS:
+            if not self._may_look(2 * MAX_LOOKS):
                 break
             found = self._aligned(plain, [_Place(leaf, point, point)])
             if found is not None:
-                return [
-                    (at + place.start - point, at + place.end - point)
-                    for at, _ in found
-                    for place in places
-                    if _agree(plain, at, text, point, place.start)
-                    and _agree(plain, at, text, point, place.end)
-                ]
+                spans: list[Span] = []
+                for at, _ in found:
+                    low = point - _n_common_before(plain, at, text, point)
+                    high = point + _n_common_behind(plain, at, text, point)
+                    inside = places[bisect_left(places, low, key=_start) :]
+                    for place in inside[: bisect_right(inside, high, key=_end)]:
+                        spans.append((at + place.start - point, at + place.end - point))
+                return spans
         return None
 
+    def _may_look(self, most: int) -> bool:
+        return self._n_looks < most and time.thread_time() < self._until
+
     def _by_context(self, plain: str, places: Sequence[_Place]) -> list[Span]:
-        """By the characters around it, of which there must be some."""
-        text = self._leaves[places[0].leaf]
+        """By the characters before or behind it, of which there must be some."""
+        around: dict[str, tuple[set[str], set[str]]] = {}
+        for leaf, run in groupby(places, key=lambda p: p.leaf):
+            text = self._leaves[leaf]
+            first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+            for place in run:
+                before, behind = around.setdefault(self._text(place), (set(), set()))
+                before.add(text[max(place.start - CONTEXT, first) : place.start])
+                behind.add(text[place.end : min(place.end + CONTEXT, last)])
         found = []
-        for place in places:
-            kind = self._text(place)
-            before, after = text[: place.start].lstrip()[-CONTEXT:], text[place.end :].rstrip()
-            for left, right in ((before, after[:CONTEXT]), (before, ""), ("", after[:CONTEXT])):
-                at = plain.find(left + kind + right) if left or right else -1
-                while at >= 0:
-                    found.append((at + len(left), at + len(left) + len(kind)))
-                    at = plain.find(left + kind + right, at + 1)
+        for kind, (before, behind) in around.items():
+            n_before, n_behind = ({len(c) for c in some} - {0} for some in (before, behind))
+            at = plain.find(kind)
+            while at >= 0:
+                end = at + len(kind)
+                if any(at >= n and plain[at - n : at] in before for n in n_before) or any(
+                    end + n <= len(plain) and plain[end : end + n] in behind for n in n_behind
+                ):
+                    found.append((at, end))
+                at = plain.find(kind, at + 1)
         return found
 
 
-def _agree(plain: str, at: int, text: str, point: int, other: int) -> bool:
-    """Whether the text between two of its points is that around `at`, where the first is."""
-    low, high = min(point, other), max(point, other)
-    return plain.startswith(text[low:high], at + low - point) and at + low - point >= 0
+def _start(place: _Place) -> int:
+    return place.start
+
+
+def _end(place: _Place) -> int:
+    return place.end
+
+
+def _n_common_before(plain: str, at: int, text: str, point: int) -> int:
+    """How many characters before the two places are the same."""
+    low, high = 0, min(at, point)
+    while low < high:
+        n = (low + high + 1) // 2
+        same = plain.startswith(text[point - n : point - low], at - n)
+        low, high = (n, high) if same else (low, n - 1)
+    return low
+
+
+def _n_common_behind(plain: str, at: int, text: str, point: int) -> int:
+    """How many characters behind the two places are the same."""
+    low, high = 0, min(len(plain) - at, len(text) - point)
+    while low < high:
+        n = (low + high + 1) // 2
+        same = plain.startswith(text[point + low : point + n], at + low)
+        low, high = (n, high) if same else (low, n - 1)
+    return low
 
 
 class _Scanner:

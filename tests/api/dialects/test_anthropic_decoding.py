@@ -209,8 +209,8 @@ def test_a_mark_on_the_whole_is_on_the_last_message() -> None:
 def test_tools() -> None:
     found = chat(tools=[TOOL, {"type": "custom", "name": "b", "input_schema": {"x": 1}}])
     assert found.tools == (
-        Tool("look", "Looks.", {"type": "object"}),
-        Tool("b", "", {"x": 1}),
+        Tool("look", "Looks.", {"type": "object"}, param="tools[0]"),
+        Tool("b", "", {"x": 1}, param="tools[1]"),
     )
 
 

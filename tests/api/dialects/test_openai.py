@@ -196,7 +196,9 @@ def test_roles_and_contents() -> None:
 
 
 def test_tools_and_their_choice() -> None:
-    assert chat_source(tools=[TOOL]).tools == (Tool("look", parameters={"type": "object"}),)
+    assert chat_source(tools=[TOOL]).tools == (
+        Tool("look", parameters={"type": "object"}, param="tools[0]"),
+    )
     named = {"type": "function", "function": {"name": "look"}}
     assert chat_source(tools=[TOOL], tool_choice=named).tool_choice == ToolChoice(
         ToolMode.NAMED, name="look"

@@ -11,6 +11,7 @@ import pytest
 from firn.api.dialects import discover
 from firn.core.errors import InvalidValue
 from firn.core.values import Grammar, Namespace
+from firn.text.json_lark import MAX_CHARS
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -92,6 +93,9 @@ def test_any_text(param: str, form: Any) -> None:
         ({"type": "lark"}, ".grammar"),
         ({"type": "choice", "choices": []}, ".choices"),
         ({"type": "choice", "choices": ["a", 5]}, ".choices[1]"),
+        ({"type": "choice", "choices": ["a"] * 16_385}, ".choices"),
+        ({"type": "lark", "grammar": "a" * (MAX_CHARS + 1)}, ".grammar"),
+        ({"type": "lark", "grammar": "r: r\n" * 2001}, ".grammar"),
     ],
 )
 def test_refusals_say_where(param: str, form: Any, member: str) -> None:

@@ -167,7 +167,7 @@ def test_custom_tools_are_functions_of_one_text() -> None:
 
 def test_tools_and_those_that_others_run() -> None:
     made = call("hi", tools=[TOOL, {"type": "web_search"}])
-    assert chat_of(made).tools == (Tool("look", "Looks.", {"a": 1}),)
+    assert chat_of(made).tools == (Tool("look", "Looks.", {"a": 1}, param="tools[0]"),)
     assert made.ignored == ("tools[1] (web_search)",)
 
 

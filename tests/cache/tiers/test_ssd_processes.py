@@ -35,7 +35,7 @@ def start(folder: Path, limit: int, seed: int, n_rounds: int) -> subprocess.Pope
 
 
 @pytest.mark.parametrize(
-    ("n_processes", "n_rounds"), [(2, 60), (4, 30), pytest.param(4, 5000, marks=pytest.mark.soak)]
+    ("n_processes", "n_rounds"), [(2, 60), (4, 30), pytest.param(4, 1000, marks=pytest.mark.soak)]
 )
 def test_the_limit_holds_at_every_moment(tmp_path: Path, n_processes: int, n_rounds: int) -> None:
     folder, limit = tmp_path / "cache", 3 * MIB

@@ -15,7 +15,8 @@ from typing import Any
 from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
 from firn.api.dialects._openai import MAX_STOP_CHARS, MAX_STOPS
-from firn.api.dialects._openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from firn.api.dialects._openai_chat import MAX_MESSAGES
+from firn.api.dialects._openai_tools import MAX_NAME_CHARS, MAX_TOOLS
 from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
 from firn.core.values import (
@@ -314,6 +315,7 @@ def _tool(tool: Fields) -> Tool:
         description=tool.string("description") or "",
         parameters=fields.mapping(tool.require("input_schema"), tool.name("input_schema")),
         strict=tool.boolean("strict", False),
+        param=tool.path,
     )
 
 

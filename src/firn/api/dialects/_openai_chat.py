@@ -1,14 +1,15 @@
-"""Decoding of OpenAI's chat body: messages, tools, response format, reasoning. Pure."""
+"""Decoding of OpenAI's chat body: messages, response format, reasoning. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from firn.api.body import parse
 from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
+from firn.api.dialects._openai_tools import MAX_NAME_CHARS
 from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
 from firn.core.values import (
@@ -21,15 +22,10 @@ from firn.core.values import (
     Reasoning,
     Role,
     TextPart,
-    Tool,
     ToolCall,
-    ToolChoice,
-    ToolMode,
 )
 
 MAX_MESSAGES = 16384
-MAX_TOOLS = 1024
-MAX_NAME_CHARS = 256
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -49,18 +45,28 @@ _DATA_URL = re.compile(r"data:([^,;]*)[^,]*;\s*base64\s*,", re.IGNORECASE)
 
 def messages(body: Fields) -> tuple[Message, ...]:
     given = fields.array(body.require("messages"), "messages", low=1, high=MAX_MESSAGES)
-    return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(given))
+    found: list[Message] = []
+    for i, value in enumerate(given):
+        message = Fields(fields.mapping(value, f"messages[{i}]"), f"messages[{i}]")
+        found.append(_message(message, called=_last_call(found)))
+    return tuple(found)
 
 
-def _message(value: Any, param: str) -> Message:
-    message = Fields(fields.mapping(value, param), param)
+def _last_call(messages: Sequence[Message]) -> str | None:
+    """The id of the last call: a function's result, as it was first written, has none of its own."""
+    calls = messages[-1].tool_calls if messages else ()
+    return calls[-1].id if calls else None
+
+
+def _message(message: Fields, *, called: str | None) -> Message:
     role = fields.one_of(message.require("role"), message.name("role"), tuple(ROLES))
     older, newer = message.string("reasoning_content"), message.string("reasoning")
+    id = message.string("tool_call_id")
     return Message(
         role=ROLES[role],
         parts=parts(message.get("content"), message.name("content")),
         tool_calls=_tool_calls(message) if role == "assistant" else (),
-        tool_call_id=message.string("tool_call_id"),
+        tool_call_id=called if role == "function" and id is None else id,
         name=message.string("name", max_chars=MAX_NAME_CHARS),
         reasoning=newer if older is None else older,
     )
@@ -112,7 +118,10 @@ def _file(file: Fields, param: str) -> Part:
 
 
 def _tool_calls(message: Fields) -> tuple[ToolCall, ...]:
-    given = message.get("tool_calls")
+    given, older = message.get("tool_calls"), message.get("function_call")
+    if given is None and older is not None:
+        path = message.name("function_call")
+        return (_function_call(Fields(fields.mapping(older, path), path), f"call_{path}"),)
     if given is None:
         return ()
     param = message.name("tool_calls")
@@ -123,12 +132,23 @@ def _tool_calls(message: Fields) -> tuple[ToolCall, ...]:
 
 def _tool_call(value: Any, param: str) -> ToolCall:
     call = Fields(fields.mapping(value, param), param)
-    function = Fields(fields.mapping(call.require("function"), call.name("function")), param)
-    return ToolCall(
-        id=call.string("id") or "",
-        name=fields.string(function.require("name"), function.name("function.name"), empty=False),
-        arguments=arguments(function.get("arguments"), function.name("function.arguments")),
-    )
+    id = call.string("id") or ""
+    if call.get("type") != "custom":
+        path = call.name("function")
+        return _function_call(Fields(fields.mapping(call.require("function"), path), path), id)
+    path = call.name("custom")
+    custom = Fields(fields.mapping(call.require("custom"), path), path)
+    text = fields.string(custom.require("input"), custom.name("input"))
+    return ToolCall(id, _name(custom), {"input": text})
+
+
+def _function_call(function: Fields, id: str) -> ToolCall:
+    given = arguments(function.get("arguments"), function.name("arguments"))
+    return ToolCall(id, _name(function), given)
+
+
+def _name(owner: Fields) -> str:
+    return fields.string(owner.require("name"), owner.name("name"), empty=False)
 
 
 def arguments(value: Any, param: str) -> Mapping[str, Any] | str:
@@ -143,57 +163,6 @@ def arguments(value: Any, param: str) -> Mapping[str, Any] | str:
     except ValueError:
         return text
     return parsed if isinstance(parsed, dict) else text
-
-
-# --- tools ---------------------------------------------------------------------------------
-
-
-def tools(body: Fields) -> tuple[Tool, ...]:
-    given = body.get("tools")
-    if body.get("functions"):
-        raise InvalidValue("functions", "is no longer supported; use tools")
-    if given is None:
-        return ()
-    given = fields.array(given, "tools", high=MAX_TOOLS)
-    return tuple(_tool(value, f"tools[{i}]") for i, value in enumerate(given))
-
-
-def _tool(value: Any, param: str) -> Tool:
-    tool = Fields(fields.mapping(value, param), param)
-    fields.one_of(tool.require("type"), tool.name("type"), ("function",))
-    path = tool.name("function")
-    function = Fields(fields.mapping(tool.require("function"), path), path)
-    name = function.require("name")
-    parameters = function.get("parameters")
-    return Tool(
-        name=fields.string(name, function.name("name"), max_chars=MAX_NAME_CHARS, empty=False),
-        description=function.string("description") or "",
-        parameters={}
-        if parameters is None
-        else fields.mapping(parameters, function.name("parameters")),
-        strict=function.boolean("strict", False),
-    )
-
-
-def tool_choice(body: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
-    given = body.get("tool_choice")
-    parallel = body.boolean("parallel_tool_calls", True)
-    if given is None:
-        return ToolChoice(parallel=parallel)
-    if isinstance(given, dict):
-        choice = Fields(given, "tool_choice")
-        fields.one_of(choice.require("type"), "tool_choice.type", ("function",))
-        name = fields.string(
-            fields.mapping(choice.require("function"), "tool_choice.function").get("name"),
-            "tool_choice.function.name",
-        )
-        if name not in {tool.name for tool in tools}:
-            raise InvalidValue("tool_choice", f"no tool is named {name[:64]!r}")
-        return ToolChoice(ToolMode.NAMED, name=name, parallel=parallel)
-    mode = ToolMode(fields.one_of(given, "tool_choice", ("none", "auto", "required")))
-    if mode is ToolMode.REQUIRED and not tools:
-        raise InvalidValue("tool_choice", "'required' needs tools to choose from")
-    return ToolChoice(mode, parallel=parallel)
 
 
 # --- constraints and thinking --------------------------------------------------------------

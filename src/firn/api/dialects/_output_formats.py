@@ -10,8 +10,16 @@ from typing import Any
 
 from firn.api.dialects import _fields as fields
 from firn.api.dialects._fields import Fields
+from firn.core.errors import InvalidValue
 from firn.core.values import Grammar
+from firn.text.json_lark import MAX_CHARS
 
+MAX_CHOICES = 16_384
+"""Compiling takes the square of them."""
+MARKS = ":([{"
+MAX_MARKS = 2000
+"""Rules and brackets are followed on the compiler's stack, and an overflow ends the whole server: it
+comes with 3500 rules, each of which leads to the next."""
 KINDS = ("text", "json_object", "json_schema", "regex", "choice", "lark")
 
 
@@ -34,10 +42,18 @@ def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar
         case "choice":
             return Grammar("choice", _choices(form), param=path)
         case "lark":
-            grammar = fields.string(form.require("grammar"), form.name("grammar"))
+            grammar = lark(form.require("grammar"), form.name("grammar"))
             return Grammar("lark", grammar, param=path)
         case _:
             return None
+
+
+def lark(given: Any, param: str) -> str:
+    """A grammar that a user has written."""
+    text = fields.string(given, param, max_chars=MAX_CHARS)
+    if sum(map(text.count, MARKS)) > MAX_MARKS:
+        raise InvalidValue(param, f"must have at most {MAX_MARKS} of the characters {MARKS}")
+    return text
 
 
 def _schema(form: Fields, schema_in: str) -> str:
@@ -51,7 +67,7 @@ def _schema(form: Fields, schema_in: str) -> str:
 
 def _choices(form: Fields) -> str:
     param = form.name("choices")
-    given = fields.array(form.require("choices"), param, low=1)
+    given = fields.array(form.require("choices"), param, low=1, high=MAX_CHOICES)
     return json.dumps([fields.string(text, f"{param}[{i}]") for i, text in enumerate(given)])
 
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from firn.api.dialects import _fields as fields
 from firn.api.dialects import _openai_chat
+from firn.api.dialects._custom_tools import custom_tool
 from firn.api.dialects._fields import Fields
-from firn.api.dialects._openai_chat import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS, ROLES
+from firn.api.dialects._openai_chat import MAX_MESSAGES, ROLES
+from firn.api.dialects._openai_tools import MAX_NAME_CHARS, MAX_TOOLS
 from firn.api.dialects._output_formats import output_format
 from firn.core.errors import InvalidValue
 from firn.core.values import (
@@ -33,13 +35,6 @@ from firn.core.values import (
 PARAGRAPH = "\n\n"
 SEALED = "firn1:"
 """Before reasoning that a client keeps for us without reading it (encrypted_content)."""
-CUSTOM_INPUT: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"input": {"type": "string", "description": "The tool's whole input, as text."}},
-    "required": ["input"],
-}
-"""A custom tool takes one text; a model that calls functions gives it as one argument."""
-
 HOSTED = frozenset(
     {"web_search_call", "file_search_call", "computer_call", "computer_call_output",
      "code_interpreter_call", "image_generation_call", "local_shell_call", "local_shell_call_output",
@@ -259,7 +254,7 @@ def tools(body: Fields) -> Tools:
         if kind == "function":
             found.append(_function(tool))
         elif kind == "custom":
-            found.append(_custom(tool))
+            found.append(custom_tool(tool, wrapped=False))
         else:
             left_out.append(f"{tool.path} ({kind[:64]})")
             continue
@@ -299,17 +294,8 @@ def _function(tool: Fields) -> Tool:
         if parameters is None
         else fields.mapping(parameters, tool.name("parameters")),
         strict=tool.boolean("strict", False),
+        param=tool.path,
     )
-
-
-def _custom(tool: Fields) -> Tool:
-    """What the format says of the text goes into the description: it is not enforced."""
-    said = [tool.string("description")]
-    form = tool.object("format")
-    if form.get("definition") is not None:
-        said.append(fields.string(form.get("definition"), form.name("definition")))
-    description = PARAGRAPH.join(text for text in said if text)
-    return Tool(_tool_name(tool), description, CUSTOM_INPUT)
 
 
 def _tool_name(tool: Fields) -> str:
@@ -324,15 +310,34 @@ def tool_choice(body: Fields, tools: Tools) -> ToolChoice:
         return ToolChoice(parallel=parallel)
     if isinstance(given, dict):
         choice = Fields(given, "tool_choice")
-        fields.one_of(choice.require("type"), "tool_choice.type", ("function", "custom"))
-        name = _flat(_place(choice))
-        if name not in {tool.name for tool in tools.all}:
-            raise InvalidValue("tool_choice", f"no tool is named {name[:64]!r}")
-        return ToolChoice(ToolMode.NAMED, name=name, parallel=parallel)
+        kinds = ("function", "custom", "allowed_tools")
+        kind = fields.one_of(choice.require("type"), "tool_choice.type", kinds)
+        if kind == "allowed_tools":
+            return replace(_allowed(choice, tools), parallel=parallel)
+        return ToolChoice(ToolMode.NAMED, name=_chosen(choice, tools), parallel=parallel)
     mode = ToolMode(fields.one_of(given, "tool_choice", ("none", "auto", "required")))
     if mode is ToolMode.REQUIRED and not tools.all:
         raise InvalidValue("tool_choice", "'required' needs tools to choose from")
     return ToolChoice(mode, parallel=parallel)
+
+
+def _chosen(choice: Fields, tools: Tools) -> str:
+    name = _flat(_place(choice))
+    if name not in {tool.name for tool in tools.all}:
+        raise InvalidValue(choice.path, f"no tool is named {name[:64]!r}")
+    return name
+
+
+def _allowed(choice: Fields, tools: Tools) -> ToolChoice:
+    """What OpenAI's servers run is left out here as it is among the tools."""
+    listed = _listed(choice.require("tools"), choice.name("tools"))
+    ours = [tool for tool in listed if tool.get("type") in ("function", "custom")]
+    names = frozenset(_chosen(tool, tools) for tool in ours)
+    modes = ("auto", "required")
+    mode = ToolMode(fields.one_of(choice.require("mode"), choice.name("mode"), modes))
+    if mode is ToolMode.REQUIRED and not names:
+        raise InvalidValue(choice.name("tools"), "'required' needs tools to choose from")
+    return ToolChoice(mode, allowed=names)
 
 
 # --- the rest ------------------------------------------------------------------------------

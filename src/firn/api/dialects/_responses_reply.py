@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from firn.api import sse
 from firn.api.dialects import Head, _openai
 from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
+from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import dumps, quote
 from firn.api.dialects._responses_items import Place, seal
 from firn.core.errors import Cancelled, FirnError
@@ -123,7 +123,7 @@ class Reply:
             case "reasoning":
                 return begun | self._reasoning(block)
             case "call" if block.name in self.look.customs:
-                called = begun | {"type": "custom_tool_call", "input": custom_input(block)}
+                called = begun | {"type": "custom_tool_call", "input": custom_input(block.text)}
                 return called | {"call_id": block.id, **self._named(block)}
             case "call":
                 called = begun | {"type": "function_call", "arguments": block.text}
@@ -155,15 +155,6 @@ class Reply:
         if text and self.look.seals:
             found["encrypted_content"] = seal(text)
         return found
-
-
-def custom_input(block: Block) -> str:
-    """The text that a custom tool is given; the arguments as they are where there is none in them."""
-    try:
-        value = json.loads(block.text)["input"]
-    except (ValueError, KeyError, TypeError):
-        return block.text
-    return value if isinstance(value, str) else block.text
 
 
 def _usage(usage: Usage, look: Look) -> dict[str, Any]:
@@ -206,6 +197,9 @@ class ResponseEncoder:
         self._n_events = 0
         self._current = ("", "")
         """Where the open block's frames belong, and what they are called."""
+        self._input = CustomInput()
+        self._n_streamed = 0
+        """Characters of the open call's text that were sent."""
 
     def feed(self, events: Sequence[Event]) -> bytes:
         if not events:
@@ -253,12 +247,22 @@ class ResponseEncoder:
                     f"{part}.delta", f'{where},"delta":{quote(step.piece)}{logprobs}'
                 )
             case Grown():
-                return ""  # the text inside the arguments is known when they are whole
+                return self._grown_input(step.piece)
             case Closed():
                 return self._closed(block, custom=custom)
 
+    def _grown_input(self, piece: str) -> str:
+        """What these arguments add to the text inside them."""
+        text = self._input.feed(piece)
+        if not text:
+            return ""
+        self._n_streamed += len(text)
+        where, part = self._current
+        return self._frame(f"{part}.delta", f'{where},"delta":{quote(text)}')
+
     def _opened(self, block: Block) -> str:
         """As it begins: what the same event has put into it comes as its first delta."""
+        self._input, self._n_streamed = CustomInput(), 0
         block = Block(block.index, block.kind, block.id, block.name)
         item = dumps(self._reply.item(block, "in_progress"))
         added = self._frame("output_item.added", f'"output_index":{block.index},"item":{item}')
@@ -272,9 +276,9 @@ class ResponseEncoder:
 
     def _closed(self, block: Block, *, custom: bool) -> str:
         where, kind = self._current
-        text = custom_input(block) if custom else block.text
+        text = custom_input(block.text) if custom else block.text
         frames = ""
-        if custom:
+        if custom and not self._n_streamed and text:
             frames = self._frame(f"{kind}.delta", f'{where},"delta":{quote(text)}')
         member = {"text": "text", "reasoning": "text", "call": "input" if custom else "arguments"}
         done = f'{where},"{member[block.kind]}":{quote(text)}'

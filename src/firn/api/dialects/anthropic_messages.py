@@ -297,10 +297,11 @@ def _whole(block: Block, look: Look) -> dict[str, Any]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Arguments that max_tokens has cut short are no JSON; this API has no place for them."""
+    """Arguments that max_tokens has cut short are no JSON, and brackets without end are never read;
+    this API has no place for them."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

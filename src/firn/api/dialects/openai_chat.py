@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from firn.api import sse
-from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat
+from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat, _openai_tools
+from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
 from firn.api.dialects._template_kwargs import template_kwargs
@@ -43,14 +44,14 @@ class OpenAIChat:
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ChatCall:
         given, defaults = _fields.Fields(body), self._defaults
-        tools = _openai_chat.tools(given)
+        offer = _openai_tools.offer(given)
         reasoning = defaults.reasoning(_openai_chat.reasoning(given))
         request = GenerateRequest(
             model=given.string("model") or "",
             source=Chat(
                 messages=_openai_chat.messages(given),
-                tools=tools,
-                tool_choice=_openai_chat.tool_choice(given, tools),
+                tools=offer.tools,
+                tool_choice=offer.choice,
                 template_kwargs=defaults.kwargs(template_kwargs(given), reasoning),
                 continues=given.boolean("continue_final_message", False),
             ),
@@ -67,7 +68,8 @@ class OpenAIChat:
         stream = given.boolean("stream", False)
         include_usage = _openai.include_usage(given)
         _openai.skip_inert(given)
-        return ChatCall((request,), stream, given.unread(), include_usage)
+        shape = CallShape(offer.custom, are_functions=offer.are_functions)
+        return ChatCall((request,), stream, given.unread(), include_usage, shape)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
         return _openai.error_object(error)
@@ -91,32 +93,48 @@ def _top_logprobs(body: _fields.Fields) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class CallShape:
+    """How calls are shown: `custom` are those with a text; are_functions: as a single function_call."""
+
+    custom: frozenset[str] = frozenset()
+    are_functions: bool = False
+
+    def reason(self, reason: FinishReason) -> str:
+        return "function_call" if self.are_functions and reason == "tool_calls" else reason
+
+
+@dataclass(frozen=True, slots=True)
 class ChatCall:
     requests: tuple[GenerateRequest, ...]
     stream: bool
     ignored: tuple[str, ...]
     include_usage: bool
+    shape: CallShape
     background = False
 
     def encoder(self, head: Head) -> ChatEncoder:
-        return ChatEncoder(head, include_usage=self.include_usage)
+        return ChatEncoder(head, include_usage=self.include_usage, shape=self.shape)
 
     def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
-        return _fold(head, events, with_logprobs=self.requests[0].top_logprobs is not None)
+        with_logprobs = self.requests[0].top_logprobs is not None
+        return _fold(head, events, self.shape, with_logprobs=with_logprobs)
 
 
 # --- streaming -----------------------------------------------------------------------------
 
 
 class ChatEncoder(_openai.StreamEncoder):
-    def __init__(self, head: Head, *, include_usage: bool) -> None:
+    def __init__(self, head: Head, *, include_usage: bool, shape: CallShape) -> None:
         super().__init__(
             head,
             id_prefix=ID_PREFIX,
             kind="chat.completion.chunk",
             include_usage=include_usage,
         )
+        self._shape = shape
         self._begun: set[int] = set()
+        self._custom: dict[tuple[int, int], CustomInput] = {}
+        """Of the calls that are a text, by choice and index."""
         self.render = {
             Started: lambda _: "",
             Resumed: lambda _: "",
@@ -138,21 +156,36 @@ class ChatEncoder(_openai.StreamEncoder):
         return self._delta(event.choice, f'"reasoning_content":{quote(event.text)}')
 
     def _tool_call(self, event: ToolCallStarted) -> str:
+        if self._shape.are_functions:
+            called = f'"function_call":{{"name":{quote(event.name)},"arguments":""}}'
+            return self._delta(event.choice, called)
+        kind, member = "function", "arguments"
+        if event.name in self._shape.custom:
+            self._custom[event.choice, event.index] = CustomInput()
+            kind, member = "custom", "input"
         return self._delta(
             event.choice,
-            f'"tool_calls":[{{"index":{event.index},"id":{quote(event.id)},"type":"function",'
-            f'"function":{{"name":{quote(event.name)},"arguments":""}}}}]',
+            f'"tool_calls":[{{"index":{event.index},"id":{quote(event.id)},"type":"{kind}",'
+            f'"{kind}":{{"name":{quote(event.name)},"{member}":""}}}}]',
         )
 
     def _tool_arguments(self, event: ToolCallDelta) -> str:
+        if self._shape.are_functions:
+            given = f'"function_call":{{"arguments":{quote(event.arguments)}}}'
+            return self._delta(event.choice, given)
+        kind, member, text = "function", "arguments", event.arguments
+        custom = self._custom.get((event.choice, event.index))
+        if custom is not None:
+            kind, member, text = "custom", "input", custom.feed(text)
+            if not text:
+                return ""
         return self._delta(
             event.choice,
-            f'"tool_calls":[{{"index":{event.index},'
-            f'"function":{{"arguments":{quote(event.arguments)}}}}}]',
+            f'"tool_calls":[{{"index":{event.index},"{kind}":{{"{member}":{quote(text)}}}}}]',
         )
 
     def _finished(self, event: ChoiceFinished) -> str:
-        return self._delta(event.choice, "", finish=f'"{event.reason}"')
+        return self._delta(event.choice, "", finish=f'"{self._shape.reason(event.reason)}"')
 
     def _delta(
         self, choice: int, delta: str, *, logprobs: str = "null", finish: str = "null"
@@ -195,7 +228,7 @@ class _Reply:
             case ChoiceFinished():
                 self.reason = event.reason
 
-    def message(self) -> dict[str, Any]:
+    def message(self, shape: CallShape) -> dict[str, Any]:
         text = "".join(self.text)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -204,12 +237,24 @@ class _Reply:
         }
         if self.reasoning:
             message["reasoning_content"] = "".join(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = self.calls
+        if self.calls and shape.are_functions:
+            message["function_call"] = self.calls[0]["function"]
+        elif self.calls:
+            message["tool_calls"] = [_shaped(call, shape) for call in self.calls]
         return message
 
 
-def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[str, Any]:
+def _shaped(call: dict[str, Any], shape: CallShape) -> dict[str, Any]:
+    name = call["function"]["name"]
+    if name not in shape.custom:
+        return call
+    custom = {"name": name, "input": custom_input(call["function"]["arguments"])}
+    return {"id": call["id"], "type": "custom", "custom": custom}
+
+
+def _fold(
+    head: Head, events: Iterable[Event], shape: CallShape, *, with_logprobs: bool
+) -> dict[str, Any]:
     replies: dict[int, _Reply] = {}
     usage = Usage(0, 0)
     for event in events:
@@ -228,9 +273,9 @@ def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[s
         "choices": [
             {
                 "index": choice,
-                "message": reply.message(),
+                "message": reply.message(shape),
                 "logprobs": _logprobs(reply.logprobs) if with_logprobs else None,
-                "finish_reason": reply.reason,
+                "finish_reason": shape.reason(reply.reason) if reply.reason else None,
             }
             for choice, reply in sorted(replies.items())
         ],
@@ -274,6 +319,8 @@ def _schema() -> dict[str, Any]:
         "top_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
         "tools": {"type": ["array", "null"], "items": {"type": "object"}},
         "tool_choice": {"type": ["string", "object", "null"]},
+        "functions": {"type": ["array", "null"], "items": {"type": "object"}},
+        "function_call": {"type": ["string", "object", "null"]},
         "parallel_tool_calls": {"type": ["boolean", "null"]},
         "response_format": schema_of_format(),
         "reasoning_effort": {"enum": [*_openai_chat.EFFORTS, None]},

@@ -58,7 +58,7 @@ class OpenAICompletions:
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> CompletionCall:
         given = _fields.Fields(body)
-        sources = _around(_sources(given.require("prompt")), given.string("suffix"))
+        sources = _sources(given)
         model = given.string("model") or ""
         sampling = _openai.sampling(given, self._defaults.sampling)
         max_tokens = _openai.max_tokens(given, low=0)
@@ -112,20 +112,30 @@ def _error_object(error: FirnError) -> dict[str, Any]:
     return shown
 
 
-def _sources(prompt: Any) -> tuple[Source, ...]:
-    """A string, strings, token ids, or lists of token ids."""
+def _sources(body: _fields.Fields) -> tuple[Source, ...]:
+    """A string, strings, token ids, or lists of token ids; with a suffix, what is between."""
+    prompt, suffix = body.require("prompt"), body.string("suffix")
+    # A raw prompt means what it spells; beside a suffix it is a file's text.
+    add, parse = body.boolean("add_special", True), body.boolean("parse_special", not suffix)
+    add = body.boolean("add_special_tokens", add)  # as vLLM's clients say it
+
+    def raw(text: str) -> Source:
+        if suffix:
+            return Middle(text, suffix, add_special=add, parse_special=parse)
+        return RawText(text, add_special=add, parse_special=parse)
+
     if isinstance(prompt, str):
-        return (RawText(prompt),)
+        return (raw(prompt),)
     if not isinstance(prompt, list):
         raise InvalidValue("prompt", f"must be a string or an array, not {_fields.kind(prompt)}")
     if not prompt:
         raise InvalidValue("prompt", "must not be empty")
+    if suffix and not isinstance(prompt[0], str):
+        raise InvalidValue("suffix", "needs the prompt as text, not as tokens")
     match prompt[0]:
         case str():
             _fields.array(prompt, "prompt", high=MAX_PROMPTS)
-            return tuple(
-                RawText(_fields.string(text, f"prompt[{i}]")) for i, text in enumerate(prompt)
-            )
+            return tuple(raw(_fields.string(text, f"prompt[{i}]")) for i, text in enumerate(prompt))
         case list():
             _fields.array(prompt, "prompt", high=MAX_PROMPTS)
             return tuple(
@@ -134,16 +144,6 @@ def _sources(prompt: Any) -> tuple[Source, ...]:
             )
         case _:
             return (_tokens(prompt, "prompt"),)
-
-
-def _around(sources: tuple[Source, ...], suffix: str | None) -> tuple[Source | Middle, ...]:
-    """The prompts with what is to follow behind the reply."""
-    if not suffix:
-        return sources
-    texts = [source.text for source in sources if isinstance(source, RawText)]
-    if len(texts) < len(sources):
-        raise InvalidValue("suffix", "needs the prompt as text, not as tokens")
-    return tuple(Middle(text, suffix) for text in texts)
 
 
 def _tokens(ids: list[Any], param: str) -> RawTokens:
@@ -324,6 +324,8 @@ def _schema() -> dict[str, Any]:
         "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
         "echo": {"type": ["boolean", "null"]},
         "suffix": {"type": ["string", "null"]},
+        "add_special": {"type": ["boolean", "null"]},
+        "parse_special": {"type": ["boolean", "null"]},
         "response_format": schema_of_format(),
     }
     return {

@@ -1,0 +1,106 @@
+"""What it costs that typed control tokens are text: a prompt made with and without, turn by turn.
+
+    .venv/bin/python benchmarks/typed.py [--model FOLDER] [--tokens 100000] [--rounds 15]
+
+A chat of an agent that has read so many tokens of Python files; then the same with a few and with many
+control tokens typed in those files. `more` is what the guard adds to rendering and to tokenizing, in
+parts of the time that tokenizing takes. CPU time of the fastest rounds: others may be at work here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from firn.core.ports import Tokenizer
+from firn.core.values import Message, TextPart, ToolCall
+from firn.demo.builtin import builtin_folder
+from firn.models.loader import load_tokenizer
+from firn.text.formats import markup_tokens, own_markup
+from firn.text.messages import settled, to_template
+from firn.text.template import MESSAGE_OPENERS, Template
+from firn.text.typed import Content, TypedControl, control_texts
+
+FILE_CHARS = 20_000
+
+
+def files() -> Iterator[str]:
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        yield path.read_text(encoding="utf-8", errors="replace")[:FILE_CHARS]
+
+
+def chat(tokenizer: Tokenizer, n_tokens: int, *, typed: int) -> tuple[Message, ...]:
+    """A question, and as many files read as it takes. typed: control tokens in them."""
+    control = sorted(t for t, i in tokenizer.added_tokens.items() if i in tokenizer.special)
+    texts: list[str] = []
+    n_known = 0
+    for text in files():
+        texts.append(text)
+        n_known += len(tokenizer.encode(text, add_special=False))
+        if n_known >= n_tokens:
+            break
+    for i in range(typed):
+        at = i * len(texts) // typed
+        half = len(texts[at]) // 2
+        texts[at] = texts[at][:half] + control[i % len(control)] + texts[at][half:]
+    messages = [Message("user", (TextPart("Read these files."),))]
+    for i, text in enumerate(texts):
+        call = ToolCall(f"call_{i}", "read", {"path": f"/src/{i}.py"})
+        messages.append(Message("assistant", (), tool_calls=(call,)))
+        messages.append(Message("tool", (TextPart(text),), tool_call_id=call.id, name="read"))
+    return tuple(messages)
+
+
+def fastest_ms(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Of each, taken in turns."""
+    took: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            began = time.process_time()
+            work()
+            took[name].append(1e3 * (time.process_time() - began))
+    return {name: min(times) for name, times in took.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="a model's folder (default: the built-in one)")
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=15)
+    given = parser.parse_args()
+    folder = given.model or builtin_folder("firn-demo")
+    tokenizer = load_tokenizer(folder)
+    template = Template.read(tokenizer)
+    known = {*markup_tokens(), *MESSAGE_OPENERS}
+    guard = TypedControl(control_texts(tokenizer, known), own=own_markup())
+
+    def render(content: Content) -> str:
+        messages = to_template(settled(content.messages, template.style), style=template.style)
+        return tokenizer.render(messages, tools=None, kwargs={})
+
+    print(f"{folder.name}: {len(tokenizer.added_tokens)} added tokens")
+    print("| typed | tokens | render, ms | with the guard | tokenize, ms | with the guard | more |")
+    print("|---|---|---|---|---|---|---|")
+    for n_typed in (0, 3, 300):
+        content = Content(chat(tokenizer, given.tokens, typed=n_typed))
+        made = guard.render(content, render)
+        n_tokens = len(tokenizer.encode(made.text, add_special=False, typed=made.typed))
+        works: dict[str, Callable[[], object]] = {
+            "render": partial(render, content),
+            "guarded": partial(guard.render, content, render),
+            "encode": partial(tokenizer.encode, made.text, add_special=False),
+            "typed": partial(tokenizer.encode, made.text, add_special=False, typed=made.typed),
+        }
+        took = fastest_ms(works, given.rounds)
+        extra = took["guarded"] - took["render"]
+        extra += took["typed"] - took["encode"] if n_typed else 0.0
+        shown = " | ".join(f"{took[name]:.1f}" for name in works)
+        print(f"| {n_typed} | {n_tokens} | {shown} | {extra / took['encode']:+.1%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Free-form tools: one text instead of arguments. Pure.
+
+A model that calls functions gives that text as one argument. Here it is taken out of the JSON around it,
+also while it arrives, and also where a limit has cut it short.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from firn.api.dialects import _fields as fields
+from firn.api.dialects._fields import Fields
+from firn.api.dialects._output_formats import lark
+from firn.core.values import Grammar, Tool
+from firn.text.json_lark import MAX_CHARS
+
+PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The tool's whole input, as text."}},
+    "required": ["input"],
+}
+SYNTAXES = ("lark", "regex")
+
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_MAY_BE_HEAD = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?')
+_WHOLE = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
+_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+"""A character beyond 16 bits is written as two escapes; this is the first."""
+
+
+def custom_tool(tool: Fields, *, wrapped: bool) -> Tool:
+    """`wrapped`: the grammar is a member of the format, as in chats, and not the format itself."""
+    description = tool.string("description") or ""
+    name = fields.string(tool.require("name"), tool.name("name"), max_chars=256, empty=False)
+    form = tool.object("format")
+    kind = form.get("type")
+    if kind is None or kind == "text":
+        return Tool(name, description, PARAMETERS, param=tool.path)
+    fields.one_of(kind, form.name("type"), ("text", "grammar"))
+    inner = form.object("grammar") if wrapped else form
+    syntax = fields.one_of(inner.require("syntax"), inner.name("syntax"), SYNTAXES)
+    given, path = inner.require("definition"), inner.name("definition")
+    if syntax == "lark":
+        grammar = Grammar("lark", lark(given, path), path)
+    else:
+        grammar = Grammar("regex", fields.string(given, path, max_chars=MAX_CHARS), path)
+    # The model is held to the grammar, and does better if it knows it.
+    told = "\n\n".join(text for text in (description, grammar.text) if text)
+    return Tool(name, told, PARAMETERS, param=tool.path, grammar=grammar)
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a call gives its tool, from the whole of its arguments."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return CustomInput().feed(arguments)
+    text = value.get("input") if isinstance(value, dict) else value
+    if isinstance(value, dict) and not isinstance(text, str) and len(value) == 1:
+        (text,) = value.values()
+    return text if isinstance(text, str) else arguments
+
+
+class CustomInput:
+    """The text of a call while its arguments arrive. Owner: one call of a stream.
+
+    Arguments of another form are not passed on: they are known when they are whole.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._in_text = False
+        self._is_over = False
+
+    def feed(self, piece: str) -> str:
+        self._held += piece
+        if not self._in_text and not self._is_over:
+            head = _HEAD.match(self._held)
+            if head:
+                self._in_text, self._held = True, self._held[head.end() :]
+            else:
+                self._is_over = not _MAY_BE_HEAD.fullmatch(self._held)
+        if not self._in_text or self._is_over:
+            return ""
+        whole = _WHOLE.match(self._held)
+        end = whole.end() if whole else 0
+        self._is_over = self._held[end : end + 1] == '"'
+        if not self._is_over:
+            half = _HALF.search(self._held, 0, end)
+            end = half.start() if half else end
+        text, self._held = self._held[:end], self._held[end:]
+        return str(json.loads(f'"{text}"', strict=False))

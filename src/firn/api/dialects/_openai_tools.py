@@ -1,0 +1,139 @@
+"""Tools of OpenAI's chat body, and which of them may be called. Pure.
+
+`functions` and `function_call` are what tools were called first: one call at a time, without ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from firn.api.dialects import _fields as fields
+from firn.api.dialects._custom_tools import custom_tool
+from firn.api.dialects._fields import Fields
+from firn.core.errors import InvalidValue
+from firn.core.values import Tool, ToolChoice, ToolMode
+
+MAX_TOOLS = 1024
+MAX_NAME_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """custom: names of the tools that take a text. are_functions: asked for by the older name."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice()
+    custom: frozenset[str] = frozenset()
+    are_functions: bool = False
+
+
+def offer(body: Fields) -> Offer:
+    parallel = body.boolean("parallel_tool_calls", True)
+    functions, called = body.get("functions"), body.get("function_call")
+    given = body.get("tools")
+    if functions is not None or (called is not None and given is None):
+        if given is not None:
+            raise InvalidValue("functions", "cannot be combined with tools; use tools alone")
+        body.skip("tool_choice")
+        return _functions(functions, called)
+    if given is None:
+        return Offer(choice=_choice(body, (), parallel=parallel))
+    tools: list[Tool] = []
+    custom: set[str] = set()
+    for i, value in enumerate(fields.array(given, "tools", high=MAX_TOOLS)):
+        tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
+        kinds = ("function", "custom")
+        kind = fields.one_of(tool.require("type"), tool.name("type"), kinds)
+        path = tool.name(kind)
+        inner = Fields(fields.mapping(tool.require(kind), path), path)
+        if kind == "custom":
+            tools.append(replace(custom_tool(inner, wrapped=True), param=tool.path))
+            custom.add(tools[-1].name)
+        else:
+            tools.append(_function(inner, tool.path))
+    choice = _choice(body, tuple(tools), parallel=parallel)
+    return Offer(tuple(tools), choice, frozenset(custom))
+
+
+def _function(function: Fields, param: str) -> Tool:
+    name = function.require("name")
+    parameters = function.get("parameters")
+    return Tool(
+        name=fields.string(name, function.name("name"), max_chars=MAX_NAME_CHARS, empty=False),
+        description=function.string("description") or "",
+        parameters={}
+        if parameters is None
+        else fields.mapping(parameters, function.name("parameters")),
+        strict=function.boolean("strict", False),
+        param=param,
+    )
+
+
+# --- which may be called -------------------------------------------------------------------
+
+
+def _choice(body: Fields, tools: tuple[Tool, ...], *, parallel: bool) -> ToolChoice:
+    given = body.get("tool_choice")
+    if given is None:
+        return ToolChoice(parallel=parallel)
+    if isinstance(given, dict):
+        choice = Fields(given, "tool_choice")
+        kinds = ("function", "custom", "allowed_tools")
+        if fields.one_of(choice.require("type"), "tool_choice.type", kinds) == "allowed_tools":
+            return replace(_allowed(choice, tools), parallel=parallel)
+        return ToolChoice(ToolMode.NAMED, name=_named(choice, tools), parallel=parallel)
+    mode = ToolMode(fields.one_of(given, "tool_choice", ("none", "auto", "required")))
+    return ToolChoice(_possible(mode, bool(tools), "tool_choice"), parallel=parallel)
+
+
+def _named(choice: Fields, tools: tuple[Tool, ...]) -> str:
+    """Of {type: function, function: {name}}, or the same with custom."""
+    kinds = ("function", "custom")
+    kind = fields.one_of(choice.require("type"), choice.name("type"), kinds)
+    inner = Fields(fields.mapping(choice.require(kind), choice.name(kind)), choice.name(kind))
+    return _known(fields.string(inner.get("name"), inner.name("name")), tools, choice.path)
+
+
+def _known(name: str, tools: tuple[Tool, ...], param: str) -> str:
+    if name not in {tool.name for tool in tools}:
+        raise InvalidValue(param, f"no tool is named {name[:64]!r}")
+    return name
+
+
+def _allowed(choice: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
+    path = choice.name("allowed_tools")
+    given = Fields(fields.mapping(choice.require("allowed_tools"), path), path)
+    param = given.name("tools")
+    names = set()
+    for i, value in enumerate(fields.array(given.require("tools"), param, high=MAX_TOOLS)):
+        at = f"{param}[{i}]"
+        names.add(_named(Fields(fields.mapping(value, at), at), tools))
+    modes = ("auto", "required")
+    mode = ToolMode(fields.one_of(given.require("mode"), given.name("mode"), modes))
+    return ToolChoice(_possible(mode, bool(names), param), allowed=frozenset(names))
+
+
+def _possible(mode: ToolMode, any_tools: bool, param: str) -> ToolMode:
+    if mode is ToolMode.REQUIRED and not any_tools:
+        raise InvalidValue(param, "'required' needs tools to choose from")
+    return mode
+
+
+def _functions(given: Any, called: Any) -> Offer:
+    listed = fields.array([] if given is None else given, "functions", high=MAX_TOOLS)
+    tools = tuple(
+        _function(
+            Fields(fields.mapping(value, f"functions[{i}]"), f"functions[{i}]"), f"functions[{i}]"
+        )
+        for i, value in enumerate(listed)
+    )
+    choice = ToolChoice(parallel=False)
+    if isinstance(called, dict):
+        name = fields.string(called.get("name"), "function_call.name")
+        name = _known(name, tools, "function_call")
+        choice = ToolChoice(ToolMode.NAMED, name=name, parallel=False)
+    elif called is not None:
+        mode = ToolMode(fields.one_of(called, "function_call", ("none", "auto")))
+        choice = ToolChoice(mode, parallel=False)
+    return Offer(tools, choice, are_functions=True)

@@ -1,0 +1,126 @@
+"""How deep a JSON schema can be followed: the compiler does so on its stack, and a stack that overflows
+takes the whole server with it. Pure; a bound from above, in linear time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from firn.models.schema_faults import resolve
+
+MAX_DEPTH = 800
+"""Levels. A stack of 8 MiB holds about 1700 of the costliest kind."""
+TOO_DEEP = f"its references lead more than {MAX_DEPTH} levels deep"
+
+_ROOT = "#"
+_IDS = ("$id", "id")
+
+
+def is_too_deep(schema: Any) -> bool:
+    return isinstance(schema, dict) and _Depth(schema).bound() > MAX_DEPTH
+
+
+class _Depth:
+    """Owner: one call of `is_too_deep`. Places are what references point at, and the root."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._places: dict[str, Any] = {_ROOT: root}
+        self._height: dict[str, int] = {}
+        self._leads: dict[str, set[str]] = {}
+        refs, n_bases = _refs(root)
+        self._n_unknown = 0
+        for ref in refs:
+            is_pointer = ref == _ROOT or ref.startswith("#/")
+            target = resolve(ref, root) if is_pointer else None
+            if isinstance(target, dict | list):
+                self._places[ref] = target
+            # By an anchor or an id, or below an id of its own: it may lead anywhere.
+            if n_bases or not isinstance(target, dict | list):
+                self._n_unknown += 1
+
+    def bound(self) -> int:
+        by_id = {id(place): ref for ref, place in self._places.items()}
+        alike = {ref: by_id[id(place)] for ref, place in self._places.items()}
+        for ref in set(alike.values()):
+            self._look(ref, by_id, alike)
+        if self._n_unknown:
+            highest = max(self._height.values())
+            return sum(self._height.values()) + self._n_unknown * highest
+        return self._longest(alike[_ROOT])
+
+    def _look(self, start: str, by_id: dict[int, str], alike: dict[str, str]) -> None:
+        """How high it is, up to other places, and which these are."""
+        leads: set[str] = set()
+        height, left = 1, [(self._places[start], 1)]
+        while left:
+            node, depth = left.pop()
+            height = max(height, depth)
+            if isinstance(node, dict) and isinstance(node.get("$ref"), str):
+                ref = alike.get(node["$ref"])
+                if ref is not None:
+                    leads.add(ref)
+            for child in node.values() if isinstance(node, dict) else node:
+                if not isinstance(child, dict | list):
+                    continue
+                place = by_id.get(id(child))
+                if place is None:
+                    left.append((child, depth + isinstance(child, dict)))
+                else:
+                    leads.add(place)
+        self._height[start], self._leads[start] = height, leads
+
+    def _longest(self, root: str) -> int:
+        """Of all ways from the root; one through a circle may pass all of its places."""
+        longest: dict[str, int] = {}
+        for circle in self._circles(root):
+            behind = {lead for place in circle for lead in self._leads[place]} - set(circle)
+            below = max((longest[place] for place in behind), default=0)
+            total = sum(self._height[place] for place in circle) + below
+            longest.update(dict.fromkeys(circle, total))
+        return longest[root]
+
+    def _circles(self, root: str) -> Iterator[list[str]]:
+        """Tarjan's strongly connected components, those first that lead to no others."""
+        index: dict[str, int] = {root: 0}
+        low = {root: 0}
+        stack, on_stack = [root], {root}
+        path = [(root, iter(self._leads[root]))]
+        while path:
+            place, leads = path[-1]
+            lead = next(leads, None)
+            if lead is not None and lead not in index:
+                index[lead] = low[lead] = len(index)
+                stack.append(lead)
+                on_stack.add(lead)
+                path.append((lead, iter(self._leads[lead])))
+            elif lead is not None:
+                if lead in on_stack:
+                    low[place] = min(low[place], index[lead])
+            else:
+                path.pop()
+                if path:
+                    low[path[-1][0]] = min(low[path[-1][0]], low[place])
+                if low[place] == index[place]:
+                    circle = [stack.pop()]
+                    while circle[-1] != place:
+                        circle.append(stack.pop())
+                    on_stack -= set(circle)
+                    yield circle
+
+
+def _refs(schema: dict[str, Any]) -> tuple[set[str], int]:
+    """All references; and how many parts have an id, from which references below them count."""
+    found: set[str] = set()
+    n_bases = 0
+    left: list[Any] = [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            if isinstance(node.get("$ref"), str):
+                found.add(node["$ref"])
+            n_bases += node is not schema and any(isinstance(node.get(k), str) for k in _IDS)
+            left += node.values()
+        elif isinstance(node, list):
+            left += node
+    return found, n_bases

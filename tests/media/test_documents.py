@@ -1,0 +1,137 @@
+"""Documents as text: PDF and plain text, within limits, in a process that can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from firn.core.values import (
+    Chat,
+    DocumentPart,
+    GenerateRequest,
+    ImagePart,
+    Message,
+    RawText,
+    TextPart,
+)
+from firn.media.documents import DocumentLimits, Documents
+
+
+def pdf(*pages: str) -> bytes:
+    """A small PDF file, one page for each text."""
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Count {len(pages)} /Kids [{kids}] >>".encode(),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for i, text in enumerate(pages):
+        drawn = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b""
+        objects.append(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources "
+            b"<< /Font << /F1 3 0 R >> >> /Contents " + f"{5 + 2 * i} 0 R >>".encode()
+        )
+        objects.append(f"<< /Length {len(drawn)} >>\nstream\n".encode() + drawn + b"\nendstream")
+    out = io.BytesIO()
+    out.write(b"%PDF-1.4\n")
+    places = []
+    for i, body in enumerate(objects, 1):
+        places.append(out.tell())
+        out.write(f"{i} 0 obj\n".encode() + body + b"\nendobj\n")
+    start = out.tell()
+    out.write(f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n".encode())
+    for at in places:
+        out.write(f"{at:010} 00000 n \n".encode())
+    trailer = f"<< /Size {len(objects) + 1} /Root 1 0 R >>"
+    out.write(f"trailer\n{trailer}\nstartxref\n{start}\n%%EOF\n".encode())
+    return out.getvalue()
+
+
+def document(data: bytes, media_type: str = "application/pdf", **more: Any) -> DocumentPart:
+    return DocumentPart(base64.b64encode(data).decode(), media_type, **more)
+
+
+def read(*parts: Any, limits: DocumentLimits | None = None) -> list[Any]:
+    documents = Documents(limits)
+    request = GenerateRequest("m", Chat((Message("user", parts),)))
+    got = asyncio.run(documents.gather(request))
+    assert isinstance(got.source, Chat)
+    return list(got.source.messages[0].parts)
+
+
+def test_a_pdf_is_read_page_by_page() -> None:
+    (found,) = read(document(pdf("Snow that stays.", "", "Firn."), lead="notes.pdf"))
+    assert found.text == "Snow that stays.\n\nFirn."
+    assert (found.data, found.lead, found.fault) == ("", "notes.pdf", "")
+
+
+def test_plain_text_is_decoded() -> None:
+    (found,) = read(document("\ufeffGrüße".encode(), "text/markdown"))
+    assert found.text == "Grüße"
+
+
+def test_everything_else_stays_as_it_is() -> None:
+    parts = (TextPart("a"), ImagePart("data:,x"))
+    assert read(*parts) == list(parts)
+    raw = GenerateRequest("m", RawText("x"))
+    assert asyncio.run(Documents().gather(raw)) is raw
+
+
+UNREADABLE = {
+    "no PDF": (document(b"hello"), "is no PDF file"),
+    "scanned": (document(pdf("")), "holds no text"),
+    "broken": (document(b"%PDF-1.4\n" + b"\x00" * 100), "could not be read"),
+    "cut": (document(pdf("x")[:200]), "could not be read"),
+    "base64": (DocumentPart("!!!", "application/pdf"), "no valid base64"),
+    "kind": (document(b"PK\x03\x04", "application/zip"), "not read here"),
+    "not UTF-8": (document(b"\xff\xfe\xff", "text/plain"), "no text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_cannot_be_read_says_so(case: str) -> None:
+    part, why = UNREADABLE[case]
+    (found,) = read(part)
+    assert found.text is None
+    assert why in found.fault
+    assert found.fault.startswith("the document ")
+
+
+def test_limits() -> None:
+    small = DocumentLimits(nbytes=10)
+    assert "over the limit" in read(document(b"x" * 20, "text/plain"), limits=small)[0].fault
+    pages = DocumentLimits(pages=2)
+    (found,) = read(document(pdf("a", "b", "c")), limits=pages)
+    assert found.text == "a\n\nb\n\n[Of 3 pages, 2 were read.]"
+    chars = DocumentLimits(chars=3)
+    assert read(document(b"abcdef", "text/plain"), limits=chars)[0].text == "abc"
+    (found,) = read(document(pdf("abcdef", "g")), limits=chars)
+    assert found.text.startswith("abc\n\n[Of 2 pages")
+
+
+def test_a_file_that_takes_too_long_is_given_up() -> None:
+    (found,) = read(document(pdf("x")), limits=DocumentLimits(seconds=0))
+    assert "could not be read in 0 seconds" in found.fault
+
+
+def test_a_text_is_kept_for_the_turns_to_come() -> None:
+    documents = Documents()
+    part = document(pdf("Once."))
+    request = GenerateRequest("m", Chat((Message("user", (part, replace(part, lead="again"))),)))
+
+    async def twice() -> list[str | None]:
+        texts = []
+        for _ in range(2):
+            got = await documents.gather(request)
+            assert isinstance(got.source, Chat)
+            texts += [p.text for p in got.source.messages[0].parts if isinstance(p, DocumentPart)]
+            assert await documents.gather(got) is got
+        return texts
+
+    assert asyncio.run(twice()) == ["Once."] * 4
+    assert len(documents._kept) == 1

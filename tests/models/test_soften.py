@@ -1,0 +1,72 @@
+"""What llguidance cannot enforce is taken out of a schema, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.text.held import compiler
+
+LOOK_AHEAD = {"type": "string", "pattern": "^(?!x).*$"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "nothing": ({"type": "object"}, {"type": "object"}, ()),
+    "a pattern, required": (
+        {"type": "object", "properties": {"a": LOOK_AHEAD}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+        ("#/properties/a/pattern",),
+    ),
+    "several": (
+        {"type": "object", "not": {}, "dependentRequired": {"a": ["b"]}, "minProperties": 1},
+        {"type": "object", "minProperties": 1},
+        ("#/dependentRequired", "#/not"),
+    ),
+    "either as any": (
+        {"oneOf": [{"type": "object", "properties": {"a": {}}}, {"type": "object"}]},
+        {"anyOf": [{"type": "object", "properties": {"a": {}}}, {"type": "object"}]},
+        ("#/oneOf",),
+    ),
+    "deep, in lists": (
+        {"anyOf": [{"type": "array", "items": {"allOf": [{"type": "array", "contains": {}}]}}]},
+        {"anyOf": [{"type": "array", "items": {"allOf": [{"type": "array"}]}}]},
+        ("#/anyOf/0/items/allOf/0/contains",),
+    ),
+    "by reference": (
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"uniqueItems": True}}},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {}}},
+        ("#/$defs/x/uniqueItems",),
+    ),
+    "odd names": (
+        {"properties": {"a/b~c": {"type": "string", "pattern": "(x)\\1"}}},
+        {"properties": {"a/b~c": {"type": "string"}}},
+        ("#/properties/a~1b~0c/pattern",),
+    ),
+    "an unknown format is an annotation": (
+        {"properties": {"a": {"type": "string", "format": "postcode"}}},
+        {"properties": {"a": {"type": "string"}}},
+        (),
+    ),
+    "endless": (
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "object"},
+        ("#",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_left(case: str) -> None:
+    schema, left, places = CASES[case]
+    found = compiler("json_tags").soften(schema)
+    assert found.schema == left
+    assert found.left_out == places
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": 5}, {"properties": {"a": 5}}, {"required": "a"}, {"$ref": "https://x.y/z"}]
+)
+def test_whatever_is_wrong_something_is_left(schema: dict[str, Any]) -> None:
+    made = compiler("json_tags")
+    found = made.soften(schema)
+    assert made._schema_fault(found.schema) == ""
+    assert made.soften(schema) is found, "kept"

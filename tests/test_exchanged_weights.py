@@ -1,0 +1,59 @@
+"""Weights are exchanged in their place: the next server computes, and says what these weights say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+
+from firn.demo.server import Child
+from tests.zoo import write_folder
+
+PROMPT = "Snow that outlives its season becomes firn: grains packed by their own weight. " * 6
+BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+def answered(model: Path, folder: Path, *flags: str) -> tuple[str, int]:
+    """The text, and how much of the prompt was cached."""
+    server = Child(
+        str(model), "--ssd-cache-dir", str(folder), "--cache-block-tokens", "16", *flags,
+        log=folder.with_name("log"),
+    )  # fmt: skip
+    try:
+        reply: Any = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).json()
+        assert server.stop() == 0
+    finally:
+        server.kill()
+    cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return reply["choices"][0]["text"], cached
+
+
+def change_the_middle(weights: Path) -> None:
+    """A few rows in the midst of the embeddings; size and time stamp of the file stay as they were."""
+    before = weights.stat()
+    tensors: Any = mx.load(str(weights))
+    name = next(n for n in tensors if "embed_tokens" in n)
+    rows = tensors[name]
+    n = rows.shape[0]
+    changed = rows[n // 4 : 3 * n // 4] * -1.5
+    tensors[name] = mx.concatenate([rows[: n // 4], changed.astype(rows.dtype), rows[3 * n // 4 :]])
+    mx.eval(tensors)
+    mx.save_safetensors(str(weights), tensors, metadata={"format": "mlx"})
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_other_weights_under_the_same_name_share_nothing(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "cache"
+    write_folder("llama", model)
+    first, n_cached = answered(model, folder)
+    assert n_cached == 0
+    again, n_cached = answered(model, folder)
+    assert (again, n_cached > 0) == (first, True)
+    change_the_middle(model / "model.safetensors")
+    other, n_cached = answered(model, folder)
+    assert n_cached == 0
+    plain, _ = answered(model, folder, "--disable-prefix-cache")
+    assert other == plain

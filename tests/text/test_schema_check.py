@@ -1,0 +1,103 @@
+"""Values against their schemas, beside the library that everybody takes for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firn.core.events import ChoiceFinished, ToolCallDelta, ToolCallStarted
+from firn.core.values import Tool
+from firn.text.call_check import CallCheck
+from firn.text.schema_check import faults
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "string", "pattern": "^(?!x)a+$"},
+    {"type": ["integer", "null"], "minimum": 1, "exclusiveMaximum": 4, "multipleOf": 2},
+    {"enum": [1, "a", None, {"b": [True]}]},
+    {"const": {"a": 1}},
+    {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}},
+    {"properties": {"a": {}}, "additionalProperties": False},
+    {"properties": {"a": {}}, "additionalProperties": {"type": "string"}},
+    {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": False},
+    {"propertyNames": {"maxLength": 1}},
+    {"dependentRequired": {"a": ["b"]}},
+    {"dependentSchemas": {"a": {"required": ["b"]}}},
+    {"minProperties": 1, "maxProperties": 1},
+    {"items": {"type": "integer"}, "minItems": 1, "maxItems": 2, "uniqueItems": True},
+    {"prefixItems": [{"type": "integer"}], "items": {"type": "string"}},
+    {"contains": {"const": 1}, "minContains": 1, "maxContains": 1},
+    {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]},
+    {"oneOf": [{"type": "integer"}, {"minimum": 2}]},
+    {"allOf": [{"type": "integer"}, {"maximum": 2}]},
+    {"not": {"type": "string"}},
+    {"if": {"type": "integer"}, "then": {"minimum": 1}, "else": {"type": "string"}},
+    {"$ref": "#/$defs/tree", "$defs": {"tree": {"items": {"$ref": "#/$defs/tree"}, "maxItems": 1}}},
+    {"anyOf": [True, False]},
+    {"items": False},
+    {"minLength": 1, "maxLength": 2},
+]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 4)
+    | st.sampled_from(["", "a", "aa", "xa", "abc", 2.0]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b", "ab"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: next(iter(s)))
+@settings(max_examples=120, deadline=None)
+@given(value=VALUES)
+def test_it_says_what_jsonschema_says(schema: dict[str, Any], value: Any) -> None:
+    known = jsonschema.Draft202012Validator(schema)
+    assert (not faults(value, schema)) == known.is_valid(value)
+
+
+def test_places_are_named() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "b"}, "c": {"not": {}}},
+        "required": ["d"],
+    }
+    found = faults({"a": "x", "c": 1}, schema)
+    assert set(found) == {"#/properties/a/pattern", "#/properties/c/not", "#/required"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(schema=VALUES, value=VALUES)
+def test_any_schema_is_taken(schema: Any, value: Any) -> None:
+    assert isinstance(faults(value, schema), list)
+
+
+def test_hostile_schemas_end() -> None:
+    assert isinstance(faults("x" * 5000, {"pattern": "(x+x+)+y"}), list)
+    wide = {"anyOf": [{"$ref": "#"}] * 50}
+    assert faults(1, wide) == []
+    endless = {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}
+    assert faults(1, endless) == []
+    assert faults(1, {"pattern": 5, "minimum": "x", "required": 3, "enum": 1}) == []
+    assert faults("x", {"$ref": "https://example.com/schema"}) == []
+
+
+# --- calls ---------------------------------------------------------------------------------
+
+
+def test_calls_are_checked_at_the_end() -> None:
+    tool = Tool("look", "", {"properties": {"at": {"not": {"const": "sun"}}}}, param="tools[3]")
+    check = CallCheck([tool])
+    assert check.see([ToolCallStarted(0, 0, "a", "look"), ToolCallDelta(0, 0, '{"at": ')]) == []
+    assert check.see([ToolCallDelta(0, 0, '"sun"}'), ToolCallStarted(0, 1, "b", "else")]) == []
+    assert check.see([ToolCallDelta(0, 1, "{}"), ChoiceFinished(0, "tool_calls")]) == [
+        "tools[3]: a call of look does not follow #/properties/at/not"
+    ]
+    cut = CallCheck([tool])
+    events = [ToolCallStarted(0, 0, "a", "look"), ToolCallDelta(0, 0, '{"at": "su')]
+    assert cut.see([*events, ChoiceFinished(0, "length")]) == []
