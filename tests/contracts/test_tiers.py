@@ -187,6 +187,7 @@ def test_the_limit_holds_and_the_least_recently_used_goes(opened: Opened) -> Non
     assert all(tier.holds(r) for r in kept)
     assert not any(tier.holds(r) for r in records if r.name in gone)
     assert tier.usage().counts["evictions"] == len(gone)
+    assert tier.scan() == [], "the caller knows"
 
 
 @every_tier

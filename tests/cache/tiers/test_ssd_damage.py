@@ -164,6 +164,9 @@ def test_a_bad_file_that_cannot_be_moved_is_not_read_again(tmp_path: Path) -> No
         tier.read(one)
     assert disk.calls["open"] == n_opened
     assert path.exists()
+    disk.errors.clear()
+    assert tier.write(one).new, "a good one takes its place"
+    assert tier.holds(one)
 
 
 def test_a_damaged_parent_costs_its_children_nothing_but_reach(tmp_path: Path) -> None:
