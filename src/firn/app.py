@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from firn import __version__, named
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics
-from firn.api.connections import ConnectionLimits, Connections, http_config
+from firn.api.connections import http_config
 from firn.api.hosts import Hosts, machine_names
 from firn.api.mailroom import Mailroom
 from firn.api.quotas import KeyLimits, Quotas
@@ -44,6 +43,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.leaving import leave, no_later_than
+from firn.listening import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
 from firn.machine import raise_descriptor_limit
 from firn.media.documents import Documents
@@ -74,8 +74,6 @@ FLUSH_S = 15.0
 STOP_S = 10.0
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """When a process that was told to stop is ended, if it has not ended by itself."""
-RESERVED_FILES = 64
-"""Descriptors that are never connections: records being read and written, logs, the model."""
 MIB, GIB = 1 << 20, 1 << 30
 MIN_CAPACITY_NBYTES = 256 * MIB
 
@@ -84,8 +82,8 @@ def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
-    sock = _bind(config.server.host, config.server.port)
-    prompts = _warm_prompts(config)
+    sock = bind(config.server.host, config.server.port)
+    prompts = warm_prompts(config)
     server = build(config)
     try:
         code = uvloop.run(_run(server, sock, prompts))
@@ -94,7 +92,7 @@ def serve(config: Config) -> int:
     return leave(code)
 
 
-def _warm_prompts(config: Config) -> list[GenerateRequest]:
+def warm_prompts(config: Config) -> list[GenerateRequest]:
     path = config.cache.warm_prompts
     return [] if path is None else warm.read(path, config.sampling.defaults())
 
@@ -453,32 +451,11 @@ def _flushing(n_left: int, nbytes_left: int) -> None:
 # --- running -------------------------------------------------------------------------------
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded: an address in use is a matter of one line."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as e:
-        sock.close()
-        raise SetupError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
-    return sock
-
-
-class _Uvicorn(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after a clean stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRequest]) -> int:
-    web = _Uvicorn(
+    web = Uvicorn(
         http_config(
             create_app(server.services),
-            _connections(),
+            connections(),
             lifespan="off",
             timeout_graceful_shutdown=int(DRAIN_S) + 2,
         )
@@ -496,28 +473,15 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    watch = asyncio.create_task(_watch(server, web))
+    watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
-    host, port = sock.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    model = server.engine.model
-    log.info("firn %s serves %s at http://%s:%d/v1", __version__, model.name, shown, port)
+    log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
     await web.serve(sockets=[sock])
-    watch.cancel()
+    watching.cancel()
     return 1 if server.died else 0
 
 
-def _connections() -> Connections:
-    """As many as there are descriptors, less what the cache and the model's files take."""
-    limits = ConnectionLimits()
-    n_files = raise_descriptor_limit()
-    n_open = n_files - max(RESERVED_FILES, n_files // 4) - limits.n_spare
-    n_open = max(n_open, 16)
-    limits = replace(limits, max_open=n_open, max_heads=min(limits.max_heads, n_open // 2))
-    return Connections(limits)
-
-
-async def _watch(server: Server, web: uvicorn.Server) -> None:
+async def watch(server: Server, web: uvicorn.Server) -> None:
     """An engine that died takes the process down, so that a supervisor starts a new one."""
     while not server.died:
         await asyncio.sleep(0.2)

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 
 from starlette.types import Receive, Scope, Send
 
-from firn.api import sse
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
 from firn.api.exchange import Exchange, Headers, ServerFault, exchange_of, send_error, send_json
@@ -22,7 +21,8 @@ from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
-from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed
+from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, Started
+from firn.core.values import Usage
 
 logger = logging.getLogger("firn.api")
 
@@ -47,7 +47,7 @@ class Generate:
         exchange = exchange_of(scope)
         try:
             call = await self._decode(scope, receive, exchange)
-            await _while_connected(receive, lambda: self._answer(call, exchange, send))
+            await while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
             exchange.fault = error
             await send_error(send, error, self._dialect.render_error)
@@ -71,6 +71,9 @@ class Generate:
             model=self._services.engine.model.name,
             created=int(time.time()),
         )
+        if not call.requests:
+            await _nothing(call, head, send, self._dialect.stream_headers)
+            return
         session = Session(
             self._services,
             call.requests,
@@ -95,7 +98,7 @@ class Generate:
                 task.add_done_callback(self._tasks.discard)
                 await send_json(send, begun, headers=_said_before(session))
             elif call.stream:
-                await _stream(call, head, session, send, tally)
+                await _stream(call, head, session, send, tally, self._dialect.stream_headers)
             else:
                 await _reply(call, head, session, send, tally)
 
@@ -114,6 +117,16 @@ class Generate:
             yield
         finally:
             timer.cancel()
+
+
+async def _nothing(call: Call, head: Head, send: Send, own_headers: Headers) -> None:
+    """The reply to a call that asks for nothing but that the model is there."""
+    events: list[Event] = [Started(0), Ended(Usage(0, 0))]
+    if not call.stream:
+        await send_json(send, call.fold(head, events))
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": list(own_headers)})
+    await send({"type": "http.response.body", "body": call.encoder(head).feed(events)})
 
 
 async def _reply(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
@@ -143,12 +156,19 @@ async def _detached(
     logger.info("%s in the background%s", head.request, tally.exchange.summary)
 
 
-async def _stream(call: Call, head: Head, session: Session, send: Send, tally: _Tally) -> None:
+async def _stream(
+    call: Call,
+    head: Head,
+    session: Session,
+    send: Send,
+    tally: _Tally,
+    own_headers: Headers,
+) -> None:
     """One write per batch. From here on a fault is the stream's last event."""
     encoder = call.encoder(head)
     over = False
     try:
-        headers = [*sse.HEADERS, *_said_before(session)]
+        headers = [*own_headers, *_said_before(session)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for batch in session:
             frames = encoder.feed(batch)
@@ -178,7 +198,7 @@ def _said_before(session: Session) -> Headers:
     return [(b"x-firn-unenforced", places)] if places else []
 
 
-async def _while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
     """Do the work, and drop it at once when the client hangs up: raises ClientGone."""
 
     async def hung_up() -> None:

@@ -57,7 +57,7 @@ def create_app(services: Services) -> FastAPI:
         CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
     add_models(app, services)
     _add_probes(app, services, metrics)
-    _add_error_shapes(app, shapes)
+    add_error_shapes(app, shapes)
     # The last one added is the outermost.
     if services.limits.requests_per_minute is not None:
         per_minute = services.limits.requests_per_minute
@@ -145,7 +145,7 @@ async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...
     return (CacheMetrics(lambda: own_snapshot(found)),)
 
 
-def _add_error_shapes(app: FastAPI, shapes: Shapes) -> None:
+def add_error_shapes(app: FastAPI, shapes: Shapes) -> None:
     def render(request: Request, error: FirnError) -> JSONResponse:
         exchange_of(request.scope).fault = error
         body = shapes.of(request.url.path)(error)

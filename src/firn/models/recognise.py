@@ -1,4 +1,4 @@
-"""Is this a vision checkpoint? Read from config.json alone, before any weight and without mlx-vlm."""
+"""What config.json alone tells of a model, before any weight and without MLX: pictures, its context."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ BY_NAME = frozenset(
 )  # fmt: skip
 """Families whose configuration need not mention a tower."""
 
+DEFAULT_CONTEXT = 32768
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
 
 def is_vision(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint takes pictures."""
@@ -32,3 +35,13 @@ def is_vision(config: Mapping[str, Any]) -> bool:
     if str(config.get("model_type", "")).lower() in BY_NAME:
         return True
     return any(config.get(key) for key in (*TOWER_KEYS, *FLAT_KEYS))
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """How many tokens the model can attend to, as its configuration says."""
+    for tree in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            value = tree.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return DEFAULT_CONTEXT
