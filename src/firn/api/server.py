@@ -27,6 +27,7 @@ from firn.api.generate import Generate
 from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.model_routes import add_models
+from firn.api.ollama_routes import ollama_routes
 from firn.api.openapi import describe
 from firn.api.rate import RateLimit
 from firn.api.services import Services
@@ -51,7 +52,12 @@ def create_app(services: Services) -> FastAPI:
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
         for extra in dialect.routes(services):
             add_extra(app, extra, services, intake)
-    for extra in (*token_routes(services, dialects), *embedding_routes(services)):
+    further = (
+        *token_routes(services, dialects),
+        *embedding_routes(services),
+        *ollama_routes(services),
+    )
+    for extra in further:
         add_extra(app, extra, services, intake)
     if services.cache_admin is not None:
         CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from firn.config import converted_dir
+from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 from firn.fleet.catalogue import ModelSpec
+from firn.models.packaged import PACKAGED, made_folder
 from firn.models.recognise import context_length, is_vision
 
 THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
@@ -27,15 +29,29 @@ class Facts:
 def folder_of(spec: ModelSpec) -> Path | None:
     """Where it lies; None: it would have to be fetched or made first."""
     name = spec.path
-    made = sorted(converted_dir().glob(f"{name}-*-*/config.json")) if "/" not in name else []
+    if name in PACKAGED:
+        return made_folder(PACKAGED[name], converted_dir())
     if builtin := builtin_folder(name):
         return builtin
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.exists():
         return path
-    if made:
-        return made[-1].parent
-    return _in_hub_cache(name) if name.count("/") == 1 else None
+    return _in_hub_cache(name) if _is_hub_id(name) else None
+
+
+def check(spec: ModelSpec) -> None:
+    """Raises SetupError where there is no such model, and never will be."""
+    name = spec.path
+    if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name)):
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
+        if not (path / "config.json").exists():
+            raise SetupError(f"{name} has no config.json: it is not a model folder.")
+
+
+def _is_hub_id(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
 def _in_hub_cache(name: str) -> Path | None:

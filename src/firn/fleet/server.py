@@ -39,7 +39,7 @@ from firn.core.errors import SetupError
 from firn.fleet import routes
 from firn.fleet.catalogue import Catalogue
 from firn.fleet.child import Launch, launch
-from firn.fleet.files import folder_of
+from firn.fleet.files import check, folder_of
 from firn.fleet.fleet import Fleet
 from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.turns import Rules
@@ -72,8 +72,10 @@ def serve(config: Config) -> int:
     """Run the front until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
-    sock = bind(config.server.host, config.server.port)
     catalogue = Catalogue(config)
+    for spec in catalogue:
+        check(spec)
+    sock = bind(config.server.host, config.server.port)
     with _private_folder() as folder:
         return leave(uvloop.run(_run(config, catalogue, folder, sock)))
 
