@@ -167,8 +167,8 @@ async def _embedded_one(services: Services, body: Fields) -> dict[str, Any]:
     services.check_model((body.string("model") or "").removesuffix(TAG))
     check_keep_alive(body)
     prompt = fields.string(body.require("prompt"), "prompt", empty=False)
-    vectors, _ = await embed(services, Fields({"input": prompt}), truncate=True)
-    return {"embedding": vectors[0]}
+    vectors, n_tokens = await embed(services, Fields({"input": prompt}), truncate=True)
+    return {"embedding": vectors[0], "prompt_eval_count": n_tokens}
 
 
 _MODEL = {"type": ["string", "null"]}

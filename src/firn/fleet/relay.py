@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from firn.api import sse
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Dialect, Encoder, Head
-from firn.api.exchange import Exchange, RenderError, Shapes, exchange_of, send_error
+from firn.api.exchange import Exchange, RenderError, Shapes, exchange_of, send_error, send_json
 from firn.api.generate import while_connected
 from firn.api.intake import Intake
 from firn.api.quotas import Quotas
@@ -30,7 +30,8 @@ from firn.core.errors import (
     NotFound,
     ShuttingDown,
 )
-from firn.core.events import Failed
+from firn.core.events import Ended, Failed
+from firn.core.values import Usage
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet, Lease, Model
 from firn.fleet.vouching import vouch
@@ -129,6 +130,10 @@ class Relay:
             if scope["path"] == RESPONSES:
                 self._remember(exchange.id, model)
             call = _Call(self, model, scope, raw, wanted)
+            if call.asks_to_leave:
+                await self._fleet.unload(model)
+                await call.say_gone(send)
+                return
             with self._quotas.call(exchange.caller.own, _NothingComputed()):
                 await while_connected(receive, lambda: call.answer(send))
         except FirnError as error:
@@ -203,6 +208,19 @@ class _Call:
         """Status and headers are with the client."""
         self._is_stream = self._streams = False
         """What is sent is a stream; what was asked for is one."""
+
+    @property
+    def asks_to_leave(self) -> bool:
+        """Ollama's way to unload a model: nothing to read, and nothing to keep it for."""
+        wanted, path = self._wanted, self._scope["path"]
+        read = {"/api/chat": "messages", "/api/generate": "prompt"}.get(path)
+        return read is not None and wanted.keep_alive_s == 0 and not wanted.body.get(read)
+
+    async def say_gone(self, send: Send) -> None:
+        assert self._dialect is not None
+        call = self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
+        head = _head_of(self._exchange, self._model.spec.name)
+        await send_json(send, call.fold(head, [Ended(Usage(0, 0))]))
 
     async def answer(self, send: Send) -> None:
         """Raises FirnError while nothing has been sent; then a fault is the stream's last event."""
@@ -323,4 +341,8 @@ def _fresh_encoder(dialect: Dialect, exchange: Exchange, model: str) -> Encoder:
     """One that can render a fault, for a stream that somebody else has written so far."""
     example = {**dialect.schema()["example"], "stream": True}
     call = dialect.decode(example, namespace=exchange.caller.own)
-    return call.encoder(Head(exchange.id.removeprefix("req_"), model, int(time.time())))
+    return call.encoder(_head_of(exchange, model))
+
+
+def _head_of(exchange: Exchange, model: str) -> Head:
+    return Head(exchange.id.removeprefix("req_"), model, int(time.time()))

@@ -14,13 +14,16 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.routing import Route
 
 from firn import __version__
 from firn.api.auth import Keys
 from firn.api.body import parse_object
+from firn.api.dialects import Asked, Extra
 from firn.api.exchange import exchange_of
 from firn.api.intake import Intake
 from firn.api.model_routes import PARAMETERS, page
+from firn.api.ollama_routes import model_routes
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache, refuse_pages
 from firn.core import duration
@@ -179,6 +182,20 @@ async def _keep_alive(request: Request, intake: Intake) -> float | None:
         return None if given is None else duration.seconds(given)
     except ValueError as e:
         raise InvalidValue("keep_alive", str(e)) from None
+
+
+def add_ollama(app: FastAPI, catalog: Catalog, relay: Relay, intake: Intake) -> None:
+    """What Ollama's clients ask about models. Nothing is loaded for it."""
+    for extra in model_routes(catalog.listed, lambda name: catalog.shown(relay.find(name))):
+
+        async def endpoint(request: Request, extra: Extra = extra) -> JSONResponse:
+            body: Mapping[str, Any] = {}
+            if extra.schema is not None:
+                body = parse_object(await intake.read(request.scope, request.receive))
+            own = exchange_of(request.scope).caller.own
+            return JSONResponse(await extra.answer(Asked(own, body=body)))
+
+        app.router.routes.append(Route(extra.path, endpoint, methods=[extra.method]))
 
 
 # --- health --------------------------------------------------------------------------------

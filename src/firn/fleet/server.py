@@ -58,7 +58,8 @@ LEAVE_S = 75.0
 N_DECODERS = 2
 BY_BODY = (
     "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/embeddings", "/v1/tokenize",
-    "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin",
+    "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin", "/api/embed",
+    "/api/embeddings",
 )  # fmt: skip
 """Besides those of the dialects: a POST whose body names its model."""
 BY_ID = (
@@ -146,6 +147,7 @@ def build(
     catalog = routes.Catalog(fleet)
     routes.add_loading(app, fleet, catalog, relay, intake, keys, server.allow_origins)
     routes.add_models(app, catalog, relay)
+    routes.add_ollama(app, catalog, relay, intake)
     routes.add_probes(app, fleet, relay, keys)
     routes.add_metrics(app, fleet, metrics)
     routes.add_cache(app, fleet, relay)
