@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
+import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +25,15 @@ from firn.api.connections import Connections, http_config
 from firn.config import Config, load
 from firn.fleet import server
 from firn.fleet.catalogue import Catalogue
-from firn.fleet.child import Process
+from firn.fleet.child import COMMAND, Process, launch
 from firn.fleet.fleet import Model
 from firn.fleet.relay import WaitLimits
 from firn.fleet.turns import Rules, State
 
 T = TypeVar("T")
 GIB = 1 << 30
-NEED_GB = 0.36
-"""About what a tiny model is thought to need: a process, and the least for its requests."""
+NEED_GB = 0.375
+"""What a model without weights is thought to need: a process, and the least for its requests."""
 
 
 
@@ -41,6 +43,10 @@ class Running:
     parts: server.Parts
     port: int
     loop: asyncio.AbstractEventLoop
+
+    def __post_init__(self) -> None:
+        self.client, self.plain = self.openai(), self.http()
+        """To be used again and again: making one takes its time."""
 
     @property
     def url(self) -> str:
@@ -111,15 +117,25 @@ def config(*models: str, tmp: Path, file: str = "", **flags: Any) -> Config:
     return load(given, environ={}, file=toml)
 
 
+ECHO = (sys.executable, "-I", "-S", str(Path(__file__).with_name("echo_child.py")))
+
+
 @contextmanager
 def fronting(
-    config: Config, *, rules: Rules | None = None, waits: WaitLimits | None = None
+    config: Config,
+    *,
+    rules: Rules | None = None,
+    waits: WaitLimits | None = None,
+    command: Sequence[str] = COMMAND,
 ) -> Iterator[Running]:
+    """command: what a model's process is; ECHO is one without a model, quick to start."""
     up, down = threading.Event(), threading.Event()
     found: list[Running] = []
 
     async def serve(folder: Path) -> None:
-        parts = server.build(config, Catalogue(config), folder, rules=rules, waits=waits)
+        start = functools.partial(launch, command=command)
+        catalogue = Catalogue(config)
+        parts = server.build(config, catalogue, folder, start=start, rules=rules, waits=waits)
         web = uvicorn.Server(http_config(parts.app, Connections(), port=0, lifespan="off"))
         web.capture_signals = _nothing  # type: ignore[method-assign,assignment]
         running = asyncio.create_task(parts.fleet.run())

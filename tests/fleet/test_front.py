@@ -6,7 +6,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,14 +14,11 @@ import openai
 import pytest
 
 from firn.demo.facts import make_session
-from firn.fleet.relay import WaitLimits
-from firn.fleet.turns import Rules, State
-from tests.fleet.fronts import NEED_GB, Running, config, fronting
-from tests.zoo import build, write_folder
+from firn.fleet.turns import State
+from tests.fleet.fronts import Running, config, fronting
 
 DENSE, HYBRID = "firn-demo", "firn-demo-hybrid"
 SESSION = make_session(3, n_facts=4, n_questions=4, kinds=("fact",), placement="system")
-QUICK = Rules(min_stay_s=0.0, turn_min_s=0.5, turn_loads=0.1, hold_max_s=0.2)
 
 
 def messages(n: int = 0) -> list[Any]:
@@ -247,18 +243,3 @@ def test_keep_alive_of_a_request(pair: Running) -> None:
     client = pair.ollama()
     assert client.generate(HYBRID, keep_alive=0).done_reason == "unload"
     assert pair.states()[HYBRID] == "unloaded"
-
-
-# --- too little memory for all -------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four random models in one folder."""
-    folder = tmp_path_factory.mktemp("models")
-    for i, name in enumerate(("a", "b", "c", "d")):
-        write_folder("llama", folder / name) if i else write_folder("llama", folder / name)
-    return folder
-
-
-__all__ = ["NEED_GB", "QUICK", "WaitLimits", "build"]

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,14 +95,22 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-async def launch(spec: ModelSpec, socket: Path, aliases: tuple[str, ...], hear: Hear) -> Process:
+COMMAND = (sys.executable, "-m", "firn.fleet.worker")
+
+
+async def launch(
+    spec: ModelSpec,
+    socket: Path,
+    aliases: tuple[str, ...],
+    hear: Hear,
+    *,
+    command: Sequence[str] = COMMAND,
+) -> Process:
     """Start a model's process. Raises OSError."""
     reading, writing = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "firn.fleet.worker",
+            *command,
             str(writing),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,

@@ -291,7 +291,7 @@ class Fleet:
 
     async def _load(self, model: Model) -> None:
         spec = model.spec
-        model.state, model.load_began, model.progress = State.LOADING, time.monotonic(), "starting"
+        model.state, model.load_began, model.progress = State.LOADING, time.monotonic(), ""
         model.wanted_since = NEVER
         model.over.clear()
         self._n_sockets += 1

@@ -52,6 +52,8 @@ class Link:
     """The two pipes to the front. `tell` from any thread; orders are heard on a thread of its own."""
 
     def __init__(self, fd: int) -> None:
+        self.orphaned = False
+        """The front is gone."""
         self._out = os.fdopen(fd, "wb", buffering=0)
         self._lock = threading.Lock()
         self._obey: Callable[[Mapping[str, Any] | None], None] = _end_at_once
@@ -69,6 +71,7 @@ class Link:
     def _listen(self) -> None:
         for order in self._orders:
             self._obey(order)
+        self.orphaned = True
         self._obey(None)
 
     def obey(self, obey: Callable[[Mapping[str, Any] | None], None]) -> None:
@@ -109,11 +112,15 @@ def main() -> int:
     except FirnError as error:
         link.tell("failed", message=" ".join(error.message.split()))
         return leave(1)
+    path = Path(order["socket"])
     try:
-        path = Path(order["socket"])
         code = uvloop.run(_run(server, _services(server, config, order), path, prompts, link))
     finally:
         server.close()
+    if link.orphaned:  # the last one out: nobody else clears up
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
     return leave(code)
 
 
