@@ -9,6 +9,9 @@ the rounds, and the ratio is the median of the rounds' ratios.
     first ms   p50 of a short prompt's first token, one request at a time
     large ms   the same with a body of --body-kb, all of it cached: what reading the body twice costs
     tokens/s   of --streams streams at once
+
+On Linux also the processor time that the front takes, for a first token and for each further one: it says
+more than the clock where the machine is busy.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -71,6 +75,26 @@ async def measure(server: Child, model: str, *, streams: int, large: str) -> Fig
     return Figures(1e3 * statistics.median(firsts), 1e3 * statistics.median(larges), rate)
 
 
+def cpu_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def processor_time(server: Child, model: str, *, streams: int) -> tuple[float, float]:
+    """Of the front: seconds a request, seconds a further token."""
+    pid, short = server.pid, body(model, "Hello!", n=1)
+    before = cpu_s(pid)
+    for _ in range(200):
+        await stream(server.port, short)
+    request_s = (cpu_s(pid) - before) / 200
+    asked = [body(model, f"Hello number {i}!", n=256) for i in range(streams)]
+    before = cpu_s(pid)
+    replies = await asyncio.gather(*(stream(server.port, one) for one in asked))
+    n_tokens = sum(n for _, _, n in replies)
+    return request_s, max(cpu_s(pid) - before - streams * request_s, 0.0) / n_tokens
+
+
 async def run(
     alone: Child, fronted: Child, model: str, *, rounds: int, streams: int, large: str
 ) -> None:
@@ -89,6 +113,9 @@ async def run(
     later = statistics.median(b.first_ms - a.first_ms for a, b in pairs)
     large_later = statistics.median(b.large_ms - a.large_ms for a, b in pairs)
     ratio = statistics.median(b.rate / a.rate for a, b in pairs)
+    if Path("/proc/self/stat").exists():
+        request_s, token_s = await processor_time(fronted, model, streams=streams)
+        print(f"the front takes {1e3 * request_s:.2f} ms a request, {1e6 * token_s:.0f} us a token")
     print(f"first token {later:+.2f} ms, with a large body {large_later:+.2f} ms; tokens/s x {ratio:.3f}")
 
 

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "listening": {"api", "core", "machine"},
     "fleet": {
         "api", "app", "config", "core", "demo", "engine", "leaving", "listening", "logs", "machine",
-        "models",
+        "models", "text",
     },
     "named": {"config", "demo", "models"},
     "app": EVERYTHING - {"cli", "fleet"},

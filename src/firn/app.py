@@ -36,7 +36,7 @@ from firn.cache.tiers import TierError
 from firn.cache.tiers.ssd import ModelNote, SsdSettings, SsdTier, suggested_limit
 from firn.config import Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
-from firn.core.ports import Pictures, PrefixCache
+from firn.core.ports import Pictures, PrefixCache, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
 from firn.defaults import of_model
 from firn.engine.budget import Budget, RowCost
@@ -55,10 +55,11 @@ from firn.models.cpu.threads import Threads
 from firn.models.grammar import Compiler
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
+from firn.models.recognise import score_of
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.weight_memory import WeightMemory
-from firn.text import infill
+from firn.text import infill, rerank
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -173,6 +174,7 @@ def build(config: Config) -> Server:
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
+        reranker=_reranker(folder, name, tokenizer) if model.generates else None,
         infill=infill.detect(tokenizer),
         fetch_images=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
@@ -248,6 +250,13 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
         n_dims=found.n_dims,
         max_tokens=found.max_tokens,
     )
+
+
+def _reranker(folder: Path, name: str, tokenizer: Tokenizer) -> rerank.Reranker | None:
+    found = rerank.detect(f"{name} {folder.name}", tokenizer, score_of(folder))
+    if found is not None:
+        log.info("%s reranks documents (/v1/rerank)", name)
+    return found
 
 
 def _model_folder(config: Config) -> Path:

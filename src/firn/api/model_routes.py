@@ -129,6 +129,7 @@ def capabilities(services: Services) -> list[str]:
         "tools": model.generates and services.reply_format.tool is not None,
         "thinking": model.generates and services.reply_format.closing != "",
         "embeddings": services.embedder is not None,
+        "rerank": services.reranker is not None,
     }
     return [name for name, able in can.items() if able]
 

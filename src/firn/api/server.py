@@ -30,6 +30,7 @@ from firn.api.model_routes import add_models
 from firn.api.ollama_routes import ollama_routes
 from firn.api.openapi import describe
 from firn.api.rate import RateLimit
+from firn.api.rerank_routes import rerank_routes
 from firn.api.services import Services
 from firn.api.token_routes import token_routes
 from firn.core.errors import FirnError
@@ -56,6 +57,7 @@ def create_app(services: Services) -> FastAPI:
         *token_routes(services, dialects),
         *embedding_routes(services),
         *ollama_routes(services),
+        *rerank_routes(services),
     )
     for extra in further:
         add_extra(app, extra, services, intake)

@@ -27,6 +27,7 @@ from firn.core.values import (
 )
 from firn.text.formats import ReplyFormat
 from firn.text.infill import Infill
+from firn.text.rerank import Reranker
 
 STAND_INS = ("claude", "gpt-")
 """How the ids of models begin that this one stands in for."""
@@ -65,6 +66,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Services:
     """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
+    `reranker` None: the model does not judge documents.
     `infill` None: the model has no tokens for filling in the middle. `pool` is the tokenize pool.
     `fetch_images` None: images by address are refused. `read_documents` None: so are documents."""
 
@@ -86,6 +88,7 @@ class Services:
     infill: Infill | None = None
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
+    reranker: Reranker | None = None
     fetch_images: Gather | None = None
     read_documents: Gather | None = None
     health_details: Callable[[], Mapping[str, Any]] = dict

@@ -12,7 +12,8 @@ from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 from firn.fleet.catalogue import ModelSpec
 from firn.models.packaged import PACKAGED, made_folder
-from firn.models.recognise import context_length, is_vision
+from firn.models.recognise import context_length, is_vision, score_of
+from firn.text.rerank import NAMED
 
 THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
 
@@ -69,7 +70,8 @@ def read_facts(folder: Path | None) -> Facts:
     config = _json(folder / "config.json")
     if not config:
         return Facts()
-    pools = (folder / "modules.json").exists()
+    judges = NAMED in folder.name.lower() or score_of(folder) is not None
+    pools = (folder / "modules.json").exists() and not judges
     template = _template(folder)
     can = {
         "completion": not pools,
@@ -78,6 +80,7 @@ def read_facts(folder: Path | None) -> Facts:
         "tools": "tools" in template,
         "thinking": any(word in template for word in THINKING),
         "embeddings": pools,
+        "rerank": judges,
     }
     return Facts(
         str(config.get("model_type") or "") or None,

@@ -32,6 +32,7 @@ from firn.api.intake import Intake
 from firn.api.openapi import describe
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.rate import RateLimit
+from firn.api.rerank_routes import PATHS as RERANK_PATHS
 from firn.api.server import add_error_shapes
 from firn.api.services import Limits
 from firn.config import Config
@@ -59,7 +60,7 @@ N_DECODERS = 2
 BY_BODY = (
     "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/embeddings", "/v1/tokenize",
     "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin", "/api/embed",
-    "/api/embeddings",
+    "/api/embeddings", *RERANK_PATHS,
 )  # fmt: skip
 """Besides those of the dialects: a POST whose body names its model."""
 BY_ID = (

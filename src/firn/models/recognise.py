@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 TOWER_KEYS = (
@@ -45,3 +47,15 @@ def context_length(config: Mapping[str, Any]) -> int:
             if isinstance(value, int) and value > 0:
                 return value
     return DEFAULT_CONTEXT
+
+
+def score_of(folder: Path) -> Mapping[str, Any] | None:
+    """What a reranker's folder says of its score, if it does: which two tokens are compared."""
+    for path in sorted(folder.glob("*LogitScore/config.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return None
