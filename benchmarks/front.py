@@ -2,16 +2,16 @@
 
     .venv/bin/python benchmarks/front.py [--model firn-demo] [--rounds 5] [--streams 16]
 
-Two servers of the same model run side by side: one process (`alone`), and a front with the model's process
-behind it (`fronted`). They are asked in turns, so that a busy machine hits both alike; figures are medians of
-the rounds, and the ratio is the median of the rounds' ratios.
+Two servers of the same model run side by side: one process (`alone`), and a front with the model's
+process behind it (`fronted`). They are asked in turns, so that a busy machine hits both alike;
+figures are medians of the rounds, and the ratio is the median of the rounds' ratios.
 
     first ms   p50 of a short prompt's first token, one request at a time
     large ms   the same with a body of --body-kb, all of it cached: what reading the body twice costs
     tokens/s   of --streams streams at once
 
-On Linux also the processor time that the front takes, for a first token and for each further one: it says
-more than the clock where the machine is busy.
+On Linux also the processor time that the front takes, for a first token and for each further one:
+it says more than the clock where the machine is busy.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ async def run(
     if Path("/proc/self/stat").exists():
         request_s, token_s = await processor_time(fronted, model, streams=streams)
         print(f"the front takes {1e3 * request_s:.2f} ms a request, {1e6 * token_s:.0f} us a token")
-    print(f"first token {later:+.2f} ms, with a large body {large_later:+.2f} ms; tokens/s x {ratio:.3f}")
+    print(
+        f"first token {later:+.2f} ms, with a large body {large_later:+.2f} ms; tokens/s x {ratio:.3f}"
+    )
 
 
 def _cells(figures: Figures) -> tuple[float, float, float]:
@@ -137,9 +139,7 @@ def main() -> None:
         alone = Child(args.model, "--no-ssd-cache", log=log)
         fronted = Child(args.model, *flags, log=log)
         try:
-            job = run(
-                alone, fronted, name, rounds=args.rounds, streams=args.streams, large=large
-            )
+            job = run(alone, fronted, name, rounds=args.rounds, streams=args.streams, large=large)
             asyncio.run(job)
         finally:
             alone.stop()

@@ -1,4 +1,6 @@
-"""Where a server listens: its address, uvicorn without its signals, as many connections as it may have."""
+"""Where a server listens: its address, uvicorn without its signals, as many connections as it may
+have.
+"""
 
 from __future__ import annotations
 

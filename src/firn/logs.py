@@ -33,9 +33,7 @@ class LineFormatter(logging.Formatter):
         return super().formatMessage(shown)
 
 
-def configure(
-    level: LogLevel, *, stream: TextIO | None = None, tag: str | None = None
-) -> None:
+def configure(level: LogLevel, *, stream: TextIO | None = None, tag: str | None = None) -> None:
     """Send the process's logs to `stream` (stderr). Hand uvicorn `log_config=None`."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(tag))

@@ -79,7 +79,10 @@ class FleetConfig:
         high=86400,
     )
     model_queue: int = option(
-        256, "Requests that may wait for models to be loaded; more get a 503.", low=1, high=1_000_000
+        256,
+        "Requests that may wait for models to be loaded; more get a 503.",
+        low=1,
+        high=1_000_000,
     )
 
 
@@ -117,7 +120,9 @@ def _table(file: Path, name: str, table: object, options: Sequence[Option]) -> M
             hint = f"; did you mean {close[0]}?" if close else ""
             raise SetupError(f"{file}: unknown key {place}.{key}{hint}")
         elif known[key].section in SHARED_SECTIONS:
-            raise SetupError(f"{file}: {place}.{key}: is of the server as a whole, not of one model")
+            raise SetupError(
+                f"{file}: {place}.{key}: is of the server as a whole, not of one model"
+            )
         else:
             values[known[key].key] = _accepted(file, place, known[key], value)
     return ModelTable(

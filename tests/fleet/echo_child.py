@@ -1,7 +1,7 @@
 """A model's process without a model: speaks as `firn.fleet.worker` does, and starts in no time.
 
-It answers a chat with as many pieces as `max_tokens` says, each after a millisecond. What its path says, it
-does: "broken..." cannot be loaded, "gated:FILE" is loaded once the file is there.
+It answers a chat with as many pieces as `max_tokens` says, each after a millisecond. What its path
+says, it does: "broken..." cannot be loaded, "gated:FILE" is loaded once the file is there.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Child:
         self.n_open += 1
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            method, target = head.split(" ")[:2]
+            _method, target = head.split(" ")[:2]
             length = [x for x in head.lower().split("\r\n") if x.startswith("content-length: ")]
             raw = await reader.readexactly(int(length[0].split(" ")[1]) if length else 0)
             body = json.loads(raw or b"{}")

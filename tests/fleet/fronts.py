@@ -36,8 +36,6 @@ NEED_GB = 0.375
 """What a model without weights is thought to need: a process, and the least for its requests."""
 
 
-
-
 @dataclass
 class Running:
     parts: server.Parts

@@ -133,7 +133,8 @@ def test_ollamas_client(pair: Running) -> None:
     assert set(loaded) == {f"{DENSE}:latest", f"{HYBRID}:latest"}
     assert loaded[f"{DENSE}:latest"].context_length == 16384
     whole = "".join(
-        part.response or "" for part in client.generate(DENSE, "Hello", options=options, stream=True)
+        part.response or ""
+        for part in client.generate(DENSE, "Hello", options=options, stream=True)
     )
     assert whole
     with pytest.raises(ollama.ResponseError, match="no embeddings"):

@@ -1,4 +1,6 @@
-"""`firn serve A B` as a user runs it: Ctrl-C ends all of its processes, and so does kill -9 of the front."""
+"""`firn serve A B` as a user runs it: Ctrl-C ends all of its processes, and so does kill -9 of the
+front.
+"""
 
 from __future__ import annotations
 

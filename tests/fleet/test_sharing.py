@@ -106,9 +106,7 @@ async def _active(front: Running, name: str) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_two_that_do_not_fit_take_turns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_that_do_not_fit_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Forty requests in turn cost a few loads, and the log says so once."""
 
     def client(name: str) -> None:

@@ -23,9 +23,7 @@ def wanted(name: str = "new", *, need: int = 50, since: float = NOW, **more: obj
 
 
 def loaded(name: str, *, need: int = 50, used: float = NOW - 60, **more: object) -> View:
-    view = View(
-        name, State.LOADED, need_nbytes=need, loaded_at=NOW - 100, last_used=used, load_s=4
-    )
+    view = View(name, State.LOADED, need_nbytes=need, loaded_at=NOW - 100, last_used=used, load_s=4)
     return replace(view, **more)  # type: ignore[arg-type]
 
 

@@ -55,7 +55,9 @@ def ollama_routes(services: Services) -> tuple[Extra, ...]:
     return (
         *model_routes(listed, find),
         Extra("POST", "/api/embed", "Texts as vectors", embedded, _EMBED, computes=True),
-        Extra("POST", "/api/embeddings", "A text as a vector", embedded_one, _PROMPT, computes=True),
+        Extra(
+            "POST", "/api/embeddings", "A text as a vector", embedded_one, _PROMPT, computes=True
+        ),
     )
 
 

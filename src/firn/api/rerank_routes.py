@@ -149,8 +149,7 @@ class _Work:
         first = await self._asked(prompts, yes)
         said = self._services.tokenizer.token_bytes(no)
         others: list[float | None] = [
-            next((logprob for _, raw, logprob in token.top if raw == said), None)
-            for token in first
+            next((logprob for _, raw, logprob in token.top if raw == said), None) for token in first
         ]
         missing = [i for i, logprob in enumerate(others) if logprob is None]
         if missing:

@@ -196,8 +196,7 @@ def _read(model: str, url: str) -> Served:
     from firn.demo.builtin import builtin_folder
     from firn.models.inspect import local_folder
     from firn.models.loader import read_config
-    from firn.models.recognise import context_length
-    from firn.models.recognise import is_vision
+    from firn.models.recognise import context_length, is_vision
 
     folder = builtin_folder(model) or local_folder(model)
     if folder is None:

@@ -57,7 +57,7 @@ class Catalogue:
     def rescan(self) -> None:
         """Look into --models-dir again."""
         found: dict[str, ModelSpec] = {}
-        for name, folder in _folders(self._folder):
+        for name, folder in folders(self._folder):
             known = self._found.get(name)
             if name not in self._fixed:
                 found[name] = known or _spec(self._config, name, str(folder))
@@ -67,7 +67,7 @@ class Catalogue:
     def _all_aliases(self) -> dict[str, str]:
         aliases: dict[str, str] = {}
         for spec in self._specs.values():
-            aliases |= {alias: spec.name for alias in (*spec.aliases, spec.path)}
+            aliases |= dict.fromkeys((*spec.aliases, spec.path), spec.name)
         for entry in self._config.fleet.aliases:
             alias, _, name = entry.partition("=")
             if name not in self._specs and name not in aliases and self._folder is None:
@@ -155,7 +155,7 @@ def _tabled(config: Config, name: str) -> ModelSpec:
     )
 
 
-def _folders(root: Path | None) -> Iterator[tuple[str, Path]]:
+def folders(root: Path | None) -> Iterator[tuple[str, Path]]:
     """Model folders in `root`, and one level deeper: owner/name, as other programs keep them."""
     if root is None:
         return
@@ -223,4 +223,3 @@ def from_json(text: str) -> Config:
         if item.key in given:
             values[item.section][item.name] = item.accept(given[item.key], base=Path.cwd())
     return Config(**{section: cls(**values[section]) for section, cls in SECTIONS.items()})
-

@@ -1,8 +1,8 @@
 """One model's process, as the front sees it: started, listened to, ended.
 
-It is told what to do by lines of JSON on its standard input, and tells how it is by lines on another pipe.
-The end of its input means that the front is gone, however that happened: then it ends by itself. It is a
-session of its own, so that a Ctrl-C at the terminal reaches the front alone.
+It is told what to do by lines of JSON on its standard input, and tells how it is by lines on
+another pipe. The end of its input means that the front is gone, however that happened: then it ends
+by itself. It is a session of its own, so that a Ctrl-C at the terminal reaches the front alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The models at work: who is loaded, who waits, who goes. Plans are made in turns.py and carried out here."""
+"""The models at work: who is loaded, who waits, who goes. Plans are made in turns.py and carried
+out here.
+"""
 
 from __future__ import annotations
 
@@ -462,7 +464,9 @@ _REASONS: Mapping[str, str] = {
 
 
 def _end(child: Child) -> str:
-    return f"its process has ended ({code_text(child.exited.result())})" if child.exited.done() else ""
+    return (
+        f"its process has ended ({code_text(child.exited.result())})" if child.exited.done() else ""
+    )
 
 
 def code_text(code: int) -> str:

@@ -1,7 +1,7 @@
 """What a model needs while it is loaded, and what there is for all of them together.
 
-Before it was ever loaded, its files tell; then its process does: weights, the most that live requests have
-taken, the least that stored prefixes should have, and what a process takes besides.
+Before it was ever loaded, its files tell; then its process does: weights, the most that live
+requests have taken, the least that stored prefixes should have, and what a process takes besides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HTTP to a child on its socket: one request a connection, and its reply as it comes in.
 
-Bytes are passed on in the pieces in which they arrive, one wake-up a piece. A connection that is closed
-before the reply has ended tells the child that nobody listens any more.
+Bytes are passed on in the pieces in which they arrive, one wake-up a piece. A connection that is
+closed before the reply has ended tells the child that nobody listens any more.
 """
 
 from __future__ import annotations

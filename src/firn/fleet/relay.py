@@ -70,8 +70,12 @@ class RemoteFault(FirnError):
         try:
             fault = json.loads(raw)["error"]
             message = fault if isinstance(fault, str) else fault["message"]
-            self.code = str(fault.get("code") or self.code) if isinstance(fault, dict) else self.code
-            self.kind = str(fault.get("type") or self.kind) if isinstance(fault, dict) else self.kind
+            self.code = (
+                str(fault.get("code") or self.code) if isinstance(fault, dict) else self.code
+            )
+            self.kind = (
+                str(fault.get("type") or self.kind) if isinstance(fault, dict) else self.kind
+            )
         except (ValueError, KeyError, TypeError):
             pass
         super().__init__(str(message))
@@ -281,7 +285,7 @@ class _Call:
             headers = list(dialect.stream_headers)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         if dialect.stream_headers is sse.HEADERS:
-            text = f": {ascii(model.spec.name)} is {model.state.value} {model.progress}".rstrip()
+            text = f": {model.spec.name!a} is {model.state.value} {model.progress}".rstrip()
             frame = f"{text} ({waited_s:.0f} s)\n\n".encode("ascii", "replace")
         else:
             frame = _fresh_encoder(dialect, self._exchange, model.spec.name).feed([])

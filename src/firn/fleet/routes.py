@@ -1,4 +1,6 @@
-"""What the front answers itself: the list of models, loading and unloading, health, metrics, the cache."""
+"""What the front answers itself: the list of models, loading and unloading, health, metrics, the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -149,9 +151,7 @@ def add_loading(
         if lease is None:
             waiter = fleet.wait_for(found)
             try:
-                lease = await asyncio.wait_for(
-                    asyncio.shield(waiter.lease), relay.limits.wait_s
-                )
+                lease = await asyncio.wait_for(asyncio.shield(waiter.lease), relay.limits.wait_s)
             except TimeoutError:
                 waited = f"it took longer than {relay.limits.wait_s:g} s"
                 raise fleet.not_ready(found, waited) from None
@@ -296,9 +296,7 @@ def add_metrics(app: FastAPI, fleet: Fleet, metrics: FrontMetrics) -> None:
     @app.get("/metrics", summary="For Prometheus", response_class=Response)
     async def prometheus(request: Request) -> Response:
         answers = await gather.ask_loaded(fleet, request.scope, b"/metrics")
-        text = gather.merge_metrics(
-            {a.model: a.body.decode() for a in answers if a.status == 200}
-        )
+        text = gather.merge_metrics({a.model: a.body.decode() for a in answers if a.status == 200})
         if exchange_of(request.scope).caller.operator:
             text = metrics.render() + text
         return Response(text, media_type=CONTENT_TYPE_LATEST)
@@ -312,9 +310,7 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         return None if model is None else [relay.find(model)]
 
     async def stats(request: Request, model: str | None = None) -> dict[str, Any]:
-        answers = await gather.ask_loaded(
-            fleet, request.scope, b"/v1/cache/stats", chosen(model)
-        )
+        answers = await gather.ask_loaded(fleet, request.scope, b"/v1/cache/stats", chosen(model))
         return {"models": _by_model(answers)}
 
     async def clear(request: Request, model: str | None = None) -> dict[str, Any]:
@@ -333,5 +329,3 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
 
 def _by_model(answers: Iterable[gather.Answer]) -> Mapping[str, Any]:
     return {answer.model: answer.json() for answer in answers}
-
-

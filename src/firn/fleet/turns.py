@@ -1,10 +1,10 @@
 """Which models to load, unload or close next: a pure function of what is known of all of them.
 
-Room is made by what is idle, unpinned and least recently used, after a minimum stay. Where models that do
-not fit together are asked for in turn, each keeps its place for a while though it is idle: at most as long
-as loading it again would take, so that waiting never costs more than twice the best that could be done.
-One that is never idle keeps its place for a turn; then it is closed: requests for it wait, those that run
-end, and the other one is loaded. A reply is never cut.
+Room is made by what is idle, unpinned and least recently used, after a minimum stay. Where models
+that do not fit together are asked for in turn, each keeps its place for a while though it is idle:
+at most as long as loading it again would take, so that waiting never costs more than twice the best
+that could be done. One that is never idle keeps its place for a turn; then it is closed: requests
+for it wait, those that run end, and the other one is loaded. A reply is never cut.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class View:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """min_stay_s: of a loaded model. A turn is `turn_loads` times as long as loading takes, within
-    bounds. contest_s: a model that made room and is asked for again so soon is contested. hold_max_s: how
-    long an idle model keeps a contested place at the most."""
+    bounds. contest_s: a model that made room and is asked for again so soon is contested.
+    hold_max_s: how long an idle model keeps a contested place at the most."""
 
     min_stay_s: float = 2.0
     turn_loads: float = 10.0

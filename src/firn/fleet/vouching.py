@@ -1,7 +1,7 @@
 """What the front says of a caller to the process that answers it: who it is, and the request's id.
 
-The front has checked keys, hosts and rates; behind it nobody is asked again. Clients cannot say any of it:
-the front passes on no header of theirs by these names, and its children hear nobody else.
+The front has checked keys, hosts and rates; behind it nobody is asked again. Clients cannot say any
+of it: the front passes on no header of theirs by these names, and its children hear nobody else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model's process: today's server on a private socket, for the front and nobody else.
 
-Run as `python -m firn.fleet.worker FD`. Settings come by standard input, keys among them; news go out by FD.
-When the input ends, the front is gone: this process saves what it has and ends too.
+Run as `python -m firn.fleet.worker FD`. Settings come by standard input, keys among them; news go
+out by FD. When the input ends, the front is gone: this process saves what it has and ends too.
 """
 
 from __future__ import annotations
@@ -226,9 +226,7 @@ async def _end_when_idle(
 # --- how it is -----------------------------------------------------------------------------
 
 
-async def _report(
-    server: app.Server, services: Services, web: Uvicorn, link: Link
-) -> None:
+async def _report(server: app.Server, services: Services, web: Uvicorn, link: Link) -> None:
     """Once it listens, that it is ready; then whatever has changed."""
     while not web.started:
         await asyncio.sleep(0.005)
