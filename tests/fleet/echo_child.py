@@ -29,7 +29,8 @@ class Child:
 
     def report(self):
         costs = {"bytes_per_token": 0, "bytes_per_row": 0, "live_peak": 0, "weights": 0}
-        return {"calls": self.n_open, **costs}
+        device = {"device": "cpu", "device_memory": 1 << 40}
+        return {"calls": self.n_open, "computed": {}, **costs, **device}
 
     async def answer(self, reader, writer):
         self.n_open += 1
@@ -99,6 +100,7 @@ class Child:
         await self.stopping.wait()
         while self.n_open:
             await asyncio.sleep(0.001)
+        self.tell(event="ending")
 
 
 async def main():

@@ -115,9 +115,11 @@ def _named_models(config: Config) -> Iterator[ModelSpec]:
         listed = [config.model.path]
     by_path = {table.path: table.name for table in config.tables}
     asked = [by_path.get(path, path) for path in listed]
-    for path in asked:
+    own = config.server.served_model_name
+    for i, path in enumerate(asked):
         if path not in tables:
-            yield _spec(config, path.rstrip("/").split("/")[-1], path)
+            name = own if own and not i else path.rstrip("/").split("/")[-1]
+            yield _spec(config, name, path)
         else:
             yield _tabled(config, path)
     yield from (_tabled(config, name) for name in tables if name not in asked)

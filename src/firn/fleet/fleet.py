@@ -23,6 +23,7 @@ from firn.core.errors import (
     ModelTooLarge,
     ShuttingDown,
 )
+from firn.core.values import Namespace
 from firn.fleet import memory
 from firn.fleet.catalogue import Catalogue, ModelSpec
 from firn.fleet.child import Child, Launch, Message
@@ -77,6 +78,10 @@ class Model:
     """Its turn is over: new requests wait."""
     unloading: bool = False
     """Somebody asked for it: new requests wait, and it goes when those that run have ended."""
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its process has nothing left to answer."""
+    computed: dict[str, int] = field(default_factory=dict)
+    """Tokens by caller, as its process has counted them so far."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it has no process."""
     wanted_since: float = NEVER
@@ -146,8 +151,10 @@ class Fleet:
         rules: Rules | None = None,
         measure: Callable[[int], Room] = memory.room,
         folder_of: Callable[[ModelSpec], Path | None] = lambda spec: None,
+        charge: Callable[[Namespace, int], None] = lambda own, n_tokens: None,
     ) -> None:
-        """folder: for the sockets. memory_nbytes: for all models together; 0: by the machine's."""
+        """folder: for the sockets. memory_nbytes: for all models together; 0: by the machine's.
+        charge: is told of tokens that were computed for a caller."""
         self.catalogue = catalogue
         self._launch = launch
         self._folder = folder
@@ -156,12 +163,15 @@ class Fleet:
         self._rules = rules or Rules()
         self._measure = measure
         self._folder_of = folder_of
+        self._charge = charge
         self.models: dict[str, Model] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._closing = False
         self._contests: set[frozenset[str]] = set()
         self._n_sockets = 0
+        self._device_nbytes: float = math.inf
+        """What the driver lets models have; no process of ours can tell before one has run."""
         self.room = measure(memory_nbytes)
         for spec in catalogue:
             self.model(spec)
@@ -181,8 +191,7 @@ class Fleet:
 
     def try_enter(self, model: Model) -> Lease | None:
         """At once, where it is loaded and takes requests."""
-        open = not (model.closed or model.unloading or self._closing)
-        if model.state is State.LOADED and open:
+        if model.state is State.LOADED and not (model.closed or model.unloading):
             return model.enter()
         return None
 
@@ -256,6 +265,9 @@ class Fleet:
         loading = sum(
             m.footprint.nbytes for m in self.models.values() if m.state is State.LOADING
         )  # has not taken all of it yet
+        if not self._memory_nbytes:
+            budget = int(min(self.room.budget_nbytes, self._device_nbytes))
+            self.room = replace(self.room, budget_nbytes=budget)
         room = replace(self.room, free_nbytes=self.room.free_nbytes - loading)
         views = [model.view() for model in self.models.values()]
         return make_plan(views, room, self._rules, now=time.monotonic())
@@ -296,6 +308,8 @@ class Fleet:
         model.state, model.load_began, model.progress = State.LOADING, time.monotonic(), ""
         model.wanted_since = NEVER
         model.over.clear()
+        model.ending.clear()
+        model.computed = {}
         self._n_sockets += 1
         socket = self._folder / f"{self._n_sockets}.sock"
         ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -376,8 +390,15 @@ class Fleet:
                 self._measured(model, report)
             case {"event": "progress", "text": text}:
                 model.progress = str(text)
+            case {"event": "ending"}:
+                model.ending.set()
 
     def _measured(self, model: Model, report: Mapping[str, Any]) -> None:
+        for own, n_tokens in report["computed"].items():
+            self._charge(Namespace(own), n_tokens - model.computed.get(own, 0))
+            model.computed[own] = n_tokens
+        if report["device"] != "cpu":
+            self._device_nbytes = report["device_memory"]
         background = max(int(report["calls"]) - model.n_active, 0)
         before, model.footprint = model.footprint, memory.measured(report, model.footprint)
         if model.footprint != before or background != model.n_background:
@@ -410,8 +431,11 @@ class Fleet:
         self._spawn(self._see_off(model, model.child))
 
     async def _see_off(self, model: Model, child: Child) -> None:
-        while model.n_background and not child.exited.done():  # a reply in the background
-            await asyncio.sleep(0.05)
+        """A reply that goes on in the background has all the time it needs."""
+        idle = asyncio.ensure_future(model.ending.wait())
+        both: set[asyncio.Future[Any]] = {idle, child.exited}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
         await asyncio.wait({child.exited}, timeout=END_S)
         child.kill()
 
@@ -437,17 +461,26 @@ class Fleet:
         self._share_memory()
         self._wake.set()
 
-    async def close(self, *, drain_s: float = 0.0) -> None:
-        """End every process, in bounded time."""
+    def drain(self) -> None:
+        """Load nothing more. Who waits is told so; who is being answered is answered."""
         self._closing = True
         self._wake.set()
         for model in self.models.values():
             self._fail_waiters(model, ShuttingDown())
+
+    def cut(self) -> None:
+        """Replies that still run end with an error."""
+        for model in self.models.values():
+            if model.child is not None:
+                model.child.tell({"do": "stop", "drain_s": 0.0})
+
+    async def close(self) -> None:
+        """End every process, in bounded time."""
+        self.drain()
+        self.cut()
         children = [m.child for m in self.models.values() if m.child is not None]
-        for child in children:
-            child.tell({"do": "stop", "drain_s": drain_s})
         if children:
-            await asyncio.wait({child.exited for child in children}, timeout=drain_s + END_S)
+            await asyncio.wait({child.exited for child in children}, timeout=END_S)
         for child in children:
             child.kill()
         if children:

@@ -6,9 +6,13 @@ requests have taken, the least that stored prefixes should have, and what a proc
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +69,43 @@ class Room:
 
 
 def room(limit_nbytes: int) -> Room:
-    """Takes its time on macOS. limit_nbytes: as the user set it; 0: by the machine's memory."""
-    now = machine.memory()
+    """Takes its time on macOS and with a GPU. limit_nbytes: as the user set it; 0: by the memory of
+    what computes."""
+    now = gpu_memory() or machine.memory()
     budget = limit_nbytes or int(now.total * (1 - HEADROOM_SHARE))
     free = math.inf if now.available is None else float(now.available)
     return Room(budget, free)
+
+
+def gpu_memory() -> machine.Memory | None:
+    """Of the first NVIDIA GPU, where MLX computes there; None: it does not, or nobody can tell."""
+    if not _mlx_uses_cuda():
+        return None
+    command = [
+        "nvidia-smi",
+        "--query-gpu=memory.total,memory.free",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_gpus(run.stdout)
+
+
+@functools.cache
+def _mlx_uses_cuda() -> bool:
+    """By what is installed: MLX itself is not imported here."""
+    for package in ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.distribution(package)
+            return True
+    return False
+
+
+def parse_gpus(text: str) -> machine.Memory | None:
+    """nvidia-smi's lines "total, free" in MiB; the first GPU is the one that MLX takes."""
+    total, _, free = text.strip().partition("\n")[0].partition(",")
+    if not (total.strip().isdigit() and free.strip().isdigit()):
+        return None
+    return machine.Memory(int(total) * MIB, int(free) * MIB)

@@ -114,6 +114,13 @@ def build(
     waits: WaitLimits | None = None,
 ) -> Parts:
     """On the asyncio thread. `start` stands for a real process where it is given."""
+    server = config.server
+    quotas = Quotas(
+        KeyLimits(
+            concurrency=server.key_max_concurrency,
+            tokens_per_minute=server.key_tokens_per_minute,
+        )
+    )
     fleet = Fleet(
         catalogue,
         start,
@@ -122,19 +129,13 @@ def build(
         max_waiting=config.fleet.model_queue,
         rules=rules,
         folder_of=folder_of,
+        charge=quotas.charge,
     )
     _check_pinned(fleet)
-    server = config.server
     dialects = discover(config.sampling.defaults())
     limits = Limits()
     intake = Intake(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
     pool = ThreadPoolExecutor(N_DECODERS, thread_name_prefix="firn-decode")
-    quotas = Quotas(
-        KeyLimits(
-            concurrency=server.key_max_concurrency,
-            tokens_per_minute=server.key_tokens_per_minute,
-        )
-    )
     waits = waits or WaitLimits(wait_s=config.fleet.model_wait_s)
     relay = Relay(fleet, dialects, intake, pool, quotas=quotas, limits=waits)
     keys = Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
@@ -221,6 +222,8 @@ async def _run(config: Config, catalogue: Catalogue, folder: Path, sock: socket.
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         parts.relay.draining = True
+        parts.fleet.drain()
+        loop.call_later(DRAIN_S, parts.fleet.cut)
         web.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):

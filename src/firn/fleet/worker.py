@@ -33,16 +33,19 @@ from firn.config import Config
 from firn.core.errors import FirnError, ShuttingDown
 from firn.core.values import GenerateRequest
 from firn.engine.loop import Parts
-from firn.fleet.catalogue import from_json
+from firn.fleet.catalogue import ModelSpec, from_json
+from firn.fleet.files import folder_of
+from firn.fleet.memory import estimate
 from firn.fleet.vouching import VouchedKeys, vouched
 from firn.leaving import leave, no_later_than
 from firn.listening import Uvicorn
 from firn.logs import configure as configure_logs
 from firn.machine import raise_descriptor_limit
+from firn.models import device as devices
 
 log = logging.getLogger("firn.fleet")
 
-REPORT_S = 0.5
+REPORT_S = PROGRESS_S = 0.5
 LEAVE_S = app.FLUSH_S + app.STOP_S + 5.0
 LIMITS = ConnectionLimits(max_open=1 << 20, max_heads=1 << 20)
 """The front has counted its clients already."""
@@ -102,13 +105,15 @@ def main() -> int:
     link = Link(int(sys.argv[1]))
     order = link.first()
     config = from_json(json.dumps(order["config"]))
-    configure_logs(config.log.level, tag=config.server.served_model_name)
+    name = config.server.served_model_name or config.model.path
+    configure_logs(config.log.level, tag=name)
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link.listen()
     try:
         prompts = app.warm_prompts(config)
-        server = app.build(config)
+        with _progress(link, ModelSpec(name, config)):
+            server = app.build(config)
     except FirnError as error:
         link.tell("failed", message=" ".join(error.message.split()))
         return leave(1)
@@ -122,6 +127,26 @@ def main() -> int:
         with contextlib.suppress(OSError):
             path.parent.rmdir()
     return leave(code)
+
+
+@contextlib.contextmanager
+def _progress(link: Link, spec: ModelSpec) -> Iterator[None]:
+    """While the model is loaded, how much of its weights is there."""
+    n_weights = max(estimate(folder_of(spec)).weights_nbytes, 1)
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(PROGRESS_S):
+            share = min(devices.active_nbytes() / n_weights, 0.99)
+            link.tell("progress", text=f"{share:.0%}")
+
+    thread = threading.Thread(target=tell, name="firn-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _services(server: app.Server, config: Config, order: Mapping[str, Any]) -> Services:
@@ -198,8 +223,9 @@ async def _run(
             case {"do": "stop", "drain_s": drain_s}:
                 loop.call_soon_threadsafe(stop, drain_s)
             case {"do": "capacity", "nbytes": nbytes}:
-                server.engine.call(lambda parts: _set_capacity(parts, nbytes))
+                server.engine.call(lambda parts: _set_capacity(parts, min(nbytes, own_capacity)))
 
+    own_capacity = server.engine.parts.budget.capacity_nbytes
     link.obey(obey)
     loop.add_signal_handler(signal.SIGTERM, stop, app.DRAIN_S)
     watching = asyncio.create_task(app.watch(server, web))
@@ -230,13 +256,15 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Li
     """Once it listens, that it is ready; then whatever has changed."""
     while not web.started:
         await asyncio.sleep(0.005)
-    peak, last = 0, None
+    peak, last, device = 0, None, devices.describe()
     news: dict[str, Any] = {"event": "ready", "model": model_object(services)}
     while True:
         found = await asyncio.wrap_future(server.engine.call(_measure))
         peak = max(peak, found.pop("live"))
         found = {**found, "live_peak": peak, "calls": server.mailroom.n_calls}
         found["weights"] = server.engine.model.weights_nbytes
+        found["device"], found["device_memory"] = device.kind, device.memory_nbytes
+        found["computed"] = services.quotas.computed()
         if found != last:
             link.tell(**news, report=found)
         news, last = {"event": "report"}, found
