@@ -164,7 +164,10 @@ def test_a_gpus_memory() -> None:
 
 
 def test_metrics_of_several_processes() -> None:
-    one = '# HELP x_total A.\n# TYPE x_total counter\nx_total{k="v"} 1.0\n# HELP y B.\n# TYPE y gauge\ny 2.0\n'
+    one = (
+        '# HELP x_total A.\n# TYPE x_total counter\nx_total{k="v"} 1.0\n'
+        "# HELP y B.\n# TYPE y gauge\ny 2.0\n"
+    )
     merged = merge_metrics({'a"b': one, "c": one})
     assert merged.splitlines() == [
         "# HELP x_total A.",
