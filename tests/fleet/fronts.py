@@ -26,7 +26,7 @@ from firn.config import Config, load
 from firn.fleet import server
 from firn.fleet.catalogue import Catalogue
 from firn.fleet.child import COMMAND, Process, launch
-from firn.fleet.fleet import Model
+from firn.fleet.model import Model
 from firn.fleet.relay import WaitLimits
 from firn.fleet.turns import Rules, State
 

@@ -74,14 +74,19 @@ def test_a_model_stays_for_a_while() -> None:
     assert plan(fresh, wanted("b"), now=NOW + 1).unload == (("a", "room"),)
 
 
-def test_whoever_came_first_is_placed_first() -> None:
-    """A small one does not take the room that a large one waits for."""
+def test_nobody_takes_the_room_that_is_being_made() -> None:
+    """A small one waits while a large one's place is cleared, and not while nothing can go."""
     busy = loaded("busy", need=60, n_active=1)
-    found = plan(busy, wanted("large", need=90, since=NOW - 3), wanted("small", need=30))
-    assert found.load == ()
-    assert plan(busy, wanted("large", need=90), wanted("small", need=30, since=NOW - 3)).load == (
-        "small",
-    )
+    large, small = wanted("large", need=90, since=NOW - 3), wanted("small", need=30)
+    assert plan(busy, large, small).load == ("small",)
+    idle = replace(busy, n_active=0)
+    clearing = plan(idle, large, small)
+    assert (clearing.load, clearing.unload) == ((), (("busy", "room"),))
+    assert plan(replace(idle, state=State.DRAINING), large, small).load == ()
+    patient = replace(large, waiting_since=NOW - 300)
+    assert plan(busy, patient, small).load == ()
+    assert plan(busy, patient, small).close == ("busy",)
+    assert plan(busy, large, replace(small, waiting_since=NOW - 9)).load == ("small",)
 
 
 def test_the_machines_free_memory_counts() -> None:

@@ -10,11 +10,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firn.core import duration
 from firn.core.errors import (
     FirnError,
     ModelDied,
@@ -27,8 +26,9 @@ from firn.core.values import Namespace
 from firn.fleet import memory
 from firn.fleet.catalogue import Catalogue, ModelSpec
 from firn.fleet.child import Child, Launch, Message
-from firn.fleet.memory import Footprint, Room
-from firn.fleet.turns import NEVER, Plan, Reason, Rules, State, View, make_plan
+from firn.fleet.memory import Room
+from firn.fleet.model import Lease, Model, Waiter
+from firn.fleet.turns import NEVER, Plan, Reason, Rules, State, make_plan
 
 log = logging.getLogger("firn.fleet")
 
@@ -39,102 +39,6 @@ MAX_RESTARTS = 5
 """In a row, of a model that nobody waits for."""
 END_S = 35.0
 """For a process that has nothing left to do but to write."""
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """The right to use a loaded model. Owned by the task of the request; give it back."""
-
-    model: Model
-    child: Child
-    _held: bool = True
-
-    def release(self, *, keep_alive_s: float | None = None) -> None:
-        if self._held:
-            self._held = False
-            self.model.left(keep_alive_s)
-
-
-@dataclass(eq=False, slots=True)
-class Waiter:
-    since: float
-    lease: asyncio.Future[Lease]
-
-
-@dataclass(eq=False)
-class Model:
-    """One model. Owner: the fleet, on the asyncio thread."""
-
-    spec: ModelSpec
-    footprint: Footprint
-    changed: Callable[[], None]
-    state: State = State.UNLOADED
-    child: Child | None = None
-    n_active: int = 0
-    n_background: int = 0
-    """Replies that go on though nobody is connected."""
-    waiters: list[Waiter] = field(default_factory=list)
-    closed: bool = False
-    """Its turn is over: new requests wait."""
-    unloading: bool = False
-    """Somebody asked for it: new requests wait, and it goes when those that run have ended."""
-    ending: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its process has nothing left to answer."""
-    computed: dict[str, int] = field(default_factory=dict)
-    """Tokens by caller, as its process has counted them so far."""
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while it has no process."""
-    wanted_since: float = NEVER
-    """It is to be loaded though no request waits."""
-    keep_alive_s: float = duration.FOREVER
-    load_began: float = 0.0
-    load_s: float = 5.0
-    loaded_at: float = NEVER
-    last_used: float = NEVER
-    not_before: float = 0.0
-    displaced_at: float = -NEVER
-    n_failures: int = 0
-    error: FirnError | None = None
-    progress: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """What it said of itself when it was last loaded, for /v1/models."""
-    n_loads: int = 0
-    n_unloads: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def expires_at(self) -> float:
-        if self.state is not State.LOADED or self.spec.pinned:
-            return NEVER
-        return self.last_used + self.keep_alive_s
-
-    def view(self) -> View:
-        oldest = min((w.since for w in self.waiters), default=NEVER)
-        return View(
-            name=self.spec.name,
-            state=self.state,
-            pinned=self.spec.pinned,
-            need_nbytes=self.footprint.nbytes,
-            n_active=self.n_active + self.n_background,
-            waiting_since=min(oldest, self.wanted_since),
-            loaded_at=self.loaded_at,
-            last_used=self.last_used,
-            expires_at=self.expires_at,
-            load_s=self.load_s,
-            not_before=self.not_before,
-            displaced_at=self.displaced_at,
-        )
-
-    def enter(self) -> Lease:
-        assert self.child is not None
-        self.n_active += 1
-        return Lease(self, self.child)
-
-    def left(self, keep_alive_s: float | None) -> None:
-        self.n_active -= 1
-        self.last_used = time.monotonic()
-        if keep_alive_s is not None:
-            self.keep_alive_s = keep_alive_s
-        self.changed()
 
 
 class Fleet:
@@ -237,12 +141,11 @@ class Fleet:
         """Once its replies have ended; returns when its memory is free. Pinned ones stay so, and are
         loaded again when they are asked for."""
         model.wanted_since = NEVER
+        model.unloading = model.state in (State.LOADING, State.LOADED)
         if model.state is State.LOADING and model.child is not None:
             self._fail_waiters(model, self.not_ready(model, "it is being unloaded"))
             model.child.kill()
-        elif model.state is State.LOADED:
-            model.unloading = True
-            self._wake.set()
+        self._wake.set()
         if model.state is not State.UNLOADED:
             await model.over.wait()
 
@@ -274,14 +177,15 @@ class Fleet:
 
     def _act(self, plan: Plan) -> None:
         for name in plan.load:
-            self._spawn(self._load(self.models[name]))
+            self._begin(self.models[name])
         for name, reason in plan.unload:
             self._retire(self.models[name], reason)
         for model in self.models.values():
             if model.unloading and model.state is State.LOADED and not model.view().n_active:
                 self._retire(model, "asked")
             was, model.closed = model.closed, model.spec.name in plan.close
-            if was and not model.closed and model.state is State.LOADED:
+            open = model.state is State.LOADED and not model.unloading
+            if was and not model.closed and open:
                 self._let_in(model)
         for waiting, staying in plan.contested:
             pair = frozenset((waiting, staying))
@@ -303,17 +207,21 @@ class Fleet:
 
     # --- loading ---------------------------------------------------------------------------
 
-    async def _load(self, model: Model) -> None:
-        spec = model.spec
+    def _begin(self, model: Model) -> None:
+        """At once, so that the next plan knows of it."""
         model.state, model.load_began, model.progress = State.LOADING, time.monotonic(), ""
         model.wanted_since = NEVER
         model.over.clear()
         model.ending.clear()
         model.computed = {}
+        log.info("loading %s", model.spec.name)
+        self._spawn(self._load(model))
+
+    async def _load(self, model: Model) -> None:
+        spec = model.spec
         self._n_sockets += 1
         socket = self._folder / f"{self._n_sockets}.sock"
         ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        log.info("loading %s", spec.name)
 
         def hear(message: Message) -> None:
             if message["event"] in ("ready", "failed") and not ready.done():
@@ -360,7 +268,7 @@ class Fleet:
                 waiter.lease.set_result(model.enter())
 
     def _failed(self, model: Model, why: str) -> None:
-        model.state, model.child = State.UNLOADED, None
+        model.state, model.child, model.unloading = State.UNLOADED, None, False
         model.over.set()
         retry_s = self._back_off(model)
         model.error = ModelFailed(model.spec.name, why, retry_after_s=math.ceil(retry_s))

@@ -12,7 +12,8 @@ from starlette.types import Scope
 
 from firn.api.exchange import exchange_of
 from firn.fleet import proxy
-from firn.fleet.fleet import Fleet, Model
+from firn.fleet.fleet import Fleet
+from firn.fleet.model import Model
 from firn.fleet.vouching import vouch
 
 ANSWER_S = 10.0

@@ -33,7 +33,8 @@ from firn.core.errors import (
 from firn.core.events import Ended, Failed
 from firn.core.values import Usage
 from firn.fleet import proxy
-from firn.fleet.fleet import Fleet, Lease, Model
+from firn.fleet.fleet import Fleet
+from firn.fleet.model import Lease, Model
 from firn.fleet.vouching import vouch
 
 log = logging.getLogger("firn.fleet")

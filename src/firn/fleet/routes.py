@@ -33,7 +33,8 @@ from firn.core.errors import Forbidden, InvalidValue, ModelNotFound
 from firn.core.values import Namespace
 from firn.fleet import gather
 from firn.fleet.files import Facts, folder_of, read_facts
-from firn.fleet.fleet import Fleet, Model
+from firn.fleet.fleet import Fleet
+from firn.fleet.model import Model
 from firn.fleet.relay import Relay
 from firn.fleet.turns import NEVER, State
 

@@ -101,7 +101,7 @@ def make_plan(models: Sequence[View], room: Room, rules: Rules, *, now: float) -
         if wanted.not_before > now:
             work.look(wanted.not_before)
         elif not work.place(wanted):
-            break  # whoever came first is served first: nobody takes the room it waits for
+            break  # whoever came first is served first: nobody takes the room that is being made
     return work.plan()
 
 
@@ -155,7 +155,10 @@ class _Work:
                 over -= v.need_nbytes
 
     def place(self, wanted: View) -> bool:
-        """Load it, or make room for it; False: it has to wait."""
+        """Load it, or make room for it. False: room is being made, and what is free is a part of it.
+
+        Where nothing can go yet, those that fit beside what is loaded need not wait with it.
+        """
         lacking = wanted.need_nbytes - min(self._room.budget_nbytes - self._held, self._free)
         if lacking <= 0:
             self._load.append(wanted.name)
@@ -163,17 +166,16 @@ class _Work:
             self._free -= wanted.need_nbytes
             return True
         lacking -= self._freed()
-        if lacking > 0:
-            self._make_room(wanted, lacking)
-        return False
+        return lacking > 0 and not self._make_room(wanted, lacking)
 
-    def _make_room(self, wanted: View, lacking: float) -> None:
+    def _make_room(self, wanted: View, lacking: float) -> bool:
+        """Whether there will be enough, as soon as those that are told to go have gone."""
         ready = [v for v in self._idle() if self._may_go_at(v, wanted) <= self._now]
         chosen = _enough(ready, lacking)
         if chosen is not None:
             for v in chosen:
                 self._send_off(v, "room")
-            return
+            return True
         # Not yet: those whose turn is over take no more requests, if that will be enough.
         others = [v for v in self._models if self._could_go(v) and v not in ready]
         over = [v for v in others if self._turn_ends_at(v, wanted) <= self._now]
@@ -192,6 +194,7 @@ class _Work:
             self.look(self._turn_ends_at(v, wanted))
             if self._is_contested(wanted):
                 self._note_contest(wanted, v)
+        return chosen is not None
 
     def _idle(self) -> list[View]:
         found = [v for v in self._models if self._could_go(v) and v.is_idle]
