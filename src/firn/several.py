@@ -64,7 +64,8 @@ class FleetConfig:
     )
     aliases: tuple[str, ...] = option(
         (),
-        "Another name of a model: fast=my-model; repeat it for several.",
+        "Another name of a model: fast=my-model, or claude-haiku-*=my-model for every name that "
+        "begins so; repeat it for several.",
         flag="--alias",
         env="FIRN_ALIASES",
         metavar="NAME=MODEL",

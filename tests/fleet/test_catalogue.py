@@ -40,7 +40,12 @@ def test_names_aliases_and_the_default(tmp_path: Path) -> None:
         '[models.big]\npath = "org/Big-8bit"\naliases = ["main"]\npinned = true\n[models.small]\n'
     )
     catalogue = Catalogue(
-        made(tmp_path, file, "org/First", fleet__aliases=["fast=small", "best=main"])
+        made(
+            tmp_path,
+            file,
+            "org/First",
+            fleet__aliases=["fast=small", "best=main", "claude-haiku-*=fast"],
+        )
     )
     assert [spec.name for spec in catalogue] == ["First", "big", "small"]
     for name in ("First", "org/First", "", "gpt-4o", "claude-x", "First:latest"):
@@ -52,6 +57,7 @@ def test_names_aliases_and_the_default(tmp_path: Path) -> None:
         assert found is not None
         assert (found.name, found.pinned) == ("big", True)
     assert catalogue.find("fast").name == "small"  # type: ignore[union-attr]
+    assert catalogue.find("claude-haiku-4-5").name == "small"  # type: ignore[union-attr]
     assert catalogue.find("nobody") is None
     assert catalogue.aliases_of(catalogue.find("big")) == ("main", "best")  # type: ignore[arg-type]
 

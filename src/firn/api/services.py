@@ -83,6 +83,8 @@ class Services:
     quotas: Quotas = field(default_factory=Quotas)
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
+    any_name: bool = False
+    """Whoever sends requests here has found out that they are meant for this model."""
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
     soften_schema: Callable[[Mapping[str, Any]], Softened] = Softened
     infill: Infill | None = None
@@ -98,7 +100,7 @@ class Services:
         """Whether a request for this model is answered. Agents ask for OpenAI's and Anthropic's
         models by name, several of them at that: whatever is served answers."""
         known = {self.engine.model.name, *self.model_aliases}
-        return name in known or name.startswith(STAND_INS)
+        return self.any_name or name in known or name.startswith(STAND_INS)
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound. "" is whatever is served."""

@@ -14,6 +14,8 @@ from firn.config import OPTIONS, SECTIONS, Config
 from firn.core import duration
 from firn.core.errors import SetupError
 
+EVERY = "*"
+"""At the end of an alias: every name that begins so."""
 TAG = ":latest"
 """What Ollama's clients put behind a name."""
 
@@ -99,6 +101,9 @@ class Catalogue:
             spec = specs.get(known) or specs.get(self._aliases.get(known, ""))
             if spec is not None:
                 return spec
+        for pattern, model in self._aliases.items():
+            if pattern.endswith(EVERY) and name.startswith(pattern.removesuffix(EVERY)):
+                return specs.get(model)
         return None
 
     def aliases_of(self, spec: ModelSpec) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class Child(Protocol):
 
 
 Hear = Callable[[Message], None]
-Launch = Callable[[ModelSpec, Path, tuple[str, ...], Hear], Any]
+Launch = Callable[[ModelSpec, Path, Hear], Any]
 """An awaitable Child; `Hear` is called with each of its messages, on the asyncio thread."""
 
 
@@ -101,7 +101,6 @@ COMMAND = (sys.executable, "-m", "firn.fleet.worker")
 async def launch(
     spec: ModelSpec,
     socket: Path,
-    aliases: tuple[str, ...],
     hear: Hear,
     *,
     command: Sequence[str] = COMMAND,
@@ -124,6 +123,5 @@ async def launch(
         os.close(writing)
     child = Process(process, socket)
     child.follow(reading, hear)
-    order = {"config": json.loads(to_json(spec.config)), "socket": str(socket), "aliases": aliases}
-    child.tell(order)
+    child.tell({"config": json.loads(to_json(spec.config)), "socket": str(socket)})
     return child

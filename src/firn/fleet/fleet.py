@@ -230,7 +230,7 @@ class Fleet:
                 self._heard(model, message)
 
         try:
-            child = await self._launch(spec, socket, self.catalogue.aliases_of(spec), hear)
+            child = await self._launch(spec, socket, hear)
         except OSError as e:
             self._failed(model, f"its process cannot be started: {e.strerror or e}")
             return

@@ -151,7 +151,8 @@ class Relay:
         try:
             id = str(scope["path_params"]["response_id"])
             name = self._responses.get(id.rpartition("_")[2])
-            if name is None:
+            # A model that has left took its responses along: nothing is loaded for them.
+            if name is None or self._fleet.peek(self.find(name)) is None:
                 raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
             nothing = Wanted(name, None, None, {})
             call = _Call(self, self.find(name), scope, b"", nothing)

@@ -211,11 +211,11 @@ def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
             "status": "ok",
             "version": __version__,
             "model": fleet.catalogue.default.name,
-            "models": {m.spec.name: _state(m) for m in fleet.models.values()},
             "draining": relay.draining,
         }
         # Where callers have keys, how busy the server is tells each of them what others do.
         if exchange_of(request.scope).caller.operator or not keys.required:
+            shown["models"] = {m.spec.name: _state(m) for m in fleet.models.values()}
             shown["calls"] = relay.n_calls
             shown["waiting"] = sum(len(m.waiters) for m in fleet.models.values())
         return shown

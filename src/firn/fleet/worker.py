@@ -119,7 +119,7 @@ def main() -> int:
         return leave(1)
     path = Path(order["socket"])
     try:
-        code = uvloop.run(_run(server, _services(server, config, order), path, prompts, link))
+        code = uvloop.run(_run(server, _services(server, config), path, prompts, link))
     finally:
         server.close()
     if link.orphaned:  # the last one out: nobody else clears up
@@ -149,16 +149,15 @@ def _progress(link: Link, spec: ModelSpec) -> Iterator[None]:
         thread.join()
 
 
-def _services(server: app.Server, config: Config, order: Mapping[str, Any]) -> Services:
+def _services(server: app.Server, config: Config) -> Services:
     """The server's, for callers whom the front vouches for."""
-    services = server.services
     return replace(
-        services,
+        server.services,
         keys=VouchedKeys(
             config.server.api_keys, admin=config.server.admin_keys, share=config.cache.share_cache
         ),
         hosts=Hosts((EVERY,)),
-        model_aliases=services.model_aliases | frozenset(order["aliases"]),
+        any_name=True,
     )
 
 
