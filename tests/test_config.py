@@ -45,6 +45,10 @@ def values_of(item: Option) -> st.SearchStrategy[Any]:
         one = word.map(lambda name: Path("/srv") / name)
     elif item.metavar == "JSON":
         one = word.map(lambda name: json.dumps({name: 1}))
+    elif item.metavar == "TIME":
+        one = st.integers(-1, 10**6).map(lambda n: f"{n}m")
+    elif item.metavar == "NAME=MODEL":
+        one = word.map(lambda name: f"{name}=m")
     elif item.metavar == "ORIGIN":
         one = word.map(lambda name: f"https://{name}")
     else:

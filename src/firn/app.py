@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import platform
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from firn import __version__, named
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
-from firn.api.connections import ConnectionLimits, Connections, http_config
+from firn.api.connections import http_config
 from firn.api.hosts import Hosts, machine_names
 from firn.api.mailroom import Mailroom
 from firn.api.quotas import KeyLimits, Quotas
@@ -39,13 +38,14 @@ from firn.cache.seal import load_seal
 from firn.cache.tiers import TierOptions, discover
 from firn.config import CacheConfig, Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
-from firn.core.ports import Pictures, PrefixCache
+from firn.core.ports import Pictures, PrefixCache, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
 from firn.defaults import of_model
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.leaving import leave, no_later_than
+from firn.listening import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
 from firn.machine import raise_descriptor_limit
 from firn.media.documents import Documents
@@ -57,9 +57,11 @@ from firn.models.cpu.threads import Threads
 from firn.models.grammar import Compiler
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
+from firn.models.recognise import score_of
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.weight_memory import WeightMemory
+from firn.text import rerank
 from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
@@ -75,8 +77,6 @@ FLUSH_S = 15.0
 STOP_S = 10.0
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """When a process that was told to stop is ended, if it has not ended by itself."""
-RESERVED_FILES = 64
-"""Descriptors that are never connections: records being read and written, logs, the model."""
 MIB, GIB = 1 << 20, 1 << 30
 MIN_CAPACITY_NBYTES = 256 * MIB
 
@@ -85,8 +85,8 @@ def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
-    sock = _bind(config.server.host, config.server.port)
-    prompts = _warm_prompts(config)
+    sock = bind(config.server.host, config.server.port)
+    prompts = warm_prompts(config)
     server = build(config)
     try:
         code = uvloop.run(_run(server, sock, prompts))
@@ -95,7 +95,7 @@ def serve(config: Config) -> int:
     return leave(code)
 
 
-def _warm_prompts(config: Config) -> list[GenerateRequest]:
+def warm_prompts(config: Config) -> list[GenerateRequest]:
     path = config.cache.warm_prompts
     return [] if path is None else warm.read(path, config.sampling.defaults())
 
@@ -176,6 +176,7 @@ def build(config: Config) -> Server:
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
+        reranker=_reranker(folder, name, tokenizer) if model.generates else None,
         fetch_images=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
@@ -253,6 +254,13 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
         n_dims=found.n_dims,
         max_tokens=found.max_tokens,
     )
+
+
+def _reranker(folder: Path, name: str, tokenizer: Tokenizer) -> rerank.Reranker | None:
+    found = rerank.detect(f"{name} {folder.name}", tokenizer, score_of(folder))
+    if found is not None:
+        log.info("%s reranks documents (/v1/rerank)", name)
+    return found
 
 
 def _model_folder(config: Config) -> Path:
@@ -467,32 +475,11 @@ def _flushing(n_left: int, nbytes_left: int) -> None:
 # --- running -------------------------------------------------------------------------------
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded: an address in use is a matter of one line."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as e:
-        sock.close()
-        raise SetupError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
-    return sock
-
-
-class _Uvicorn(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after a clean stop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRequest]) -> int:
-    web = _Uvicorn(
+    web = Uvicorn(
         http_config(
             create_app(server.services),
-            _connections(),
+            connections(),
             lifespan="off",
             timeout_graceful_shutdown=int(DRAIN_S) + 2,
         )
@@ -510,28 +497,15 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    watch = asyncio.create_task(_watch(server, web))
+    watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
-    host, port = sock.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    model = server.engine.model
-    log.info("firn %s serves %s at http://%s:%d/v1", __version__, model.name, shown, port)
+    log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
     await web.serve(sockets=[sock])
-    watch.cancel()
+    watching.cancel()
     return 1 if server.died else 0
 
 
-def _connections() -> Connections:
-    """As many as there are descriptors, less what the cache and the model's files take."""
-    limits = ConnectionLimits()
-    n_files = raise_descriptor_limit()
-    n_open = n_files - max(RESERVED_FILES, n_files // 4) - limits.n_spare
-    n_open = max(n_open, 16)
-    limits = replace(limits, max_open=n_open, max_heads=min(limits.max_heads, n_open // 2))
-    return Connections(limits)
-
-
-async def _watch(server: Server, web: uvicorn.Server) -> None:
+async def watch(server: Server, web: uvicorn.Server) -> None:
     """An engine that died takes the process down, so that a supervisor starts a new one."""
     while not server.died:
         await asyncio.sleep(0.2)

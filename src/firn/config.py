@@ -21,6 +21,7 @@ from typing import Any, Literal, NoReturn, get_type_hints
 from firn.core.errors import SetupError
 from firn.defaults import ModelDefaults, SamplingConfig
 from firn.options import BadValue, Option, option, options_of
+from firn.several import FleetConfig, ModelTable, read_tables
 
 BUILTIN_MODEL = "firn-demo"
 CONFIG_ENV = "FIRN_CONFIG"
@@ -347,7 +348,10 @@ class Config:
     sampling: SamplingConfig = SamplingConfig()
     cache: CacheConfig = CacheConfig()
     images: ImagesConfig = ImagesConfig()
+    fleet: FleetConfig = FleetConfig()
     log: LogConfig = LogConfig()
+    tables: tuple[ModelTable, ...] = ()
+    """The file's [models.NAME]."""
     origins: Mapping[str, Origin] = field(
         default_factory=lambda: types.MappingProxyType({}), repr=False, compare=False
     )
@@ -360,11 +364,16 @@ class Config:
     def origin(self, key: str) -> Origin:
         return self.origins.get(key, DEFAULT)
 
+    @property
+    def several(self) -> bool:
+        """Whether models are to share an address; otherwise one process serves one model."""
+        return bool(self.tables) or any(key.startswith("fleet.") for key in self.origins)
+
 
 SECTIONS: Mapping[str, type] = {
     item.name: get_type_hints(Config)[item.name]
     for item in fields(Config)
-    if item.name != "origins"
+    if item.name not in ("tables", "origins")
 }
 OPTIONS: tuple[Option, ...] = tuple(
     item for section, cls in SECTIONS.items() for item in options_of(section, cls)
@@ -391,8 +400,9 @@ def load(
     if file is None and environ.get(CONFIG_ENV, "").strip():
         file = Path(os.path.expanduser(environ[CONFIG_ENV].strip()))
     given: Given = {}
+    tables: tuple[ModelTable, ...] = ()
     if file is not None:
-        given |= _from_file(file)
+        given, tables = _from_file(file)
     given |= _from_environ(environ)
     given |= _from_flags(flags, flag_names or {})
     _add_key_file(given)
@@ -402,7 +412,9 @@ def load(
             values[item.section][item.name] = given[item.key][0]
     origins = types.MappingProxyType({key: origin for key, (_, origin) in given.items()})
     return Config(
-        **{section: cls(**values[section]) for section, cls in SECTIONS.items()}, origins=origins
+        **{section: cls(**values[section]) for section, cls in SECTIONS.items()},
+        tables=tables,
+        origins=origins,
     )
 
 
@@ -424,7 +436,7 @@ def with_model(config: Config, found: ModelDefaults) -> Config:
     )
 
 
-def _from_file(path: Path) -> Given:
+def _from_file(path: Path) -> tuple[Given, tuple[ModelTable, ...]]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -433,9 +445,10 @@ def _from_file(path: Path) -> Given:
         raise SetupError(f"{path}: is not valid TOML: {error}") from error
     known = {item.key: item for item in OPTIONS}
     given: Given = {}
+    models = read_tables(path, tables.pop("models", {}), OPTIONS)
     for section, table in tables.items():
         if section not in SECTIONS:
-            _unknown(path, section, SECTIONS)
+            _unknown(path, section, [*SECTIONS, "models"])
         if not isinstance(table, dict):
             raise SetupError(f"{path}: {section} is not a table: write [{section}]")
         for name, value in table.items():
@@ -447,7 +460,7 @@ def _from_file(path: Path) -> Given:
             except BadValue as problem:
                 raise SetupError(f"{path}: {key}: {problem}") from None
             given[key] = (value, Origin("file", str(path)))
-    return given
+    return given, models
 
 
 def _unknown(path: Path, key: str, known: Iterable[str]) -> NoReturn:

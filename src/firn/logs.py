@@ -18,23 +18,25 @@ _NO_NEW_LINES = str.maketrans({"\n": "\\n", "\r": "\\r"})
 class LineFormatter(logging.Formatter):
     """`2025-03-01 12:00:00 INFO    engine.loop: text`; a text never spans two lines.
 
-    Texts may hold what a client sent, and a client must not be able to forge a line.
+    Texts may hold what a client sent, and a client must not be able to forge a line. With a tag:
+    `engine.loop[tag]: text`, of a process that is one of several.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tag: str | None = None) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+        self._tag = f"[{tag}]" if tag else ""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         shown = logging.makeLogRecord(record.__dict__)
-        shown.name = record.name.removeprefix("firn.")
+        shown.name = record.name.removeprefix("firn.") + self._tag
         shown.message = record.message.translate(_NO_NEW_LINES)
         return super().formatMessage(shown)
 
 
-def configure(level: LogLevel, *, stream: TextIO | None = None) -> None:
+def configure(level: LogLevel, *, stream: TextIO | None = None, tag: str | None = None) -> None:
     """Send the process's logs to `stream` (stderr). Hand uvicorn `log_config=None`."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(LineFormatter())
+    handler.setFormatter(LineFormatter(tag))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("firn").setLevel(level.upper())
     for name in ("uvicorn", "uvicorn.error"):  # whatever was set before: warnings and worse

@@ -125,12 +125,14 @@ def said(client: Any, given: dict[str, Any]) -> str:
 
 def test_the_thinking_budget_is_a_default() -> None:
     for dialect in discover(Defaults(thinking_budget=7)):
-        if dialect.path == "/v1/completions":
+        if dialect.path in ("/v1/completions", "/api/generate"):
             continue
         body: dict[str, Any] = {"input": "hi"} if "responses" in dialect.path else {"messages": HI}
         (request,) = dialect.decode(body, namespace=SHARED).requests
         assert request.reasoning.budget_tokens == 7
     own = {"messages": HI, "thinking_budget": 3}
-    chat = next(d for d in discover(Defaults(thinking_budget=7)) if "chat" in d.path)
+    chat = next(
+        d for d in discover(Defaults(thinking_budget=7)) if d.path == "/v1/chat/completions"
+    )
     (request,) = chat.decode(own, namespace=SHARED).requests
     assert request.reasoning.budget_tokens == 3

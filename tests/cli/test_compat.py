@@ -77,11 +77,14 @@ def test_another_name_sets_the_option(flag: str) -> None:
     result, config = serve(*words(flag))
     assert (result.exit_code, result.output) == (0, "")
     assert config is not None
-    assert str(config.get(fate.key)) == vllm_mlx.OPTIONS[flag]
+    given = vllm_mlx.OPTIONS[flag]
+    assert given is not None
+    assert config.get(fate.key) == BY_FLAG[FLAGS[fate.key]].parse_flag(given)
     assert config.origin(fate.key).where == flag
     wrong, _ = serve(flag, "many")
     assert wrong.exit_code == 2
-    assert wrong.output == f"firn: {flag}: 'many' is not a whole number\n"
+    assert wrong.output.startswith(f"firn: {flag}: 'many' ")
+    assert wrong.output.count("\n") == 1
     if fate.unset is not None:
         _, config = serve(flag, fate.unset)
         assert config is not None

@@ -17,14 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from firn.core.errors import SetupError
-from firn.models.loader import (
-    DEFAULT_CONTEXT,
-    context_length,
-    load,
-    load_tokenizer,
-    read_config,
-    resolve,
-)
+from firn.models.loader import load, load_tokenizer, read_config, resolve
+from firn.models.recognise import DEFAULT_CONTEXT, context_length
 from tests.zoo import VOCAB_SIZE, build, write_folder
 
 PROMPT = [[20, 30, 40, 50]]

@@ -183,7 +183,23 @@ def for_responses(items: list[Item]) -> dict[str, Any]:
     return {"input": found, "tools": [tool]}
 
 
+def for_ollama(items: list[Item]) -> dict[str, Any]:
+    """As the chat's, without ids."""
+    body = for_chat(items)
+    for message in body["messages"]:
+        message["thinking"] = message.pop("reasoning", None)
+        if message["role"] == "developer":
+            message["role"] = "system"
+        if message.pop("tool_call_id", None) is not None:
+            message["tool_name"] = "look"
+        for call in message.get("tool_calls") or ():
+            del call["id"], call["type"]
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return body
+
+
 BODIES = {
+    "/api/chat": for_ollama,
     "/v1/chat/completions": for_chat,
     "/v1/messages": for_messages,
     "/v1/responses": for_responses,
@@ -191,7 +207,7 @@ BODIES = {
 
 
 def test_every_dialect_of_chats_is_here() -> None:
-    assert set(BODIES) == {d.path for d in discover()} - {"/v1/completions"}
+    assert set(BODIES) == {d.path for d in discover()} - {"/v1/completions", "/api/generate"}
 
 
 # --- the property --------------------------------------------------------------------------

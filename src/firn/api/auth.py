@@ -68,6 +68,11 @@ class Keys:
         return self._required
 
     @property
+    def has_admin(self) -> bool:
+        """Whether there is an operator with a key."""
+        return self._has_admin
+
+    @property
     def private(self) -> bool:
         """Whether callers have namespaces of their own."""
         return self.required and not self._share

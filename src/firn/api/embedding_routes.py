@@ -27,14 +27,38 @@ PIECE_TOKENS = 4096
 
 
 def embedding_routes(services: Services) -> tuple[Extra, ...]:
-    async def embed(asked: Asked) -> Mapping[str, Any]:
+    async def answer(asked: Asked) -> Mapping[str, Any]:
         return await _answer(services, Fields(asked.body))
 
-    return (Extra("POST", "/v1/embeddings", "Texts as vectors", embed, _SCHEMA, computes=True),)
+    return (Extra("POST", "/v1/embeddings", "Texts as vectors", answer, _SCHEMA, computes=True),)
 
 
 async def _answer(services: Services, body: Fields) -> dict[str, Any]:
     services.check_model(body.string("model") or "")
+    form = body.get("encoding_format")
+    if form is not None:
+        form = fields.one_of(form, "encoding_format", ("float", "base64"))
+    truncate = body.boolean("truncate", False)
+    vectors, n_tokens = await embed(services, body, truncate=truncate)
+    return {
+        "object": "list",
+        "model": services.engine.model.name,
+        "data": [
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": _packed(vector) if form == "base64" else vector,
+            }
+            for i, vector in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+    }
+
+
+async def embed(
+    services: Services, body: Fields, *, truncate: bool
+) -> tuple[list[list[float]], int]:
+    """The vectors of the body's `input`, and how many tokens that were."""
     embedder = services.embedder
     if embedder is None:
         raise BadRequest(
@@ -42,11 +66,7 @@ async def _answer(services: Services, body: Fields) -> dict[str, Any]:
             "(modules.json, 1_Pooling/config.json).",
             param="model",
         )
-    form = body.get("encoding_format")
-    if form is not None:
-        form = fields.one_of(form, "encoding_format", ("float", "base64"))
     n_dims = body.integer("dimensions", low=1, high=embedder.n_dims)
-    truncate = body.boolean("truncate", False)
     given = body.require("input")
     loop = asyncio.get_running_loop()
     texts = await loop.run_in_executor(
@@ -57,20 +77,7 @@ async def _answer(services: Services, body: Fields) -> dict[str, Any]:
         asked = embedder.embed([texts[i] for i in piece], n_dims=n_dims)
         computed = await asyncio.wrap_future(asked)
         vectors.update(zip(piece, computed, strict=True))
-    n_tokens = sum(map(len, texts))
-    return {
-        "object": "list",
-        "model": services.engine.model.name,
-        "data": [
-            {
-                "object": "embedding",
-                "index": i,
-                "embedding": _packed(vectors[i]) if form == "base64" else vectors[i],
-            }
-            for i in range(len(texts))
-        ],
-        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
-    }
+    return [vectors[i] for i in range(len(texts))], sum(map(len, texts))
 
 
 def _inputs(given: Any) -> list[str | list[int]]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Scope, Send
 
 from firn.api.auth import ANYONE, Caller
-from firn.api.dialects import Dialect, _openai
+from firn.api.dialects import Dialect, _ollama, _openai
 from firn.core.errors import FirnError, TryLater, Unauthorized
 from firn.core.values import Namespace
 
 SCOPE_KEY = "firn.exchange"
+OLLAMA = "/api"
+"""All that lies below is Ollama's."""
 
 RenderError = Callable[[FirnError], dict[str, Any]]
-Headers = list[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 @dataclass(slots=True)
@@ -36,6 +38,8 @@ class Exchange:
     """Taken of the room for bodies."""
     fault: FirnError | None = None
     """Why it was refused, or ended badly."""
+    passed_on: bool = False
+    """Another process has answered it, and logs it."""
 
     @property
     def namespace(self) -> Namespace:
@@ -73,7 +77,10 @@ class Shapes:
     """Which dialect's error body a path gets: that of the dialect it lies below, else OpenAI's."""
 
     def __init__(self, dialects: list[Dialect]) -> None:
-        self._by_path: Mapping[str, RenderError] = {d.path: d.render_error for d in dialects}
+        self._by_path: Mapping[str, RenderError] = {
+            **{d.path: d.render_error for d in dialects},
+            OLLAMA: _ollama.error_object,
+        }
 
     def of(self, path: str) -> RenderError:
         for owner, render in self._by_path.items():

@@ -40,7 +40,7 @@ def add_extra(app: FastAPI, extra: Extra, services: Services, intake: Intake) ->
         with services.quotas.call(own, work, n_requests=0):
             body = await decoded(raw, services.pool, lambda given: given)
             answer = await extra.answer(Asked(own, path, query, body))
-            work.n_computed = int(answer["usage"]["total_tokens"]) if extra.computes else 0
+            work.n_computed = _n_computed(answer) if extra.computes else 0
         if not any(isinstance(v, list) and len(v) > MANY for v in answer.values()):
             return JSONResponse(answer)
         loop = asyncio.get_running_loop()
@@ -57,6 +57,12 @@ def add_extra(app: FastAPI, extra: Extra, services: Services, intake: Intake) ->
         responses=error_responses(),
         openapi_extra=_described(extra),
     )
+
+
+def _n_computed(answer: Mapping[str, Any]) -> int:
+    """As OpenAI's API says it, or as Ollama's does."""
+    usage = answer.get("usage")
+    return int(answer.get("prompt_eval_count", 0) if usage is None else usage["total_tokens"])
 
 
 def _written(answer: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,8 +13,8 @@ from firn.api.body import ClientGone
 from firn.api.exchange import SCOPE_KEY, Exchange, ServerFault, Shapes, exchange_of, send_error
 from firn.api.hosts import Hosts, is_local
 from firn.api.intake import Intake
-from firn.api.metrics import Metrics
 from firn.core.errors import Crowded, FirnError, HostNotAllowed, Unauthorized
+from firn.core.values import Namespace
 
 logger = logging.getLogger("firn.api")
 
@@ -22,6 +23,10 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 CROWDED_KEY = "firn.crowded"
 """Set in the scope of a connection that is one too many: it is for those paths."""
 MAX_WHY_CHARS = 300
+
+
+class RequestCounts(Protocol):
+    def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None: ...
 
 
 class Front:
@@ -35,7 +40,7 @@ class Front:
         app: ASGIApp,
         *,
         shapes: Shapes,
-        metrics: Metrics,
+        metrics: RequestCounts,
         intake: Intake,
         routes: frozenset[str],
     ) -> None:
@@ -49,8 +54,8 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange()
-        scope[SCOPE_KEY] = exchange
+        # One who vouches for the caller has made it already.
+        exchange = scope.setdefault(SCOPE_KEY, Exchange())
         # OpenAI's clients look for the one, Anthropic's for the other.
         tags = [(name, exchange.id.encode()) for name in (b"x-request-id", b"request-id")]
 
@@ -78,7 +83,7 @@ class Front:
         path, known = scope["path"], scope["path"] in self._routes
         route, own = path if known else "other", exchange.caller.own
         self._metrics.count_request(own, route, exchange.status, gone=exchange.gone)
-        quiet = path in OPEN_PATHS or path == "/metrics"
+        quiet = path in OPEN_PATHS or path == "/metrics" or exchange.passed_on
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %s %s %.3fs%s%s%s",

@@ -14,7 +14,7 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
-from firn.api import large_json, sse
+from firn.api import large_json
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
 from firn.api.exchange import (
@@ -31,7 +31,8 @@ from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import MANY_SCORES, Session
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
-from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, TextDelta
+from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, Started, TextDelta
+from firn.core.values import Usage
 
 logger = logging.getLogger("firn.api")
 
@@ -56,7 +57,7 @@ class Generate:
         exchange = exchange_of(scope)
         try:
             call = await self._decode(scope, receive, exchange)
-            await _while_connected(receive, lambda: self._answer(call, exchange, send))
+            await while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
             exchange.fault = error
             await send_error(send, error, self._dialect.render_error)
@@ -80,6 +81,9 @@ class Generate:
             model=self._services.engine.model.name,
             created=int(time.time()),
         )
+        if not call.requests:
+            await _nothing(call, head, send, self._dialect.stream_headers)
+            return
         session = Session(
             self._services,
             call.requests,
@@ -145,7 +149,7 @@ class Generate:
         encoder = call.encoder(head)
         over = False
         try:
-            headers = [*sse.HEADERS, *_said_before(session)]
+            headers = [*self._dialect.stream_headers, *_said_before(session)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for batch in session:
                 frames = await self._services.aside(
@@ -168,6 +172,16 @@ class Generate:
             if not over:
                 encoder.feed([Failed(Cancelled())])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _nothing(call: Call, head: Head, send: Send, own_headers: Headers) -> None:
+    """The reply to a call that asks for nothing but that the model is there."""
+    events: list[Event] = [Started(0), Ended(Usage(0, 0))]
+    if not call.stream:
+        await send_json(send, call.fold(head, events))
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": list(own_headers)})
+    await send({"type": "http.response.body", "body": call.encoder(head).feed(events)})
 
 
 async def _detached(
@@ -200,7 +214,7 @@ def _said_before(session: Session) -> Headers:
     return [(b"x-firn-unenforced", places)] if places else []
 
 
-async def _while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
     """Do the work, and drop it at once when the client hangs up: raises ClientGone."""
 
     async def hung_up() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -20,13 +20,13 @@ MAX_PAGE = 1000
 
 def add_models(app: FastAPI, services: Services) -> None:
     async def models(request: Request) -> dict[str, Any]:
-        listed = [_model_object(services)]
-        return _page(services, listed, request.query_params)
+        listed = [model_object(services)]
+        return page(listed, request.query_params, find=lambda name: _served(services, name))
 
     async def model(model_id: str) -> dict[str, Any]:
         if not services.serves(model_id):
             raise ModelNotFound(model_id, services.engine.model.name)
-        return _model_object(services)
+        return model_object(services)
 
     for method in ("GET", "HEAD"):
         app.add_api_route(
@@ -36,47 +36,60 @@ def add_models(app: FastAPI, services: Services) -> None:
             summary="What is served",
             responses=error_responses(),
             include_in_schema=method == "GET",
-            openapi_extra={"parameters": _PARAMETERS},
+            openapi_extra={"parameters": PARAMETERS},
         )
     missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
     app.add_api_route("/v1/models/{model_id:path}", model, summary="One model", responses=missing)
 
 
-def _page(
-    services: Services, listed: list[dict[str, Any]], query: Mapping[str, str]
+def _served(services: Services, name: str) -> str | None:
+    return services.engine.model.name if services.serves(name) else None
+
+
+def page(
+    listed: list[dict[str, Any]],
+    query: Mapping[str, str],
+    *,
+    find: Callable[[str], str | None],
 ) -> dict[str, Any]:
-    """Anthropic's way of paging: `limit` of them behind after_id, or in front of before_id."""
+    """Anthropic's way of paging: `limit` of them behind after_id, or in front of before_id.
+
+    find: the id of the model that a name stands for; None: there is none.
+    """
     limit = query.get("limit", str(PAGE))
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
         raise InvalidValue("limit", f"must be between 1 and {MAX_PAGE}")
-    after, before = (_place(services, listed, query, name) for name in ("after_id", "before_id"))
+    after, before = (_place(listed, query, name, find) for name in ("after_id", "before_id"))
     if after is not None and before is not None:
         raise InvalidValue("before_id", "cannot be combined with after_id")
     n_wanted = int(limit)
     # after_id: [after + 1, ...) in this order   before_id: [..., before), the last of them
     rest = listed[:before] if after is None else listed[after + 1 :]
-    page = rest[-n_wanted:] if before is not None else rest[:n_wanted]
+    shown = rest[-n_wanted:] if before is not None else rest[:n_wanted]
     return {
         "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(rest) > len(page),
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(rest) > len(shown),
     }
 
 
 def _place(
-    services: Services, listed: list[dict[str, Any]], query: Mapping[str, str], name: str
+    listed: list[dict[str, Any]],
+    query: Mapping[str, str],
+    name: str,
+    find: Callable[[str], str | None],
 ) -> int | None:
     if name not in query:
         return None
-    if not services.serves(query[name]):
+    found = find(query[name])
+    if found is None:
         raise InvalidValue(name, "no such model is served here")
-    served = services.engine.model.name
-    return next(i for i, each in enumerate(listed) if each["id"] == served)
+    return next(i for i, each in enumerate(listed) if each["id"] == found)
 
 
-def _model_object(services: Services) -> dict[str, Any]:
+def model_object(services: Services) -> dict[str, Any]:
     """As OpenAI's clients know it and as Anthropic's do, and what we have to say besides."""
     model, defaults, limits = services.engine.model, services.defaults, services.limits
     born = datetime.fromtimestamp(model.created, tz=UTC)
@@ -100,10 +113,28 @@ def _model_object(services: Services) -> dict[str, Any]:
         "batched": model.batchable,
         "unbatched_why": model.unbatchable_why,
         "sampling_defaults": {name: sampling[name] for name in SAMPLING},
+        "state": "loaded",
+        "bytes": model.weights_nbytes,
+        "capabilities": capabilities(services),
     }
 
 
-_PARAMETERS = [
+def capabilities(services: Services) -> list[str]:
+    """What it can be asked for."""
+    model, template = services.engine.model, services.tokenizer.chat_template
+    can = {
+        "completion": model.generates,
+        "chat": model.generates and template is not None,
+        "vision": model.vision,
+        "tools": model.generates and services.reply_format.tool is not None,
+        "thinking": model.generates and services.reply_format.closing != "",
+        "embeddings": services.embedder is not None,
+        "rerank": services.reranker is not None,
+    }
+    return [name for name, able in can.items() if able]
+
+
+PARAMETERS = [
     {"name": name, "in": "query", "required": False, "schema": schema}
     for name, schema in (
         ("after_id", {"type": "string"}),

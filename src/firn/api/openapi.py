@@ -56,12 +56,13 @@ def error_responses() -> dict[int | str, dict[str, Any]]:
 
 
 def _operation(dialect: Dialect) -> dict[str, Any]:
+    stream = dict(dialect.stream_headers)[b"content-type"].decode().partition(";")[0]
     responses: dict[str, Any] = {
         "200": {
-            "description": "The reply, whole or as server-sent events.",
+            "description": "The reply, whole or as a stream.",
             "content": {
                 "application/json": {"schema": {"type": "object"}},
-                "text/event-stream": {"schema": {"type": "string"}},
+                stream: {"schema": {"type": "string"}},
             },
         },
         **{str(status): response for status, response in error_responses().items()},
@@ -84,7 +85,8 @@ def _error_schema() -> dict[str, Any]:
         "required": ["error"],
         "properties": {
             "error": {
-                "type": "object",
+                "type": ["object", "string"],
+                "description": "A text in Ollama's API, an object in all others.",
                 "required": ["message", "type"],
                 "properties": {
                     "message": {"type": "string"},

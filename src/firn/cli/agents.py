@@ -195,8 +195,8 @@ def _read(model: str, url: str) -> Served:
     """As its folder says, which is what a server would say of it."""
     from firn.demo.builtin import builtin_folder
     from firn.models.inspect import local_folder
-    from firn.models.loader import context_length, read_config
-    from firn.models.recognise import is_vision
+    from firn.models.loader import read_config
+    from firn.models.recognise import context_length, is_vision
 
     folder = builtin_folder(model) or local_folder(model)
     if folder is None:

@@ -32,6 +32,10 @@ class ServerFault(FirnError):
     code = "server_fault"
 
 
+class NoServer(ServerFault):
+    """Nobody is there."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """What a chat asks for; None leaves it to the server."""
@@ -182,6 +186,17 @@ class ChatClient:
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ServerFault(f"{self.url} does not look like an OpenAI-style server.") from error
 
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            response = self._http.post(path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            self._lost(error)
+        if response.status_code == 404 and "There is no POST" in response.text:
+            raise ServerFault(f"{self.url} serves one model, which is always loaded.")
+        self._check(response)
+        found: dict[str, Any] = response.json()
+        return found
+
     def ask(self, turns: Sequence[Turn], *, options: ChatOptions) -> Generator[Piece, None, None]:
         """The reply, piece by piece. Closing the iterator drops the request."""
         body = _body(turns, options)
@@ -212,7 +227,7 @@ class ChatClient:
 
     def _lost(self, error: httpx.HTTPError | httpx.InvalidURL) -> NoReturn:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            raise ServerFault(
+            raise NoServer(
                 f"No server answers at {self.url}; start one with `firn serve` or give --url."
             ) from error
         if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):

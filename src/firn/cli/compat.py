@@ -43,24 +43,20 @@ Fate = Alias | Accepted | Refused
 
 _ONE_TOKEN = "firn does not draft tokens yet: every step computes one token of each reply"
 _SPARSE = "firn does not skip parts of a prompt; a prompt that was read before is not read again"
-_ONE_MODEL = (
-    "firn serves one model: start a server for each, on ports of their own; all may share one "
-    "--ssd-cache-dir"
-)
-_EMBEDDINGS = "serve the embedding model by itself: firn serve EMBEDDING-MODEL --port ..."
+_TABLES = "write a [models.NAME] table for each model in the TOML file of --config"
+_LAZY = "a model is loaded on first use where there are several, or with --keep-alive"
+_EMBEDDINGS = "serve the embedding model beside the other: firn serve MODEL EMBEDDING-MODEL"
+_RERANKER = "serve the reranker beside the other: firn serve MODEL RERANKER"
 _BYTES = "the cache is bounded by bytes: see --cache-memory-mb and --ssd-cache-max-gb"
 _NO_AUDIO = "firn serves no audio: there is nothing to limit"
 
 VLLM_MLX: Mapping[str, Fate] = MappingProxyType(
     {
         # --- several models
-        "--models-config": Refused(_ONE_MODEL, "FILE"),
-        "--memory-budget-gb": Refused(_ONE_MODEL, "X"),
-        "--lazy-load-model": Refused("the model is loaded at start; /ready says when it answers"),
-        "--auto-unload-idle-seconds": Refused(
-            "firn keeps its model loaded; stop the server: what it has read is on the SSD", "X",
-            unless=("0", "0.0"),
-        ),
+        "--models-config": Refused(_TABLES, "FILE"),
+        "--memory-budget-gb": Alias("fleet.model_memory_gb", "X"),
+        "--lazy-load-model": Refused(_LAZY),
+        "--auto-unload-idle-seconds": Alias("fleet.keep_alive", "X", unset="0"),
         # --- batching
         "--continuous-batching": Accepted("continuous batching is always on"),
         "--max-num-seqs": Alias("engine.max_concurrency"),
@@ -125,7 +121,7 @@ VLLM_MLX: Mapping[str, Fate] = MappingProxyType(
             "texts are not cut: one that is too long is a 400", "truncate|error",
             unless=("error",),
         ),
-        "--rerank-model": Refused("firn does not rerank", "MODEL"),
+        "--rerank-model": Refused(_RERANKER, "MODEL"),
         # --- the rest
         "--enable-metrics": Accepted("/metrics is always there"),
     }

@@ -61,11 +61,11 @@ def doctor(
     if measure and not any(finding.mark == "problem" for finding in findings):
         with console.status("loading and timing the model"):
             findings += time_model(model or BUILTIN_MODEL)
-    _print(findings, console)
+    print_findings(findings, console)
     return int(any(finding.mark == "problem" for finding in findings))
 
 
-def _print(findings: list[Finding], console: Console) -> None:
+def print_findings(findings: list[Finding], console: Console) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(width=1)

@@ -24,16 +24,20 @@ def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> in
             "--api-key or --api-key-file would restrict it",
             err=True,
         )
-    return (start or _app())(config)
+    return (start or _app(config))(config)
 
 
-def _app() -> Callable[[Config], int]:
-    """The composition root. Importing it imports MLX, which may not be there."""
+def _app(config: Config) -> Callable[[Config], int]:
+    """The composition root. Importing that of one model imports MLX, which may not be there."""
     if most_descriptors() < MLX_LM_FILES:
         raise SetupError(
             f"mlx-lm needs a limit of {MLX_LM_FILES} open files, and this user's is "
             f"{most_descriptors()}; raise it (ulimit -Hn {MLX_LM_FILES})"
         )
+    if config.several:
+        from firn.fleet.server import serve as front
+
+        return front
     try:
         from firn.app import serve as start
     except ImportError as error:

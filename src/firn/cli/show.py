@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ def show(config: Config, *, as_json: bool) -> int:
             }
             for item in OPTIONS
         }
+        values |= {
+            key: {"value": value, "origin": "file", "flag": None, "env": None}
+            for key, value in _tables(config)
+        }
         print(json.dumps(values, indent=2))
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -43,8 +48,21 @@ def show(config: Config, *, as_json: bool) -> int:
         value = _text(item, config.get(item.key))
         cells = (item.key, value, str(origin), item.env)
         table.add_row(*(Text(cell, style=style) for cell in cells))
+    for key, value in _tables(config):
+        table.add_row(*(Text(cell) for cell in (key, str(value), "file", "")))
     Console(highlight=False).print(table)
     return 0
+
+
+def _tables(config: Config) -> Iterator[tuple[str, Any]]:
+    """What the file says of single models."""
+    for model in config.tables:
+        own = {"path": model.path, "pinned": model.pinned, "aliases": list(model.aliases)}
+        own |= {"keep_alive": model.keep_alive} if model.keep_alive else {}
+        given = {key.split(".")[1]: value for key, value in model.values.items()}
+        for name, value in (own | given).items():
+            shown = str(value) if isinstance(value, Path) else value
+            yield f"models.{model.name}.{name}", shown
 
 
 def _with_its_model(config: Config) -> Config:

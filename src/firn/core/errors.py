@@ -231,6 +231,54 @@ class StepFailed(FirnError):
     code = "generation_failed"
 
 
+# --- several models ------------------------------------------------------------------------
+
+
+class ModelNotReady(TryLater):
+    """It is not loaded, and waiting for it took too long or too many do."""
+
+    status = 503
+    code = "model_not_ready"
+    kind = "server_error"
+
+
+class ModelFailed(TryLater):
+    """It could not be loaded; `retry_after_s` from now it is tried again."""
+
+    status = 503
+    code = "model_failed"
+    kind = "server_error"
+
+    def __init__(self, name: str, why: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(f"The model {name!r} cannot be loaded: {why}", retry_after_s=retry_after_s)
+        self.why = why
+
+
+class ModelDied(TryLater):
+    """Its process ended while it was needed; a new one is started."""
+
+    status = 503
+    code = "model_died"
+    kind = "server_error"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The process of the model {name!r} has ended; it is started again.")
+
+
+class ModelTooLarge(FirnError):
+    """More than all memory that models may have."""
+
+    status = 503
+    code = "insufficient_memory"
+
+    def __init__(self, name: str, need_nbytes: int, budget_nbytes: int) -> None:
+        super().__init__(
+            f"The model {name!r} needs about {need_nbytes / 2**30:.2f} GiB; all models together "
+            f"may take {budget_nbytes / 2**30:.2f} GiB (--model-memory-gb).",
+            param="model",
+        )
+
+
 # --- start-up ------------------------------------------------------------------------------
 
 

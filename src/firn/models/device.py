@@ -28,14 +28,19 @@ class Device:
 
 def device() -> Device:
     """The default device, with MLX set up for a server on it."""
-    found = _describe()
+    found = describe()
     mx.set_cache_limit(int(found.memory_nbytes * ALLOCATOR_SHARE))
     if found.kind == "metal":
         maybe_set_recommended_wired_limit()
     return found
 
 
-def _describe() -> Device:
+def active_nbytes() -> int:
+    """What arrays take right now. From any thread."""
+    return int(mx.get_active_memory())
+
+
+def describe() -> Device:
     if mx.default_device() == mx.Device(mx.cpu):
         return Device("cpu", memory().total)
     info = mx.device_info()
@@ -56,4 +61,4 @@ def free_nbytes(found: Device) -> int:
 
 def allocated_nbytes() -> dict[str, int]:
     """What MLX's allocator holds: in use, and freed but kept for reuse. From any thread."""
-    return {"active": mx.get_active_memory(), "cached": mx.get_cache_memory()}
+    return {"active": active_nbytes(), "cached": mx.get_cache_memory()}

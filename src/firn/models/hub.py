@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +48,32 @@ def folder_of(name: str, rules: HubRules) -> Path:
         raise SetupError(f"{name} could not be fetched from the hub: {_first_line(e)}") from e
 
 
+def fetch_into(name: str, folder: Path, rules: HubRules) -> Path:
+    """The model with this id, in this folder and not in the hub's cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    def fetch() -> Path:
+        snapshot_download(name, local_dir=folder, allow_patterns=mlx_utils.DEFAULT_ALLOW_PATTERNS)
+        return folder
+
+    try:
+        return _retried(name, fetch, rules.retries)
+    except LocalEntryNotFoundError as e:
+        raise SetupError(f"{name}: the hub cannot be reached.") from e
+    except (HfHubHTTPError, OSError, ValueError) as e:
+        raise SetupError(f"{name} could not be fetched from the hub: {_first_line(e)}") from e
+
+
 def _download(name: str, retries: int) -> Path:
+    return _retried(name, lambda: Path(mlx_utils._download(name)), retries)
+
+
+def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
     pause_s = FIRST_PAUSE_S
     for attempt in range(retries + 1):
         try:
-            return Path(mlx_utils._download(name))
+            return fetch()
         except Exception as e:
             if attempt == retries or not _broke_off(e):
                 raise

@@ -21,8 +21,8 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make
 
 from firn.core.errors import SetupError
 from firn.models.foreign import foreign_format
-from firn.models.loader import CONTEXT_KEYS, read_config, tokenizer_fault
-from firn.models.recognise import is_vision
+from firn.models.loader import read_config, tokenizer_fault
+from firn.models.recognise import CONTEXT_KEYS, is_vision
 
 DTYPES = {
     "F64": "float64",

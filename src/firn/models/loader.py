@@ -32,14 +32,13 @@ from firn.models.hub import HubRules, folder_of
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
-from firn.models.recognise import is_vision
+from firn.models.recognise import context_length, is_vision
 from firn.models.selfcheck import batch_fault
 from firn.models.tokenizer import HfTokenizer
 from firn.models.weight_memory import WeightMemory
 
 log = logging.getLogger("firn.models")
 
-DEFAULT_CONTEXT = 32768
 FEATURE_NBYTES = 256 << 20
 LOAD_FAULTS = (Exception, SystemExit)
 """A bad folder raises anything: it may bring code of its own, tokenizers raises bare Exceptions, and
@@ -60,7 +59,6 @@ EMBEDDINGS = frozenset(
      "embedding", "embed_in", "embed"}
 )  # fmt: skip
 """What models call the table of their tokens."""
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,16 +245,6 @@ def _template_of_processor(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError):
         return {}
     return {"chat_template": found} if isinstance(found, str) else {}
-
-
-def context_length(config: Mapping[str, Any]) -> int:
-    """How many tokens the model can attend to, as its configuration says."""
-    for tree in (config, config.get("text_config") or {}):
-        for key in CONTEXT_KEYS:
-            value = tree.get(key)
-            if isinstance(value, int) and value > 0:
-                return value
-    return DEFAULT_CONTEXT
 
 
 def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:

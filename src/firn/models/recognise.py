@@ -1,8 +1,10 @@
-"""Is this a vision checkpoint? Read from config.json alone, before any weight and without mlx-vlm."""
+"""What config.json alone tells of a model, before any weight and without MLX: pictures, its context."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 TOWER_KEYS = (
@@ -21,6 +23,9 @@ BY_NAME = frozenset(
 )  # fmt: skip
 """Families whose configuration need not mention a tower."""
 
+DEFAULT_CONTEXT = 32768
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
 
 def is_vision(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint takes pictures."""
@@ -32,3 +37,25 @@ def is_vision(config: Mapping[str, Any]) -> bool:
     if str(config.get("model_type", "")).lower() in BY_NAME:
         return True
     return any(config.get(key) for key in (*TOWER_KEYS, *FLAT_KEYS))
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """How many tokens the model can attend to, as its configuration says."""
+    for tree in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            value = tree.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return DEFAULT_CONTEXT
+
+
+def score_of(folder: Path) -> Mapping[str, Any] | None:
+    """What a reranker's folder says of its score, if it does: which two tokens are compared."""
+    for path in sorted(folder.glob("*LogitScore/config.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return None

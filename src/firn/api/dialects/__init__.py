@@ -52,7 +52,8 @@ class Call(Protocol):
 
     @property
     def requests(self) -> tuple[GenerateRequest, ...]:
-        """Run side by side; the choices of the second are numbered after those of the first."""
+        """Run side by side; the choices of the second are numbered after those of the first. None
+        at all: the reply says that the model is there."""
         ...
 
     @property
@@ -112,6 +113,8 @@ class Dialect(Protocol):
     """POST here."""
     summary: str
     tool_id_prefix: str
+    stream_headers: tuple[tuple[bytes, bytes], ...]
+    """Of a reply that is a stream."""
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> Call:
         """Raises InvalidValue and other BadRequests. `namespace`: the caller's own, as in Asked."""

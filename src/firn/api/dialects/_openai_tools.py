@@ -43,10 +43,7 @@ def offer(body: Fields) -> Offer:
     custom: set[str] = set()
     for i, value in enumerate(fields.array(given, "tools", high=MAX_TOOLS)):
         tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
-        kinds = ("function", "custom")
-        kind = fields.one_of(tool.require("type"), tool.name("type"), kinds)
-        path = tool.name(kind)
-        inner = Fields(fields.mapping(tool.require(kind), path), path)
+        kind, inner = _inner(tool, ("function", "custom"))
         if kind == "custom":
             tools.append(replace(custom_tool(inner, wrapped=True), param=tool.path))
             custom.add(tools[-1].name)
@@ -54,6 +51,25 @@ def offer(body: Fields) -> Offer:
             tools.append(_function(inner, tool.path))
     choice = _choice(body, tuple(tools), parallel=parallel)
     return Offer(tuple(tools), choice, frozenset(custom))
+
+
+def functions(body: Fields) -> tuple[Tool, ...]:
+    """`tools` of a dialect that has functions alone, and no say in which are called."""
+    given = body.get("tools")
+    found = []
+    for i, value in enumerate(
+        fields.array([] if given is None else given, "tools", high=MAX_TOOLS)
+    ):
+        tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
+        found.append(_function(_inner(tool, ("function",))[1], tool.path))
+    return tuple(found)
+
+
+def _inner(tool: Fields, kinds: tuple[str, ...]) -> tuple[str, Fields]:
+    """Its kind, and what is said below that name."""
+    kind = fields.one_of(tool.require("type"), tool.name("type"), kinds)
+    path = tool.name(kind)
+    return kind, Fields(fields.mapping(tool.require(kind), path), path)
 
 
 def _function(function: Fields, param: str) -> Tool:

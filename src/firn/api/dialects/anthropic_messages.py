@@ -53,6 +53,7 @@ class AnthropicMessages:
     path = "/v1/messages"
     summary = "Messages, in Anthropic's dialect"
     tool_id_prefix = "toolu_"
+    stream_headers = sse.HEADERS
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults

@@ -38,6 +38,7 @@ class OpenAIChat:
     path = "/v1/chat/completions"
     summary = "Chat, in OpenAI's dialect"
     tool_id_prefix = "call_"
+    stream_headers = sse.HEADERS
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults

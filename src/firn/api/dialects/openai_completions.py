@@ -52,6 +52,7 @@ class OpenAICompletions:
     path = "/v1/completions"
     summary = "Raw completion, in OpenAI's dialect"
     tool_id_prefix = "call_"
+    stream_headers = sse.HEADERS
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from firn.api import sse
 from firn.api.dialects import Asked, Extra, Head, _fields, _openai, _openai_chat
 from firn.api.dialects import _responses_items as items
 from firn.api.dialects._responses_reply import ID_PREFIX, Look, Reply, ResponseEncoder
@@ -39,6 +40,7 @@ class OpenAIResponses:
     path = "/v1/responses"
     summary = "Responses, in OpenAI's dialect"
     tool_id_prefix = "call_"
+    stream_headers = sse.HEADERS
 
     def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
         self._defaults = defaults

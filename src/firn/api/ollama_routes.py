@@ -1,0 +1,209 @@
+"""The rest of Ollama's API: which models there are, what they are like, embeddings.
+
+Models are shown from the same objects as in /v1/models, so a front of several models shows them alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from firn import __version__
+from firn.api.dialects import Asked, Extra
+from firn.api.dialects import _fields as fields
+from firn.api.dialects._fields import Fields
+from firn.api.dialects._ollama import TAG, check_keep_alive, durations
+from firn.api.embedding_routes import embed
+from firn.api.model_routes import model_object
+from firn.api.services import Services
+from firn.core.errors import InvalidValue
+
+SPOKEN = "0.12.0"
+"""The version of Ollama whose API this is: clients ask, and refuse older ones."""
+NEVER = "2318-01-01T00:00:00Z"
+"""When a model expires that stays."""
+CAPABILITIES = {
+    "completion": "completion",
+    "tools": "tools",
+    "thinking": "thinking",
+    "vision": "vision",
+    "embeddings": "embedding",
+}
+"""Of /v1/models, by Ollama's names."""
+
+ModelObject = Mapping[str, Any]
+
+
+def ollama_routes(services: Services) -> tuple[Extra, ...]:
+    """Of a server of one model."""
+
+    def listed() -> list[ModelObject]:
+        return [model_object(services)]
+
+    def find(name: str) -> ModelObject:
+        services.check_model(name)
+        return model_object(services)
+
+    async def embedded(asked: Asked) -> Mapping[str, Any]:
+        return await _embedded(services, Fields(asked.body))
+
+    async def embedded_one(asked: Asked) -> Mapping[str, Any]:
+        return await _embedded_one(services, Fields(asked.body))
+
+    return (
+        *model_routes(listed, find),
+        Extra("POST", "/api/embed", "Texts as vectors", embedded, _EMBED, computes=True),
+        Extra(
+            "POST", "/api/embeddings", "A text as a vector", embedded_one, _PROMPT, computes=True
+        ),
+    )
+
+
+def model_routes(
+    listed: Callable[[], Sequence[ModelObject]], find: Callable[[str], ModelObject]
+) -> tuple[Extra, ...]:
+    """`listed`: all models, as in /v1/models; `find` raises ModelNotFound."""
+
+    async def tags(asked: Asked) -> Mapping[str, Any]:
+        return {"models": [tag(model) for model in listed()]}
+
+    async def running(asked: Asked) -> Mapping[str, Any]:
+        loaded = [model for model in listed() if model["state"] in ("loaded", "draining")]
+        return {"models": [_running(model) for model in loaded]}
+
+    async def show(asked: Asked) -> Mapping[str, Any]:
+        body = Fields(asked.body)
+        name = body.string("model") or body.string("name")
+        if not name:
+            raise InvalidValue("model", "is required")
+        return _shown(find(name.removesuffix(TAG)))
+
+    async def version(asked: Asked) -> Mapping[str, Any]:
+        return {"version": SPOKEN, "firn": __version__}
+
+    return (
+        Extra("GET", "/api/tags", "What is served, for Ollama's clients", tags),
+        Extra("GET", "/api/ps", "What is loaded, for Ollama's clients", running),
+        Extra("GET", "/api/version", "Which of Ollama's APIs this is", version),
+        Extra("POST", "/api/show", "One model, for Ollama's clients", show, _SHOW),
+    )
+
+
+def tag(model: ModelObject) -> dict[str, Any]:
+    name = _tagged(model["id"])
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": model["created_at"],
+        "size": model["bytes"],
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": _details(model),
+    }
+
+
+def _tagged(name: str) -> str:
+    return name if ":" in name else f"{name}{TAG}"
+
+
+def _details(model: ModelObject) -> dict[str, Any]:
+    family = model.get("architecture") or ""
+    return {
+        "parent_model": "",
+        "format": "mlx",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": model.get("dtype") or "",
+    }
+
+
+def _running(model: ModelObject) -> dict[str, Any]:
+    return {
+        **tag(model),
+        "expires_at": model.get("expires_at") or NEVER,
+        "size_vram": model["bytes"],
+        "context_length": model.get("context_length") or 0,
+    }
+
+
+def _shown(model: ModelObject) -> dict[str, Any]:
+    family = model.get("architecture") or "unknown"
+    context = model.get("context_length")
+    info: dict[str, Any] = {"general.architecture": family, "general.basename": model["id"]}
+    if context:
+        info[f"{family}.context_length"] = context
+    sampling = model.get("sampling_defaults") or {}
+    return {
+        "modelfile": "",
+        "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+        "template": "",
+        "modified_at": model["created_at"],
+        "details": _details(model),
+        "model_info": info,
+        "capabilities": [CAPABILITIES[c] for c in model["capabilities"] if c in CAPABILITIES],
+    }
+
+
+# --- embeddings ----------------------------------------------------------------------------
+
+
+async def _embedded(services: Services, body: Fields) -> dict[str, Any]:
+    began_ns = time.perf_counter_ns()
+    services.check_model((body.string("model") or "").removesuffix(TAG))
+    check_keep_alive(body)
+    vectors, n_tokens = await embed(services, body, truncate=body.boolean("truncate", True))
+    took = durations(began_ns, None)
+    return {
+        "model": services.engine.model.name,
+        "embeddings": vectors,
+        "total_duration": took["total_duration"],
+        "load_duration": 0,
+        "prompt_eval_count": n_tokens,
+    }
+
+
+async def _embedded_one(services: Services, body: Fields) -> dict[str, Any]:
+    """As it was before /api/embed."""
+    services.check_model((body.string("model") or "").removesuffix(TAG))
+    check_keep_alive(body)
+    prompt = fields.string(body.require("prompt"), "prompt", empty=False)
+    vectors, n_tokens = await embed(services, Fields({"input": prompt}), truncate=True)
+    return {"embedding": vectors[0], "prompt_eval_count": n_tokens}
+
+
+_MODEL = {"type": ["string", "null"]}
+_KEEP_ALIVE = {"type": ["string", "number", "null"]}
+_SHOW: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"model": _MODEL, "name": _MODEL},
+    "example": {"model": "gpt-oss"},
+}
+_EMBED: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        "model": _MODEL,
+        "input": {
+            "oneOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+            ]
+        },
+        "truncate": {"type": ["boolean", "null"]},
+        "dimensions": {"type": ["integer", "null"], "minimum": 1},
+        "keep_alive": _KEEP_ALIVE,
+    },
+    "example": {"input": "Hello"},
+}
+_PROMPT: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": {
+        "model": _MODEL,
+        "prompt": {"type": "string", "minLength": 1},
+        "keep_alive": _KEEP_ALIVE,
+    },
+    "example": {"prompt": "Hello"},
+}

@@ -1,0 +1,83 @@
+"""`firn doctor` for several models: each by itself, and all of them against the machine's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from firn.cli.doctor import Finding, look_at_machine, print_findings, size
+from firn.config import Config, default_cache_dir
+from firn.core.errors import SetupError
+from firn.fleet.catalogue import Catalogue, ModelSpec
+from firn.fleet.files import check, folder_of
+from firn.fleet.memory import Footprint, Room, estimate, room
+
+GIB = 1 << 30
+
+
+def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:
+    """Prints the findings; 1 when one of them is a problem."""
+    console = Console(highlight=False)
+    findings = [*look_at_machine(cache_dir or default_cache_dir()), *look_at_fleet(config)]
+    print_findings(findings, console)
+    return int(any(finding.mark == "problem" for finding in findings))
+
+
+def look_at_fleet(config: Config, available: Room | None = None) -> Iterator[Finding]:
+    """available: what the machine has, where it is not to be asked."""
+    try:
+        catalogue = Catalogue(config)
+    except SetupError as error:
+        yield Finding("models", error.message, "problem")
+        return
+    now = available or room(int(config.fleet.model_memory_gb * GIB))
+    needs: list[tuple[ModelSpec, Footprint]] = []
+    for spec in catalogue:
+        try:
+            check(spec)
+        except SetupError as error:
+            yield Finding(spec.name, error.message, "problem")
+            continue
+        folder = folder_of(spec)
+        footprint = estimate(folder)
+        needs.append((spec, footprint))
+        yield _one(spec, folder, footprint, now)
+    yield from _together(needs, now)
+
+
+def _one(spec: ModelSpec, folder: Path | None, footprint: Footprint, now: Room) -> Finding:
+    pinned = ", pinned" if spec.pinned else ""
+    if folder is None:
+        return Finding(spec.name, f"{spec.path} is not on this machine yet{pinned}", "note")
+    text = (
+        f"about {size(footprint.nbytes)} while it is loaded, {size(footprint.weights_nbytes)} of it "
+        f"weights{pinned}"
+    )
+    if footprint.nbytes > now.budget_nbytes:
+        text += f": more than the {size(now.budget_nbytes)} that models may take"
+        return Finding(spec.name, text, "problem")
+    return Finding(spec.name, text)
+
+
+def _together(needs: list[tuple[ModelSpec, Footprint]], now: Room) -> Iterator[Finding]:
+    total = sum(footprint.nbytes for _, footprint in needs)
+    pinned = sum(footprint.nbytes for spec, footprint in needs if spec.pinned)
+    budget = f"models may take {size(now.budget_nbytes)}"
+    if pinned > now.budget_nbytes:
+        text = f"the pinned ones need {size(pinned)}; {budget} (--model-memory-gb)"
+        yield Finding("together", text, "problem")
+    elif total > now.budget_nbytes:
+        text = (
+            f"{size(total)}; {budget}: not all are loaded at once, idle ones make room for others"
+        )
+        yield Finding("together", text, "note")
+    else:
+        yield Finding("together", f"{size(total)}; {budget}: all fit at once")
+    largest = max((footprint.nbytes for _, footprint in needs), default=0)
+    if largest > now.free_nbytes:
+        text = (
+            f"{size(int(now.free_nbytes))} is available now, and the largest needs {size(largest)}"
+        )
+        yield Finding("", f"{text}: close something", "note")

@@ -1,0 +1,108 @@
+"""`firn models` and `firn pull`: names, flags and help texts. The work is in models_work.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Guard = Callable[[Callable[..., None]], Callable[..., None]]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[
+    str, typer.Option("--url", help="Address of the server.", envvar="FIRN_URL", metavar="URL")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", help="Key, if the server wants one.", envvar="FIRN_API_KEY", metavar="KEY"
+    ),
+]
+Name = Annotated[str, typer.Argument(help="The model's name.", metavar="NAME")]
+ModelsDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--models-dir",
+        help="A folder of model folders (otherwise the hub's cache).",
+        envvar="FIRN_MODELS_DIR",
+        metavar="DIR",
+    ),
+]
+
+
+def models_app(guarded: Guard) -> typer.Typer:
+    app = typer.Typer(
+        help="See, load, unload and remove models.",
+        no_args_is_help=True,
+        rich_markup_mode="markdown",
+    )
+    commands: dict[str, Callable[..., None]] = {
+        "ls": _ls,
+        "load": _load,
+        "unload": _unload,
+        "rm": _rm,
+    }
+    for name, command in commands.items():
+        app.command(name)(guarded(command))
+    return app
+
+
+def _ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, models_dir: ModelsDir = None) -> None:
+    """List the models of the running server with their states; without one, those on this machine."""
+    from firn.cli.models_work import ls
+
+    raise typer.Exit(ls(url, api_key, models_dir))
+
+
+def _load(
+    name: Name,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(
+            help="How long it stays when nobody uses it: 30m, -1 for ever.", metavar="TIME"
+        ),
+    ] = None,
+) -> None:
+    """Have the running server load a model, and wait until it is loaded."""
+    from firn.cli.models_work import change
+
+    raise typer.Exit(change(name, "load", url, api_key, keep_alive=keep_alive))
+
+
+def _unload(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Have the running server unload a model, once its replies have ended."""
+    from firn.cli.models_work import change
+
+    raise typer.Exit(change(name, "unload", url, api_key))
+
+
+def _rm(
+    name: Name,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    models_dir: ModelsDir = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a model's files from this machine. Asks first; what was cached of its prompts stays."""
+    from firn.cli.models_work import rm
+
+    raise typer.Exit(rm(name, url, api_key, models_dir, yes=yes))
+
+
+def pull(
+    name: Annotated[
+        str, typer.Argument(help="The id of a model on the Hugging Face hub, or smollm2.")
+    ],
+    models_dir: ModelsDir = None,
+    retries: Annotated[
+        int, typer.Option("--download-retries", help="How often a download is taken up again.")
+    ] = 3,
+) -> None:
+    """Download a model, so that serving it needs no network. What is there is not fetched again."""
+    from firn.cli.models_work import pull
+
+    raise typer.Exit(pull(name, models_dir, retries=retries))

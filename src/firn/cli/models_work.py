@@ -1,0 +1,179 @@
+"""What `firn models` and `firn pull` do: ask the running server, or look at this machine's disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from firn.cli.client import ChatClient, NoServer, ServerFault
+from firn.core.errors import SetupError
+from firn.demo.builtin import builtin_folder
+
+GIB, MIB = 1 << 30, 1 << 20
+STYLES = {"loaded": "green", "loading": "yellow", "draining": "yellow"}
+
+
+def ls(url: str, api_key: str | None, models_dir: Path | None) -> int:
+    try:
+        with ChatClient(url, api_key=api_key) as client:
+            _show_served(client.served_models())
+    except NoServer as error:
+        typer.echo(f"firn: {error.message} On this machine:", err=True)
+        _show_local(local_models(models_dir))
+    return 0
+
+
+def _show_served(models: Sequence[Mapping[str, Any]]) -> None:
+    table = _table("model", "state", "size", "context", "until", "can")
+    for model in models:
+        state = str(model.get("state") or "loaded")
+        name = str(model["id"]) + (" *" if model.get("default") else "")
+        until = "pinned" if model.get("pinned") else str(model.get("expires_at") or "")
+        can = ", ".join(model.get("capabilities") or ())
+        cells = [
+            Text(name),
+            Text(state, style=STYLES.get(state, "dim")),
+            Text(_size(int(model.get("bytes") or 0))),
+            Text(str(model.get("context_length") or "")),
+            Text(until),
+            Text(can),
+        ]
+        table.add_row(*cells)
+        if model.get("error"):
+            table.add_row(Text(""), Text(str(model["error"]), style="red"))
+    Console(highlight=False).print(table)
+
+
+def change(
+    name: str, verb: str, url: str, api_key: str | None, *, keep_alive: str | None = None
+) -> int:
+    """verb: load or unload."""
+    body = None if keep_alive is None else {"keep_alive": keep_alive}
+    with ChatClient(url, api_key=api_key) as client:
+        model = client.post(f"/v1/models/{name}/{verb}", body)
+    typer.echo(f"{model['id']} is {model['state']}")
+    return 0
+
+
+# --- on disk -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """revisions: of the hub's cache, by which it is removed there."""
+
+    name: str
+    folder: Path
+    nbytes: int
+    revisions: tuple[str, ...] = ()
+
+
+def local_models(models_dir: Path | None) -> list[LocalModel]:
+    """Those of the folder, or else those of the hub's cache that hold weights."""
+    if models_dir is None:
+        return _hub_models()
+    from firn.fleet.catalogue import folders
+
+    if not models_dir.is_dir():
+        raise SetupError(f"There is no folder {models_dir}.")
+    return [LocalModel(name, folder, _nbytes(folder)) for name, folder in folders(models_dir)]
+
+
+def _hub_models() -> list[LocalModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = []
+    for repo in sorted(repos, key=lambda repo: str(repo.repo_id)):
+        names = {str(file.file_name) for rev in repo.revisions for file in rev.files}
+        if repo.repo_type == "model" and any(name.endswith(".safetensors") for name in names):
+            revisions = tuple(rev.commit_hash for rev in repo.revisions)
+            path = Path(repo.repo_path)
+            found.append(LocalModel(repo.repo_id, path, repo.size_on_disk, revisions))
+    return found
+
+
+def _show_local(models: list[LocalModel]) -> None:
+    table = _table("model", "size", "folder")
+    for model in models:
+        table.add_row(Text(model.name), Text(_size(model.nbytes)), Text(str(model.folder)))
+    Console(highlight=False).print(table)
+
+
+def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes: bool) -> int:
+    if builtin_folder(name):
+        raise SetupError(f"{name} is built in.")
+    found = next((model for model in local_models(models_dir) if model.name == name), None)
+    if found is None:
+        where = f"in {models_dir}" if models_dir else "in the hub's cache"
+        raise SetupError(f"There is no model {name} {where}; `firn models ls` lists them.")
+    _refuse_in_use(name, url, api_key)
+    question = f"Remove {found.name} ({_size(found.nbytes)}, {found.folder})?"
+    if not yes and not typer.confirm(question):
+        typer.echo("Nothing was removed.")
+        return 1
+    if found.revisions:
+        from huggingface_hub import scan_cache_dir
+
+        scan_cache_dir().delete_revisions(*found.revisions).execute()
+    else:
+        shutil.rmtree(found.folder)
+    typer.echo(f"{found.name} is removed: {_size(found.nbytes)} are free again")
+    return 0
+
+
+def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
+    """A server that has it loaded would go on with files that are no longer there."""
+    try:
+        with ChatClient(url, api_key=api_key) as client:
+            served = client.served_models()
+    except ServerFault:
+        return
+    for model in served:
+        state = model.get("state", "loaded")
+        if model["id"] in (name, name.split("/")[-1]) and state != "unloaded":
+            raise SetupError(
+                f"{model['id']} is {state} at {url}; first `firn models unload {model['id']}`."
+            )
+
+
+def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
+    from firn import named
+    from firn.models.hub import HubRules, fetch_into
+
+    rules = HubRules(retries=retries)
+    if models_dir is None:
+        folder = named.resolve(name, rules)
+    else:
+        folder = fetch_into(name, models_dir / name, rules)
+    typer.echo(f"{name} is in {folder} ({_size(_nbytes(folder))})")
+    return 0
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / MIB:.0f} MiB"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

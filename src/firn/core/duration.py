@@ -1,0 +1,34 @@
+"""How long something is kept: "30m", "1h30m", "90", 90; 0 not at all, anything negative for ever."""
+
+from __future__ import annotations
+
+import math
+import re
+
+FOREVER = math.inf
+UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+MAX_S = 10 * 365 * 86400.0
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
+
+
+def seconds(value: object) -> float:
+    """Seconds, FOREVER for what is negative. Raises ValueError; a boolean is no number."""
+    if type(value) in (int, float):
+        return _bounded(float(value))  # type: ignore[arg-type]
+    if type(value) is not str:
+        raise ValueError("must be a number of seconds or a text like '30m'")
+    text = value.strip().lower()
+    if _NUMBER.fullmatch(text):
+        return _bounded(float(text))
+    sign, rest = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    parts = _PART.findall(rest)
+    if not parts or "".join(number + unit for number, unit in parts) != rest:
+        raise ValueError("must be a number of seconds or a text like '30m'")
+    return _bounded(sign * sum(float(number) * UNITS_S[unit] for number, unit in parts))
+
+
+def _bounded(given_s: float) -> float:
+    if math.isnan(given_s):
+        raise ValueError("must be a number of seconds or a text like '30m'")
+    return FOREVER if given_s < 0 or given_s > MAX_S else given_s

@@ -1,0 +1,1 @@
+"""Several models behind one address: a front process, and a child process for each loaded model."""

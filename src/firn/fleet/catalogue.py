@@ -1,0 +1,232 @@
+"""Which models there are, by every name they have. Nothing here is loaded or running."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from firn.api.services import STAND_INS
+from firn.config import OPTIONS, SECTIONS, Config
+from firn.core import duration
+from firn.core.errors import SetupError
+
+EVERY = "*"
+"""At the end of an alias: every name that begins so."""
+TAG = ":latest"
+"""What Ollama's clients put behind a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as it is to be served. config: its child's. keep_alive_s: idle, FOREVER for always."""
+
+    name: str
+    config: Config
+    pinned: bool = False
+    keep_alive_s: float = duration.FOREVER
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return self.config.model.path
+
+
+class Catalogue:
+    """Owner: the front; on the asyncio thread. The models of --models-dir come and go with their
+    folders; the others are as they were at start."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises SetupError."""
+        self._config = config
+        self._folder = config.fleet.models_dir
+        if self._folder is not None and not self._folder.is_dir():
+            raise SetupError(f"--models-dir: there is no folder {self._folder}")
+        self._fixed = _by_name(_named_models(config))
+        self._found: dict[str, ModelSpec] = {}
+        self._aliases: dict[str, str] = {}
+        self.rescan()
+        if not self._specs and self._folder is not None:
+            raise SetupError(f"--models-dir: {self._folder} holds no model folder")
+
+    @property
+    def _specs(self) -> dict[str, ModelSpec]:
+        return {**self._fixed, **self._found}
+
+    def rescan(self) -> None:
+        """Look into --models-dir again."""
+        found: dict[str, ModelSpec] = {}
+        for name, folder in folders(self._folder):
+            known = self._found.get(name)
+            if name not in self._fixed:
+                found[name] = known or _spec(self._config, name, str(folder))
+        self._found = found
+        self._aliases = self._all_aliases()
+
+    def _all_aliases(self) -> dict[str, str]:
+        aliases: dict[str, str] = {}
+        for spec in self._specs.values():
+            aliases |= dict.fromkeys((*spec.aliases, spec.path), spec.name)
+        for entry in self._config.fleet.aliases:
+            alias, _, name = entry.partition("=")
+            if name not in self._specs and name not in aliases and self._folder is None:
+                raise SetupError(f"--alias {entry}: no model is called {name}")
+            aliases[alias] = aliases.get(name, name)
+        return aliases
+
+    def __iter__(self) -> Iterator[ModelSpec]:
+        return iter(self._specs.values())
+
+    @property
+    def default(self) -> ModelSpec:
+        """For requests that name no model, or one of OpenAI's or Anthropic's: the first there is."""
+        return next(iter(self._specs.values()))
+
+    def find(self, name: str) -> ModelSpec | None:
+        """The model that a request means by this name."""
+        found = self._known(name)
+        if found is None and self._folder is not None and name and not name.startswith(STAND_INS):
+            self.rescan()
+            found = self._known(name)
+        if found is None and (not name or name.startswith(STAND_INS)):
+            return self.default
+        return found
+
+    def _known(self, name: str) -> ModelSpec | None:
+        specs = self._specs
+        for known in (name, name.removesuffix(TAG)):
+            spec = specs.get(known) or specs.get(self._aliases.get(known, ""))
+            if spec is not None:
+                return spec
+        for pattern, model in self._aliases.items():
+            if pattern.endswith(EVERY) and name.startswith(pattern.removesuffix(EVERY)):
+                return specs.get(model)
+        return None
+
+    def aliases_of(self, spec: ModelSpec) -> tuple[str, ...]:
+        return tuple(a for a, name in self._aliases.items() if name == spec.name and a != spec.path)
+
+
+def _named_models(config: Config) -> Iterator[ModelSpec]:
+    """Those of the command line first, then those of the tables."""
+    tables = {table.name: table for table in config.tables}
+    listed = list(config.fleet.models)
+    if config.origin("model.path").kind != "default":
+        listed.insert(0, config.model.path)
+    elif not (listed or tables or config.fleet.models_dir):
+        listed = [config.model.path]
+    by_path = {table.path: table.name for table in config.tables}
+    asked = [by_path.get(path, path) for path in listed]
+    own = config.server.served_model_name
+    for i, path in enumerate(asked):
+        if path not in tables:
+            name = own if own and not i else path.rstrip("/").split("/")[-1]
+            yield _spec(config, name, path)
+        else:
+            yield _tabled(config, path)
+    yield from (_tabled(config, name) for name in tables if name not in asked)
+
+
+def _by_name(specs: Iterable[ModelSpec]) -> dict[str, ModelSpec]:
+    found: dict[str, ModelSpec] = {}
+    for spec in specs:
+        other = found.get(spec.name)
+        if other is not None:
+            raise SetupError(
+                f"{other.path} and {spec.path} would both be called {spec.name}; name them in the "
+                "configuration file: [models.NAME] with path = ..."
+            )
+        found[spec.name] = spec
+    return found
+
+
+def _spec(config: Config, name: str, path: str) -> ModelSpec:
+    keep_alive_s = duration.seconds(config.fleet.keep_alive)
+    return ModelSpec(name, child_config(config, name, path), keep_alive_s=keep_alive_s)
+
+
+def _tabled(config: Config, name: str) -> ModelSpec:
+    table = next(table for table in config.tables if table.name == name)
+    keep_alive = table.keep_alive or config.fleet.keep_alive
+    if table.keep_alive is not None and config.origin("fleet.keep_alive").kind in ("env", "flag"):
+        keep_alive = config.fleet.keep_alive
+    return ModelSpec(
+        name,
+        child_config(config, name, table.path, table.values),
+        pinned=table.pinned,
+        keep_alive_s=duration.seconds(keep_alive),
+        aliases=table.aliases,
+    )
+
+
+def folders(root: Path | None) -> Iterator[tuple[str, Path]]:
+    """Model folders in `root`, and one level deeper: owner/name, as other programs keep them."""
+    if root is None:
+        return
+    for folder in _subfolders(root):
+        if (folder / "config.json").exists():
+            yield folder.name, folder
+            continue
+        for inner in _subfolders(folder):
+            if (inner / "config.json").exists():
+                yield f"{folder.name}/{inner.name}", inner
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError:
+        return []
+
+
+# --- a child's settings --------------------------------------------------------------------
+
+
+def child_config(
+    config: Config, name: str, path: str, values: Mapping[str, Any] | None = None
+) -> Config:
+    """Of one model's process. `values`: those of its table; what a flag or a variable says wins.
+
+    What is kept at the front's door (rates, calls of a key) is not kept again behind it.
+    """
+    mine: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for key, value in (values or {}).items():
+        if config.origin(key).kind not in ("env", "flag"):
+            section, option = key.split(".")
+            mine[section][option] = value
+    mine["server"] |= {
+        "served_model_name": name,
+        "rate_limit": 0,
+        "key_max_concurrency": 0,
+        "key_tokens_per_minute": 0,
+    }
+    mine["model"]["path"] = path
+    sections = {
+        section: replace(getattr(config, section), **given) for section, given in mine.items()
+    }
+    return replace(config, **sections, tables=(), origins=types.MappingProxyType({}))
+
+
+def to_json(config: Config) -> str:
+    """All settings that are not the defaults, as one line. It holds keys: not for argv or logs."""
+    shown: dict[str, Any] = {}
+    for item in OPTIONS:
+        value = config.get(item.key)
+        if value == item.default or item.section == "fleet":
+            continue
+        if isinstance(value, tuple):
+            value = [str(part) if isinstance(part, Path) else part for part in value]
+        shown[item.key] = str(value) if isinstance(value, Path) else value
+    return json.dumps(shown)
+
+
+def from_json(text: str) -> Config:
+    given = json.loads(text)
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for item in OPTIONS:
+        if item.key in given:
+            values[item.section][item.name] = item.accept(given[item.key], base=Path.cwd())
+    return Config(**{section: cls(**values[section]) for section, cls in SECTIONS.items()})

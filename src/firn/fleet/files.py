@@ -1,0 +1,109 @@
+"""What a model's folder tells of it before it is loaded. Reads small files only, and never MLX."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firn.config import converted_dir
+from firn.core.errors import SetupError
+from firn.demo.builtin import builtin_folder
+from firn.fleet.catalogue import ModelSpec
+from firn.models.packaged import PACKAGED, made_folder
+from firn.models.recognise import context_length, is_vision, score_of
+from firn.text.rerank import NAMED
+
+THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """None and empty: the folder does not say, or is not on this machine."""
+
+    architecture: str | None = None
+    context_length: int | None = None
+    capabilities: tuple[str, ...] = ()
+
+
+def folder_of(spec: ModelSpec) -> Path | None:
+    """Where it lies; None: it would have to be fetched or made first."""
+    name = spec.path
+    if name in PACKAGED:
+        return made_folder(PACKAGED[name], converted_dir())
+    if builtin := builtin_folder(name):
+        return builtin
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    return _in_hub_cache(name) if _is_hub_id(name) else None
+
+
+def check(spec: ModelSpec) -> None:
+    """Raises SetupError where there is no such model, and never will be."""
+    name = spec.path
+    if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name)):
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
+        if not (path / "config.json").exists():
+            raise SetupError(f"{name} has no config.json: it is not a model folder.")
+
+
+def _is_hub_id(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") == 1
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # whatever is wrong with it, the model's process will say
+        return None
+
+
+def read_facts(folder: Path | None) -> Facts:
+    if folder is None:
+        return Facts()
+    config = _json(folder / "config.json")
+    if not config:
+        return Facts()
+    judges = NAMED in folder.name.lower() or score_of(folder) is not None
+    pools = (folder / "modules.json").exists() and not judges
+    template = _template(folder)
+    can = {
+        "completion": not pools,
+        "chat": template != "",
+        "vision": is_vision(config),
+        "tools": "tools" in template,
+        "thinking": any(word in template for word in THINKING),
+        "embeddings": pools,
+        "rerank": judges,
+    }
+    return Facts(
+        str(config.get("model_type") or "") or None,
+        context_length(config),
+        tuple(name for name, able in can.items() if able),
+    )
+
+
+def _template(folder: Path) -> str:
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        pass
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = _json(folder / name).get("chat_template")
+        if found:
+            return json.dumps(found)
+    return ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

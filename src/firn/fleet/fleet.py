@@ -1,0 +1,414 @@
+"""The models at work: who is loaded, who waits, who goes. Plans are made in turns.py and carried
+out here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from firn.core.errors import (
+    FirnError,
+    ModelDied,
+    ModelFailed,
+    ModelNotReady,
+    ModelTooLarge,
+    ShuttingDown,
+)
+from firn.core.values import Namespace
+from firn.fleet import memory
+from firn.fleet.catalogue import Catalogue, ModelSpec
+from firn.fleet.child import Child, Launch, Message
+from firn.fleet.memory import Room
+from firn.fleet.model import Lease, Model, Waiter
+from firn.fleet.turns import NEVER, Plan, Reason, Rules, State, make_plan
+
+log = logging.getLogger("firn.fleet")
+
+BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+STEADY_S = 60.0
+"""A process that has lived so long starts its back-off anew."""
+MAX_RESTARTS = 5
+"""In a row, of a model that nobody waits for."""
+END_S = 35.0
+"""For a process that has nothing left to do but to write."""
+
+
+class Fleet:
+    """Owner of all models and their processes, on the asyncio thread. `run` is its one task."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        launch: Launch,
+        folder: Path,
+        *,
+        memory_nbytes: int = 0,
+        max_waiting: int = 256,
+        rules: Rules | None = None,
+        measure: Callable[[int], Room] = memory.room,
+        folder_of: Callable[[ModelSpec], Path | None] = lambda spec: None,
+        charge: Callable[[Namespace, int], None] = lambda own, n_tokens: None,
+    ) -> None:
+        """folder: for the sockets. memory_nbytes: for all models together; 0: by the machine's.
+        charge: is told of tokens that were computed for a caller."""
+        self.catalogue = catalogue
+        self._launch = launch
+        self._folder = folder
+        self._memory_nbytes = memory_nbytes
+        self._max_waiting = max_waiting
+        self._rules = rules or Rules()
+        self._measure = measure
+        self._folder_of = folder_of
+        self._charge = charge
+        self.models: dict[str, Model] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._contests: set[frozenset[str]] = set()
+        self._n_sockets = 0
+        self._device_nbytes: float = math.inf
+        """What the driver lets models have; no process of ours can tell before one has run."""
+        self.room = measure(memory_nbytes)
+        for spec in catalogue:
+            self.model(spec)
+
+    def model(self, spec: ModelSpec) -> Model:
+        """Its record, made where it is new. A folder that was replaced is another model."""
+        found = self.models.get(spec.name)
+        if found is None:
+            footprint = memory.estimate(self._folder_of(spec))
+            found = Model(spec, footprint, self._wake.set, keep_alive_s=spec.keep_alive_s)
+            if spec.pinned:
+                found.wanted_since = time.monotonic()
+            self.models[spec.name] = found
+        return found
+
+    # --- for requests ----------------------------------------------------------------------
+
+    def try_enter(self, model: Model) -> Lease | None:
+        """At once, where it is loaded and takes requests."""
+        if model.state is State.LOADED and not (model.closed or model.unloading):
+            return model.enter()
+        return None
+
+    def peek(self, model: Model) -> Child | None:
+        """Its process, for questions that are no use of it; None where it is not loaded."""
+        return model.child if model.state is State.LOADED else None
+
+    def wait_for(self, model: Model) -> Waiter:
+        """A place in the queue. Raises ModelNotReady, ModelFailed, ModelTooLarge, ShuttingDown."""
+        if self._closing:
+            raise ShuttingDown()
+        now = time.monotonic()
+        if isinstance(model.error, ModelFailed) and now < model.not_before:
+            raise ModelFailed(
+                model.spec.name, model.error.why, retry_after_s=math.ceil(model.not_before - now)
+            )
+        need = model.footprint.nbytes
+        if need > self.room.budget_nbytes:
+            raise ModelTooLarge(model.spec.name, need, self.room.budget_nbytes)
+        if sum(len(m.waiters) for m in self.models.values()) >= self._max_waiting:
+            raise self.not_ready(model, "too many requests wait for models to be loaded")
+        waiter = Waiter(now, asyncio.get_running_loop().create_future())
+        model.waiters.append(waiter)
+        self._wake.set()
+        return waiter
+
+    def leave(self, model: Model, waiter: Waiter) -> None:
+        """Wait no longer. Idempotent, and also for who has been let in since."""
+        if waiter in model.waiters:
+            model.waiters.remove(waiter)
+            self._wake.set()
+        if waiter.lease.done() and not waiter.lease.cancelled() and not waiter.lease.exception():
+            waiter.lease.result().release()
+        waiter.lease.cancel()
+
+    def not_ready(self, model: Model, why: str) -> ModelNotReady:
+        retry_s = max(1, min(math.ceil(model.load_s), 60))
+        return ModelNotReady(
+            f"The model {model.spec.name!r} is not loaded: {why}.", retry_after_s=retry_s
+        )
+
+    async def unload(self, model: Model) -> None:
+        """Once its replies have ended; returns when its memory is free. Pinned ones stay so, and are
+        loaded again when they are asked for."""
+        model.wanted_since = NEVER
+        model.unloading = model.state in (State.LOADING, State.LOADED)
+        if model.state is State.LOADING and model.child is not None:
+            self._fail_waiters(model, self.not_ready(model, "it is being unloaded"))
+            model.child.kill()
+        self._wake.set()
+        if model.state is not State.UNLOADED:
+            await model.over.wait()
+
+    # --- its task --------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until `close`. Whenever something has changed, plan and carry out the plan."""
+        while not self._closing:
+            self._wake.clear()
+            if any(m.waiters or m.wanted_since < NEVER for m in self.models.values()):
+                loop = asyncio.get_running_loop()
+                self.room = await loop.run_in_executor(None, self._measure, self._memory_nbytes)
+            plan = self._plan()
+            self._act(plan)
+            delay = None if plan.look_at == NEVER else max(plan.look_at - time.monotonic(), 0.0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), delay)
+
+    def _plan(self) -> Plan:
+        loading = sum(
+            m.footprint.nbytes for m in self.models.values() if m.state is State.LOADING
+        )  # has not taken all of it yet
+        if not self._memory_nbytes:
+            budget = int(min(self.room.budget_nbytes, self._device_nbytes))
+            self.room = replace(self.room, budget_nbytes=budget)
+        room = replace(self.room, free_nbytes=self.room.free_nbytes - loading)
+        views = [model.view() for model in self.models.values()]
+        return make_plan(views, room, self._rules, now=time.monotonic())
+
+    def _act(self, plan: Plan) -> None:
+        for name in plan.load:
+            self._begin(self.models[name])
+        for name, reason in plan.unload:
+            self._retire(self.models[name], reason)
+        for model in self.models.values():
+            if model.unloading and model.state is State.LOADED and not model.view().n_active:
+                self._retire(model, "asked")
+            was, model.closed = model.closed, model.spec.name in plan.close
+            open = model.state is State.LOADED and not model.unloading
+            if was and not model.closed and open:
+                self._let_in(model)
+        for waiting, staying in plan.contested:
+            pair = frozenset((waiting, staying))
+            if pair not in self._contests:
+                self._contests.add(pair)
+                turn_s = self._rules.turn_s(self.models[staying].view())
+                log.warning(
+                    "%s and %s do not fit together and are both asked for: they take turns of up to "
+                    "%.0f s (--model-memory-gb says how much all models may take)",
+                    staying,
+                    waiting,
+                    turn_s,
+                )
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- loading ---------------------------------------------------------------------------
+
+    def _begin(self, model: Model) -> None:
+        """At once, so that the next plan knows of it."""
+        model.state, model.load_began, model.progress = State.LOADING, time.monotonic(), ""
+        model.wanted_since = NEVER
+        model.over.clear()
+        model.ending.clear()
+        model.computed = {}
+        log.info("loading %s", model.spec.name)
+        self._spawn(self._load(model))
+
+    async def _load(self, model: Model) -> None:
+        spec = model.spec
+        self._n_sockets += 1
+        socket = self._folder / f"{self._n_sockets}.sock"
+        ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+        def hear(message: Message) -> None:
+            if message["event"] in ("ready", "failed") and not ready.done():
+                ready.set_result(message)
+            else:
+                self._heard(model, message)
+
+        try:
+            child = await self._launch(spec, socket, hear)
+        except OSError as e:
+            self._failed(model, f"its process cannot be started: {e.strerror or e}")
+            return
+        model.child = child
+        await asyncio.wait({ready, child.exited}, return_when=asyncio.FIRST_COMPLETED)
+        message: Message = {"event": "failed", "message": _end(child)}
+        if ready.done():
+            message = ready.result()
+        if message["event"] == "failed":
+            child.kill()
+            await child.exited
+            self._failed(model, str(message["message"]))
+            return
+        model.details = message["model"]
+        self._measured(model, message["report"])
+        self._loaded(model, child)
+        code = await asyncio.shield(child.exited)
+        self._ended(model, code)
+
+    def _loaded(self, model: Model, child: Child) -> None:
+        now = time.monotonic()
+        model.load_s = now - model.load_began
+        model.state, model.loaded_at, model.last_used = State.LOADED, now, now
+        model.error, model.progress, model.closed = None, "", False
+        model.n_loads += 1
+        log.info("%s is loaded (%.1f s)", model.spec.name, model.load_s)
+        self._let_in(model)
+        self._share_memory()
+        self._wake.set()
+
+    def _let_in(self, model: Model) -> None:
+        waiters, model.waiters = model.waiters, []
+        for waiter in waiters:
+            if not waiter.lease.done():
+                waiter.lease.set_result(model.enter())
+
+    def _failed(self, model: Model, why: str) -> None:
+        model.state, model.child, model.unloading = State.UNLOADED, None, False
+        model.over.set()
+        retry_s = self._back_off(model)
+        model.error = ModelFailed(model.spec.name, why, retry_after_s=math.ceil(retry_s))
+        log.error("%s cannot be loaded: %s", model.spec.name, why)
+        self._fail_waiters(model, model.error)
+        if model.spec.pinned:
+            model.wanted_since = time.monotonic()
+        self._wake.set()
+
+    def _back_off(self, model: Model) -> float:
+        model.n_failures += 1
+        delay = min(math.ldexp(BACKOFF_S, model.n_failures - 1), MAX_BACKOFF_S)
+        model.not_before = time.monotonic() + delay
+        return delay
+
+    def _fail_waiters(self, model: Model, error: FirnError) -> None:
+        waiters, model.waiters = model.waiters, []
+        for waiter in waiters:
+            if not waiter.lease.done():
+                waiter.lease.set_exception(error)
+
+    # --- while it is loaded ----------------------------------------------------------------
+
+    def _heard(self, model: Model, message: Message) -> None:
+        match message:
+            case {"event": "report", "report": report}:
+                self._measured(model, report)
+            case {"event": "progress", "text": text}:
+                model.progress = str(text)
+            case {"event": "ending"}:
+                model.ending.set()
+
+    def _measured(self, model: Model, report: Mapping[str, Any]) -> None:
+        for own, n_tokens in report["computed"].items():
+            self._charge(Namespace(own), n_tokens - model.computed.get(own, 0))
+            model.computed[own] = n_tokens
+        if report["device"] != "cpu":
+            self._device_nbytes = report["device_memory"]
+        background = max(int(report["calls"]) - model.n_active, 0)
+        before, model.footprint = model.footprint, memory.measured(report, model.footprint)
+        if model.footprint != before or background != model.n_background:
+            model.n_background = background
+            self._share_memory()
+            self._wake.set()
+
+    def _share_memory(self) -> None:
+        """Each may use what the others do not need."""
+        held = [m for m in self.models.values() if m.state is not State.UNLOADED]
+        total = sum(m.footprint.nbytes for m in held)
+        for model in held:
+            if model.state is State.LOADED and model.child is not None:
+                own = model.footprint
+                free = self.room.budget_nbytes - (total - own.nbytes)
+                nbytes = free - own.weights_nbytes - own.process_nbytes
+                model.child.tell({"do": "capacity", "nbytes": max(nbytes, 0)})
+
+    # --- its end ---------------------------------------------------------------------------
+
+    def _retire(self, model: Model, reason: Reason | str) -> None:
+        """It has no replies left; its process writes what it has and ends."""
+        assert model.child is not None
+        log.info("unloading %s: %s", model.spec.name, _REASONS.get(reason, reason))
+        model.state, model.closed = State.DRAINING, False
+        model.n_unloads[reason] = model.n_unloads.get(reason, 0) + 1
+        if reason == "room":
+            model.displaced_at = time.monotonic()
+        model.child.tell({"do": "stop", "drain_s": None})
+        self._spawn(self._see_off(model, model.child))
+
+    async def _see_off(self, model: Model, child: Child) -> None:
+        """A reply that goes on in the background has all the time it needs."""
+        idle = asyncio.ensure_future(model.ending.wait())
+        both: set[asyncio.Future[Any]] = {idle, child.exited}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        await asyncio.wait({child.exited}, timeout=END_S)
+        child.kill()
+
+    def _ended(self, model: Model, code: int) -> None:
+        """The process of a model that was loaded has ended, as it was told to or not."""
+        asked = model.state is State.DRAINING
+        lived_s = time.monotonic() - model.loaded_at
+        model.state, model.child = State.UNLOADED, None
+        model.closed = model.unloading = False
+        model.n_background = 0
+        model.over.set()
+        model.keep_alive_s = model.spec.keep_alive_s
+        if not asked and not self._closing:
+            log.error("the process of %s has ended (%s)", model.spec.name, code_text(code))
+            model.n_failures = 0 if lived_s > STEADY_S else model.n_failures
+            self._back_off(model)
+            model.error = ModelDied(model.spec.name)
+            self._fail_waiters(model, model.error)
+            if model.spec.pinned or model.n_failures <= MAX_RESTARTS:
+                model.wanted_since = time.monotonic()
+        elif asked:
+            model.n_failures, model.not_before = 0, 0.0
+        self._share_memory()
+        self._wake.set()
+
+    def drain(self) -> None:
+        """Load nothing more. Who waits is told so; who is being answered is answered."""
+        self._closing = True
+        self._wake.set()
+        for model in self.models.values():
+            self._fail_waiters(model, ShuttingDown())
+
+    def cut(self) -> None:
+        """Replies that still run end with an error."""
+        for model in self.models.values():
+            if model.child is not None:
+                model.child.tell({"do": "stop", "drain_s": 0.0})
+
+    async def close(self) -> None:
+        """End every process, in bounded time."""
+        self.drain()
+        self.cut()
+        children = [m.child for m in self.models.values() if m.child is not None]
+        if children:
+            await asyncio.wait({child.exited for child in children}, timeout=END_S)
+        for child in children:
+            child.kill()
+        if children:
+            await asyncio.wait({child.exited for child in children}, timeout=5.0)
+        for task in self._tasks:
+            task.cancel()
+
+
+_REASONS: Mapping[str, str] = {
+    "idle": "nobody uses it",
+    "room": "another model needs its place",
+    "asked": "as asked",
+}
+
+
+def _end(child: Child) -> str:
+    return (
+        f"its process has ended ({code_text(child.exited.result())})" if child.exited.done() else ""
+    )
+
+
+def code_text(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

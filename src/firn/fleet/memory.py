@@ -1,0 +1,111 @@
+"""What a model needs while it is loaded, and what there is for all of them together.
+
+Before it was ever loaded, its files tell; then its process does: weights, the most that live
+requests have taken, the least that stored prefixes should have, and what a process takes besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from firn import machine
+
+MIB, GIB = 1 << 20, 1 << 30
+PROCESS_NBYTES = 256 * MIB
+"""Python, MLX and their libraries."""
+RECORDS_FLOOR_NBYTES = 64 * MIB
+"""Of stored prefixes; whatever more there is of them gives way."""
+LIVE_FLOOR_NBYTES = 64 * MIB
+LIVE_SHARE = 0.1
+"""Of the weights: what requests may take, before anything was measured."""
+CONVERSATION_TOKENS = 4096
+"""What a model should at least have room for."""
+HEADROOM_SHARE = 0.1
+"""Of the machine's memory, for everything else on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    weights_nbytes: int
+    live_nbytes: int = LIVE_FLOOR_NBYTES
+    records_nbytes: int = RECORDS_FLOOR_NBYTES
+    process_nbytes: int = PROCESS_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights_nbytes + self.live_nbytes + self.records_nbytes + self.process_nbytes
+
+
+def estimate(folder: Path | None) -> Footprint:
+    """By the files of its folder; None: it is not on this machine yet, and nothing is known."""
+    weights = 0
+    if folder is not None:
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return Footprint(weights, live_nbytes=max(LIVE_FLOOR_NBYTES, int(LIVE_SHARE * weights)))
+
+
+def measured(report: Mapping[str, Any], before: Footprint) -> Footprint:
+    """By what its process says of itself. What live requests have taken once, they may take again."""
+    row = report["bytes_per_row"] + CONVERSATION_TOKENS * report["bytes_per_token"]
+    peak = max(report["live_peak"], row)
+    known = before.live_nbytes if before.weights_nbytes == report["weights"] else 0
+    return Footprint(report["weights"], live_nbytes=max(peak, known))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """For all models. free_nbytes: what the machine could still give, infinite where it does not say."""
+
+    budget_nbytes: int
+    free_nbytes: float
+
+
+def room(limit_nbytes: int) -> Room:
+    """Takes its time on macOS and with a GPU. limit_nbytes: as the user set it; 0: by the memory of
+    what computes."""
+    now = gpu_memory() or machine.memory()
+    budget = limit_nbytes or int(now.total * (1 - HEADROOM_SHARE))
+    free = math.inf if now.available is None else float(now.available)
+    return Room(budget, free)
+
+
+def gpu_memory() -> machine.Memory | None:
+    """Of the first NVIDIA GPU, where MLX computes there; None: it does not, or nobody can tell."""
+    if not _mlx_uses_cuda():
+        return None
+    command = [
+        "nvidia-smi",
+        "--query-gpu=memory.total,memory.free",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_gpus(run.stdout)
+
+
+@functools.cache
+def _mlx_uses_cuda() -> bool:
+    """By what is installed: MLX itself is not imported here."""
+    for package in ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.distribution(package)
+            return True
+    return False
+
+
+def parse_gpus(text: str) -> machine.Memory | None:
+    """nvidia-smi's lines "total, free" in MiB; the first GPU is the one that MLX takes."""
+    total, _, free = text.strip().partition("\n")[0].partition(",")
+    if not (total.strip().isdigit() and free.strip().isdigit()):
+        return None
+    return machine.Memory(int(total) * MIB, int(free) * MIB)

@@ -1,0 +1,112 @@
+"""What the front knows of one model while it runs: its state, its process, who uses it, who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from firn.core import duration
+from firn.core.errors import FirnError
+from firn.fleet.catalogue import ModelSpec
+from firn.fleet.child import Child
+from firn.fleet.memory import Footprint
+from firn.fleet.turns import NEVER, State, View
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """The right to use a loaded model. Owned by the task of the request; give it back."""
+
+    model: Model
+    child: Child
+    _held: bool = True
+
+    def release(self, *, keep_alive_s: float | None = None) -> None:
+        if self._held:
+            self._held = False
+            self.model.left(keep_alive_s)
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    since: float
+    lease: asyncio.Future[Lease]
+
+
+@dataclass(eq=False)
+class Model:
+    """One model. Owner: the fleet, on the asyncio thread."""
+
+    spec: ModelSpec
+    footprint: Footprint
+    changed: Callable[[], None]
+    state: State = State.UNLOADED
+    child: Child | None = None
+    n_active: int = 0
+    n_background: int = 0
+    """Replies that go on though nobody is connected."""
+    waiters: list[Waiter] = field(default_factory=list)
+    closed: bool = False
+    """Its turn is over: new requests wait."""
+    unloading: bool = False
+    """Somebody asked for it: new requests wait, and it goes when those that run have ended."""
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its process has nothing left to answer."""
+    computed: dict[str, int] = field(default_factory=dict)
+    """Tokens by caller, as its process has counted them so far."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it has no process."""
+    wanted_since: float = NEVER
+    """It is to be loaded though no request waits."""
+    keep_alive_s: float = duration.FOREVER
+    load_began: float = 0.0
+    load_s: float = 5.0
+    loaded_at: float = NEVER
+    last_used: float = NEVER
+    not_before: float = 0.0
+    displaced_at: float = -NEVER
+    n_failures: int = 0
+    error: FirnError | None = None
+    progress: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What it said of itself when it was last loaded, for /v1/models."""
+    n_loads: int = 0
+    n_unloads: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def expires_at(self) -> float:
+        if self.state is not State.LOADED or self.spec.pinned or self.n_active:
+            return NEVER
+        return self.last_used + self.keep_alive_s
+
+    def view(self) -> View:
+        oldest = min((w.since for w in self.waiters), default=NEVER)
+        return View(
+            name=self.spec.name,
+            state=self.state,
+            pinned=self.spec.pinned,
+            need_nbytes=self.footprint.nbytes,
+            n_active=self.n_active + self.n_background,
+            waiting_since=min(oldest, self.wanted_since),
+            loaded_at=self.loaded_at,
+            last_used=self.last_used,
+            expires_at=self.expires_at,
+            load_s=self.load_s,
+            not_before=self.not_before,
+            displaced_at=self.displaced_at,
+        )
+
+    def enter(self) -> Lease:
+        assert self.child is not None
+        self.n_active += 1
+        return Lease(self, self.child)
+
+    def left(self, keep_alive_s: float | None) -> None:
+        self.n_active -= 1
+        self.last_used = time.monotonic()
+        if keep_alive_s is not None:
+            self.keep_alive_s = keep_alive_s
+        self.changed()

@@ -1,0 +1,354 @@
+"""A request's way through the front: which model it means, waiting for it, and its reply passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from firn.api import sse
+from firn.api.body import ClientGone, decoded
+from firn.api.dialects import Dialect, Encoder, Head
+from firn.api.exchange import Exchange, RenderError, Shapes, exchange_of, send_error, send_json
+from firn.api.generate import while_connected
+from firn.api.intake import Intake
+from firn.api.quotas import Quotas
+from firn.core import duration
+from firn.core.errors import (
+    FirnError,
+    InvalidValue,
+    ModelDied,
+    ModelNotFound,
+    NotFound,
+    ShuttingDown,
+)
+from firn.core.events import Ended, Failed
+from firn.core.values import Usage
+from firn.fleet import proxy
+from firn.fleet.fleet import Fleet
+from firn.fleet.model import Lease, Model
+from firn.fleet.vouching import vouch
+
+log = logging.getLogger("firn.fleet")
+
+RESPONSES = "/v1/responses"
+MAX_REMEMBERED = 20_000
+"""Whose stored responses are found again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimits:
+    """wait_s: for a model. silence_s: after which a stream that waits gets a comment line."""
+
+    wait_s: float = 300.0
+    silence_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the front reads of a body."""
+
+    model: str
+    stream: Any
+    """None where it is not said."""
+    keep_alive_s: float | None
+    body: Mapping[str, Any]
+
+
+class RemoteFault(FirnError):
+    """A fault that a child has rendered already, for a stream that has begun."""
+
+    def __init__(self, status: int, raw: bytes) -> None:
+        message, self.status = f"The model's process answered with {status}.", status
+        try:
+            fault = json.loads(raw)["error"]
+            message = fault if isinstance(fault, str) else fault["message"]
+            self.code = (
+                str(fault.get("code") or self.code) if isinstance(fault, dict) else self.code
+            )
+            self.kind = (
+                str(fault.get("type") or self.kind) if isinstance(fault, dict) else self.kind
+            )
+        except (ValueError, KeyError, TypeError):
+            pass
+        super().__init__(str(message))
+
+
+class _NothingComputed:
+    """What a call counts for at the door; its tokens are counted where they are computed."""
+
+    n_waiting = 0
+    n_computed = 0
+
+
+class Relay:
+    """One per front, on the asyncio thread."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        dialects: list[Dialect],
+        intake: Intake,
+        pool: Executor,
+        *,
+        quotas: Quotas,
+        limits: WaitLimits,
+    ) -> None:
+        self._fleet = fleet
+        self._dialects = {dialect.path: dialect for dialect in dialects}
+        self._shapes = Shapes(dialects)
+        self._intake = intake
+        self._pool = pool
+        self._quotas = quotas
+        self._limits = limits
+        self._responses: OrderedDict[str, str] = OrderedDict()
+        self.draining = False
+        self.n_calls = 0
+
+    # --- whose it is -----------------------------------------------------------------------
+
+    def find(self, name: str) -> Model:
+        """Raises ModelNotFound."""
+        spec = self._fleet.catalogue.find(name)
+        if spec is None:
+            served = ", ".join(spec.name for spec in self._fleet.catalogue)
+            raise ModelNotFound(name[:200], served[:500])
+        return self._fleet.model(spec)
+
+    async def by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI app: a POST whose body names its model."""
+        exchange = exchange_of(scope)
+        try:
+            if self.draining:
+                raise ShuttingDown()
+            raw = await self._intake.read(scope, receive)
+            wanted = await decoded(raw, self._pool, _wanted)
+            model = self.find(wanted.model)
+            if scope["path"] == RESPONSES:
+                self._remember(exchange.id, model)
+            call = _Call(self, model, scope, raw, wanted)
+            if call.asks_to_leave:
+                await self._fleet.unload(model)
+                await call.say_gone(send)
+                return
+            with self._quotas.call(exchange.caller.own, _NothingComputed()):
+                await while_connected(receive, lambda: call.answer(send))
+        except FirnError as error:
+            exchange.fault = error
+            await send_error(send, error, self._shapes.of(scope["path"]))
+
+    async def by_id(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI app: what is asked of a stored response, by its id."""
+        exchange = exchange_of(scope)
+        try:
+            id = str(scope["path_params"]["response_id"])
+            name = self._responses.get(id.rpartition("_")[2])
+            # A model that has left took its responses along: nothing is loaded for them.
+            if name is None or self._fleet.peek(self.find(name)) is None:
+                raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
+            nothing = Wanted(name, None, None, {})
+            call = _Call(self, self.find(name), scope, b"", nothing)
+            await while_connected(receive, lambda: call.answer(send))
+        except FirnError as error:
+            exchange.fault = error
+            await send_error(send, error, self._shapes.of(scope["path"]))
+
+    def _remember(self, request: str, model: Model) -> None:
+        """A response's id is made of the request's."""
+        self._responses[request.removeprefix("req_")] = model.spec.name
+        while len(self._responses) > MAX_REMEMBERED:
+            self._responses.popitem(last=False)
+
+    # --- for calls -------------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._fleet
+
+    @property
+    def limits(self) -> WaitLimits:
+        return self._limits
+
+    def dialect(self, path: str) -> Dialect | None:
+        return self._dialects.get(path)
+
+    def render_error(self, path: str) -> RenderError:
+        return self._shapes.of(path)
+
+
+def _wanted(body: dict[str, Any]) -> Wanted:
+    model, stream = body.get("model"), body.get("stream")
+    if model is not None and not isinstance(model, str):
+        raise InvalidValue("model", "must be a string")
+    keep_alive_s = None
+    if body.get("keep_alive") is not None:
+        try:
+            keep_alive_s = duration.seconds(body["keep_alive"])
+        except ValueError as e:
+            raise InvalidValue("keep_alive", str(e)) from None
+    return Wanted(model or "", stream, keep_alive_s, body)
+
+
+class _Call:
+    """One request on its way to a child and back. Owned by its task."""
+
+    def __init__(
+        self, relay: Relay, model: Model, scope: Scope, raw: bytes, wanted: Wanted
+    ) -> None:
+        self._relay = relay
+        self._model = model
+        self._scope = scope
+        self._raw = raw
+        self._wanted = wanted
+        self._exchange: Exchange = exchange_of(scope)
+        self._dialect = relay.dialect(scope["path"])
+        self._begun = False
+        """Status and headers are with the client."""
+        self._is_stream = self._streams = False
+        """What is sent is a stream; what was asked for is one."""
+
+    @property
+    def asks_to_leave(self) -> bool:
+        """Ollama's way to unload a model: nothing to read, and nothing to keep it for."""
+        wanted, path = self._wanted, self._scope["path"]
+        read = {"/api/chat": "messages", "/api/generate": "prompt"}.get(path)
+        return read is not None and wanted.keep_alive_s == 0 and not wanted.body.get(read)
+
+    async def say_gone(self, send: Send) -> None:
+        assert self._dialect is not None
+        call = self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
+        head = _head_of(self._exchange, self._model.spec.name)
+        await send_json(send, call.fold(head, [Ended(Usage(0, 0))]))
+
+    async def answer(self, send: Send) -> None:
+        """Raises FirnError while nothing has been sent; then a fault is the stream's last event."""
+        fleet = self._relay.fleet
+        self._relay.n_calls += 1
+        lease: Lease | None = None
+        try:
+            lease = fleet.try_enter(self._model) or await self._wait(send)
+            await self._pass_on(lease, send)
+        except OSError:  # how newer ASGI servers say that nobody listens
+            raise ClientGone() from None
+        except FirnError as error:
+            if not self._begun:
+                raise
+            self._exchange.fault = error
+            await self._end_stream(error, send)
+        finally:
+            self._relay.n_calls -= 1
+            if lease is not None:
+                lease.release(keep_alive_s=self._wanted.keep_alive_s)
+
+    # --- waiting ---------------------------------------------------------------------------
+
+    async def _wait(self, send: Send) -> Lease:
+        self._check()
+        fleet, limits, model = self._relay.fleet, self._relay.limits, self._model
+        waiter = fleet.wait_for(model)
+        until = waiter.since + limits.wait_s
+        try:
+            while True:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise fleet.not_ready(model, f"it took longer than {limits.wait_s:g} s")
+                timeout = min(limits.silence_s, left_s)
+                done, _ = await asyncio.wait({waiter.lease}, timeout=timeout)
+                if done:
+                    return waiter.lease.result()
+                await self._comfort(send, waited_s=time.monotonic() - waiter.since)
+        except BaseException:
+            fleet.leave(model, waiter)
+            raise
+
+    def _check(self) -> None:
+        """Nothing is loaded for a body that is wrong. The Responses API refers to what only the
+        model's process has, and is checked there."""
+        self._streams = self._wanted.stream is True
+        if self._dialect is not None and self._scope["path"] != RESPONSES:
+            call = self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
+            self._streams = call.stream
+
+    async def _comfort(self, send: Send, *, waited_s: float) -> None:
+        """A comment line on a stream that waits: clients and proxies see that somebody is there."""
+        if self._dialect is None or not self._streams:
+            return
+        dialect, model = self._dialect, self._model
+        if not self._begun:
+            self._begun = self._is_stream = True
+            headers = list(dialect.stream_headers)
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if dialect.stream_headers is sse.HEADERS:
+            text = f": {model.spec.name!a} is {model.state.value} {model.progress}".rstrip()
+            frame = f"{text} ({waited_s:.0f} s)\n\n".encode("ascii", "replace")
+        else:
+            frame = _fresh_encoder(dialect, self._exchange, model.spec.name).feed([])
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    # --- the reply -------------------------------------------------------------------------
+
+    async def _pass_on(self, lease: Lease, send: Send) -> None:
+        scope = self._scope
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        request = proxy.Request(scope["method"], target, scope["headers"], self._raw)
+        self._raw = b""
+        extra = vouch(self._exchange.caller, self._exchange.id)
+        try:
+            reply = await proxy.send(lease.child.socket, request, extra)
+        except proxy.Lost:
+            raise ModelDied(self._model.spec.name) from None
+        try:
+            await reply.head()
+            self._exchange.passed_on = True
+            await self._head(reply, send)
+            while piece := await reply.piece():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except proxy.Lost:
+            if self._begun and not self._is_stream:
+                raise ConnectionResetError("the model's process ended in mid-reply") from None
+            raise ModelDied(self._model.spec.name) from None
+        finally:
+            reply.close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _head(self, reply: proxy.Reply, send: Send) -> None:
+        if self._begun:  # with 200, while it waited
+            if reply.status != 200:
+                raise RemoteFault(reply.status, await reply.body())
+            return
+        headers = reply.passed_on
+        kinds = (value for name, value in headers if name == b"content-type")
+        self._is_stream = any(kind.startswith(_STREAMS) for kind in kinds)
+        self._begun = True
+        start = {"type": "http.response.start", "status": reply.status, "headers": headers}
+        await send(start)
+
+    async def _end_stream(self, error: FirnError, send: Send) -> None:
+        frames = b""
+        if self._dialect is not None:
+            encoder = _fresh_encoder(self._dialect, self._exchange, self._model.spec.name)
+            frames = encoder.feed([Failed(error)])
+        await send({"type": "http.response.body", "body": frames, "more_body": False})
+
+
+_STREAMS = (b"text/event-stream", b"application/x-ndjson")
+
+
+def _fresh_encoder(dialect: Dialect, exchange: Exchange, model: str) -> Encoder:
+    """One that can render a fault, for a stream that somebody else has written so far."""
+    example = {**dialect.schema()["example"], "stream": True}
+    call = dialect.decode(example, namespace=exchange.caller.own)
+    return call.encoder(_head_of(exchange, model))
+
+
+def _head_of(exchange: Exchange, model: str) -> Head:
+    return Head(exchange.id.removeprefix("req_"), model, int(time.time()))

@@ -1,0 +1,332 @@
+"""What the front answers itself: the list of models, loading and unloading, health, metrics, the
+cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.routing import Route
+
+from firn import __version__
+from firn.api.auth import Keys
+from firn.api.body import parse_object
+from firn.api.dialects import Asked, Extra
+from firn.api.exchange import exchange_of
+from firn.api.intake import Intake
+from firn.api.model_routes import PARAMETERS, page
+from firn.api.ollama_routes import model_routes
+from firn.api.openapi import error_responses
+from firn.api.origins import check_may_change_cache, refuse_pages
+from firn.core import duration
+from firn.core.errors import Forbidden, InvalidValue, ModelNotFound
+from firn.core.values import Namespace
+from firn.fleet import gather
+from firn.fleet.files import Facts, folder_of, read_facts
+from firn.fleet.fleet import Fleet
+from firn.fleet.model import Model
+from firn.fleet.relay import Relay
+from firn.fleet.turns import NEVER, State
+
+
+class Catalog:
+    """Models as clients see them. Owner: the front."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._facts: dict[str, Facts] = {}
+        self._began = int(time.time())
+
+    def listed(self) -> list[dict[str, Any]]:
+        self._fleet.catalogue.rescan()
+        return [self.shown(self._fleet.model(spec)) for spec in self._fleet.catalogue]
+
+    def shown(self, model: Model) -> dict[str, Any]:
+        """As the model's own process shows it, and what only the front knows."""
+        spec, catalogue = model.spec, self._fleet.catalogue
+        born = datetime.fromtimestamp(self._began, tz=UTC)
+        facts = Facts() if model.details else self._read(model)
+        return {
+            "id": spec.name,
+            "object": "model",
+            "type": "model",
+            "display_name": spec.name,
+            "created": self._began,
+            "created_at": born.isoformat().replace("+00:00", "Z"),
+            "lifecycle": "active",
+            "max_input_tokens": facts.context_length,
+            "max_tokens": facts.context_length,
+            "owned_by": "firn",
+            "architecture": facts.architecture,
+            "context_length": facts.context_length,
+            "capabilities": list(facts.capabilities),
+            **model.details,
+            "state": _state(model),
+            "bytes": model.footprint.nbytes,
+            "pinned": spec.pinned,
+            "expires_at": _expires_at(model),
+            "aliases": list(catalogue.aliases_of(spec)),
+            "default": spec.name == catalogue.default.name,
+            "error": model.error.message if model.error else None,
+        }
+
+    def _read(self, model: Model) -> Facts:
+        name = model.spec.name
+        if self._facts.get(name, Facts()) == Facts():  # it may have been fetched since
+            self._facts[name] = read_facts(folder_of(model.spec))
+        return self._facts[name]
+
+
+def _state(model: Model) -> str:
+    closed = model.closed or model.unloading
+    return State.DRAINING.value if closed else model.state.value
+
+
+def _expires_at(model: Model) -> str | None:
+    """When it is unloaded, if nobody uses it until then."""
+    if model.expires_at == NEVER:
+        return None
+    at = time.time() + model.expires_at - time.monotonic()
+    return datetime.fromtimestamp(at, tz=UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def add_models(app: FastAPI, catalog: Catalog, relay: Relay) -> None:
+    async def models(request: Request) -> dict[str, Any]:
+        return page(catalog.listed(), request.query_params, find=_name)
+
+    def _name(name: str) -> str | None:
+        try:
+            return relay.find(name).spec.name
+        except ModelNotFound:
+            return None
+
+    async def model(model_id: str) -> dict[str, Any]:
+        return catalog.shown(relay.find(model_id))
+
+    for method in ("GET", "HEAD"):
+        app.add_api_route(
+            "/v1/models",
+            models,
+            methods=[method],
+            summary="What is served",
+            responses=error_responses(),
+            include_in_schema=method == "GET",
+            openapi_extra={"parameters": PARAMETERS},
+        )
+    missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
+    app.add_api_route("/v1/models/{model_id:path}", model, summary="One model", responses=missing)
+
+
+def add_loading(
+    app: FastAPI,
+    fleet: Fleet,
+    catalog: Catalog,
+    relay: Relay,
+    intake: Intake,
+    keys: Keys,
+    allow_origins: tuple[str, ...],
+) -> None:
+    """POST /v1/models/{id}/load and /unload; both answer when it is done."""
+
+    def check(request: Request) -> None:
+        caller = exchange_of(request.scope).caller
+        refuse_pages(request.scope, allow_origins)
+        if not (caller.operator or (caller.has_key and not keys.has_admin)):
+            raise Forbidden("Models are loaded and unloaded by the operator of this server.")
+
+    async def load(request: Request, model_id: str) -> dict[str, Any]:
+        check(request)
+        found = relay.find(model_id)
+        keep_alive_s = await _keep_alive(request, intake)
+        lease = fleet.try_enter(found)
+        if lease is None:
+            waiter = fleet.wait_for(found)
+            try:
+                lease = await asyncio.wait_for(asyncio.shield(waiter.lease), relay.limits.wait_s)
+            except TimeoutError:
+                waited = f"it took longer than {relay.limits.wait_s:g} s"
+                raise fleet.not_ready(found, waited) from None
+            finally:
+                if lease is None:
+                    fleet.leave(found, waiter)
+        lease.release(keep_alive_s=keep_alive_s)
+        return catalog.shown(found)
+
+    async def unload(request: Request, model_id: str) -> dict[str, Any]:
+        check(request)
+        found = relay.find(model_id)
+        await fleet.unload(found)
+        return catalog.shown(found)
+
+    add = partial(app.add_api_route, methods=["POST"], responses=error_responses())
+    add("/v1/models/{model_id:path}/load", load, summary="Load a model")
+    add("/v1/models/{model_id:path}/unload", unload, summary="Unload a model")
+
+
+async def _keep_alive(request: Request, intake: Intake) -> float | None:
+    """Of a body that need not be there."""
+    if request.headers.get("content-length", "0") == "0":
+        return None
+    body = parse_object(await intake.read(request.scope, request.receive))
+    try:
+        given = body.get("keep_alive")
+        return None if given is None else duration.seconds(given)
+    except ValueError as e:
+        raise InvalidValue("keep_alive", str(e)) from None
+
+
+def add_ollama(app: FastAPI, catalog: Catalog, relay: Relay, intake: Intake) -> None:
+    """What Ollama's clients ask about models. Nothing is loaded for it."""
+    for extra in model_routes(catalog.listed, lambda name: catalog.shown(relay.find(name))):
+
+        async def endpoint(request: Request, extra: Extra = extra) -> JSONResponse:
+            body: Mapping[str, Any] = {}
+            if extra.schema is not None:
+                body = parse_object(await intake.read(request.scope, request.receive))
+            own = exchange_of(request.scope).caller.own
+            return JSONResponse(await extra.answer(Asked(own, body=body)))
+
+        app.router.routes.append(Route(extra.path, endpoint, methods=[extra.method]))
+
+
+# --- health --------------------------------------------------------------------------------
+
+
+def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
+    async def root() -> dict[str, Any]:
+        return {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
+
+    async def health(request: Request) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "status": "ok",
+            "version": __version__,
+            "model": fleet.catalogue.default.name,
+            "draining": relay.draining,
+        }
+        # Where callers have keys, how busy the server is tells each of them what others do.
+        if exchange_of(request.scope).caller.operator or not keys.required:
+            shown["models"] = {m.spec.name: _state(m) for m in fleet.models.values()}
+            shown["calls"] = relay.n_calls
+            shown["waiting"] = sum(len(m.waiters) for m in fleet.models.values())
+        return shown
+
+    async def ready() -> JSONResponse:
+        missing = [
+            m.spec.name
+            for m in fleet.models.values()
+            if m.spec.pinned and m.state is not State.LOADED
+        ]
+        why = "shutting down" if relay.draining else None
+        if missing and why is None:
+            why = f"not loaded yet: {', '.join(missing)}"
+        return JSONResponse({"ready": why is None, "why": why}, status_code=503 if why else 200)
+
+    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
+    for method in ("GET", "HEAD"):
+        add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
+        add("/", root, summary="Who is there")
+        add("/health", health, summary="The process is alive")
+        add("/ready", ready, summary="Pinned models are loaded", responses=not_now)
+
+
+# --- metrics -------------------------------------------------------------------------------
+
+
+class FrontMetrics:
+    """Owner of the front's own counters."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "firn_front_requests",
+            "HTTP requests at the front, by route and status.",
+            ["route", "status"],
+            registry=self._registry,
+        )
+        self._registry.register(_Fleet(fleet))
+
+    def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    def render(self) -> str:
+        return generate_latest(self._registry).decode()
+
+
+class _Fleet(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"firn_model_{name}", text, labels=["model"])
+
+        loaded = gauge("loaded", "1 while the model is loaded.")
+        nbytes = gauge("bytes", "Memory that the model needs while it is loaded.")
+        active = gauge("active", "Requests that the model is answering.")
+        waiting = gauge("waiting", "Requests that wait for the model to be loaded.")
+        loads = CounterMetricFamily("firn_model_loads", "Times it was loaded.", labels=["model"])
+        unloads = CounterMetricFamily(
+            "firn_model_unloads", "Times it was unloaded, by reason.", labels=["model", "reason"]
+        )
+        for model in self._fleet.models.values():
+            name = [model.spec.name]
+            loaded.add_metric(name, float(model.state is State.LOADED))
+            nbytes.add_metric(name, model.footprint.nbytes)
+            active.add_metric(name, model.n_active)
+            waiting.add_metric(name, len(model.waiters))
+            loads.add_metric(name, model.n_loads)
+            for reason, n in model.n_unloads.items():
+                unloads.add_metric([*name, reason], n)
+        yield from (loaded, nbytes, active, waiting, loads, unloads)
+
+
+def add_metrics(app: FastAPI, fleet: Fleet, metrics: FrontMetrics) -> None:
+    @app.get("/metrics", summary="For Prometheus", response_class=Response)
+    async def prometheus(request: Request) -> Response:
+        answers = await gather.ask_loaded(fleet, request.scope, b"/metrics")
+        text = gather.merge_metrics({a.model: a.body.decode() for a in answers if a.status == 200})
+        if exchange_of(request.scope).caller.operator:
+            text = metrics.render() + text
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+# --- the cache -----------------------------------------------------------------------------
+
+
+def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
+    def chosen(model: str | None) -> list[Model] | None:
+        return None if model is None else [relay.find(model)]
+
+    async def stats(request: Request, model: str | None = None) -> dict[str, Any]:
+        answers = await gather.ask_loaded(fleet, request.scope, b"/v1/cache/stats", chosen(model))
+        return {"models": _by_model(answers)}
+
+    async def clear(request: Request, model: str | None = None) -> dict[str, Any]:
+        """Of the models that are loaded, or of one that must be."""
+        check_may_change_cache(request.scope)
+        found = chosen(model)
+        if found and fleet.peek(found[0]) is None:
+            raise fleet.not_ready(found[0], "its cache is cleared while it is loaded")
+        answers = await gather.ask_loaded(fleet, request.scope, b"/v1/cache", found)
+        return {"models": _by_model(answers)}
+
+    add = partial(app.add_api_route, responses=error_responses())
+    add("/v1/cache/stats", stats, methods=["GET"], summary="What the cache holds and did")
+    add("/v1/cache", clear, methods=["DELETE"], summary="Forget what is stored")
+
+
+def _by_model(answers: Iterable[gather.Answer]) -> Mapping[str, Any]:
+    return {answer.model: answer.json() for answer in answers}

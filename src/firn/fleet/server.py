@@ -1,0 +1,240 @@
+"""The front process: builds and wires its parts, and runs them. No MLX in here, and no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from firn import __version__
+from firn.api.auth import Keys
+from firn.api.connections import http_config
+from firn.api.dialects import discover
+from firn.api.exchange import Shapes
+from firn.api.front import Front, Gate, HostGate
+from firn.api.hosts import Hosts, machine_names
+from firn.api.intake import Intake
+from firn.api.openapi import describe
+from firn.api.quotas import KeyLimits, Quotas
+from firn.api.rate import RateLimit
+from firn.api.rerank_routes import PATHS as RERANK_PATHS
+from firn.api.server import add_error_shapes
+from firn.api.services import Limits
+from firn.config import Config
+from firn.core.errors import SetupError
+from firn.fleet import routes
+from firn.fleet.catalogue import Catalogue
+from firn.fleet.child import Launch, launch
+from firn.fleet.files import check, folder_of
+from firn.fleet.fleet import Fleet
+from firn.fleet.relay import Relay, WaitLimits
+from firn.fleet.turns import Rules
+from firn.leaving import leave, no_later_than
+from firn.listening import Uvicorn, address, bind, connections
+from firn.logs import configure as configure_logs
+from firn.machine import raise_descriptor_limit
+
+log = logging.getLogger("firn.fleet")
+
+GIB = 1 << 30
+DRAIN_S = 20.0
+"""How long a stopping server lets running requests go on before it cuts them."""
+LEAVE_S = 75.0
+"""When the front is ended, if it has not ended by itself: children have their time before."""
+N_DECODERS = 2
+BY_BODY = (
+    "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/embeddings", "/v1/tokenize",
+    "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin", "/api/embed",
+    "/api/embeddings", *RERANK_PATHS,
+)  # fmt: skip
+"""Besides those of the dialects: a POST whose body names its model."""
+BY_ID = (
+    ("/v1/responses/{response_id}", ("GET", "DELETE")),
+    ("/v1/responses/{response_id}/input_items", ("GET",)),
+    ("/v1/responses/{response_id}/cancel", ("POST",)),
+)
+
+
+def serve(config: Config) -> int:
+    """Run the front until it is told to stop. Returns the process's exit code."""
+    configure_logs(config.log.level)
+    raise_descriptor_limit()
+    catalogue = Catalogue(config)
+    for spec in catalogue:
+        check(spec)
+    sock = bind(config.server.host, config.server.port)
+    with _private_folder() as folder:
+        return leave(uvloop.run(_run(config, catalogue, folder, sock)))
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """For the sockets: nobody else's (0700), with a short path, for that of a socket is bounded."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = runtime if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="firn-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Of a front. The pool decodes large bodies."""
+
+    fleet: Fleet
+    relay: Relay
+    app: FastAPI
+    pool: ThreadPoolExecutor
+
+
+def build(
+    config: Config,
+    catalogue: Catalogue,
+    folder: Path,
+    *,
+    start: Launch = launch,
+    rules: Rules | None = None,
+    waits: WaitLimits | None = None,
+) -> Parts:
+    """On the asyncio thread. `start` stands for a real process where it is given."""
+    server = config.server
+    quotas = Quotas(
+        KeyLimits(
+            concurrency=server.key_max_concurrency,
+            tokens_per_minute=server.key_tokens_per_minute,
+        )
+    )
+    fleet = Fleet(
+        catalogue,
+        start,
+        folder,
+        memory_nbytes=int(config.fleet.model_memory_gb * GIB),
+        max_waiting=config.fleet.model_queue,
+        rules=rules,
+        folder_of=folder_of,
+        charge=quotas.charge,
+    )
+    _check_pinned(fleet)
+    dialects = discover(config.sampling.defaults())
+    limits = Limits()
+    intake = Intake(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
+    pool = ThreadPoolExecutor(N_DECODERS, thread_name_prefix="firn-decode")
+    waits = waits or WaitLimits(wait_s=config.fleet.model_wait_s)
+    relay = Relay(fleet, dialects, intake, pool, quotas=quotas, limits=waits)
+    keys = Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
+    shapes = Shapes(dialects)
+    app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
+    metrics = routes.FrontMetrics(fleet)
+    for path in (*(dialect.path for dialect in dialects), *BY_BODY):
+        app.router.routes.append(Route(path, _Asgi(relay.by_body), methods=["POST"]))
+    for path, methods in BY_ID:
+        app.router.routes.append(Route(path, _Asgi(relay.by_id), methods=list(methods)))
+    catalog = routes.Catalog(fleet)
+    routes.add_loading(app, fleet, catalog, relay, intake, keys, server.allow_origins)
+    routes.add_models(app, catalog, relay)
+    routes.add_ollama(app, catalog, relay, intake)
+    routes.add_probes(app, fleet, relay, keys)
+    routes.add_metrics(app, fleet, metrics)
+    routes.add_cache(app, fleet, relay)
+    add_error_shapes(app, shapes)
+    _add_layers(app, config, keys, shapes, metrics, intake)
+    describe(app, dialects, with_keys=keys.required)
+    return Parts(fleet, relay, app, pool)
+
+
+def _check_pinned(fleet: Fleet) -> None:
+    pinned = [m for m in fleet.models.values() if m.spec.pinned]
+    need, budget = sum(m.footprint.nbytes for m in pinned), fleet.room.budget_nbytes
+    if need > budget:
+        names = ", ".join(m.spec.name for m in pinned)
+        raise SetupError(
+            f"the pinned models ({names}) need about {need / GIB:.1f} GiB together, and models may "
+            f"take {budget / GIB:.1f} GiB (--model-memory-gb)"
+        )
+
+
+class _Asgi:
+    """An endpoint that is an ASGI app: Starlette takes a plain function for a request handler."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def _add_layers(
+    app: FastAPI,
+    config: Config,
+    keys: Keys,
+    shapes: Shapes,
+    metrics: routes.FrontMetrics,
+    intake: Intake,
+) -> None:
+    """The same as around one model, and in the same order. The last one added is the outermost."""
+    server = config.server
+    if server.rate_limit:
+        app.add_middleware(RateLimit, per_minute=server.rate_limit, shapes=shapes)
+    app.add_middleware(Gate, keys=keys, shapes=shapes)
+    if server.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
+        )
+    hosts = Hosts((*server.allowed_hosts, *machine_names(server.host)))
+    app.add_middleware(HostGate, hosts=hosts, shapes=shapes)
+    known = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(Front, shapes=shapes, metrics=metrics, intake=intake, routes=known)
+
+
+async def _run(config: Config, catalogue: Catalogue, folder: Path, sock: socket.socket) -> int:
+    parts = build(config, catalogue, folder)
+    web = Uvicorn(
+        http_config(
+            parts.app, connections(), lifespan="off", timeout_graceful_shutdown=int(DRAIN_S) + 2
+        )
+    )
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if web.should_exit:
+            os._exit(130)  # asked twice: at once, and the children notice
+        log.info("stopping; running requests have %.0f s to end", DRAIN_S)
+        no_later_than(LEAVE_S)
+        parts.relay.draining = True
+        parts.fleet.drain()
+        loop.call_later(DRAIN_S, parts.fleet.cut)
+        web.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    running = asyncio.create_task(parts.fleet.run())
+    names = ", ".join(spec.name for spec in catalogue)
+    log.info("firn %s serves %s at %s/v1", __version__, names, address(sock))
+    try:
+        await web.serve(sockets=[sock])
+    finally:
+        await parts.fleet.close()
+        running.cancel()
+        parts.pool.shutdown(wait=False, cancel_futures=True)
+    return 0

@@ -1,0 +1,241 @@
+"""Which models to load, unload or close next: a pure function of what is known of all of them.
+
+Room is made by what is idle, unpinned and least recently used, after a minimum stay. Where models
+that do not fit together are asked for in turn, each keeps its place for a while though it is idle:
+at most as long as loading it again would take, so that waiting never costs more than twice the best
+that could be done. One that is never idle keeps its place for a turn; then it is closed: requests
+for it wait, those that run end, and the other one is loaded. A reply is never cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from firn.fleet.memory import Room
+
+NEVER = math.inf
+
+
+class State(Enum):
+    """As /v1/models shows them."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    DRAINING = "draining"
+    """Told to end; its memory is not free yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One model now; times are those of one clock, NEVER where there is none.
+
+    need_nbytes: while it is loaded. n_active: replies that run. waiting_since: the oldest request that
+    waits for it, or when a pinned one was not loaded. load_s: how long loading took, or may take.
+    not_before: of its next start, after a failure. displaced_at: when it last made room for another.
+    """
+
+    name: str
+    state: State = State.UNLOADED
+    pinned: bool = False
+    need_nbytes: int = 0
+    n_active: int = 0
+    waiting_since: float = NEVER
+    loaded_at: float = NEVER
+    last_used: float = NEVER
+    expires_at: float = NEVER
+    load_s: float = 5.0
+    not_before: float = 0.0
+    displaced_at: float = -NEVER
+
+    @property
+    def is_idle(self) -> bool:
+        return self.n_active == 0 and self.waiting_since == NEVER
+
+    @property
+    def holds_memory(self) -> bool:
+        return self.state is not State.UNLOADED
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """min_stay_s: of a loaded model. A turn is `turn_loads` times as long as loading takes, within
+    bounds. contest_s: a model that made room and is asked for again so soon is contested.
+    hold_max_s: how long an idle model keeps a contested place at the most."""
+
+    min_stay_s: float = 2.0
+    turn_loads: float = 10.0
+    turn_min_s: float = 10.0
+    turn_max_s: float = 120.0
+    contest_s: float = 60.0
+    hold_max_s: float = 15.0
+
+    def turn_s(self, model: View) -> float:
+        return min(max(self.turn_loads * model.load_s, self.turn_min_s), self.turn_max_s)
+
+
+Reason = Literal["idle", "room"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """close: takes no new requests for now. contested: pairs (who waits, who stays) that take turns.
+    look_at: when to plan again, if nothing happens before."""
+
+    load: tuple[str, ...] = ()
+    unload: tuple[tuple[str, Reason], ...] = ()
+    close: tuple[str, ...] = ()
+    contested: tuple[tuple[str, str], ...] = ()
+    look_at: float = NEVER
+
+
+def make_plan(models: Sequence[View], room: Room, rules: Rules, *, now: float) -> Plan:
+    work = _Work(models, room, rules, now)
+    work.expire()
+    work.relieve()
+    for wanted in sorted(_wanted(models), key=lambda v: v.waiting_since):
+        if wanted.not_before > now:
+            work.look(wanted.not_before)
+        elif not work.place(wanted):
+            break  # whoever came first is served first: nobody takes the room that is being made
+    return work.plan()
+
+
+def _wanted(models: Sequence[View]) -> list[View]:
+    return [v for v in models if v.state is State.UNLOADED and v.waiting_since < NEVER]
+
+
+class _Work:
+    """One plan in the making."""
+
+    def __init__(self, models: Sequence[View], room: Room, rules: Rules, now: float) -> None:
+        self._models, self._room, self._rules, self._now = models, room, rules, now
+        self._held = sum(v.need_nbytes for v in models if v.holds_memory)
+        self._free = room.free_nbytes
+        self._going = {v.name for v in models if v.state is State.DRAINING}
+        self._load: list[str] = []
+        self._unload: list[tuple[str, Reason]] = []
+        self._close: list[str] = []
+        self._contested: list[tuple[str, str]] = []
+        self._look_at = NEVER
+
+    def plan(self) -> Plan:
+        return Plan(
+            tuple(self._load),
+            tuple(self._unload),
+            tuple(self._close),
+            tuple(self._contested),
+            self._look_at,
+        )
+
+    def look(self, at: float) -> None:
+        if at > self._now:
+            self._look_at = min(self._look_at, at)
+
+    def expire(self) -> None:
+        for v in self._models:
+            if v.state is State.LOADED and v.is_idle and not v.pinned:
+                if v.expires_at <= self._now:
+                    self._send_off(v, "idle")
+                else:
+                    self.look(v.expires_at)
+
+    def relieve(self) -> None:
+        """More is used than was thought: idle models go until it fits again."""
+        over = self._held - self._freed() - self._room.budget_nbytes
+        for v in self._idle():
+            if over <= 0:
+                return
+            if self._may_go_at(v, None) <= self._now:
+                self._send_off(v, "room")
+                over -= v.need_nbytes
+
+    def place(self, wanted: View) -> bool:
+        """Load it, or make room for it. False: room is being made, and what is free is a part of it.
+
+        Where nothing can go yet, those that fit beside what is loaded need not wait with it.
+        """
+        lacking = wanted.need_nbytes - min(self._room.budget_nbytes - self._held, self._free)
+        if lacking <= 0:
+            self._load.append(wanted.name)
+            self._held += wanted.need_nbytes
+            self._free -= wanted.need_nbytes
+            return True
+        lacking -= self._freed()
+        return lacking > 0 and not self._make_room(wanted, lacking)
+
+    def _make_room(self, wanted: View, lacking: float) -> bool:
+        """Whether there will be enough, as soon as those that are told to go have gone."""
+        ready = [v for v in self._idle() if self._may_go_at(v, wanted) <= self._now]
+        chosen = _enough(ready, lacking)
+        if chosen is not None:
+            for v in chosen:
+                self._send_off(v, "room")
+            return True
+        # Not yet: those whose turn is over take no more requests, if that will be enough.
+        others = [v for v in self._models if self._could_go(v) and v not in ready]
+        over = [v for v in others if self._turn_ends_at(v, wanted) <= self._now]
+        over.sort(key=lambda v: v.last_used)
+        chosen = _enough([*ready, *over], lacking)
+        if chosen is not None:
+            for v in chosen:
+                self._note_contest(wanted, v)
+                if v.is_idle or v.n_active == 0:
+                    self._send_off(v, "room")
+                else:
+                    self._close.append(v.name)
+        for v in others:
+            if v.is_idle:
+                self.look(self._may_go_at(v, wanted))
+            self.look(self._turn_ends_at(v, wanted))
+            if self._is_contested(wanted):
+                self._note_contest(wanted, v)
+        return chosen is not None
+
+    def _idle(self) -> list[View]:
+        found = [v for v in self._models if self._could_go(v) and v.is_idle]
+        return sorted(found, key=lambda v: v.last_used)
+
+    def _could_go(self, v: View) -> bool:
+        return v.state is State.LOADED and not v.pinned and v.name not in self._going
+
+    def _may_go_at(self, v: View, wanted: View | None) -> float:
+        """When an idle model has stayed long enough."""
+        hold_s = 0.0
+        if wanted is not None and self._is_contested(wanted):
+            hold_s = min(v.load_s, self._rules.hold_max_s)
+        return max(v.loaded_at + self._rules.min_stay_s, v.last_used + hold_s)
+
+    def _is_contested(self, wanted: View) -> bool:
+        """It made room not long ago and is asked for again."""
+        return wanted.waiting_since - wanted.displaced_at < self._rules.contest_s
+
+    def _turn_ends_at(self, v: View, wanted: View) -> float:
+        return max(v.loaded_at, wanted.waiting_since) + self._rules.turn_s(v)
+
+    def _note_contest(self, wanted: View, v: View) -> None:
+        if (wanted.name, v.name) not in self._contested:
+            self._contested.append((wanted.name, v.name))
+
+    def _send_off(self, v: View, reason: Reason) -> None:
+        self._unload.append((v.name, reason))
+        self._going.add(v.name)
+
+    def _freed(self) -> int:
+        """What is about to be given back."""
+        return sum(v.need_nbytes for v in self._models if v.name in self._going)
+
+
+def _enough(models: Sequence[View], lacking: float) -> list[View] | None:
+    """The first of them that give back so much together; None where all do not."""
+    chosen: list[View] = []
+    for v in models:
+        if lacking <= 0:
+            break
+        chosen.append(v)
+        lacking -= v.need_nbytes
+    return chosen if lacking <= 0 else None

@@ -1,0 +1,50 @@
+"""What the front says of a caller to the process that answers it: who it is, and the request's id.
+
+The front has checked keys, hosts and rates; behind it nobody is asked again. Clients cannot say any
+of it: the front passes on no header of theirs by these names, and its children hear nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from firn.api.auth import Caller, Keys
+from firn.api.exchange import SCOPE_KEY, Exchange
+from firn.core.errors import Unauthorized
+from firn.core.values import Namespace
+
+CALLER, REQUEST = b"x-firn-caller", b"x-firn-request"
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+
+def vouch(caller: Caller, request: str) -> list[tuple[bytes, bytes]]:
+    """The headers by which the front says so."""
+    text = f"{caller.own} {caller.namespace} {int(caller.operator)}"
+    return [(CALLER, text.encode("ascii")), (REQUEST, request.encode("ascii"))]
+
+
+class VouchedKeys(Keys):
+    """Callers are whom the front says they are; the keys tell which namespaces there can be."""
+
+    def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
+        for name, value in headers:
+            if name == CALLER:
+                own, namespace, operator = value.decode("ascii").split(" ")
+                return Caller(Namespace(own), Namespace(namespace), operator == "1")
+        raise Unauthorized("This is the private socket of a firn server.")
+
+
+def vouched(app: ASGIApp) -> ASGIApp:
+    """The app with the front's ids for its requests, so that both logs speak of the same."""
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = [value.decode("ascii") for name, value in scope["headers"] if name == REQUEST]
+            if given:
+                scope[SCOPE_KEY] = Exchange(id=given[0])
+        await app(scope, receive, send)
+
+    return inner

@@ -1,0 +1,290 @@
+"""A model's process: today's server on a private socket, for the front and nobody else.
+
+Run as `python -m firn.fleet.worker FD`. Settings come by standard input, keys among them; news go
+out by FD. When the input ends, the front is gone: this process saves what it has and ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from firn import app
+from firn.api import warm
+from firn.api.connections import ConnectionLimits, Connections, http_config
+from firn.api.hosts import EVERY, Hosts
+from firn.api.model_routes import model_object
+from firn.api.server import create_app
+from firn.api.services import Services
+from firn.config import Config
+from firn.core.errors import FirnError, ShuttingDown
+from firn.core.values import GenerateRequest
+from firn.engine.loop import Parts
+from firn.fleet.catalogue import ModelSpec, from_json
+from firn.fleet.files import folder_of
+from firn.fleet.memory import estimate
+from firn.fleet.vouching import VouchedKeys, vouched
+from firn.leaving import leave, no_later_than
+from firn.listening import Uvicorn
+from firn.logs import configure as configure_logs
+from firn.machine import raise_descriptor_limit
+from firn.models import device as devices
+
+log = logging.getLogger("firn.fleet")
+
+REPORT_S = PROGRESS_S = 0.5
+LEAVE_S = app.FLUSH_S + app.STOP_S + 5.0
+LIMITS = ConnectionLimits(max_open=1 << 20, max_heads=1 << 20)
+"""The front has counted its clients already."""
+
+
+class Link:
+    """The two pipes to the front. `tell` from any thread; orders are heard on a thread of its own."""
+
+    def __init__(self, fd: int) -> None:
+        self.orphaned = False
+        """The front is gone."""
+        self._out = os.fdopen(fd, "wb", buffering=0)
+        self._lock = threading.Lock()
+        self._obey: Callable[[Mapping[str, Any] | None], None] = _end_at_once
+        self._orders = _orders(sys.stdin.fileno())
+
+    def first(self) -> Mapping[str, Any]:
+        order = next(self._orders, None)
+        if order is None:
+            raise SystemExit(1)
+        return order
+
+    def listen(self) -> None:
+        threading.Thread(target=self._listen, name="firn-link", daemon=True).start()
+
+    def _listen(self) -> None:
+        for order in self._orders:
+            self._obey(order)
+        self.orphaned = True
+        self._obey(None)
+
+    def obey(self, obey: Callable[[Mapping[str, Any] | None], None]) -> None:
+        """Who is called with each order from now on, on another thread; None: the front is gone."""
+        self._obey = obey
+
+    def tell(self, event: str, **details: Any) -> None:
+        line = json.dumps({"event": event, **details}).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):  # nobody listens any more
+            self._out.write(line)
+
+
+def _orders(fd: int) -> Iterator[Mapping[str, Any]]:
+    """Lines of JSON until the end. Reads the descriptor itself: a thread that waits inside of Python's
+    own buffered reader holds its lock, and the interpreter cannot end."""
+    rest = b""
+    while piece := os.read(fd, 1 << 16):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def _end_at_once(order: Mapping[str, Any] | None) -> None:
+    """While the model is loaded there is nothing to save, whatever the order."""
+    os._exit(1)
+
+
+def main() -> int:
+    link = Link(int(sys.argv[1]))
+    order = link.first()
+    config = from_json(json.dumps(order["config"]))
+    name = config.server.served_model_name or config.model.path
+    configure_logs(config.log.level, tag=name)
+    raise_descriptor_limit()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link.listen()
+    try:
+        prompts = app.warm_prompts(config)
+        with _progress(link, ModelSpec(name, config)):
+            server = app.build(config)
+    except FirnError as error:
+        link.tell("failed", message=" ".join(error.message.split()))
+        return leave(1)
+    path = Path(order["socket"])
+    try:
+        code = uvloop.run(_run(server, _services(server, config), path, prompts, link))
+    finally:
+        server.close()
+    if link.orphaned:  # the last one out: nobody else clears up
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+    return leave(code)
+
+
+@contextlib.contextmanager
+def _progress(link: Link, spec: ModelSpec) -> Iterator[None]:
+    """While the model is loaded, how much of its weights is there."""
+    n_weights = max(estimate(folder_of(spec)).weights_nbytes, 1)
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(PROGRESS_S):
+            share = min(devices.active_nbytes() / n_weights, 0.99)
+            link.tell("progress", text=f"{share:.0%}")
+
+    thread = threading.Thread(target=tell, name="firn-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _services(server: app.Server, config: Config) -> Services:
+    """The server's, for callers whom the front vouches for."""
+    return replace(
+        server.services,
+        keys=VouchedKeys(
+            config.server.api_keys, admin=config.server.admin_keys, share=config.cache.share_cache
+        ),
+        hosts=Hosts((EVERY,)),
+        any_name=True,
+    )
+
+
+class _Server(Uvicorn):
+    """On one Unix socket, which belongs to this user alone."""
+
+    def __init__(self, *args: Any, path: Path) -> None:
+        super().__init__(*args)
+        self._path = path
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config = self.config
+        # The mode is that of the file from its first moment on, whatever the folder's is.
+        mask = os.umask(0o177)
+        try:
+            server = await asyncio.get_running_loop().create_unix_server(
+                lambda: config.http_protocol_class(  # type: ignore[call-arg]
+                    config=config, server_state=self.server_state, app_state={}
+                ),
+                path=str(self._path),
+                backlog=config.backlog,
+            )
+        finally:
+            os.umask(mask)
+        self.servers = [server]
+        self.started = True
+
+
+async def _run(
+    server: app.Server,
+    services: Services,
+    path: Path,
+    prompts: list[GenerateRequest],
+    link: Link,
+) -> int:
+    web = _Server(
+        http_config(
+            vouched(create_app(services)),
+            Connections(LIMITS),
+            lifespan="off",
+            timeout_graceful_shutdown=int(app.STOP_S),
+        ),
+        path=path,
+    )
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    def stop(drain_s: float | None) -> None:
+        """Replies may end; with `drain_s` they have so long, and then they are cut."""
+        server.mailroom.drain()
+        stopping.set()
+        if drain_s is not None:
+            no_later_than(drain_s + LEAVE_S)
+            loop.call_later(drain_s, server.mailroom.fail_all, ShuttingDown())
+
+    def obey(order: Mapping[str, Any] | None) -> None:
+        match order:
+            case None:
+                log.warning("the front is gone: ending")
+                no_later_than(LEAVE_S)
+                loop.call_soon_threadsafe(stop, 0.0)
+            case {"do": "stop", "drain_s": drain_s}:
+                loop.call_soon_threadsafe(stop, drain_s)
+            case {"do": "capacity", "nbytes": nbytes}:
+                server.engine.call(lambda parts: _set_capacity(parts, min(nbytes, own_capacity)))
+
+    own_capacity = server.engine.parts.budget.capacity_nbytes
+    link.obey(obey)
+    loop.add_signal_handler(signal.SIGTERM, stop, app.DRAIN_S)
+    watching = asyncio.create_task(app.watch(server, web))
+    await warm.compute(services, prompts)
+    reports = asyncio.create_task(_report(server, services, web, link))
+    ending = asyncio.create_task(_end_when_idle(server, web, stopping, link))
+    await web.serve(sockets=[])
+    for task in (watching, reports, ending):
+        task.cancel()
+    return 1 if server.died else 0
+
+
+async def _end_when_idle(
+    server: app.Server, web: Uvicorn, stopping: asyncio.Event, link: Link
+) -> None:
+    await stopping.wait()
+    while server.mailroom.n_calls:  # those that go on in the background, too
+        await asyncio.sleep(0.02)
+    no_later_than(LEAVE_S)
+    link.tell("ending")
+    web.should_exit = True
+
+
+# --- how it is -----------------------------------------------------------------------------
+
+
+async def _report(server: app.Server, services: Services, web: Uvicorn, link: Link) -> None:
+    """Once it listens, that it is ready; then whatever has changed."""
+    while not web.started:
+        await asyncio.sleep(0.005)
+    peak, last, device = 0, None, devices.describe()
+    news: dict[str, Any] = {"event": "ready", "model": model_object(services)}
+    while True:
+        found = await asyncio.wrap_future(server.engine.call(_measure))
+        peak = max(peak, found.pop("live"))
+        found = {**found, "live_peak": peak, "calls": server.mailroom.n_calls}
+        found["weights"] = server.engine.model.weights_nbytes
+        found["device"], found["device_memory"] = device.kind, device.memory_nbytes
+        found["computed"] = services.quotas.computed()
+        if found != last:
+            link.tell(**news, report=found)
+        news, last = {"event": "report"}, found
+        await asyncio.sleep(REPORT_S)
+
+
+def _measure(parts: Parts) -> dict[str, Any]:
+    """On the engine thread."""
+    view = parts.budget.view()
+    return {
+        "live": max(parts.runner.live_nbytes(), parts.budget.held_nbytes),
+        "bytes_per_token": view["bytes_per_token"],
+        "bytes_per_row": view["bytes_per_row"],
+    }
+
+
+def _set_capacity(parts: Parts, nbytes: int) -> None:
+    """What live requests and stored prefixes may take now, beside the other models' needs."""
+    parts.budget.capacity_nbytes = max(nbytes, app.MIN_CAPACITY_NBYTES)
+    parts.cache.set_room(parts.budget.free_nbytes())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

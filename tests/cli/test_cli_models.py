@@ -1,0 +1,117 @@
+"""`firn models`, `firn pull` and `firn doctor` for several models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from firn.cli import make_cli
+from firn.cli.doctor_fleet import look_at_fleet
+from firn.config import load
+from firn.fleet.memory import Room
+from tests.fleet.fronts import ECHO, Running, config, fronting
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    made = config("firn-demo", "some/other", tmp=tmp_path_factory.mktemp("cli"))
+    with fronting(made, command=ECHO) as running:
+        yield running
+
+
+def run(*arguments: str, answer: str = "") -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(make_cli(), list(arguments), input=answer)
+
+
+def test_listing_loading_and_unloading(front: Running) -> None:
+    listed = run("models", "ls", "--url", front.url)
+    assert listed.exit_code == 0, listed.output
+    rows = [line.split() for line in listed.output.splitlines()]
+    assert rows[1][:3] == ["firn-demo", "*", "unloaded"]
+    assert "16384" in rows[1]
+    loaded = run("models", "load", "other", "--url", front.url, "--keep-alive", "-1")
+    assert loaded.output == "other is loaded\n"
+    assert front.states()["other"] == "loaded"
+    gone = run("models", "unload", "other", "--url", front.url)
+    assert gone.output == "other is unloaded\n"
+    missing = run("models", "load", "nobody", "--url", front.url)
+    assert missing.exit_code == 1
+    assert "is not served here" in missing.output
+
+
+def model_folder(root: Path, name: str) -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "model.safetensors").write_bytes(b"\0" * (2 << 20))
+    return folder
+
+
+def test_removing_asks_first(tmp_path: Path, front: Running) -> None:
+    folder, more = model_folder(tmp_path, "owner/one"), ["--models-dir", str(tmp_path)]
+    more += ["--url", front.url]
+    refused = run("models", "rm", "owner/one", *more, answer="n\n")
+    assert "Remove owner/one (2 MiB" in refused.output
+    assert folder.exists()
+    done = run("models", "rm", "owner/one", *more, answer="y\n")
+    assert done.exit_code == 0, done.output
+    assert not folder.exists()
+    assert run("models", "rm", "owner/one", *more).exit_code == 1
+    assert "built in" in run("models", "rm", "firn-demo", *more).output
+
+
+def test_what_is_in_use_is_not_removed(tmp_path: Path, front: Running) -> None:
+    folder = model_folder(tmp_path, "other")
+    run("models", "load", "other", "--url", front.url)
+    more = ["--models-dir", str(tmp_path), "--url", front.url, "-y"]
+    refused = run("models", "rm", "other", *more)
+    assert refused.exit_code == 1
+    assert "first `firn models unload other`" in refused.output
+    assert folder.exists()
+    run("models", "unload", "other", "--url", front.url)
+
+
+def test_without_a_server_the_disk_is_listed(tmp_path: Path) -> None:
+    model_folder(tmp_path, "owner/one")
+    url = ["--url", "http://127.0.0.1:9"]
+    listed = run("models", "ls", "--models-dir", str(tmp_path), *url)
+    assert listed.exit_code == 0
+    assert "owner/one" in listed.output
+
+
+def test_what_cannot_be_pulled_is_one_line() -> None:
+    failed = run("pull", "./nowhere")
+    assert failed.exit_code == 1
+    assert failed.output.startswith("firn: There is no model folder ./nowhere")
+
+
+def test_doctor_adds_the_set_up(tmp_path: Path) -> None:
+    (tmp_path / "firn.toml").write_text(
+        "[models.firn-demo]\npinned = true\n[models.firn-demo-hybrid]\n[models.far]\npath='a/far'\n"
+    )
+    settings = load({}, environ={}, file=tmp_path / "firn.toml")
+
+    def found(budget: float, free: float) -> dict[str, tuple[str, str]]:
+        available = Room(int(budget * GIB), free * GIB)
+        return {f.topic: (f.mark, f.text) for f in look_at_fleet(settings, available)}
+
+    roomy = found(4, 8)
+    assert roomy["firn-demo"][0] == roomy["together"][0] == "ok"
+    assert "pinned" in roomy["firn-demo"][1]
+    assert roomy["far"][0] == "note"
+    assert found(0.8, 8)["together"][0] == "note"
+    tight = found(0.2, 8)
+    assert tight["firn-demo"][0] == tight["together"][0] == "problem"
+    assert found(4, 0.1)[""][0] == "note"
+
+
+def test_doctor_takes_several_models() -> None:
+    result = run("doctor", "firn-demo", "firn-demo-hybrid")
+    assert "together" in result.output
+    assert run("doctor", "firn-demo", "firn-demo-hybrid", "--measure").exit_code == 2

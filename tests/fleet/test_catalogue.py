@@ -1,0 +1,187 @@
+"""Which models there are, and what each one's process is told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from firn.config import OPTIONS, Config, load
+from firn.core import duration
+from firn.core.errors import SetupError
+from firn.fleet.catalogue import Catalogue, from_json, to_json
+from firn.fleet.files import check, folder_of, read_facts
+from firn.fleet.gather import merge_metrics
+from firn.fleet.memory import Footprint, estimate, measured, parse_gpus
+
+MIB = 1 << 20
+
+
+def made(tmp_path: Path, file: str = "", *models: str, **flags: object) -> Config:
+    path = tmp_path / "firn.toml"
+    path.write_text(file)
+    given = {key.replace("__", "."): value for key, value in flags.items()}
+    if models:
+        given |= {"model.path": models[0], "fleet.models": list(models[1:])}
+    return load(given, environ={}, file=path)
+
+
+def test_one_model_is_one_process(tmp_path: Path) -> None:
+    assert not load({}, environ={}).several
+    assert not load({"model.path": "a/b"}, environ={}).several
+    assert load({"model.path": "a", "fleet.models": ["b"]}, environ={}).several
+    assert load({"fleet.keep_alive": "5m"}, environ={}).several
+    assert made(tmp_path, "[models.x]\n").several
+
+
+def test_names_aliases_and_the_default(tmp_path: Path) -> None:
+    file = (
+        '[models.big]\npath = "org/Big-8bit"\naliases = ["main"]\npinned = true\n[models.small]\n'
+    )
+    catalogue = Catalogue(
+        made(
+            tmp_path,
+            file,
+            "org/First",
+            fleet__aliases=["fast=small", "best=main", "claude-haiku-*=fast"],
+        )
+    )
+    assert [spec.name for spec in catalogue] == ["First", "big", "small"]
+    for name in ("First", "org/First", "", "gpt-4o", "claude-x", "First:latest"):
+        found = catalogue.find(name)
+        assert found is not None, name
+        assert found.name == "First", name
+    for name in ("big", "main", "best", "org/Big-8bit", "main:latest"):
+        found = catalogue.find(name)
+        assert found is not None
+        assert (found.name, found.pinned) == ("big", True)
+    assert catalogue.find("fast").name == "small"  # type: ignore[union-attr]
+    assert catalogue.find("claude-haiku-4-5").name == "small"  # type: ignore[union-attr]
+    assert catalogue.find("nobody") is None
+    assert catalogue.aliases_of(catalogue.find("big")) == ("main", "best")  # type: ignore[arg-type]
+
+
+def test_a_table_is_more_than_the_file_and_less_than_a_flag(tmp_path: Path) -> None:
+    file = (
+        "[engine]\nmax_concurrency = 8\nmax_queue = 9\n"
+        "[models.a]\nmax_concurrency = 3\nreuse = 'exact'\nkeep_alive = '5m'\n[models.b]\n"
+    )
+    a, b = Catalogue(made(tmp_path, file))
+    assert (a.config.engine.max_concurrency, b.config.engine.max_concurrency) == (3, 8)
+    assert (a.config.cache.reuse, b.config.cache.reuse) == ("exact", "full")
+    assert (a.config.engine.max_queue, a.keep_alive_s, b.keep_alive_s) == (9, 300, 1800)
+    a, b = Catalogue(made(tmp_path, file, engine__max_concurrency="5", fleet__keep_alive="-1"))
+    assert a.config.engine.max_concurrency == b.config.engine.max_concurrency == 5
+    assert a.keep_alive_s == b.keep_alive_s == math.inf
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("[models.a]\nport = 1\n", "as a whole"),
+        ("[models.a]\nmax_conurrency = 1\n", "did you mean max_concurrency"),
+        ("[models.a]\nmax_concurrency = 0\n", "too small"),
+        ("[models.a]\npinned = 1\n", "not true or false"),
+        ("[models.a]\nkeep_alive = 'soon'\n", "like '30m'"),
+        ("[models.a]\naliases = 'x'\n", "no list"),
+        ("[models]\na = 1\n", "write \\[models.a\\]"),
+        ("models = 1\n", "write \\[models.NAME\\]"),
+    ],
+)
+def test_a_wrong_table_is_one_line(tmp_path: Path, file: str, line: str) -> None:
+    with pytest.raises(SetupError, match=line):
+        made(tmp_path, file)
+
+
+def test_what_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="would both be called X"):
+        Catalogue(made(tmp_path, "", "a/X", "b/X"))
+    with pytest.raises(SetupError, match="no model is called nobody"):
+        Catalogue(made(tmp_path, "", "a/X", "b/Y", fleet__aliases=["fast=nobody"]))
+    with pytest.raises(SetupError, match="no folder"):
+        Catalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path / "none")))
+    with pytest.raises(SetupError, match="holds no model"):
+        Catalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path)))
+    for spec in Catalogue(made(tmp_path, "", "./nowhere", "nothing")):
+        with pytest.raises(SetupError, match="no model folder"):
+            check(spec)
+
+
+def test_a_childs_settings_survive_the_pipe(tmp_path: Path) -> None:
+    config = made(
+        tmp_path,
+        "[models.a]\nprefill_chunk = 64\ndefault_temperature = 0.5\n[models.b]\n",
+        server__api_keys=["k1", "k2"],
+        cache__ssd_cache_dir=str(tmp_path / "ssd"),
+        server__rate_limit="5",
+    )
+    spec = next(iter(Catalogue(config)))
+    again = from_json(to_json(spec.config))
+    for item in OPTIONS:
+        if item.section != "fleet":
+            assert again.get(item.key) == spec.config.get(item.key), item.key
+    assert again.server.rate_limit == 0  # kept at the front's door
+    assert again.server.served_model_name == "a"
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(5, 5), (0, 0), ("0", 0), (-1, math.inf), ("-1m", math.inf), ("90", 90), ("1h30m", 5400),
+     ("2.5s", 2.5), ("500ms", 0.5), (1.5, 1.5), (1e300, math.inf)],
+)  # fmt: skip
+def test_durations(value: object, seconds: float) -> None:
+    assert duration.seconds(value) == seconds
+
+
+@pytest.mark.parametrize("value", ["", "soon", "5 m", "m5", True, None, [], "1h1", float("nan")])
+def test_what_is_no_duration(value: object) -> None:
+    with pytest.raises(ValueError, match="must be a number of seconds"):
+        duration.seconds(value)
+
+
+def test_what_files_tell(tmp_path: Path) -> None:
+    (dense, _) = Catalogue(made(tmp_path, "", "firn-demo", "some/model-that-is-not-here"))
+    folder = folder_of(dense)
+    facts = read_facts(folder)
+    assert (facts.architecture, facts.context_length) == ("qwen3", 16384)
+    assert facts.capabilities == ("completion", "chat", "tools")
+    guess = estimate(folder)
+    assert 1 * MIB < guess.weights_nbytes < 10 * MIB
+    assert guess.nbytes > 300 * MIB
+    assert estimate(None).weights_nbytes == 0
+    assert read_facts(None).capabilities == ()
+
+
+def test_measured_needs_do_not_shrink() -> None:
+    report = {"weights": 100, "live_peak": 500 * MIB, "bytes_per_row": 0, "bytes_per_token": 0}
+    peak = measured(report, Footprint(70))
+    assert (peak.weights_nbytes, peak.live_nbytes) == (100, 500 * MIB)
+    assert measured({**report, "live_peak": 0}, peak) == peak
+    costly = measured({**report, "live_peak": 0, "bytes_per_token": MIB}, Footprint(70))
+    assert costly.live_nbytes == 4096 * MIB
+
+
+def test_a_gpus_memory() -> None:
+    found = parse_gpus("143771, 143180\n143771, 2\n")
+    assert found is not None
+    assert (found.total, found.available) == (143771 * MIB, 143180 * MIB)
+    assert parse_gpus("[N/A], [N/A]") is None
+
+
+def test_metrics_of_several_processes() -> None:
+    one = (
+        '# HELP x_total A.\n# TYPE x_total counter\nx_total{k="v"} 1.0\n'
+        "# HELP y B.\n# TYPE y gauge\ny 2.0\n"
+    )
+    merged = merge_metrics({'a"b': one, "c": one})
+    assert merged.splitlines() == [
+        "# HELP x_total A.",
+        "# TYPE x_total counter",
+        'x_total{model="a\\"b",k="v"} 1.0',
+        'x_total{model="c",k="v"} 1.0',
+        "# HELP y B.",
+        "# TYPE y gauge",
+        'y{model="a\\"b"} 2.0',
+        'y{model="c"} 2.0',
+    ]

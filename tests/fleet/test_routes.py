@@ -1,0 +1,52 @@
+"""The front knows every route that a model's own server has."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from starlette.routing import Route
+
+from firn.fleet import server
+from firn.fleet.catalogue import Catalogue
+from tests.api.live import serve
+from tests.fleet.fronts import config
+
+OWN = {"/v1/models/{model_id:path}/load", "/v1/models/{model_id:path}/unload"}
+
+
+def routes_of(app: object) -> set[tuple[str, str]]:
+    found = set()
+    for route in app.routes:  # type: ignore[attr-defined]
+        if isinstance(route, Route):
+            found |= {(route.path, method) for method in route.methods or () if method != "HEAD"}
+    return found
+
+
+async def front_routes(tmp_path: Path) -> set[tuple[str, str]]:
+    made = config("firn-demo", "firn-demo-hybrid", tmp=tmp_path)
+    parts = server.build(made, Catalogue(made), tmp_path)
+    parts.pool.shutdown()
+    return routes_of(parts.app)
+
+
+def test_no_route_is_missing(tmp_path: Path) -> None:
+    with serve(cache_admin=object()) as live:  # its routes are there, and nobody asks
+        app = live.server.config.app
+        while not hasattr(app, "routes"):
+            app = app.app  # type: ignore[union-attr]
+        single = routes_of(app)
+    fronted = asyncio.run(front_routes(tmp_path))
+    assert single - fronted == set()
+    assert {path for path, _ in fronted - single} == OWN
+
+
+def test_the_front_needs_no_mlx() -> None:
+    script = (
+        "import sys, firn.fleet.server\n"
+        "print([n for n in ('mlx', 'mlx_lm', 'transformers') if n in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,263 @@
+"""Too little memory for all models: who goes, who waits, and what clients hear of it.
+
+The models' processes are real ones without a model, so that loading takes no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from firn.fleet.relay import WaitLimits
+from firn.fleet.turns import Rules, State
+from tests.fleet.fronts import ECHO, NEED_GB, Running, config, fronting
+
+QUICK = Rules(min_stay_s=0.0, turn_min_s=0.5, turn_max_s=0.5, hold_max_s=0.2)
+
+
+def serving(
+    tmp_path: Path,
+    *names: str,
+    room: int,
+    rules: Rules = QUICK,
+    waits: WaitLimits | None = None,
+    **more: Any,
+) -> Any:
+    """A front with room for so many of these models."""
+    flags = {"fleet.model_memory_gb": str(NEED_GB * room + 0.1), **more}
+    made = config(*names, tmp=tmp_path, **flags)
+    return fronting(made, rules=rules, waits=waits, command=ECHO)
+
+
+def chat(front: Running, model: str, *, n: int = 1, **more: Any) -> str:
+    """A reply by OpenAI's client."""
+    reply = front.client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "a"}], max_tokens=n, **more
+    )
+    return reply.choices[0].message.content or ""
+
+
+def streamed(front: Running, model: str, *, n: int) -> list[str]:
+    """The pieces of a reply that was sent to its end."""
+    body = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": n}
+    pieces = []
+    stream = front.plain.stream("POST", "/v1/chat/completions", json=body | {"stream": True})
+    with stream as found:
+        lines = [line[6:] for line in found.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]", lines[-1]
+    for line in lines[:-1]:
+        pieces.append(json.loads(line)["choices"][0]["delta"]["content"])
+    return pieces
+
+
+def test_the_least_recently_used_goes(tmp_path: Path) -> None:
+    with serving(tmp_path, "a", "b", "c", room=2) as front:
+        for name in ("a", "b", "a", "c"):
+            assert chat(front, name) == name
+        assert front.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        assert front.model("b").n_unloads == {"room": 1}
+
+
+def test_a_model_that_nobody_uses_goes_by_itself(tmp_path: Path) -> None:
+    with serving(tmp_path, "a", "b", room=2, **{"fleet.keep_alive": "0.3"}) as front:
+        assert chat(front, "a") == "a"
+        front.until("a", State.UNLOADED)
+        assert front.model("a").n_unloads == {"idle": 1}
+        assert chat(front, "a") == "a"
+
+
+def test_pinned_models_are_there_from_the_start_and_stay(tmp_path: Path) -> None:
+    file = '[models.a]\npinned = true\nkeep_alive = 0\naliases = ["main"]\n[models.b]\n[models.c]\n'
+    flags = {"fleet.model_memory_gb": str(NEED_GB * 2 + 0.1)}
+    made = config(tmp=tmp_path, file=file, **flags)
+    with fronting(made, rules=QUICK, command=ECHO) as front:
+        front.until("a", State.LOADED)
+        assert front.http().get("/ready").json() == {"ready": True, "why": None}
+        for name in ("main", "b", "c", "b"):
+            chat(front, name)
+        assert front.model("a").n_loads == 1
+        assert front.states()["a"] == "loaded"
+        shown = front.http().get("/v1/models/main").json()
+        assert (shown["pinned"], shown["expires_at"]) == (True, None)
+
+
+def test_a_running_reply_is_never_cut(tmp_path: Path) -> None:
+    """The other model waits until it has ended."""
+    with serving(tmp_path, "a", "b", room=1) as front, ThreadPoolExecutor(2) as pool:
+        chat(front, "a")
+        long = pool.submit(streamed, front, "a", n=600)
+        front.run(lambda: _active(front, "a"))
+        assert chat(front, "b") == "b"
+        assert len(long.result()) == 600
+        assert front.model("a").n_unloads == {"room": 1}
+
+
+async def _active(front: Running, name: str) -> None:
+    while not front.model(name).n_active:
+        await asyncio.sleep(0.001)
+
+
+def test_two_that_do_not_fit_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Forty requests in turn cost a few loads, and the log says so once."""
+
+    def client(name: str) -> None:
+        assert all(chat(front, name, n=5) == name for _ in range(20))
+
+    caplog.set_level(logging.WARNING, logger="firn.fleet")
+    with serving(tmp_path, "a", "b", room=1) as front:
+        clients = [threading.Thread(target=client, args=(name,)) for name in ("a", "b")]
+        for thread in clients:
+            thread.start()
+        for thread in clients:
+            thread.join()
+        n_loads = front.model("a").n_loads + front.model("b").n_loads
+    assert n_loads <= 10
+    assert sum("take turns" in record.message for record in caplog.records) == 1
+
+
+def test_four_models_with_room_for_two(tmp_path: Path) -> None:
+    """200 requests, and every reply is whole and of the model that was asked."""
+    names, rng = ("a", "b", "c", "d"), random.Random(7)
+    orders = [(rng.choice(names), rng.randint(1, 40), rng.random() < 0.5) for _ in range(200)]
+
+    def one(order: tuple[str, int, bool]) -> None:
+        name, n, streams = order
+        if streams:
+            assert streamed(front, name, n=n) == [f"{name}{i} " for i in range(n)]
+        else:
+            assert chat(front, name, n=n) == name
+
+    hasty = Rules(min_stay_s=0.0, turn_min_s=0.1, turn_max_s=0.1, hold_max_s=0.02)
+    with serving(tmp_path, *names, room=2, rules=hasty) as front:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(one, orders))
+        models = front.parts.fleet.models.values()
+        assert sum(m.n_loads for m in models) < 100
+        assert not any(m.n_active or m.waiters for m in models)
+        assert sum(m.state is State.LOADED for m in models) <= 2
+
+
+# --- waiting -------------------------------------------------------------------------------
+
+
+def test_a_stream_that_waits_is_kept_alive(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    file = f'[models.slow]\npath = "gated:{gate}"\n[models.other]\n'
+    made = config(tmp=tmp_path, file=file)
+    waits = WaitLimits(wait_s=30, silence_s=0.05)
+    body: dict[str, Any] = {"model": "slow", "messages": [{"role": "user", "content": "a"}]}
+    with fronting(made, command=ECHO, waits=waits) as front:
+        stream = front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True})
+        with stream as found:
+            lines = found.iter_lines()
+            assert next(lines).startswith(": 'slow' is loading")
+            assert front.http().get("/v1/models/slow").json()["state"] == "loading"
+            assert chat(front, "other") == "other"
+            gate.touch()
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]"
+
+
+def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
+    file = f'[models.slow]\npath = "gated:{tmp_path / "never"}"\n'
+    made = config(tmp=tmp_path, file=file, **{"fleet.model_queue": "1"})
+    waits = WaitLimits(wait_s=0.5, silence_s=0.1)
+    body: dict[str, Any] = {"model": "slow", "messages": [{"role": "user", "content": "a"}]}
+    with fronting(made, command=ECHO, waits=waits) as front, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(front.http().post, "/v1/chat/completions", json=body)
+        front.run(lambda: _waiting(front, "slow"))
+        second = front.http().post("/v1/messages", json=body | {"max_tokens": 1})
+        assert (second.status_code, second.json()["type"]) == (503, "error")
+        assert int(second.headers["retry-after"]) >= 1
+        assert first.result().status_code == 503
+        assert first.result().json()["error"]["code"] == "model_not_ready"
+        assert int(first.result().headers["retry-after"]) >= 1
+        late = front.http().post("/v1/chat/completions", json=body | {"stream": True})
+        assert late.status_code == 200  # it had begun to wait
+        assert '"code":"model_not_ready"' in late.text.splitlines()[-2]
+        wrong = front.http().post("/v1/chat/completions", json=body | {"n": 0})
+        assert wrong.status_code == 400  # nobody waits with a request that is wrong
+        assert front.http().post("/v1/models/slow/unload").json()["state"] == "unloaded"
+
+
+async def _waiting(front: Running, name: str) -> None:
+    while not front.model(name).waiters:
+        await asyncio.sleep(0.001)
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    file = '[models.bad]\npath = "broken"\n[models.good]\n'
+    with fronting(config(tmp=tmp_path, file=file), command=ECHO) as front:
+        for _ in range(2):  # the second is told at once, without another try
+            with pytest.raises(openai.InternalServerError, match="it is broken"):
+                chat(front, "bad")
+        assert chat(front, "good") == "good"
+        shown = front.http().get("/v1/models/bad").json()
+        assert shown["state"] == "unloaded"
+        assert "it is broken" in shown["error"]
+
+
+def test_what_can_never_fit_is_told_at_once(tmp_path: Path) -> None:
+    flags = {"fleet.model_memory_gb": "0.1"}
+    with fronting(config("a", "b", tmp=tmp_path, **flags), command=ECHO) as front:
+        refused = front.http().post("/v1/chat/completions", json={"model": "a", "messages": [
+            {"role": "user", "content": "a"}]})  # fmt: skip
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "insufficient_memory"
+
+
+def test_a_client_that_goes_is_passed_on(tmp_path: Path) -> None:
+    with serving(tmp_path, "a", "b", room=2) as front:
+        body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 100_000}
+        with front.http().stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as s:
+            next(s.iter_lines())
+        while front.http().get("/v1/cache/stats").json()["models"]["a"]["open"]:
+            pass
+        assert front.model("a").n_active == 0
+
+
+def test_a_folder_of_models_is_looked_at_again(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    (folder / "one").mkdir(parents=True)
+    (folder / "one" / "config.json").write_text("{}")
+    made = config(tmp=tmp_path, **{"fleet.models_dir": str(folder)})
+    with fronting(made, command=ECHO) as front:
+        assert chat(front, "one") == "one"
+        (folder / "owner" / "two").mkdir(parents=True)
+        (folder / "owner" / "two" / "config.json").write_text("{}")
+        assert chat(front, "owner/two") == "owner/two"
+        listed = front.http().get("/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["one", "owner/two"]
+
+
+# --- keys ----------------------------------------------------------------------------------
+
+
+def test_keys_are_checked_at_the_door(tmp_path: Path) -> None:
+    flags = {"server.api_keys": ["k1", "k2"], "server.admin_keys": ["boss"]}
+    flags |= {"server.rate_limit": "6"}  # type: ignore[dict-item]
+    with serving(tmp_path, "a", "b", room=2, **flags) as front:
+        http = front.http()
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/health").status_code == 200
+        key = {"authorization": "Bearer k1"}
+        assert http.get("/v1/models", headers=key).status_code == 200
+        assert http.post("/v1/models/a/load", headers=key).status_code == 403
+        boss = {"x-api-key": "boss"}
+        assert http.post("/v1/models/a/load", headers=boss).json()["state"] == "loaded"
+        assert "firn_model_loaded" in http.get("/metrics", headers=boss).text
+        assert "firn_model_loaded" not in http.get("/metrics", headers=key).text
+        body = {"model": "a", "messages": [{"role": "user", "content": "a"}]}
+        codes = [
+            http.post("/v1/chat/completions", json=body, headers=key).status_code for _ in range(6)
+        ]
+        assert codes == [200] * 5 + [429]  # the one that was refused has counted
