@@ -29,12 +29,13 @@ def long_prompt(seed: object, n_words: int) -> list[Message]:
     return [{"role": "user", "content": words(n_words, seed=seed)}]
 
 
-def cold(server: Server, n_words: int, *, turn: object) -> dict[str, float]:
+def cold(server: Server, n_words: int, *, n_tokens: int, turn: object) -> dict[str, float]:
+    """n_tokens: about so many, for servers that do not count in a stream."""
     reply = server.chat(long_prompt((turn, "cold"), n_words), N_REPLY, ignore_eos=True)
     return {
         "prompt_tokens": reply.n_prompt,
         "first_s": reply.first_s,
-        "prefill_tok_s": reply.n_prompt / reply.first_s,
+        "prefill_tok_s": (reply.n_prompt or n_tokens) / reply.first_s,
         "decode_tok_s": _decode_speed(reply),
     }
 
@@ -83,7 +84,7 @@ def contest(model: str, args: argparse.Namespace) -> dict[str, list[dict[str, An
         for turn in range(args.rounds):
             for name, server in servers.items():
                 print(f"{model}: round {turn + 1} of {args.rounds}, {name}", flush=True)
-                result = cold(server, n_words, turn=turn)
+                result = cold(server, n_words, n_tokens=args.tokens, turn=turn)
                 for n in args.concurrency:
                     result[f"tok_s_{n}"] = at_concurrency(
                         server, n, n_requests=max(n, 2), turn=turn

@@ -295,14 +295,17 @@ def n_leases(tree: PrefixTree) -> int:
     return leased + sum(r.n_leases for r in records_of(tree))
 
 
-def check_tree(tree: PrefixTree) -> None:
-    """Every chain is whole, nothing lies about, and the books are right."""
+def check_tree(tree: PrefixTree, *, whole: bool = True) -> None:
+    """Every chain is whole, nothing lies about, and the books are right.
+
+    whole: nothing below memory has been lost, so no chain has a hole.
+    """
     for root in tree.records.tree.roots():
         used = len(root.children) or root.n_leases or root.cleared_at > 0
         assert used, "an empty root was left behind"
         _check_branch(root)
     for node in tree.records.tree.nodes():
-        _check_node(node, tree)
+        _check_node(node, tree, whole=whole)
     check_books(tree)
 
 
@@ -332,7 +335,7 @@ def _check_held(counted: Held, records: Sequence[Record]) -> None:
         assert counted.nbytes[part] == sum(r.nbytes for r in mine)
 
 
-def _check_node(node: Node, tree: PrefixTree) -> None:
+def _check_node(node: Node, tree: PrefixTree, *, whole: bool) -> None:
     assert node.parent is not None
     assert node in list(node.parent.children)
     assert node.key == child_key(node.parent.key, node.tokens)
@@ -344,12 +347,13 @@ def _check_node(node: Node, tree: PrefixTree) -> None:
     assert node.n_leases >= 0
     assert node.parent.parent is None or node.parent.expires_at >= node.expires_at
     _check_branch(node)
-    if tree.records.needs.pages and node.records:
+    if whole and tree.records.needs.pages and node.records:
         for above in node.path():
             assert Part.PAGES in above.records, "a child whose parent's pages are gone"
     for part, record in node.records.items():
         assert record.part is part
         assert record.node is node
+        assert record.obtainable or record.writing, "a record that nobody has"
 
 
 def _check_branch(node: Node) -> None:

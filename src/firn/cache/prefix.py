@@ -84,8 +84,7 @@ class PrefixTree:
         self, name: str, io: Io, *, namespaces: Sequence[Namespace], wake: Callable[[], None]
     ) -> None:
         """Put a tier below memory, and below those that are there. `wake` gets the engine to tick."""
-        for namespace in namespaces:
-            self.records.root(namespace)
+        self.records.know(namespaces)
         self.records.add_tier(name, io, wake=wake)
 
     def keep_estimates(self, path: Path) -> None:

@@ -97,6 +97,11 @@ class Records:
         self._put_off: dict[int, list[News]] = {}
         """By tier: what was told while the engine waited for a write."""
 
+    def know(self, namespaces: Iterable[Namespace]) -> None:
+        """Whose records are looked for in tiers."""
+        for namespace in namespaces:
+            self._namespaces[self.identity.root(namespace)] = namespace
+
     def root(self, namespace: Namespace) -> Root:
         key = self.identity.root(namespace)
         self._namespaces[key] = namespace
