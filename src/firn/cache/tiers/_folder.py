@@ -356,6 +356,12 @@ class FolderLock:
             self._disk.close(self._fd)
             self._fd = -1
 
+    def __del__(self) -> None:
+        """A tier has no end but that nobody uses it any more."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+
     def _acquire(self) -> int:
         deadline = self._clock() + self._timeout_s
         poll = POLL_S
