@@ -157,6 +157,9 @@ def test_what_is_wrong_is_told_in_the_dialects_own_shape(pair: Running) -> None:
 
 def test_counters_and_statistics_have_the_models_name(pair: Running) -> None:
     http = pair.http()
+    for name in (DENSE, HYBRID):
+        body = {"model": name, "messages": messages(), "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
     stats = http.get("/v1/cache/stats").json()["models"]
     assert set(stats) == {DENSE, HYBRID}
     for each in stats.values():
