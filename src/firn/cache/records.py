@@ -230,10 +230,10 @@ class Records:
         return False
 
     def _wait_for_writes(self, allowed: int) -> None:
-        until = self.clock() + WRITE_WAIT_S
+        until = time.monotonic() + WRITE_WAIT_S
         for tier in self.tiers:
-            while self.tree.leaving_nbytes > allowed and self.clock() < until:
-                for news in tier.take_results(until, wait_s=until - self.clock()):
+            while self.tree.leaving_nbytes > allowed and (left := until - time.monotonic()) > 0:
+                for news in tier.take_results(math.inf, wait_s=left):
                     if isinstance(news, Written | Unwritten):
                         self.note(tier, news)
                     else:
