@@ -192,6 +192,7 @@ def test_stored_responses_are_found_again(pair: Running) -> None:
 
 
 def test_the_children_hear_nobody_else(pair: Running) -> None:
+    ask(pair, DENSE)
     child = pair.model(DENSE).child
     assert child is not None
     assert stat.S_IMODE(os.stat(child.socket).st_mode) == 0o600
@@ -221,7 +222,7 @@ def test_a_child_that_dies_is_started_again(pair: Running) -> None:
         json={"model": DENSE, "messages": messages(), "stream": True, "ignore_eos": True},
     ) as stream:
         lines = stream.iter_lines()
-        assert next(lines).startswith("data: ")
+        assert next(line for line in lines if line.startswith("data: "))  # behind its progress
         pair.kill(DENSE)
         rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert rest[-1]["error"]["code"] == "model_died"
