@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from firn.cache.children import Text
 from firn.cache.match import points, walk
 from firn.cache.parts import Part
+from firn.cache.payload import Payload
 from firn.cache.prefix import PrefixTree
 from firn.cache.tree import Mark
 from firn.core.keys import key_tokens
@@ -79,7 +80,8 @@ def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[Pref
     mx.eval(array)
 
     def add(node: Any, part: Part) -> None:
-        cache.records.keep(node, part, [(array,)], Mark.TURN)
+        payload = Payload((array[None],), (((0, 0),),))
+        cache.records.keep(node, part, payload, Mark.TURN)
 
     def grow(node: Any, tokens: Any) -> Any:
         child = cache.records.tree.child(node, Text(tokens), 0, len(tokens))

@@ -131,14 +131,14 @@ def random_model(config: dict[str, Any], *, dtype: Any, seed: int = 7) -> Any:
     return model
 
 
-def write_model(folder: Path, config: dict[str, Any], *, seed: int) -> int:
+def write_model(folder: Path, config: dict[str, Any], *, seed: int, dtype: str = "float32") -> int:
     """A model folder as servers expect it; returns the number of parameters."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder)
-    model = random_model(config, dtype=mx.float32, seed=seed)
+    write_tokenizer(folder, n_tokens=int(config["vocab_size"]))
+    model = random_model(config, dtype=getattr(mx, dtype), seed=seed)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     # The last file to come: a folder that has it is complete.
@@ -146,7 +146,8 @@ def write_model(folder: Path, config: dict[str, Any], *, seed: int) -> int:
     return sum(w.size for w in weights.values())
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, *, n_tokens: int = VOCAB_SIZE) -> None:
+    """n_tokens: of the model; those that no text makes have names, too."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -159,7 +160,10 @@ def write_tokenizer(folder: Path) -> None:
         vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, show_progress=False
     )
     tokenizer.train_from_iterator(lines, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    saved = json.loads(tokenizer.to_str())
+    vocab = saved["model"]["vocab"]
+    vocab |= {f"t{i}": i for i in range(len(vocab), n_tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,

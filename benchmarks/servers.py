@@ -81,11 +81,20 @@ KINDS: dict[str, Kind] = {
         venv="firn",
         command=(
             *("firn", "serve", "{model}", *_ADDRESS, "--cache-memory-mb", "{memory_mb}"),
-            *("--ssd-cache-dir", "{ssd}", "--ssd-cache-max-gb", "8"),
+            *("--ssd-cache-dir", "{ssd}", "--ssd-cache-max-gb", "{ssd_gb}"),
         ),
         packages=("firn", "mlx", "mlx-lm"),
         env={},
         cache_folders=("{ssd}",),
+    ),
+    "firn-off": Kind(
+        venv="firn",
+        command=(
+            *("firn", "serve", "{model}", *_ADDRESS, "--cache-memory-mb", "0", "--no-ssd-cache"),
+        ),
+        packages=("firn", "mlx", "mlx-lm"),
+        env={},
+        cache_folders=(),
     ),
     "mlx-lm": Kind(
         venv="mlx",
@@ -281,7 +290,14 @@ class Server:
 
     @classmethod
     def start(
-        cls, name: str, model: Path, *, memory_mb: int, fresh: bool = True, preload: bool = True
+        cls,
+        name: str,
+        model: Path,
+        *,
+        memory_mb: int,
+        ssd_gb: int = 8,
+        fresh: bool = True,
+        preload: bool = True,
     ) -> Server:
         """`fresh`: with nothing on disk; else with what the last one of this name left."""
         kind, run = kind_of(name), lab() / "run" / name
@@ -295,6 +311,7 @@ class Server:
             "port": free_port(),
             "memory_mb": memory_mb,
             "memory_nbytes": memory_mb * MIB,
+            "ssd_gb": ssd_gb,
             "apc_blocks": max(memory_mb * APC_BLOCKS_PER_MB, 64),
             "ssd": run / "ssd",
             "home": run / "home",

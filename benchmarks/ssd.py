@@ -133,7 +133,7 @@ def write_records(
         start = time.perf_counter()
         n_open = 0
         for header in records:
-            while not io.try_write(header, buffers, used_at=time.time(), done=results.put):
+            while not io.try_write(header, lambda: buffers, used_at=time.time(), done=results.put):
                 _check(results.get(), Stored)  # the queue is full: one must end first
                 n_open -= 1
             n_open += 1

@@ -316,7 +316,7 @@ def check_books(tree: PrefixTree) -> None:
     held = [r for r in every if r.arrays is not None and not r.leaving]
     _check_held(inner.memory, held)
     for record in held:
-        nbytes = sum(a.nbytes for layer in record.arrays for a in layer if a is not None)
+        nbytes = record.arrays.nbytes
         assert nbytes == record.nbytes
     for tier, counted in enumerate(inner.tiers):
         _check_held(counted, [r for r in every if r.stored >> tier & 1])

@@ -18,6 +18,7 @@ from mlx_vlm.models import cache as vlm_cache
 
 from firn.cache.codecs import Arrays, At, LayerCodec, name_of, registry
 from firn.cache.codecs.pages import QuantizingKVCodec
+from firn.cache.payload import stacked
 
 N_ROWS, N_TOKENS = 3, 512
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
@@ -71,7 +72,8 @@ class Specimen:
         for chunk in chunks:
             self.feed(layer, [row], [n], chunk)
             n += chunk
-            found.append((n - chunk, n, self.codec.cut(layer, At(0, n), n - chunk, n)))
+            cut = self.codec.cut(layer, At(0, n), n - chunk, n)
+            found.append((n - chunk, n, stacked([cut]).layer(0)))
         return found
 
     def restored(self, pieces: Sequence[tuple[int, int, Arrays]], n_tokens: int) -> Any:

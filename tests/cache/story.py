@@ -75,7 +75,9 @@ def contents(harness: Harness) -> Contents:
 
     def look() -> Contents:
         return {
-            (node.key, part.value): [bits(a) for layer in record.arrays for a in layer]
+            (node.key, part.value): [
+                bits(a) for i in range(record.arrays.n_layers) for a in record.arrays.layer(i)
+            ]
             for node in harness.cache.records.tree.nodes()
             for part, record in node.records.items()
             if record.arrays is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from firn.cache import admin, codecs, commit
+from firn.cache import admin, commit, payload
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.core.values import CacheControl, Namespace, Sampling
@@ -193,7 +193,7 @@ def test_records_that_could_not_be_computed_are_not_kept(
     def evaluate(payloads: Any) -> None:
         if fails[0]:
             raise RuntimeError("out of memory")
-        codecs.evaluate(payloads)
+        payload.evaluate(payloads)
 
     monkeypatch.setattr(commit, "evaluate", evaluate)
     cache = tree(shape, block=8)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 from firn.cache.codecs import Arrays
-from firn.cache.codecs._host import from_host, to_host
 from firn.cache.container import Header, pack, unpack
+from firn.cache.host import from_host, gather, lend
 from firn.cache.parts import Part
+from firn.cache.payload import Payload, evaluate, stacked
 from firn.cache.prefix import PrefixTree
 from firn.core.keys import Key
 from firn.core.values import CacheControl, MediaSpan, Namespace, Prompt
@@ -133,15 +135,21 @@ def file_of(kind: Specimen, folder: Path, number: int) -> Path:
     return folder / f"{kind.label.replace(' ', '-')}.{number}"
 
 
+def evaluated(layers: Sequence[Arrays]) -> Payload:
+    payload = stacked(layers)
+    evaluate([payload])
+    return payload
+
+
 def digest(arrays: Arrays) -> str:
     found = hashlib.sha256()
     for a in arrays:
         if a is None:
             found.update(b"none")
         else:
-            layers, buffers = to_host([(a,)])
-            found.update(repr(layers).encode())
-            found.update(buffers[0])
+            lent = lend(evaluated([(a,)]))
+            found.update(repr(lent.layers).encode())
+            found.update(lent.fetch()[0])
     return found.hexdigest()
 
 
@@ -159,7 +167,7 @@ def goes_on(kind: Specimen, layer: object) -> str:
 def leave(kind: Specimen, folder: Path) -> str:
     """Write the records of a live layer; say how the layer itself goes on."""
     for number, (start, end, arrays) in enumerate(kind.pieces(CHUNKS)):
-        layers, buffers = to_host([arrays])
+        lent = lend(evaluated([arrays]))
         header = Header(
             key=Key(b"k" * 32),
             parent=Key(b"p" * 32),
@@ -170,11 +178,11 @@ def leave(kind: Specimen, folder: Path) -> str:
             fingerprint=b"model",
             namespace="alice",
             layout=str(kind.codec.describe(kind.make())),
-            layers=layers,
+            layers=lent.layers,
             created=0.0,
             mark=0,
         )
-        raw = b"".join(bytes(p) for p in pack(header, buffers).pieces)
+        raw = b"".join(bytes(p) for p in pack(header, lent.fetch()).pieces)
         file_of(kind, folder, number).write_bytes(raw)
     return goes_on(kind, kind.fed(CHUNKS))
 
@@ -187,7 +195,7 @@ def arrive(kind: Specimen, folder: Path) -> str:
         header = loaded.header
         assert header.part is kind.codec.part
         assert header.layout == kind.codec.describe(kind.make())
-        (arrays,) = from_host(header.layers, loaded.buffers)
+        arrays = from_host(gather(header.layers, loaded.buffers)).layer(0)
         pieces.append((header.start, header.start + len(header.tokens), arrays))
     return goes_on(kind, kind.restored(pieces, sum(CHUNKS)))
 
@@ -210,8 +218,10 @@ def test_records_of_every_kind_go_on_in_a_fresh_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", SPECIMENS, ids=lambda s: s.label)
 def test_host_bytes_are_the_arrays(kind: Specimen) -> None:
     (*_, (_, _, arrays)) = kind.pieces(CHUNKS)
-    layers, buffers = to_host([arrays])
+    lent = lend(evaluated([arrays]))
+    buffers = lent.fetch()
     assert sum(b.nbytes for b in buffers) == sum(a.nbytes for a in arrays if a is not None)
-    (again,) = from_host(layers, [memoryview(bytes(b)) for b in buffers])
+    apart = [memoryview(bytes(b)) for b in buffers]
+    again = from_host(gather(lent.layers, apart)).layer(0)
     assert all_same(again, arrays)
     assert kind.codec.part in Part

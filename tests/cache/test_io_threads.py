@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def test_a_tier_behind_threads() -> None:
     io, log = TierIo(DictTier(1 << 20), IoThreads(2)), Log()
     records = chain(3)
     for i, one in enumerate(records):
-        assert io.try_write(one.header, one.buffers, used_at=100.0 - i, done=log)
+        assert io.try_write(one.header, partial(list, one.buffers), used_at=100.0 - i, done=log)
         assert isinstance(log.wait(i + 1)[-1], Stored)
     io.read(records[0].name, records[0].header.tokens, log, wanted=lambda: True)
     loaded = log.wait(4)[-1]
@@ -257,7 +258,7 @@ def test_two_tiers_share_the_threads() -> None:
     threads, log = IoThreads(2), Log()
     first, second = (TierIo(DictTier(1 << 20), threads) for _ in range(2))
     one = of_size(10)
-    assert first.try_write(one.header, one.buffers, used_at=1.0, done=log)
+    assert first.try_write(one.header, lambda: one.buffers, used_at=1.0, done=log)
     log.wait(1)
     second.read(one.name, one.header.tokens, log, wanted=lambda: True)
     assert isinstance(log.wait(2)[-1], Missing)
@@ -315,8 +316,8 @@ def test_a_full_queue_is_counted(tmp_path: Path) -> None:
     tier = FaultyTier(TierOptions(str(tmp_path), 1 << 20), plan=lambda op, name: next(plan, None))
     io, log = TierIo(tier, IoThreads(1, max_write_nbytes=1000)), Log()
     first, second = of_size(900), of_size(900, 1)
-    assert io.try_write(first.header, first.buffers, used_at=1.0, done=log)
-    assert not io.try_write(second.header, second.buffers, used_at=1.0, done=log)
+    assert io.try_write(first.header, lambda: first.buffers, used_at=1.0, done=log)
+    assert not io.try_write(second.header, lambda: second.buffers, used_at=1.0, done=log)
     assert io.usage().drops == {"queue full": 1}
     tier.release()
     assert isinstance(log.wait(1)[0], Stored)

@@ -13,6 +13,7 @@ import pytest
 from firn.cache.children import Text
 from firn.cache.memory import STATE_SHARE
 from firn.cache.parts import Part
+from firn.cache.payload import Payload
 from firn.cache.prefix import PrefixTree
 from firn.cache.tree import Mark, Node, Record
 from firn.core.values import Namespace
@@ -48,7 +49,8 @@ def put(
     cache.records.tree.lease(node)
     try:
         cache.records.tree.use(node)
-        return cache.records.keep(node, part, [(mx.zeros(nbytes, dtype=mx.uint8),)], mark)
+        arrays = Payload((mx.zeros((1, nbytes), dtype=mx.uint8),), (((0, 0),),))
+        return cache.records.keep(node, part, arrays, mark)
     finally:
         cache.records.unlease(node)
 

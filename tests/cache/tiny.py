@@ -89,6 +89,6 @@ def payloads(harness: Harness) -> dict[tuple[bytes, str], list[mx.array]]:
     found: dict[tuple[bytes, str], list[mx.array]] = {}
     for node in harness.cache.records.tree.nodes():
         for part, record in node.records.items():
-            arrays = [a for layer in record.arrays for a in layer if a is not None]
+            arrays = list(record.arrays.stacks)
             found[node.key, part.value] = arrays
     return found

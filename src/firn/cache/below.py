@@ -1,8 +1,8 @@
 """A tier below memory, seen from the engine thread: spilling, loading, and what others changed.
 
-Arrays become host bytes and come back on the engine thread; hashing, files and waiting belong to the I/O
-threads. Their results arrive in a queue that `poll` empties between two steps, a little at a time while
-there are rows to decode.
+The engine thread makes and drops arrays; their bytes are fetched, hashed and written by the I/O threads.
+Results arrive in a queue that `poll` empties between two steps, a little at a time while there are rows
+to decode.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -12,15 +12,15 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from firn.cache.codecs import Arrays
-from firn.cache.codecs._host import from_host, to_host
 from firn.cache.container import Header, Layers, Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
+from firn.cache.host import Gathered, Lent, from_host, gather, lend
 from firn.cache.io import Changes, Done, Io, Wanted
+from firn.cache.payload import Payload
 from firn.cache.tiers import Stored, Usage
 from firn.cache.tree import Record, Tree
 from firn.core.keys import Key, KeyTokens
@@ -54,7 +54,7 @@ class Arrived:
     """A record was read and verified, at this time of the cache's clock, and made into arrays."""
 
     record: Record
-    arrays: list[Arrays]
+    arrays: Payload
     at: float
     array_s: float
     """What making the arrays took."""
@@ -122,8 +122,8 @@ class Below:
         """With the time since when it waits."""
         self._unwritten: dict[Record, None] = {}
         """In their order; a fault of the tier stood in their way."""
-        self._lent: dict[Record, Sequence[memoryview]] = {}
-        """Bytes that are being written. They may be an array's own: it must die on this thread."""
+        self._lent: dict[Record, Lent] = {}
+        """What is being written: its arrays must die on this thread."""
         self._loading: dict[Record, list[Wanted]] = {}
         """With those who want it."""
         self._touched: dict[Key, float] = {}
@@ -261,10 +261,10 @@ class Below:
         if isinstance(result, Stored):
             self._tree.set_stored(record, self.number)
             return Written(record, result.evicted)
-        if isinstance(result, Loaded):
+        if isinstance(result, Gathered):
             self._loading.pop(record, None)
             began = self._clock()
-            arrays = from_host(result.header.layers, result.buffers)
+            arrays = from_host(result)
             return Arrived(record, arrays, at, self._clock() - began)
         if isinstance(result, Unwanted) and record in self._loading:
             if any(wanted() for wanted in self._loading[record]):
@@ -319,21 +319,23 @@ class Below:
     def _write(self, record: Record) -> bool:
         if not self._io.has_room(record.nbytes):
             return False
-        layers, buffers = to_host(record.arrays)
+        lent = lend(record.arrays)
         accepted = self._io.try_write(
-            self._catalogue.header(record, layers),
-            buffers,
+            self._catalogue.header(record, lent.layers),
+            lent.fetch,
             used_at=self._tree.stamp(record),
             done=self._done(record),
             wanted=lambda: self._tree.is_current(record),
         )
         if accepted:
             self._tree.set_writing(record, self.number, on=True)
-            self._lent[record] = buffers
+            self._lent[record] = lent
         return accepted
 
     def _done(self, record: Record | None) -> Done:
         def done(result: Any) -> None:
+            if isinstance(result, Loaded):
+                result = gather(result.header.layers, result.buffers)
             self._results.put((record, result, self._clock()))
             self._wake()
 

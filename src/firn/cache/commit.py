@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 
 from firn.cache.children import Text
-from firn.cache.codecs import Arrays, At, evaluate, joined_copy, slice_tokens
+from firn.cache.codecs import At
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
+from firn.cache.payload import Payload, evaluate, joined
 from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Piece
 from firn.cache.tree import Mark, Node, Record
@@ -43,17 +44,18 @@ class Committer:
             self._commit(trail, row, new)
 
     def _commit(self, trail: CacheTrail, row: LiveRow, new: list[Record]) -> None:
-        at = At(row.index, row.n_tokens)
-        self._save_pieces(trail, row, at)
+        self._save_pieces(trail, row)
         end = min(row.n_tokens, trail.n_known)
         if self._exact_chunk:
             end -= end % self._exact_chunk
+        start = trail.node.end
+        cuts = Cuts(self._layout, row, start, end - (end - start) % self._block)
         while trail.writes and trail.node.end + self._block <= end:
-            if not self._commit_block(trail, row, at, new):
+            if not self._commit_block(trail, cuts, new):
                 break
         mark = trail.due.pop(row.n_tokens, None)
         if mark is not None and trail.writes:
-            self._commit_state(trail, row, at, mark, new)
+            self._commit_state(trail, row, mark, new)
 
     def commit_tail(self, trail: CacheTrail, row: LiveRow) -> None:
         """What the row holds beyond its last whole block, so that reuse is exact to the token."""
@@ -63,9 +65,8 @@ class Committer:
             self._commit_tail(trail, row, new)
 
     def _commit_tail(self, trail: CacheTrail, row: LiveRow, new: list[Record]) -> None:
-        at = At(row.index, row.n_tokens)
         if self._needs.state:
-            self._commit_state(trail, row, at, Mark.REPLY_END, new)
+            self._commit_state(trail, row, Mark.REPLY_END, new)
         elif row.n_tokens > trail.node.end:
             cut = trail.cut(trail.node.end, row.n_tokens)
             cover = next((c for c in trail.node.children.longer(*cut) if self._is_whole(c)), None)
@@ -74,7 +75,7 @@ class Committer:
                 return
             tail = self._tree.child(trail.node, *cut)
             with self._leased(tail):
-                if self._store(trail, tail, row, at, new):
+                if self._store(trail, tail, self._cuts_of(tail, row), new):
                     self._supersede(tail)
 
     @contextmanager
@@ -83,7 +84,7 @@ class Committer:
         new: list[Record] = []
         try:
             yield new
-            evaluate([r.arrays for r in new if r.arrays is not None])
+            evaluate(r.arrays for r in new if r.arrays is not None)
         except Exception:
             self._records.take_back(new)
             raise
@@ -98,11 +99,14 @@ class Committer:
         finally:
             self._records.unlease(node)
 
-    def _commit_block(self, trail: CacheTrail, row: LiveRow, at: At, new: list[Record]) -> bool:
+    def _cuts_of(self, node: Node, row: LiveRow) -> Cuts:
+        return Cuts(self._layout, row, node.start, node.end)
+
+    def _commit_block(self, trail: CacheTrail, cuts: Cuts, new: list[Record]) -> bool:
         start = trail.node.end
         node = self._tree.child(trail.node, *trail.cut(start, start + self._block))
         with self._leased(node):
-            if not self._store(trail, node, row, at, new):
+            if not self._store(trail, node, cuts, new):
                 return False
             self._supersede(node)
             self._tree.move_lease(trail.node, node)
@@ -111,9 +115,7 @@ class Committer:
         trail.n_saved = max(trail.n_saved, node.end)
         return True
 
-    def _commit_state(
-        self, trail: CacheTrail, row: LiveRow, at: At, mark: Mark, new: list[Record]
-    ) -> None:
+    def _commit_state(self, trail: CacheTrail, row: LiveRow, mark: Mark, new: list[Record]) -> None:
         """Keep the state at the row's position, with the pages of its unfinished block."""
         n = row.n_tokens
         node = trail.node
@@ -121,23 +123,16 @@ class Committer:
             node = self._tree.child(trail.node, *trail.cut(trail.node.end, n))
         if node.parent is None:
             return
+        cuts = self._cuts_of(node, row)
         with self._leased(node):
-            if node is not trail.node and not self._store(trail, node, row, at, new):
+            if node is not trail.node and not self._store(trail, node, cuts, new):
                 return
-            self._keep(
-                node,
-                Part.STATE,
-                lambda: self._layout.cut(Part.STATE, row.live_layers, at, 0, n),
-                mark,
-                new,
-            )
+            self._keep(node, Part.STATE, partial(cuts.cut, Part.STATE, 0, n), mark, new)
 
-    def _store(
-        self, trail: CacheTrail, node: Node, row: LiveRow, at: At, new: list[Record]
-    ) -> bool:
+    def _store(self, trail: CacheTrail, node: Node, cuts: Cuts, new: list[Record]) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
         for part in self._needs.by_block:
-            cut = partial(self._cut, part, trail, node, row, at)
+            cut = partial(self._cut, part, trail, node, cuts)
             if not self._keep(node, part, cut, Mark.TURN, new):
                 trail.writes = False
                 return False
@@ -148,7 +143,7 @@ class Committer:
         self,
         node: Node,
         part: Part,
-        cut: Callable[[], list[Arrays]],
+        cut: Callable[[], Payload],
         mark: Mark,
         new: list[Record],
     ) -> bool:
@@ -161,14 +156,15 @@ class Committer:
             new.append(record)
         return record is not None
 
-    def _cut(self, part: Part, trail: CacheTrail, node: Node, row: LiveRow, at: At) -> list[Arrays]:
+    def _cut(self, part: Part, trail: CacheTrail, node: Node, cuts: Cuts) -> Payload:
         if part is Part.WINDOW and self.piece_tokens:
             return _join_pieces(trail.pieces, node.start, node.end)
-        return self._layout.cut(part, row.live_layers, at, node.start, node.end)
+        return cuts.cut(part, node.start, node.end)
 
-    def _save_pieces(self, trail: CacheTrail, row: LiveRow, at: At) -> None:
+    def _save_pieces(self, trail: CacheTrail, row: LiveRow) -> None:
         if not self.piece_tokens or row.n_tokens <= trail.n_saved:
             return
+        at = At(row.index, row.n_tokens)
         cut = self._layout.cut(Part.WINDOW, row.live_layers, at, trail.n_saved, row.n_tokens)
         evaluate([cut])
         trail.pieces.append(Piece(trail.n_saved, row.n_tokens, cut))
@@ -190,16 +186,36 @@ class Committer:
                 self._records.forget(other)
 
 
-def _join_pieces(pieces: Sequence[Piece], start: int, end: int) -> list[Arrays]:
+class Cuts:
+    """What one commit cuts out of a row. Several blocks are cut as one, and then copied apart."""
+
+    def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:
+        """[start, end): all that may be cut by token."""
+        self.at = At(row.index, row.n_tokens)
+        self._layout = layout
+        self._layers = row.live_layers
+        self._start, self._end = start, end
+        self._whole: dict[Part, Payload] = {}
+
+    def cut(self, part: Part, start: int, end: int) -> Payload:
+        if part is Part.STATE or (start, end) == (self._start, self._end):
+            return self._layout.cut(part, self._layers, self.at, start, end)
+        if part not in self._whole:
+            cut = self._layout.cut(part, self._layers, self.at, self._start, self._end)
+            self._whole[part] = cut
+        return self._whole[part].tokens(start - self._start, end - self._start).copied()
+
+
+def _join_pieces(pieces: Sequence[Piece], start: int, end: int) -> Payload:
     """Window layers' tokens [start, end) out of pieces that cover them."""
-    parts: list[list[Arrays]] = []
+    parts: list[Payload] = []
     covered = start
     for piece in pieces:
         if piece.end <= covered or piece.start >= end:
             continue
         first, last = covered - piece.start, min(piece.end, end) - piece.start
-        parts.append([slice_tokens(a, first, last) for a in piece.layers])
+        parts.append(piece.layers.tokens(first, last))
         covered = piece.start + last
     if covered != end:
         raise ValueError(f"window pieces end at {covered}, not at {end}")
-    return [joined_copy(p) for p in zip(*parts, strict=True)]
+    return joined(parts) if len(parts) > 1 else parts[0].copied()

@@ -37,6 +37,8 @@ BATCH = 256
 Done = Callable[[Any], None]
 """Gets what the work returned, or the TierError that ended it. Called on an I/O thread."""
 Wanted = Callable[[], bool]
+Fetch = Callable[[], Sequence[Any]]
+"""A record's bytes, a buffer for each tensor. Called on an I/O thread, one record after another."""
 
 
 def _always() -> bool:
@@ -66,7 +68,7 @@ class Io(Protocol):
     def try_write(
         self,
         header: Header,
-        buffers: Sequence[Any],
+        fetch: Fetch,
         *,
         used_at: float,
         done: Done,
@@ -376,7 +378,7 @@ class TierIo:
     def try_write(
         self,
         header: Header,
-        buffers: Sequence[Any],
+        fetch: Fetch,
         *,
         used_at: float,
         done: Done,
@@ -384,7 +386,7 @@ class TierIo:
     ) -> bool:
         nbytes = sum(spec.nbytes for spec in header.specs)
         is_taken = self.threads.try_write(
-            lambda: self._write(header, buffers, used_at, wanted), done, nbytes=nbytes, tier=self
+            lambda: self._write(header, fetch, used_at, wanted), done, nbytes=nbytes, tier=self
         )
         if not is_taken:
             self._tally.drop("queue full")
@@ -425,13 +427,11 @@ class TierIo:
 
     # --- on an I/O thread --------------------------------------------------------------------
 
-    def _write(
-        self, header: Header, buffers: Sequence[Any], used_at: float, wanted: Wanted
-    ) -> Stored[Name]:
+    def _write(self, header: Header, fetch: Fetch, used_at: float, wanted: Wanted) -> Stored[Name]:
         if not wanted():
             raise Unwanted
         name = str(header.name)
-        packed = pack(header, buffers, seal=self._seal)
+        packed = pack(header, fetch(), seal=self._seal)
         if name in self._foreign:
             self._tier.delete(name)
             self._foreign.discard(name)

@@ -27,13 +27,13 @@ from firn.cache.below import (
     name_of,
 )
 from firn.cache.children import Text
-from firn.cache.codecs import Arrays, nbytes_of
 from firn.cache.container import Header, Label, Layers, Name
 from firn.cache.estimates import Estimates
 from firn.cache.faults import TierError
 from firn.cache.io import Changes, Entry, Io
 from firn.cache.memory import Memory
 from firn.cache.parts import Needs, Part
+from firn.cache.payload import Payload
 from firn.cache.stats import Stats
 from firn.cache.tiers import Gone
 from firn.cache.tree import BLOCK_S, Mark, Node, Record, Root, Tree
@@ -122,9 +122,9 @@ class Records:
 
     # --- coming ----------------------------------------------------------------------------
 
-    def keep(self, node: Node, part: Part, arrays: list[Arrays], mark: Mark) -> Record | None:
+    def keep(self, node: Node, part: Part, arrays: Payload, mark: Mark) -> Record | None:
         """Hold what was computed in memory, whatever a tier has of it; None when there is no room."""
-        nbytes = sum(nbytes_of(a) for a in arrays)
+        nbytes = arrays.nbytes
         known = node.records.get(part)
         if known is not None:
             if mark > known.mark:
@@ -152,12 +152,12 @@ class Records:
                     if not (record.stored | record.writing) >> tier.number & 1:
                         tier.spill(record)
 
-    def loaded(self, record: Record, arrays: list[Arrays]) -> None:
+    def loaded(self, record: Record, arrays: Payload) -> None:
         """Hold a loaded record in memory again, if room can be made for it."""
         if record.alive and record.arrays is None:
-            self._hold(record, arrays, sum(nbytes_of(a) for a in arrays))
+            self._hold(record, arrays, arrays.nbytes)
 
-    def _hold(self, record: Record, arrays: list[Arrays], nbytes: int) -> None:
+    def _hold(self, record: Record, arrays: Payload, nbytes: int) -> None:
         self.tree.lease_record(record)  # making room must not take it, nor the chain it ends
         try:
             if self.memory.make_room(nbytes, part=record.part) and record.alive:

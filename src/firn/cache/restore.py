@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from firn.cache.below import Arrived, Below
-from firn.cache.codecs import Arrays, slice_tokens
 from firn.cache.faults import Damaged, Missing, TierError
 from firn.cache.layout import Layout
 from firn.cache.match import MEMORY, Match, Walk, points, walk
 from firn.cache.parts import Part
+from firn.cache.payload import Payload
 from firn.cache.plan import EVICTED, NOT_YET, SLOWER, SWITCHED_OFF, Plan, make_plan, why_not_more
 from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Loading, Piece
@@ -31,7 +31,7 @@ MAX_PLANS = 3
 MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request computed at the same time."""
-Payloads = dict[tuple[Node, Part], list[Arrays]]
+Payloads = dict[tuple[Node, Part], Payload]
 
 
 class Restorer:
@@ -280,18 +280,16 @@ def _wanted(loading: Loading, record: Record) -> Callable[[], bool]:
     return lambda: loading.wants(record)
 
 
-def _arrays(trail: CacheTrail, record: Record) -> list[Arrays]:
+def _arrays(trail: CacheTrail, record: Record) -> Payload:
     if record in trail.loaded:
         return trail.loaded[record][1]
-    arrays: list[Arrays] = record.arrays
+    arrays: Payload = record.arrays
     return arrays
 
 
-def _sliced(node: Node, part: Part, n_tokens: int, payloads: Payloads) -> list[Arrays]:
-    layers = payloads[node, part]
-    if n_tokens == node.n_tokens:
-        return layers
-    return [slice_tokens(a, 0, n_tokens) for a in layers]
+def _sliced(node: Node, part: Part, n_tokens: int, payloads: Payloads) -> Payload:
+    payload = payloads[node, part]
+    return payload if n_tokens == node.n_tokens else payload.tokens(0, n_tokens)
 
 
 def _tail(match: Match, start: int) -> Match:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firn.cache.children import Text
-from firn.cache.codecs import Arrays
+from firn.cache.payload import Payload
 from firn.cache.tree import Mark, Node, Record, Root
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
@@ -21,7 +21,7 @@ class Piece:
 
     start: int
     end: int
-    layers: list[Arrays]
+    layers: Payload
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class CacheTrail:
     leased: list[Record] = field(default_factory=list)
     """What it is about to resume from."""
     loading: Loading | None = None
-    loaded: dict[Record, tuple[str, list[Arrays]]] = field(default_factory=dict)
+    loaded: dict[Record, tuple[str, Payload]] = field(default_factory=dict)
     """What was loaded for it, and from where: kept here too, so that nothing can evict it before use."""
     at_hand: frozenset[Record] = frozenset()
     """Of what it is to resume from, what was in memory when the loads were ordered."""

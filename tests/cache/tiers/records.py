@@ -162,7 +162,7 @@ class Direct:
     def write(self, one: Record, *, used_at: float | None = None) -> Stored[Name]:
         at = self.stamp(one) if used_at is None else used_at
         results: list[Any] = []
-        self.io.try_write(one.header, one.buffers, used_at=at, done=results.append)
+        self.io.try_write(one.header, lambda: one.buffers, used_at=at, done=results.append)
         found: Stored[Name] = _raised(results)
         return found
 

@@ -52,7 +52,7 @@ class LayerCodec(Protocol):
         ...
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
-        """The row's tokens [start, end), or its state at end == at.n_tokens. Lazy copies."""
+        """The row's tokens [start, end), or its state at end == at.n_tokens. Lazy; views will do."""
         ...
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
@@ -137,15 +137,3 @@ def concat_tokens(pieces: Sequence[Arrays], *, pad: int = 0) -> Arrays:
 
 def nbytes_of(arrays: Arrays) -> int:
     return sum(a.nbytes for a in arrays if a is not None)
-
-
-def joined_copy(pieces: Sequence[Arrays]) -> Arrays:
-    """Pieces one after another, as arrays of their own."""
-    return tuple(None if a is None else mx.contiguous(a) for a in concat_tokens(pieces))
-
-
-def evaluate(payloads: Sequence[Sequence[Arrays]]) -> None:
-    """Compute copies now: one still pending would make the layer's next write copy its whole buffer."""
-    arrays = [a for layers in payloads for layer in layers for a in layer if a is not None]
-    if arrays:
-        mx.eval(arrays)

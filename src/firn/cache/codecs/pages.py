@@ -32,9 +32,7 @@ class KVCodec:
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         pad = _padding(layer, at)
         row = slice(at.index, at.index + 1)
-        return tuple(
-            mx.contiguous(a[row, :, pad + start : pad + end]) for a in (layer.keys, layer.values)
-        )
+        return tuple(a[row, :, pad + start : pad + end] for a in (layer.keys, layer.values))
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         layer.keys, layer.values = concat_tokens(pieces, pad=_room(n_tokens))
@@ -73,7 +71,7 @@ class QuantizedKVCodec:
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         both = (*layer.keys, *layer.values)
-        return tuple(mx.contiguous(a[:, :, start:end]) for a in both)
+        return tuple(a[:, :, start:end] for a in both)
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         joined = concat_tokens(pieces, pad=_room(n_tokens))

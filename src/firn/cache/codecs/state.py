@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
-
 from firn.cache.codecs import Arrays, At
 from firn.cache.parts import Part
 
@@ -28,7 +26,7 @@ class ArraysCodec:
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         row = slice(at.index, at.index + 1)
-        return tuple(None if a is None else mx.contiguous(a[row]) for a in layer.cache)
+        return tuple(None if a is None else a[row] for a in layer.cache)
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         (arrays,) = pieces
@@ -57,7 +55,7 @@ class DeepseekV41Codec:
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         found = (getattr(layer, f) for f in self.FIELDS)
-        return tuple(None if a is None else mx.contiguous(a) for a in found)
+        return tuple(None if a is None else a for a in found)
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         (arrays,) = pieces

@@ -36,7 +36,7 @@ class RotatingKVCodec:
 
         def temporal(a: mx.array) -> mx.array:
             if first + n <= length:
-                return mx.contiguous(a[row, :, first : first + n])
+                return a[row, :, first : first + n]
             wrapped = first + n - length
             return mx.concatenate([a[row, :, first:], a[row, :, :wrapped]], axis=2)
 
@@ -69,7 +69,7 @@ class ChunkedKVCodec:
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         first, last = start - layer.start_position, end - layer.start_position
-        return tuple(mx.contiguous(a[:, :, first:last]) for a in (layer.keys, layer.values))
+        return tuple(a[:, :, first:last] for a in (layer.keys, layer.values))
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         layer.keys, layer.values = concat_tokens(pieces)

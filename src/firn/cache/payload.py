@@ -1,0 +1,132 @@
+"""What a record holds of a row: one part of every layer, arrays of one shape together in one stack.
+
+What a record costs a device is the number of its arrays, not their bytes: a block of 36 layers is one
+copy here, and was 72. So several blocks are cut as one and then copied apart, and a row is filled many
+layers at a time.
+
+    places of 3 layers with two slots      stacks
+    (0, 0) (0, 1)                          0: keys, values, keys, values   [4, 1, heads, tokens, width]
+    (0, 2) (0, 3)
+    (1, 0) None                            1: a state                      [1, 1, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from firn.cache.codecs import TOKEN_AXIS, Arrays
+
+Places = tuple[tuple[tuple[int, int] | None, ...], ...]
+"""Each layer's slots: which stack, which entry of it; None where the layer leaves the slot empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    stacks: tuple[mx.array, ...]
+    places: Places
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stack.nbytes for stack in self.stacks)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.places)
+
+    def layer(self, i: int) -> Arrays:
+        """One layer's arrays: views."""
+        return tuple(None if at is None else self.stacks[at[0]][at[1]] for at in self.places[i])
+
+    def tokens(self, start: int, end: int) -> Payload:
+        """Tokens [start, end) of pages or a window: views."""
+        return Payload(tuple(s[..., start:end, :] for s in self.stacks), self.places)
+
+    def copied(self) -> Payload:
+        """The same as arrays of their own, lazily."""
+        return Payload(tuple(_copy(s) for s in self.stacks), self.places)
+
+
+def places_of(kinds: Sequence[Sequence[Hashable | None]]) -> Places:
+    """Where arrays of these kinds go: those of one kind into one stack, in their order."""
+    numbers: dict[Hashable, int] = {}
+    counts: list[int] = []
+
+    def place(kind: Hashable | None) -> tuple[int, int] | None:
+        if kind is None:
+            return None
+        stack = numbers.setdefault(kind, len(numbers))
+        if stack == len(counts):
+            counts.append(0)
+        counts[stack] += 1
+        return stack, counts[stack] - 1
+
+    return tuple(tuple(place(kind) for kind in slots) for slots in kinds)
+
+
+def stacked(layers: Sequence[Arrays]) -> Payload:
+    """Copies of these arrays, lazily."""
+    places = places_of(
+        [[None if a is None else (a.dtype, *a.shape) for a in arrays] for arrays in layers]
+    )
+    members: dict[int, list[mx.array]] = {}
+    for slots, arrays in zip(places, layers, strict=True):
+        for at, array in zip(slots, arrays, strict=True):
+            if at is not None and array is not None:
+                members.setdefault(at[0], []).append(array)
+    stacks = (
+        mx.stack(some) if len(some) > 1 else _copy(some[0][None]) for some in members.values()
+    )
+    return Payload(tuple(stacks), places)
+
+
+def _copy(array: mx.array) -> mx.array:
+    """An array of its own, lazily. `mx.contiguous` gives back a view of a buffer that it may share."""
+    return mx.concatenate([array, array[:0]])
+
+
+def joined(payloads: Sequence[Payload]) -> Payload:
+    """Their tokens one after another, lazily. The layers must be alike."""
+    stacks = zip(*(p.stacks for p in payloads), strict=True)
+    return Payload(
+        tuple(mx.concatenate(list(some), TOKEN_AXIS) for some in stacks), payloads[0].places
+    )
+
+
+def by_layer(payloads: Sequence[Payload], *, at_once: int) -> Iterator[list[Arrays]]:
+    """The pieces of each layer in turn; of `at_once` layers they are joined together."""
+    places = payloads[0].places
+    if at_once == 1 or len(payloads) == 1 or any(p.places != places for p in payloads):
+        for i in range(len(places)):
+            yield [p.layer(i) for p in payloads]
+        return
+    for first in range(0, len(places), at_once):
+        some, ranges = _some(places, first, first + at_once)
+        slabs = [Payload(tuple(p.stacks[n][a:b] for n, a, b in ranges), some) for p in payloads]
+        slab = joined(slabs)
+        for i in range(slab.n_layers):
+            yield [slab.layer(i)]
+
+
+def _some(places: Places, start: int, end: int) -> tuple[Places, list[tuple[int, int, int]]]:
+    """Layers [start, end): their places among themselves, and (stack, first, last) of their entries."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for stack, entry in (at for slots in places[start:end] for at in slots if at is not None):
+        first.setdefault(stack, entry)
+        last[stack] = entry + 1
+    numbers = {stack: i for i, stack in enumerate(first)}
+    own = tuple(
+        tuple(None if at is None else (numbers[at[0]], at[1] - first[at[0]]) for at in slots)
+        for slots in places[start:end]
+    )
+    return own, [(stack, first[stack], last[stack]) for stack in first]
+
+
+def evaluate(payloads: Iterable[Payload]) -> None:
+    """Compute copies now: one still pending would make the layer's next write copy its whole buffer."""
+    arrays = [stack for payload in payloads for stack in payload.stacks]
+    if arrays:
+        mx.eval(arrays)
