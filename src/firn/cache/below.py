@@ -12,18 +12,19 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from firn.cache.catalogue import Catalogue
 from firn.cache.codecs import Arrays
 from firn.cache.codecs._host import from_host, to_host
-from firn.cache.container import Header, Layers, Loaded, Name
+from firn.cache.container import Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
 from firn.cache.io import Changes, Done, Io, Wanted
+from firn.cache.nodes import Record
 from firn.cache.tiers import Stored, Usage
-from firn.cache.tree import Record, Tree
-from firn.core.keys import Key, KeyTokens
+from firn.cache.tree import Tree
 from firn.core.ports import Load
 
 BUSY_SHARE = 0.02
@@ -34,16 +35,6 @@ PATIENCE_S = 2.0
 POLL_BUSY_S = 0.005
 """Results are taken in for so long between two steps while there is other work."""
 RESCAN_S = 10.0
-TOUCH_EVERY_S = 60.0
-N_TOUCHED = 4096
-
-
-class Catalogue(Protocol):
-    """What a record says of itself in a tier."""
-
-    def header(self, record: Record, layers: Layers) -> Header: ...
-
-    def tokens(self, record: Record) -> KeyTokens: ...
 
 
 # --- what poll tells -----------------------------------------------------------------------
@@ -97,6 +88,14 @@ class Scanned:
 News = Arrived | Lost | Written | Unwritten | Seen | Scanned
 
 
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """What is being written. The bytes may be an array's own: it must die on the engine thread."""
+
+    buffers: Sequence[memoryview]
+    stamp: float
+
+
 class Below:
     def __init__(
         self,
@@ -105,15 +104,20 @@ class Below:
         tree: Tree,
         catalogue: Catalogue,
         *,
+        stamp: Callable[[Record], float],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wake` is called from an I/O thread when there is something to poll."""
+        """stamp: what a record is to be written with.
+
+        `wake` is called from an I/O thread when there is something to poll.
+        """
         self.name = name
         self.number = tree.add_tier()
         self._io = io
         self._tree = tree
         self._catalogue = catalogue
+        self._stamp = stamp
         self._wake = wake
         self._clock = clock
         self._results: queue.SimpleQueue[tuple[Record | None, Any, float]] = queue.SimpleQueue()
@@ -122,11 +126,9 @@ class Below:
         """With the time since when it waits."""
         self._unwritten: dict[Record, None] = {}
         """In their order; a fault of the tier stood in their way."""
-        self._lent: dict[Record, Sequence[memoryview]] = {}
-        """Bytes that are being written. They may be an array's own: it must die on this thread."""
+        self._lent: dict[Record, _Lent] = {}
         self._loading: dict[Record, list[Wanted]] = {}
         """With those who want it."""
-        self._touched: dict[Key, float] = {}
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
         self._last_scan = clock()
@@ -165,15 +167,9 @@ class Below:
     def forget(self, names: Iterable[Name]) -> None:
         self._io.delete(names)
 
-    def touch(self, records: Iterable[Record], end: Key) -> None:
-        """The records of a chain that ends with this key were just used."""
-        now = self._clock()
-        if now - self._touched.get(end, -TOUCH_EVERY_S) < TOUCH_EVERY_S:
-            return
-        if len(self._touched) >= N_TOUCHED:
-            self._touched.clear()
-        self._touched[end] = now
-        self._io.touch({name_of(r): self._tree.stamp(r) for r in records if self.has(r)})
+    def touch(self, stamps: Mapping[Record, float]) -> None:
+        """Raise the stamps of those that are stored here."""
+        self._io.touch({name_of(r): stamp for r, stamp in stamps.items() if self.has(r)})
 
     def has(self, record: Record) -> bool:
         return bool(record.stored >> self.number & 1)
@@ -257,9 +253,11 @@ class Below:
     def _news(self, record: Record | None, result: Any, at: float) -> News | None:
         if record is None:
             return self._scan_news(result)
-        self._lent.pop(record, None)
+        lent = self._lent.pop(record, None)
         if isinstance(result, Stored):
             self._tree.set_stored(record, self.number)
+            if lent is not None:  # it may have been used since
+                self.touch(self._tree.stamped(record, lent.stamp))
             return Written(record, result.evicted)
         if isinstance(result, Loaded):
             self._loading.pop(record, None)
@@ -320,16 +318,17 @@ class Below:
         if not self._io.has_room(record.nbytes):
             return False
         layers, buffers = to_host(record.arrays)
+        stamp = self._stamp(record)
         accepted = self._io.try_write(
             self._catalogue.header(record, layers),
             buffers,
-            used_at=self._tree.stamp(record),
+            used_at=stamp,
             done=self._done(record),
             wanted=lambda: self._tree.is_current(record),
         )
         if accepted:
             self._tree.set_writing(record, self.number, on=True)
-            self._lent[record] = buffers
+            self._lent[record] = _Lent(buffers, stamp)
         return accepted
 
     def _done(self, record: Record | None) -> Done:

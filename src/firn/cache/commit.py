@@ -12,10 +12,10 @@ from functools import partial
 from firn.cache.children import Text
 from firn.cache.codecs import Arrays, At, evaluate, joined_copy, slice_tokens
 from firn.cache.layout import Layout
+from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Part
 from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Piece
-from firn.cache.tree import Mark, Node, Record
 from firn.core.ports import LiveRow
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from firn.cache.estimates import Estimates
 from firn.cache.match import NOTHING, Match, Walk, points
+from firn.cache.nodes import Record
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Record, Tree
+from firn.cache.tree import Tree
 
 MAX_TARGETS = 64
 """Resume points that are weighed against each other."""

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from firn.cache import checkpoints, memo
 from firn.cache.below import Arrived, Lost
+from firn.cache.catalogue import Identity
 from firn.cache.children import Text
 from firn.cache.commit import Committer
 from firn.cache.io import Io
 from firn.cache.layout import Layout
 from firn.cache.match import Match
 from firn.cache.off import BlankTrail
-from firn.cache.records import Identity, Records
+from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
 from firn.cache.trail import CacheTrail
@@ -84,7 +85,7 @@ class PrefixTree:
         self, name: str, io: Io, *, namespaces: Sequence[Namespace], wake: Callable[[], None]
     ) -> None:
         """Put a tier below memory, and below those that are there. `wake` gets the engine to tick."""
-        self.records.know(namespaces)
+        self.records.catalogue.know(namespaces)
         self.records.add_tier(name, io, wake=wake)
 
     def keep_estimates(self, path: Path) -> None:
@@ -282,7 +283,7 @@ class PrefixTree:
     # --- inside ----------------------------------------------------------------------------
 
     def _trail(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheTrail:
-        root = self.records.root(namespace)
+        root = self.records.catalogue.root(namespace)
         text = Text(key_tokens(prompt.ids, prompt.media))
         self.records.tree.lease(root)
         return CacheTrail(

@@ -18,11 +18,11 @@ from firn.cache.codecs import Arrays, slice_tokens
 from firn.cache.faults import Damaged, Missing, TierError
 from firn.cache.layout import Layout
 from firn.cache.match import MEMORY, Match, Walk, points, walk
+from firn.cache.nodes import Node, Record
 from firn.cache.parts import Part
 from firn.cache.plan import EVICTED, NOT_YET, SLOWER, SWITCHED_OFF, Plan, make_plan, why_not_more
 from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Loading, Piece
-from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
 from firn.core.ports import Restored
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from firn.cache.children import Text
 from firn.cache.codecs import Arrays
-from firn.cache.tree import Mark, Node, Record, Root
+from firn.cache.nodes import Mark, Node, Record, Root
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl

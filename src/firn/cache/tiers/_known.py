@@ -17,6 +17,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from firn.cache.tiers import AHEAD_S
 from firn.cache.tiers._folder import (
     COUNTED,
     INDEX,
@@ -29,8 +30,6 @@ from firn.cache.tiers._folder import (
     path_of,
 )
 
-AHEAD_S = 7 * 86_400
-"""A stamp further in the future than this is some clock's mistake."""
 FIRST = -inf
 """The stamp of what goes before everything else: foreign files, and those that cannot be read."""
 UNLISTED = -1

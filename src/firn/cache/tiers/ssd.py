@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from firn.cache.faults import Damaged, Missing, Refused, TierError, TierFault, TierFull
-from firn.cache.tiers import PEEK_NBYTES, Buffer, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers import AHEAD_S, PEEK_NBYTES, Buffer, Gone, Seen, Stored, TierOptions, Usage
 from firn.cache.tiers._folder import (
     BLOCK_NBYTES,
     COUNTED,
@@ -45,7 +45,7 @@ from firn.cache.tiers._folder import (
     suggested_limit,
 )
 from firn.cache.tiers._health import Tally, WriteBackoff
-from firn.cache.tiers._known import AHEAD_S, UNLISTED, KnownFiles, is_foreign
+from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
 """What a new name may add to folders."""
