@@ -240,8 +240,9 @@ class Machine(RuleBasedStateMachine):
     @rule(nbytes=st.sampled_from([0, 30, 100, 400, 1 << 40]))
     def set_room(self, nbytes: int) -> None:
         self.room = nbytes
-        self.tree.set_room(nbytes)
         memory, inner = self.tree.records.memory, self.tree.records.tree
+        self.n_held = memory.nbytes
+        self.tree.set_room(nbytes)
         assert memory.limit_nbytes <= self.tree.settings.limit_nbytes
         if memory.nbytes > memory.limit_nbytes:
             held = [r for r in records_of(self.tree) if r.arrays is not None]

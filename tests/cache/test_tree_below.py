@@ -82,6 +82,7 @@ class DictIo:
             del self.stored[oldest]
         self.stored[header.name] = header, [memoryview(bytes(b)) for b in buffers]
         self.stamps[header.name] = used_at
+        self.gone = [name for name in self.gone if name != header.name]
         return Stored(1, new=True, evicted=tuple(evicted))
 
     def is_needed(self, name: Name) -> bool:
@@ -162,7 +163,9 @@ class OverATier(Machine):
         ttl=st.sampled_from([None, None, 5.0]),
         fates=st.lists(FATES, min_size=1, max_size=4),
     )
-    def serve(self, base: int, n: int, tail: list[int], ttl: float | None, fates: list[Fate]) -> None:
+    def serve(
+        self, base: int, n: int, tail: list[int], ttl: float | None, fates: list[Fate]
+    ) -> None:
         """A whole request, while the tier does what it likes."""
         self.asked.append((base, n, tail))
         self.arrive(base, n, tail, NAMES[0], ttl, True, True)
@@ -219,6 +222,7 @@ class OverATier(Machine):
         self.io.scanned = False
         self.new_tree()
         self.add_tier()
+        self.set_room(self.room)
 
     @rule(at=st.sampled_from([0.0, 1e9 - 3600, 1e9]), spread=st.sampled_from([0.0, 100.0]))
     def restart_on_a_copy(self, at: float, spread: float) -> None:

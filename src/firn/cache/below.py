@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from firn.cache.catalogue import Catalogue
@@ -120,8 +121,8 @@ class Below:
         self._stamp = stamp
         self._wake = wake
         self._clock = clock
-        self._results: queue.SimpleQueue[tuple[Record | None, Any, float]] = queue.SimpleQueue()
-        """With the time when it came."""
+        self._results: queue.SimpleQueue[Callable[[], News | None]] = queue.SimpleQueue()
+        """To be called on the engine thread."""
         self._to_spill: deque[tuple[Record, float]] = deque()
         """With the time since when it waits."""
         self._unwritten: dict[Record, None] = {}
@@ -160,7 +161,7 @@ class Below:
         self._io.read(
             name_of(record),
             self._catalogue.tokens(record),
-            self._done(record),
+            self._done(partial(self._was_read, record)),
             wanted=lambda: any(wanted() for wanted in list(askers)),
         )
 
@@ -222,20 +223,20 @@ class Below:
         self.scanning = True
 
         def batch(changes: Changes) -> None:
-            self._results.put((None, Seen(changes), self._clock()))
+            self._results.put(lambda: Seen(changes))
             self._wake()
 
-        self._io.scan(batch, self._done(None))
+        self._io.scan(batch, self._done(self._was_scanned))
 
     def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[News]:
         """What the I/O threads are done with. wait_s: for the first of it."""
         while True:
             try:
-                record, result, at = self._results.get(wait_s > 0, wait_s or None)
+                take = self._results.get(wait_s > 0, wait_s or None)
             except queue.Empty:
                 return
             wait_s = 0.0
-            news = self._news(record, result, at)
+            news = take()
             if news is not None:
                 yield news
             if self._clock() > until:
@@ -250,38 +251,32 @@ class Below:
 
     # --- inside ----------------------------------------------------------------------------
 
-    def _news(self, record: Record | None, result: Any, at: float) -> News | None:
-        if record is None:
-            return self._scan_news(result)
-        lent = self._lent.pop(record, None)
-        if isinstance(result, Stored):
-            self._tree.set_stored(record, self.number)
-            if lent is not None:  # it may have been used since
-                self.touch(self._tree.stamped(record, lent.stamp))
-            return Written(record, result.evicted)
+    def _was_read(self, record: Record, result: Any, at: float) -> News | None:
+        askers = self._loading.pop(record, [])
         if isinstance(result, Loaded):
-            self._loading.pop(record, None)
             began = self._clock()
             arrays = from_host(result.header.layers, result.buffers)
             return Arrived(record, arrays, at, self._clock() - began)
-        if isinstance(result, Unwanted) and record in self._loading:
-            if any(wanted() for wanted in self._loading[record]):
+        if isinstance(result, Unwanted):
+            if any(wanted() for wanted in askers):
+                self._loading[record] = askers
                 self._read(record)  # somebody asked for it meanwhile
-            else:
-                del self._loading[record]
             return None
-        if record.writing >> self.number & 1:
-            self._tree.set_writing(record, self.number, on=False)
-            if isinstance(result, TierFault):
-                self._unwritten[record] = None
-            return Unwritten(record, result)
-        self._loading.pop(record, None)
         self._tree.set_gone(record, self.number)
         return Lost(record, result)
 
-    def _scan_news(self, result: Any) -> News | None:
-        if isinstance(result, Seen):
-            return result
+    def _was_written(self, record: Record, result: Any, at: float) -> News:
+        lent = self._lent.pop(record)
+        if isinstance(result, Stored):
+            self._tree.set_stored(record, self.number)
+            self.touch(self._tree.stamped(record, lent.stamp))  # it may have been used since
+            return Written(record, result.evicted)
+        self._tree.set_writing(record, self.number, on=False)
+        if isinstance(result, TierFault):
+            self._unwritten[record] = None
+        return Unwritten(record, result)
+
+    def _was_scanned(self, result: Any, at: float) -> News:
         self.scanning = False
         self._last_scan = self._clock()
         return Scanned()
@@ -323,7 +318,7 @@ class Below:
             self._catalogue.header(record, layers),
             buffers,
             used_at=stamp,
-            done=self._done(record),
+            done=self._done(partial(self._was_written, record)),
             wanted=lambda: self._tree.is_current(record),
         )
         if accepted:
@@ -331,9 +326,12 @@ class Below:
             self._lent[record] = _Lent(buffers, stamp)
         return accepted
 
-    def _done(self, record: Record | None) -> Done:
+    def _done(self, take: Callable[[Any, float], News | None]) -> Done:
+        """Called on an I/O thread: what became of an order is for the engine thread to take."""
+
         def done(result: Any) -> None:
-            self._results.put((record, result, self._clock()))
+            at = self._clock()
+            self._results.put(lambda: take(result, at))
             self._wake()
 
         return done

@@ -116,7 +116,9 @@ class Records:
         self.tree.hold(record, arrays, nbytes=nbytes)
         self.memory.added(record)
         self.stats.commits[part.value] += 1
-        self._learn_all([(self.tiers[s.tier], s.entry) for s in self.catalogue.take_strays(node.key)])
+        self._learn_all(
+            [(self.tiers[s.tier], s.entry) for s in self.catalogue.take_strays(node.key)]
+        )
         return record
 
     def spill(self, records: Iterable[Record]) -> None:
