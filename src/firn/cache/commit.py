@@ -19,6 +19,10 @@ from firn.cache.trail import CacheTrail, Piece
 from firn.core.ports import LiveRow
 
 
+USED_EVERY_S = 60.0
+"""A chain that is being computed is marked as used so often: a tier may have to write it meanwhile."""
+
+
 class Committer:
     def __init__(self, records: Records, layout: Layout, *, exact_chunk: int) -> None:
         self._records = records
@@ -136,6 +140,7 @@ class Committer:
         self, trail: CacheTrail, node: Node, row: LiveRow, at: At, new: list[Record]
     ) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
+        self._tree.use(node, late_s=USED_EVERY_S)
         for part in self._needs.by_block:
             cut = partial(self._cut, part, trail, node, row, at)
             if not self._keep(node, part, cut, Mark.TURN, new):

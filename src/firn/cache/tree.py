@@ -254,9 +254,14 @@ class Tree:
             return False
         return record.part is not self._chain or not record.node.n_leases
 
-    def use(self, node: Node, *, again: bool = False) -> None:
-        """The node and all above it were used just now. again: resumed from, not just made."""
+    def use(self, node: Node, *, again: bool = False, late_s: float = 0.0) -> None:
+        """The node and all above it were used just now. again: resumed from, not just made.
+
+        late_s: what counts as just now.
+        """
         now = self._wall()
+        if now - node.used_at < late_s:
+            return
         for n in node.up():
             n.n_uses += again
             n.used_at = max(n.used_at, now)
