@@ -39,6 +39,7 @@ class DictIo:
     stored: dict[Name, tuple[Header, list[memoryview]]] = field(default_factory=dict)
     stamps: dict[Name, float] = field(default_factory=dict)
     orders: deque[Callable[[Fate], None]] = field(default_factory=deque)
+    damaged: set[Name] = field(default_factory=set)
     gone: list[Name] = field(default_factory=list)
     """What somebody else took away, and the next scan tells."""
     rng: random.Random = field(default_factory=lambda: random.Random(3))
@@ -112,7 +113,8 @@ class DictIo:
             return Unwanted()
         if name not in self.stored:
             return Missing()
-        if fate == "damaged":
+        if fate == "damaged" or name in self.damaged:
+            self.damaged.discard(name)
             del self.stored[name]
             return Damaged("bad checksum")
         return Loaded(*self.stored[name])

@@ -60,6 +60,7 @@ class Restorer:
         plan = self.plan(trail, start=start)
         trail.n_plans += 1
         trail.is_slower = plan.is_slower
+        trail.n_hoped = max(trail.n_hoped, plan.target.n_tokens)
         self.unlease(trail)
         self._lease(trail, plan.target if plan.loads else plan.now)
         if not plan.loads:
@@ -222,7 +223,7 @@ class Restorer:
             return ""
         if trail.loading is not None:
             return NOT_YET
-        if trail.failed:
+        if trail.failed and n_tokens < trail.n_hoped:
             return trail.failed
         if trail.is_slower:
             return SLOWER

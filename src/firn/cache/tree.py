@@ -392,12 +392,18 @@ class Tree:
     # --- what was --------------------------------------------------------------------------
 
     def remember_evicted(self, node: Node) -> None:
-        self._evicted[node.key[:8]] = None
-        if len(self._evicted) > N_REMEMBERED:
+        if node.parent is None:
+            return
+        for tokens in (node.tokens, node.tokens[:1]):
+            self._evicted[child_key(node.parent.key, tokens)[:8]] = None
+        while len(self._evicted) > 2 * N_REMEMBERED:
             del self._evicted[next(iter(self._evicted))]
 
     def was_evicted(self, parent: Node, tokens: KeyTokens) -> bool:
-        """Whether the child with these tokens was here, and had to go for want of room."""
+        """Whether a child with these tokens was here, and had to go for want of room.
+
+        Of a single token: whether a child was here that began with it.
+        """
         return bool(self._evicted) and child_key(parent.key, tokens)[:8] in self._evicted
 
     def detach(self, root: Root) -> Root:
