@@ -33,8 +33,9 @@ try:
     import numpy as np
 
     from firn.cache.container import Header, Layers, TensorSpec
-    from firn.cache.io import IoThreads, TierIo
+    from firn.cache.io import TierIo
     from firn.cache.parts import Part
+    from firn.cache.threads import IoThreads
     from firn.cache.tiers import Stored, TierError, TierOptions
     from firn.cache.tiers.ssd import SsdTier
     from firn.core.keys import Key, child_key

@@ -13,9 +13,10 @@ import pytest
 
 from firn.cache import admin
 from firn.cache.estimates import Estimates
-from firn.cache.io import IoThreads, TierIo
+from firn.cache.io import TierIo
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
+from firn.cache.threads import IoThreads
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier

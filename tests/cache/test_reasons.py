@@ -1,9 +1,9 @@
 """The reason why no more was reused is true, by a plain model of the cache.
 
 The model is a flat list: every prefix that something was ever stored for, and where it lies now. What
-can be resumed, and why not more, is found out by trying every position of every prefix. The machine asks
-prompts that share much, drops memory, loses and damages what a tier has, makes loads too slow to be worth
-it or late, and compares what a request and what a probe are told.
+can be resumed, and why not more, is found out by trying every position of every prefix. The machine
+asks prompts that share much, drops memory, loses and damages what a tier has, makes loads late or too
+slow to be worth it, and compares what a request and what a probe are told.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def test_reasons_by_a_plain_model(shape: Shape, exact: bool) -> None:
     run_state_machine_as_test(
         type("M", (Reasons,), {"shape": shape, "exact": exact}),
         settings=settings(
-            max_examples=25,
+            max_examples=15,
             stateful_step_count=20,
             deadline=None,
             report_multiple_bugs=False,

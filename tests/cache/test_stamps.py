@@ -1,4 +1,4 @@
-"""The stamps that tiers evict by: whatever a record needs goes after it, in old and copied folders too."""
+"""The stamps that tiers evict by: what a record needs goes after it, in old and copied folders too."""
 
 from __future__ import annotations
 

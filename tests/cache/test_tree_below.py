@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from firn.cache import admin, records
+from firn.cache.children import Text
 from firn.cache.container import Header, Loaded, Name
 from firn.cache.faults import Damaged, Missing, TierFault, TierFull, Unwanted
-from firn.cache.io import Changes, Done, Entry
+from firn.cache.io import Changes, Entry
 from firn.cache.parts import Part
+from firn.cache.threads import Done
 from firn.cache.tiers import Gone, Status, Stored, Usage
 from firn.core.keys import KeyTokens
 from firn.core.ports import Load
@@ -134,7 +136,10 @@ class DictIo:
         batch([Gone(name) for name in gone])
         if not self.scanned:
             self.scanned = True
-            every = [Entry(h, 40, self.stamps[name]) for name, (h, _) in self.stored.items()]
+            every = [
+                Entry(h, 40, self.stamps[name], Text(h.tokens))
+                for name, (h, _) in self.stored.items()
+            ]
             self.rng.shuffle(every)
             batch(every)
         done(None)

@@ -22,8 +22,9 @@ from firn.cache.codecs import Arrays
 from firn.cache.codecs._host import from_host, to_host
 from firn.cache.container import Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
-from firn.cache.io import Changes, Done, Io, Wanted
+from firn.cache.io import Changes, Io, Wanted
 from firn.cache.nodes import Record
+from firn.cache.threads import Done
 from firn.cache.tiers import Stored, Usage
 from firn.cache.tree import Tree
 from firn.core.ports import Load

@@ -19,7 +19,7 @@ from firn.cache.io import Entry
 from firn.cache.nodes import Node, Record, Root
 from firn.cache.parts import Needs
 from firn.cache.tree import Tree
-from firn.core.keys import Key, KeyTokens, child_key, root_key
+from firn.core.keys import Key, KeyTokens, root_key
 from firn.core.values import Namespace
 
 N_STRAYS, N_ORPHANS = 1 << 17, 1 << 12
@@ -109,17 +109,15 @@ class Catalogue:
 
     # --- from a tier -----------------------------------------------------------------------
 
-    def place(self, root: Root, label: Label) -> Node | None:
+    def place(self, root: Root, entry: Entry) -> Node | None:
         """The node of a stored record; None if its parent is not there, or it is not what it says."""
-        text = Text(label.tokens)
+        label, text = entry.label, entry.text
         if label.start == 0:
             return self._path(root, text, label.key)
         parent = self._tree.find(label.parent)
         if parent is None or parent.root is not root or parent.end != label.start:
             return None
-        if child_key(parent.key, label.tokens) != label.key:
-            return None
-        return self._tree.child(parent, text, 0, len(text))
+        return self._tree.child(parent, text, 0, len(text), key=label.key)
 
     def _path(self, root: Root, text: Text, key: Key) -> Node | None:
         """The node at the end of tokens that begin at 0, through whole blocks."""

@@ -18,7 +18,6 @@ from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Piece
 from firn.core.ports import LiveRow
 
-
 USED_EVERY_S = 60.0
 """A chain that is being computed is marked as used so often: a tier may have to write it meanwhile."""
 

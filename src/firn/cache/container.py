@@ -21,6 +21,7 @@ import base64
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from firn.cache.faults import Damaged, Foreign, Locked
 from firn.cache.parts import Part
 from firn.cache.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, Box, Seal
 from firn.cache.tiers import Buffer
-from firn.core.keys import Key, KeyTokens
+from firn.core.keys import Key, KeyTokens, child_key
 
 VERSION = "1"
 ALIGN = 64
@@ -133,6 +134,20 @@ class Loaded(NamedTuple):
     header: Header
     buffers: list[memoryview]
     """One for each of `header.specs`; views of one buffer, nothing is copied."""
+
+
+_BLOCK = re.compile(r"\bblock(\d+)\b")
+
+
+def derived_key(label: Label, parent: Key) -> Key:
+    """The key that follows from the tokens. A record whose tokens begin at 0 may span many blocks."""
+    step = max(len(label.tokens), 1)
+    if label.parent == label.root and (found := _BLOCK.search(label.layout)):
+        step = int(found[1])
+    key = parent
+    for at in range(0, len(label.tokens), step):
+        key = child_key(key, label.tokens[at : at + step])
+    return key
 
 
 # --- packing -------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firn.cache import checkpoints, memo
-from firn.cache.below import Arrived, Lost
+from firn.cache.below import Arrived, Lost, Seen
 from firn.cache.catalogue import Identity
 from firn.cache.children import Text
 from firn.cache.commit import Committer
+from firn.cache.garbage import Garbage
 from firn.cache.io import Io
 from firn.cache.layout import Layout
 from firn.cache.match import Match
@@ -60,6 +61,7 @@ class PrefixTree:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
+        self._garbage: Garbage | None = None
         self.records = Records(
             Identity(fingerprint, settings.layout(layout, dtype), settings.block),
             layout.needs(grid=settings.exact_chunk or 1),
@@ -92,6 +94,10 @@ class PrefixTree:
         """Begin with what an earlier process learned, and leave what this one learns."""
         self._memo = path
         memo.recall(path, self.records.estimates)
+
+    def own_process(self) -> None:
+        """Nobody else needs this process: let its garbage be collected when there is time for it."""
+        self._garbage = Garbage(self._clock)
 
     # --- a request's way -------------------------------------------------------------------
 
@@ -224,6 +230,8 @@ class PrefixTree:
             if load is Load.NONE:
                 self.records.expire()
                 self._remember(REMEMBER_EVERY_S)
+            if self._garbage is not None:
+                self._garbage.tick(idle=load is Load.NONE)
             for tier, news in self.records.poll(load):
                 if isinstance(news, Arrived):
                     for trail in list(self._racing):
@@ -231,6 +239,8 @@ class PrefixTree:
                 elif isinstance(news, Lost):
                     for trail in list(self._racing):
                         self._restorer.lost(trail, news.record, news.error)
+                elif isinstance(news, Seen) and self._garbage is not None:
+                    self._garbage.keep()
         except Exception as e:
             self.records.failed("tick", e)
         for trail in list(self._racing):

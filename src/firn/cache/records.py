@@ -50,6 +50,8 @@ END_S = 2.0
 """How long a stop waits for writes that are under way, to take them back."""
 TOUCH_EVERY_S = 60.0
 """Stamps in tiers that are less out of date are left as they are."""
+N_EXPIRED = 64
+"""Nodes whose time is over that are forgotten between two steps."""
 N_TRASHED = 256
 """Nodes of a cleared namespace that are let go of between two steps."""
 
@@ -251,7 +253,7 @@ class Records:
             self.spill(freed.records.values())
 
     def expire(self) -> None:
-        for node in self.tree.expired():
+        for node in islice(self.tree.expired(), N_EXPIRED):
             for n in reversed(list(self.tree.below(node))):
                 self.forget(n)
 
@@ -359,7 +361,7 @@ class Records:
             if label.created < root.cleared_at:
                 tier.forget([entry.name])
                 continue
-            node = self.catalogue.place(root, label)
+            node = self.catalogue.place(root, entry)
             if node is None:
                 self.catalogue.add_stray(tier.number, entry)
                 self.tree.prune(root)

@@ -97,12 +97,17 @@ class Tree:
             node = child
         return path
 
-    def child(self, parent: Node, text: Text, start: int, end: int) -> Node:
-        """The child with tokens [start, end) of the text, made if it is not there."""
+    def child(
+        self, parent: Node, text: Text, start: int, end: int, *, key: Key | None = None
+    ) -> Node:
+        """The child with tokens [start, end) of the text, made if it is not there.
+
+        key: the one that follows from these tokens, where it is known.
+        """
         there = parent.children.get(text, start, end)
         if there is not None:
             return there
-        key = child_key(parent.key, text.tokens[start:end])
+        key = key or child_key(parent.key, text.tokens[start:end])
         made = Node(key, parent, parent.end, *text.stored(start, end))
         made.root = parent.root
         made.used_at = parent.used_at

@@ -16,9 +16,10 @@ import numpy as np
 
 from firn.cache.container import Header, Layers, Loaded, Name, TensorSpec
 from firn.cache.faults import Damaged, Missing, TierError
-from firn.cache.io import Entry, IoThreads, TierIo
+from firn.cache.io import Entry, TierIo
 from firn.cache.parts import Part
 from firn.cache.seal import Seal
+from firn.cache.threads import IoThreads
 from firn.cache.tiers import Gone, Stored, Tier, TierOptions, Usage
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import Key, child_key, root_key
