@@ -1,8 +1,9 @@
 """Python's garbage collector beside a tree of half a million objects that live for hours.
 
-A full collection looks at every object there is, and all threads wait for it: 250 ms with 100,000 stored
-records. So it comes when the engine has nothing to do, and what is known to live long is taken out of its
-sight ("frozen"): reference counts free that. Only cycles need the collector, and the tree breaks its own.
+A full collection looks at every object there is, and all threads wait for it: a quarter of a second with
+100,000 stored records. So it comes when the engine has nothing to do, and what is known to live long is
+taken out of its sight ("frozen"). Reference counts free that: only cycles need the collector, and the
+tree breaks its own.
 
 Owner: the engine thread. For a whole process: a server has one, tests have none.
 """

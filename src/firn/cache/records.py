@@ -93,8 +93,10 @@ class Records:
         below.scan()
         until = time.monotonic() + FIRST_SCAN_S
         while below.scanning and (left := until - time.monotonic()) > 0:
-            for news in below.take_results(math.inf, wait_s=left):
+            for news in below.take_results(until, wait_s=left):
                 self.note(below, news)
+        if below.scanning:
+            log.info("%s cache: it has much to tell, and is asked while the server runs", name)
 
     # --- coming ----------------------------------------------------------------------------
 

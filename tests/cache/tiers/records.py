@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.container import Header, Layers, Loaded, Name, TensorSpec
+from firn.cache.container import Header, Layers, Loaded, Name, TensorSpec, derived_key
 from firn.cache.faults import Damaged, Missing, TierError
 from firn.cache.io import Entry, TierIo
 from firn.cache.parts import Part
@@ -22,7 +22,7 @@ from firn.cache.seal import Seal
 from firn.cache.threads import IoThreads
 from firn.cache.tiers import Gone, Stored, Tier, TierOptions, Usage
 from firn.cache.tiers.ssd import SsdTier
-from firn.core.keys import Key, child_key, root_key
+from firn.core.keys import Key, root_key
 from firn.core.values import Namespace
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()
@@ -65,8 +65,8 @@ def header(
     top = root(namespace, fingerprint)
     above = top if parent is None else parent.header.key
     values = np.array(list(tokens), dtype=np.uint64)
-    return Header(
-        key=child_key(above, values),
+    made = Header(
+        key=above,
         parent=above,
         root=top,
         part=part,
@@ -79,6 +79,7 @@ def header(
         created=1_700_000_000.25,
         mark=mark,
     )
+    return replace(made, key=derived_key(made, above))
 
 
 def record(tokens: Sequence[int] = range(BLOCK), **more: Any) -> Record:
