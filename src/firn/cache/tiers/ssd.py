@@ -163,7 +163,7 @@ class SsdTier:
             self._tally.drop(fault.reason)
             raise fault from e
         if stored.new:
-            self._tally.add(writes=1, bytes_written=sum(len(p) for p in pieces))
+            self._tally.add(writes=1, bytes_written=sum(map(len, pieces)))
             self._backoff.worked()
         return stored
 
@@ -211,8 +211,6 @@ class SsdTier:
             counts=self._tally.counts,
             drops=self._tally.drops,
         )
-
-    # --- beyond the contract: for people -----------------------------------------------------
 
     def evict_to(self, nbytes: int) -> int:
         """Shrink the folder to `nbytes`, as far as it can be; returns what was let go."""
@@ -459,14 +457,10 @@ class SsdTier:
             if is_new_limit or len(doubtful):
                 page.save()
             self._has_joined = True
-            self._limit_nbytes = self._limit(page, own)
+            # Never above what this process was told, nor what the one that started last was told.
+            last = page.limit_nbytes or own
+            self._limit_nbytes = last if self._guest else min(own, last)
             yield page
-
-    def _limit(self, page: Page, own: int) -> int:
-        """Never above what this process was told, nor what the one that started last was told."""
-        if not page.limit_nbytes:
-            return own
-        return page.limit_nbytes if self._guest else min(own, page.limit_nbytes)
 
     @contextlib.contextmanager
     def _change(self, page: Page, sub: str) -> Iterator[None]:
