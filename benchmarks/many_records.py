@@ -1,10 +1,10 @@
-"""A server over a folder of many records: its start, its memory, and the longest it keeps a stream waiting.
+"""A server over a folder of many records: its start, its memory, and how long it keeps a stream waiting.
 
     python benchmarks/many_records.py                     100,000 records; needs 1 GB of disk
     python benchmarks/many_records.py --records 20000 --model path/to/model
 
-The server runs as users run it, once over an empty folder and once over one with records of its own model.
-A stream of tokens is read while the folder is scanned, while statistics are asked for, and while all is
+The server runs as users run it, over an empty folder and over one with records of its own model. A
+stream of tokens is read while the folder is scanned, while statistics are asked for, and while all is
 deleted; the longest gap between two tokens in excess of the longest in quiet is what that costs. On a
 machine with other work gaps say little: compare them with the quiet ones of the same run.
 """
