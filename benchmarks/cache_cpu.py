@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.cache.children import Text
 from firn.cache.match import points, walk
+from firn.cache.nodes import Mark
 from firn.cache.parts import Part
 from firn.cache.payload import Payload
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark
 from firn.core.keys import key_tokens
 from firn.core.values import Namespace, Prompt
 from tests.cache.lab import Shape, tree
@@ -75,7 +75,7 @@ def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[Pref
     cache = tree(shape, block=BLOCK)
     ids = np.random.default_rng(1).integers(0, 150_000, N_PROMPT, dtype=np.int64)
     values = key_tokens(ids)
-    root = cache.records.root(Namespace(""))
+    root = cache.records.catalogue.root(Namespace(""))
     array = mx.zeros((1, 1, 1, 1))
     mx.eval(array)
 
@@ -115,7 +115,7 @@ class Times(NamedTuple):
 
 
 def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
-    root = cache.records.root(Namespace(""))
+    root = cache.records.catalogue.root(Namespace(""))
     needs = cache.records.needs
 
     def have(record: Any) -> bool:

@@ -29,8 +29,9 @@ try:
     import numpy as np
 
     from firn.cache.container import Header, TensorSpec, pack
-    from firn.cache.io import Changes, IoThreads, TierIo
+    from firn.cache.io import Changes, TierIo
     from firn.cache.parts import Part
+    from firn.cache.threads import IoThreads
     from firn.cache.tiers import TierOptions
     from firn.cache.tiers._folder import SHELVES, path_of
     from firn.cache.tiers.ssd import SsdTier

@@ -32,9 +32,10 @@ from report import BenchError, cli, grid, names, numbers, save
 try:
     import numpy as np
 
-    from firn.cache.container import Header, Layers, TensorSpec
-    from firn.cache.io import IoThreads, TierIo
+    from firn.cache.container import Header, TensorSpec
+    from firn.cache.io import TierIo
     from firn.cache.parts import Part
+    from firn.cache.threads import IoThreads
     from firn.cache.tiers import Stored, TierError, TierOptions
     from firn.cache.tiers.ssd import SsdTier
     from firn.core.keys import Key, child_key
@@ -53,22 +54,21 @@ class Shape:
 
     what: str
     part: Part
-    layers: Layers
+    tensors: tuple[TensorSpec, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for slots in self.layers for spec in slots if spec is not None)
+        return sum(spec.nbytes for spec in self.tensors)
 
 
-def _pages(n_layers: int, n_heads: int, width: int) -> Layers:
-    spec = TensorSpec("BF16", (1, n_heads, BLOCK, width))
-    return ((spec, spec),) * n_layers
+def _pages(n_layers: int, n_heads: int, width: int) -> tuple[TensorSpec, ...]:
+    return (TensorSpec("BF16", (2 * n_layers, 1, n_heads, BLOCK, width)),)
 
 
-def _gated_delta(n_layers: int, n_heads: int, n_channels: int) -> Layers:
-    conv = TensorSpec("BF16", (1, 3, n_channels))
-    state = TensorSpec("F32", (1, n_heads, 128, 128))
-    return ((conv, state),) * n_layers
+def _gated_delta(n_layers: int, n_heads: int, n_channels: int) -> tuple[TensorSpec, ...]:
+    conv = TensorSpec("BF16", (n_layers, 1, 3, n_channels))
+    state = TensorSpec("F32", (n_layers, 1, n_heads, 128, 128))
+    return conv, state
 
 
 SHAPES = {
@@ -82,8 +82,7 @@ SHAPES = {
 def payload(shape: Shape) -> list[memoryview]:
     """Random bytes, which no disk can make smaller."""
     rng = np.random.default_rng(3)
-    specs = [spec for slots in shape.layers for spec in slots if spec is not None]
-    return [np.frombuffer(rng.bytes(spec.nbytes), np.uint8).data for spec in specs]
+    return [np.frombuffer(rng.bytes(spec.nbytes), np.uint8).data for spec in shape.tensors]
 
 
 def headers(shape: Shape, n: int) -> list[Header]:
@@ -103,7 +102,8 @@ def headers(shape: Shape, n: int) -> list[Header]:
                 fingerprint=b"benchmark",
                 namespace="",
                 layout="benchmark",
-                layers=shape.layers,
+                tensors=shape.tensors,
+                places=(),
                 created=time.time(),
                 mark=0,
             )
@@ -173,10 +173,10 @@ def _check(result: Any, wanted: type) -> None:
 def array_maker() -> Callable[[Any], Any] | None:
     """Bytes to arrays as the engine does it; None without MLX."""
     try:
-        from firn.cache.codecs._host import from_host
+        from firn.cache.host import from_host
     except ImportError:
         return None
-    return lambda loaded: from_host(loaded.header.layers, loaded.buffers)
+    return lambda loaded: from_host(loaded.header.tensors, (), loaded.buffers)
 
 
 @dataclass(eq=False)

@@ -30,11 +30,12 @@ from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
 from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.inventory import ModelNote, note_model
-from firn.cache.io import IoThreads, TierIo
+from firn.cache.io import TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
+from firn.cache.threads import IoThreads
 from firn.cache.tiers import TierOptions, discover
 from firn.config import CacheConfig, Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
@@ -88,6 +89,7 @@ def serve(config: Config) -> int:
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
     server = build(config)
+    server.own_process()
     try:
         code = uvloop.run(_run(server, sock, prompts))
     finally:
@@ -109,6 +111,15 @@ class Server:
     mailroom: Mailroom
     pool: ThreadPoolExecutor
     died: list[str]
+
+    def own_process(self) -> None:
+        """This server is all that the process is for."""
+
+        def own(parts: Parts) -> None:
+            if isinstance(parts.cache, PrefixTree):
+                parts.cache.own_process()
+
+        self.engine.call(own)
 
     def close(self) -> None:
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)

@@ -18,9 +18,9 @@ import numpy as np
 from firn.cache.codecs import ALL_TOKENS, Arrays, At
 from firn.cache.estimates import Estimates
 from firn.cache.layout import Layout
+from firn.cache.nodes import Held, Node, Record
 from firn.cache.parts import Needs, Part
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.tree import Held, Node, Record
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.ports import Restored
 from firn.core.values import Job, Prompt
@@ -320,7 +320,8 @@ def check_books(tree: PrefixTree) -> None:
         assert nbytes == record.nbytes
     for tier, counted in enumerate(inner.tiers):
         _check_held(counted, [r for r in every if r.stored >> tier & 1])
-    assert inner.leaving_nbytes == sum(r.nbytes for r in every if r.leaving)
+    leaving = sum(r.nbytes for r in every if r.leaving)
+    assert inner.leaving_nbytes == leaving or tree.records._trash, "what is cleared may be leaving"
     for root in inner.roots():
         own = [r for n in inner.below(root) for r in n.records.values()]
         _check_held(root.memory, [r for r in own if r.arrays is not None and not r.leaving])
@@ -392,9 +393,13 @@ def _resumes(chain: Sequence[Node], p: int, needs: Needs) -> bool:
         return False
     if needs.grid > 1 and p != chain[-1].end:
         return False  # exact mode takes whole records only
-    if needs.state and not (chain[-1].end == p and Part.STATE in chain[-1].records):
+    if needs.state and not (chain[-1].end == p and _has(chain[-1], Part.STATE)):
         return False
-    if needs.pages and not all(Part.PAGES in n.records for n in chain):
+    if needs.pages and not all(_has(n, Part.PAGES) for n in chain):
         return False
     reached = [n for n in chain if n.end > p - needs.window]
-    return not needs.window or all(Part.WINDOW in n.records for n in reached)
+    return not needs.window or all(_has(n, Part.WINDOW) for n in reached)
+
+
+def _has(node: Node, part: Part) -> bool:
+    return part in node.records and node.records[part].obtainable

@@ -10,7 +10,8 @@ from typing import Any
 from firn.cache import below
 from firn.cache.container import Header, Name
 from firn.cache.faults import Refused, TierError, TierFault
-from firn.cache.io import Changes, Done
+from firn.cache.io import Changes
+from firn.cache.threads import Done
 from firn.cache.tiers import Status, Stored, Usage
 from firn.core.keys import KeyTokens
 from firn.core.ports import Load

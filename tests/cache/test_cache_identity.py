@@ -18,7 +18,7 @@ import pytest
 
 from firn.cache.codecs import Arrays
 from firn.cache.container import Header, pack, unpack
-from firn.cache.host import from_host, gather, lend
+from firn.cache.host import from_host, lend
 from firn.cache.parts import Part
 from firn.cache.payload import Payload, evaluate, stacked
 from firn.cache.prefix import PrefixTree
@@ -148,7 +148,7 @@ def digest(arrays: Arrays) -> str:
             found.update(b"none")
         else:
             lent = lend(evaluated([(a,)]))
-            found.update(repr(lent.layers).encode())
+            found.update(repr(lent.tensors).encode())
             found.update(lent.fetch()[0])
     return found.hexdigest()
 
@@ -178,7 +178,8 @@ def leave(kind: Specimen, folder: Path) -> str:
             fingerprint=b"model",
             namespace="alice",
             layout=str(kind.codec.describe(kind.make())),
-            layers=lent.layers,
+            tensors=lent.tensors,
+            places=lent.places,
             created=0.0,
             mark=0,
         )
@@ -195,7 +196,7 @@ def arrive(kind: Specimen, folder: Path) -> str:
         header = loaded.header
         assert header.part is kind.codec.part
         assert header.layout == kind.codec.describe(kind.make())
-        arrays = from_host(gather(header.layers, loaded.buffers)).layer(0)
+        arrays = from_host(header.tensors, header.places, loaded.buffers).layer(0)
         pieces.append((header.start, header.start + len(header.tokens), arrays))
     return goes_on(kind, kind.restored(pieces, sum(CHUNKS)))
 
@@ -221,7 +222,7 @@ def test_host_bytes_are_the_arrays(kind: Specimen) -> None:
     lent = lend(evaluated([arrays]))
     buffers = lent.fetch()
     assert sum(b.nbytes for b in buffers) == sum(a.nbytes for a in arrays if a is not None)
-    apart = [memoryview(bytes(b)) for b in buffers]
-    again = from_host(gather(lent.layers, apart)).layer(0)
+    copies = [memoryview(bytes(b)) for b in buffers]
+    again = from_host(lent.tensors, lent.places, copies).layer(0)
     assert all_same(again, arrays)
     assert kind.codec.part in Part

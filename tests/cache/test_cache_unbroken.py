@@ -7,8 +7,9 @@ import pytest
 
 from firn.cache.children import Text
 from firn.cache.match import points, walk
+from firn.cache.nodes import Mark, Node
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Mark, Node, Tree
+from firn.cache.tree import Tree
 from firn.core.keys import Key, KeyTokens
 from firn.core.values import Namespace
 

@@ -13,9 +13,10 @@ import pytest
 
 from firn.cache import admin
 from firn.cache.estimates import Estimates
-from firn.cache.io import IoThreads, TierIo
+from firn.cache.io import TierIo
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
+from firn.cache.threads import IoThreads
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
@@ -346,9 +347,9 @@ def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
     cache = tree(DENSE, block=BLOCK)
     from firn.cache.children import Text
     from firn.cache.match import walk
-    from firn.cache.tree import Mark
+    from firn.cache.nodes import Mark
 
-    inner, root = cache.records.tree, cache.records.root(Namespace(""))
+    inner, root = cache.records.tree, cache.records.catalogue.root(Namespace(""))
     rng = np.random.default_rng(3)
     for tokens in rng.integers(0, 1000, size=(2000, BLOCK)).astype(np.uint64):
         node = inner.child(root, Text(tokens), 0, BLOCK)

@@ -14,7 +14,8 @@ import pytest
 
 from firn.cache.container import Loaded, Name
 from firn.cache.faults import Missing, TierError
-from firn.cache.io import BATCH, MAX_DEFER_S, Closed, Entry, IoThreads, TierIo
+from firn.cache.io import BATCH, Entry, TierIo
+from firn.cache.threads import MAX_DEFER_S, Closed, IoThreads
 from firn.cache.tiers import Gone, Stored, TierOptions
 from tests.cache.tiers.records import Direct, Folder, chain, of_size
 from tests.dict_tier import DictTier

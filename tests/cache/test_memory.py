@@ -12,10 +12,10 @@ import pytest
 
 from firn.cache.children import Text
 from firn.cache.memory import STATE_SHARE
+from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Part
 from firn.cache.payload import Payload
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark, Node, Record
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, records_of, tree
 
@@ -30,7 +30,7 @@ def memory(shape: Shape, limit_nbytes: int) -> PrefixTree:
 
 def node_of(cache: PrefixTree, blocks: Sequence[int]) -> Node:
     """The node at the end of a chain of blocks, each full of one number."""
-    node: Node = cache.records.root(Namespace(""))
+    node: Node = cache.records.catalogue.root(Namespace(""))
     for block in blocks:
         text = Text(np.full(BLOCK, block, dtype=np.uint64))
         node = cache.records.tree.child(node, text, 0, BLOCK)

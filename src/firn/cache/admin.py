@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from firn.cache.match import MEMORY
+from firn.cache.nodes import Held, Root
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import Usage
-from firn.cache.tree import Held, Root
 from firn.core.errors import BadRequest
 from firn.core.values import Namespace, Prompt
 
@@ -183,7 +183,7 @@ def pin(
         end = match.segments[-1].node
         allowed = _allowed(tree, end.root, cap_nbytes)
         was_pinned = end in end.root.pinned
-        tree.records.tree.pin(end)
+        tree.records.pin(end)
         if end.root.pinned_nbytes > allowed:
             more = end.root.pinned_nbytes
             if not was_pinned:
@@ -214,8 +214,7 @@ def unpin(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> dict[str, A
 
 def clear(tree: PrefixTree, namespace: Namespace | None = None) -> dict[str, Any]:
     """Forget every record, or one namespace's. Requests that run end well, and store nothing more."""
-    freed = sum(tree.records.clear(root) for root in _roots(tree, namespace))
-    return {"freed_bytes": freed}
+    return {"freed_bytes": tree.records.clear(namespace)}
 
 
 def pinned_nbytes(tree: PrefixTree, namespace: Namespace | None = None) -> int:

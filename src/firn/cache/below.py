@@ -12,18 +12,21 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from firn.cache.container import Header, Layers, Loaded, Name
+from firn.cache.catalogue import Catalogue
+from firn.cache.container import Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
-from firn.cache.host import Gathered, Lent, from_host, gather, lend
-from firn.cache.io import Changes, Done, Io, Wanted
+from firn.cache.host import Lent, from_host, lend
+from firn.cache.io import Changes, Io, Wanted
+from firn.cache.nodes import Record
 from firn.cache.payload import Payload
+from firn.cache.threads import Done
 from firn.cache.tiers import Stored, Usage
-from firn.cache.tree import Record, Tree
-from firn.core.keys import Key, KeyTokens
+from firn.cache.tree import Tree
 from firn.core.ports import Load
 
 BUSY_SHARE = 0.02
@@ -34,16 +37,6 @@ PATIENCE_S = 2.0
 POLL_BUSY_S = 0.005
 """Results are taken in for so long between two steps while there is other work."""
 RESCAN_S = 10.0
-TOUCH_EVERY_S = 60.0
-N_TOUCHED = 4096
-
-
-class Catalogue(Protocol):
-    """What a record says of itself in a tier."""
-
-    def header(self, record: Record, layers: Layers) -> Header: ...
-
-    def tokens(self, record: Record) -> KeyTokens: ...
 
 
 # --- what poll tells -----------------------------------------------------------------------
@@ -97,6 +90,14 @@ class Scanned:
 News = Arrived | Lost | Written | Unwritten | Seen | Scanned
 
 
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """What is being written. Its arrays must die on the engine thread."""
+
+    payload: Lent
+    stamp: float
+
+
 class Below:
     def __init__(
         self,
@@ -105,28 +106,31 @@ class Below:
         tree: Tree,
         catalogue: Catalogue,
         *,
+        stamp: Callable[[Record], float],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wake` is called from an I/O thread when there is something to poll."""
+        """stamp: what a record is to be written with.
+
+        `wake` is called from an I/O thread when there is something to poll.
+        """
         self.name = name
         self.number = tree.add_tier()
         self._io = io
         self._tree = tree
         self._catalogue = catalogue
+        self._stamp = stamp
         self._wake = wake
         self._clock = clock
-        self._results: queue.SimpleQueue[tuple[Record | None, Any, float]] = queue.SimpleQueue()
-        """With the time when it came."""
+        self._results: queue.SimpleQueue[Callable[[], News | None]] = queue.SimpleQueue()
+        """To be called on the engine thread."""
         self._to_spill: deque[tuple[Record, float]] = deque()
         """With the time since when it waits."""
         self._unwritten: dict[Record, None] = {}
         """In their order; a fault of the tier stood in their way."""
-        self._lent: dict[Record, Lent] = {}
-        """What is being written: its arrays must die on this thread."""
+        self._lent: dict[Record, _Lent] = {}
         self._loading: dict[Record, list[Wanted]] = {}
         """With those who want it."""
-        self._touched: dict[Key, float] = {}
         self._credit_s = MAX_CREDIT_S
         self._last_poll = clock()
         self._last_scan = clock()
@@ -158,22 +162,16 @@ class Below:
         self._io.read(
             name_of(record),
             self._catalogue.tokens(record),
-            self._done(record),
+            self._done(partial(self._was_read, record)),
             wanted=lambda: any(wanted() for wanted in list(askers)),
         )
 
     def forget(self, names: Iterable[Name]) -> None:
         self._io.delete(names)
 
-    def touch(self, records: Iterable[Record], end: Key) -> None:
-        """The records of a chain that ends with this key were just used."""
-        now = self._clock()
-        if now - self._touched.get(end, -TOUCH_EVERY_S) < TOUCH_EVERY_S:
-            return
-        if len(self._touched) >= N_TOUCHED:
-            self._touched.clear()
-        self._touched[end] = now
-        self._io.touch({name_of(r): self._tree.stamp(r) for r in records if self.has(r)})
+    def touch(self, stamps: Mapping[Record, float]) -> None:
+        """Raise the stamps of those that are stored here."""
+        self._io.touch({name_of(r): stamp for r, stamp in stamps.items() if self.has(r)})
 
     def has(self, record: Record) -> bool:
         return bool(record.stored >> self.number & 1)
@@ -226,20 +224,20 @@ class Below:
         self.scanning = True
 
         def batch(changes: Changes) -> None:
-            self._results.put((None, Seen(changes), self._clock()))
+            self._results.put(lambda: Seen(changes))
             self._wake()
 
-        self._io.scan(batch, self._done(None))
+        self._io.scan(batch, self._done(self._was_scanned))
 
     def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[News]:
         """What the I/O threads are done with. wait_s: for the first of it."""
         while True:
             try:
-                record, result, at = self._results.get(wait_s > 0, wait_s or None)
+                take = self._results.get(wait_s > 0, wait_s or None)
             except queue.Empty:
                 return
             wait_s = 0.0
-            news = self._news(record, result, at)
+            news = take()
             if news is not None:
                 yield news
             if self._clock() > until:
@@ -254,36 +252,33 @@ class Below:
 
     # --- inside ----------------------------------------------------------------------------
 
-    def _news(self, record: Record | None, result: Any, at: float) -> News | None:
-        if record is None:
-            return self._scan_news(result)
-        self._lent.pop(record, None)
-        if isinstance(result, Stored):
-            self._tree.set_stored(record, self.number)
-            return Written(record, result.evicted)
-        if isinstance(result, Gathered):
-            self._loading.pop(record, None)
+    def _was_read(self, record: Record, result: Any, at: float) -> News | None:
+        askers = self._loading.pop(record, [])
+        if isinstance(result, Loaded):
             began = self._clock()
-            arrays = from_host(result)
+            header = result.header
+            arrays = from_host(header.tensors, header.places, result.buffers)
             return Arrived(record, arrays, at, self._clock() - began)
-        if isinstance(result, Unwanted) and record in self._loading:
-            if any(wanted() for wanted in self._loading[record]):
+        if isinstance(result, Unwanted):
+            if any(wanted() for wanted in askers):
+                self._loading[record] = askers
                 self._read(record)  # somebody asked for it meanwhile
-            else:
-                del self._loading[record]
             return None
-        if record.writing >> self.number & 1:
-            self._tree.set_writing(record, self.number, on=False)
-            if isinstance(result, TierFault):
-                self._unwritten[record] = None
-            return Unwritten(record, result)
-        self._loading.pop(record, None)
         self._tree.set_gone(record, self.number)
         return Lost(record, result)
 
-    def _scan_news(self, result: Any) -> News | None:
-        if isinstance(result, Seen):
-            return result
+    def _was_written(self, record: Record, result: Any, at: float) -> News:
+        lent = self._lent.pop(record)
+        if isinstance(result, Stored):
+            self._tree.set_stored(record, self.number)
+            self.touch(self._tree.stamped(record, lent.stamp))  # it may have been used since
+            return Written(record, result.evicted)
+        self._tree.set_writing(record, self.number, on=False)
+        if isinstance(result, TierFault):
+            self._unwritten[record] = None
+        return Unwritten(record, result)
+
+    def _was_scanned(self, result: Any, at: float) -> News:
         self.scanning = False
         self._last_scan = self._clock()
         return Scanned()
@@ -319,24 +314,25 @@ class Below:
     def _write(self, record: Record) -> bool:
         if not self._io.has_room(record.nbytes):
             return False
-        lent = lend(record.arrays)
+        lent, stamp = lend(record.arrays), self._stamp(record)
         accepted = self._io.try_write(
-            self._catalogue.header(record, lent.layers),
+            self._catalogue.header(record, lent.tensors, lent.places),
             lent.fetch,
-            used_at=self._tree.stamp(record),
-            done=self._done(record),
+            used_at=stamp,
+            done=self._done(partial(self._was_written, record)),
             wanted=lambda: self._tree.is_current(record),
         )
         if accepted:
             self._tree.set_writing(record, self.number, on=True)
-            self._lent[record] = lent
+            self._lent[record] = _Lent(lent, stamp)
         return accepted
 
-    def _done(self, record: Record | None) -> Done:
+    def _done(self, take: Callable[[Any, float], News | None]) -> Done:
+        """Called on an I/O thread: what became of an order is for the engine thread to take."""
+
         def done(result: Any) -> None:
-            if isinstance(result, Loaded):
-                result = gather(result.header.layers, result.buffers)
-            self._results.put((record, result, self._clock()))
+            at = self._clock()
+            self._results.put(lambda: take(result, at))
             self._wake()
 
         return done

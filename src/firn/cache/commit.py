@@ -12,12 +12,15 @@ from functools import partial
 from firn.cache.children import Text
 from firn.cache.codecs import At
 from firn.cache.layout import Layout
+from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Part
 from firn.cache.payload import Payload, evaluate, joined
 from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Piece
-from firn.cache.tree import Mark, Node, Record
 from firn.core.ports import LiveRow
+
+USED_EVERY_S = 60.0
+"""A chain that is being computed is marked as used so often: a tier may have to write it meanwhile."""
 
 
 class Committer:
@@ -131,6 +134,7 @@ class Committer:
 
     def _store(self, trail: CacheTrail, node: Node, cuts: Cuts, new: list[Record]) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
+        self._tree.use(node, late_s=USED_EVERY_S)
         for part in self._needs.by_block:
             cut = partial(self._cut, part, trail, node, cuts)
             if not self._keep(node, part, cut, Mark.TURN, new):

@@ -1,8 +1,8 @@
 """One record as one file: safetensors, self-describing, every byte under a checksum.
 
     0        u64 little-endian n: the length of the JSON
-    8        {"__metadata__":{"firn":"1","meta":N,...,"sum":S},"0.0":{"dtype":..},"0.1":..}   padded
-    8 + n    the tensors, one after another: "layer.slot", in order; empty slots have no tensor
+    8        {"__metadata__":{"firn":"2","meta":N,...,"sum":S},"0":{"dtype":..},"1":..}   padded
+    8 + n    the tensors, one after another; `places` says which entry of which is a layer's
 
 `meta` is the length of the metadata object and `sum` its checksum, so a scan reads and parses a few
 hundred bytes and no tensor entries. The metadata holds the checksums of everything else: `entries` of
@@ -21,6 +21,7 @@ import base64
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +30,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from firn.cache import places as _places
 from firn.cache.faults import Damaged, Foreign, Locked
 from firn.cache.parts import Part
+from firn.cache.places import Places
 from firn.cache.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, Box, Seal
 from firn.cache.tiers import Buffer
-from firn.core.keys import Key, KeyTokens
+from firn.core.keys import Key, KeyTokens, child_key
 
-VERSION = "1"
+VERSION = "2"
 ALIGN = 64
 ITEM_NBYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
@@ -76,10 +79,6 @@ class TensorSpec:
         return ITEM_NBYTES[self.dtype] * math.prod(self.shape)
 
 
-Layers = tuple[tuple[TensorSpec | None, ...], ...]
-"""Each layer's slots; a slot that the layer leaves empty is None."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
     """What every process may know of a record, with or without the key to it."""
@@ -116,12 +115,8 @@ class Label(Tag):
 class Header(Label):
     """All about a record but its bytes.  # tokens [start, start + len(tokens))"""
 
-    layers: Layers
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors that are there, in the order of the buffers."""
-        return tuple(spec for slots in self.layers for spec in slots if spec is not None)
+    tensors: tuple[TensorSpec, ...]
+    places: Places
 
 
 class Packed(NamedTuple):
@@ -132,7 +127,21 @@ class Packed(NamedTuple):
 class Loaded(NamedTuple):
     header: Header
     buffers: list[memoryview]
-    """One for each of `header.specs`; views of one buffer, nothing is copied."""
+    """One for each of `header.tensors`; views of one buffer, nothing is copied."""
+
+
+_BLOCK = re.compile(r"\bblock(\d+)\b")
+
+
+def derived_key(label: Label, parent: Key) -> Key:
+    """The key that follows from the tokens. A record whose tokens begin at 0 may span many blocks."""
+    step = max(len(label.tokens), 1)
+    if label.parent == label.root and (found := _BLOCK.search(label.layout)):
+        step = int(found[1])
+    key = parent
+    for at in range(0, len(label.tokens), step):
+        key = child_key(key, label.tokens[at : at + step])
+    return key
 
 
 # --- packing -------------------------------------------------------------------------------
@@ -141,14 +150,14 @@ class Loaded(NamedTuple):
 def pack(header: Header, buffers: Sequence[Any], *, seal: Seal | None = None) -> Packed:
     """The file's bytes in pieces, to be written one after another. Tensors are not copied."""
     views = [flat(b) for b in buffers]
-    sizes = [spec.nbytes for spec in header.specs]
+    sizes = [spec.nbytes for spec in header.tensors]
     if [len(v) for v in views] != sizes:
         raise ValueError(f"{len(views)} buffers do not fit the {len(sizes)} tensors of the header")
-    entries = _entries(header.layers, sizes)
+    entries = _entries(header.tensors)
     fields = _tag_fields(header) | {
         "layout": header.layout,
         **_token_fields(header.tokens),
-        "slots": ",".join(str(len(slots)) for slots in header.layers),
+        "places": _places.to_text(header.places),
         "nbytes": str(sum(sizes)),
         "entries": xxhash.xxh3_128_hexdigest(entries),
         "sums": "".join(xxhash.xxh3_64_hexdigest(v) for v in views),
@@ -196,16 +205,13 @@ def _token_fields(tokens: KeyTokens) -> dict[str, str]:
     }
 
 
-def _entries(layers: Layers, sizes: Sequence[int]) -> bytes:
+def _entries(tensors: Sequence[TensorSpec]) -> bytes:
     """The JSON behind the metadata."""
     found: list[str] = []
     offset = 0
-    for i, slots in enumerate(layers):
-        for j, spec in enumerate(slots):
-            if spec is not None:
-                end = offset + sizes[len(found)]
-                found.append(_entry(f"{i}.{j}", spec, offset, end))
-                offset = end
+    for i, spec in enumerate(tensors):
+        found.append(_entry(str(i), spec, offset, offset + spec.nbytes))
+        offset += spec.nbytes
     return ("".join(found) + "}").encode()
 
 
@@ -312,7 +318,7 @@ def unpack(buffer: Any, *, seal: Seal | None = None) -> Loaded:
         raise Damaged("unreadable header", str(e)) from e
     buffers: list[memoryview] = []
     at = 0
-    for spec, want in zip(header.specs, sums, strict=True):
+    for spec, want in zip(header.tensors, sums, strict=True):
         end = at + spec.nbytes
         buffers.append(_checked(data[at:end], want))
         at = end
@@ -332,7 +338,7 @@ def _unsealed(fields: dict[str, str], rest: bytes, data: memoryview, seal: Seal 
     header = _header(inner, inner_rest)
     buffers: list[memoryview] = []
     at, index = 0, 0
-    for spec, want in zip(header.specs, _sums(inner, header), strict=True):
+    for spec, want in zip(header.tensors, _sums(inner, header), strict=True):
         opened: list[bytes] = []
         for start in range(0, spec.nbytes, PIECE_NBYTES):
             index += 1
@@ -421,26 +427,23 @@ def _tokens(fields: dict[str, str]) -> KeyTokens:
 
 
 def _header(fields: dict[str, str], rest: bytes) -> Header:
-    """With the layers, out of the tensor entries: the only place that reads those."""
+    """With the tensors, out of their entries: the only place that reads those."""
     rest = rest.rstrip(b" ")
     if xxhash.xxh3_128_hexdigest(rest) != fields["entries"]:
         raise Damaged("bad checksum", "entries")
     entries: dict[str, Any] = json.loads(b"{" + rest.lstrip(b","))
-    layers: list[tuple[TensorSpec | None, ...]] = []
-    counts = [int(n) for n in fields["slots"].split(",")] if fields["slots"] else []
-    for i, n_slots in enumerate(counts):
-        slots = (entries.get(f"{i}.{j}") for j in range(n_slots))
-        layers.append(tuple(s and TensorSpec(s["dtype"], tuple(s["shape"])) for s in slots))
+    found = (entries[str(i)] for i in range(len(entries)))
     return Header(
         **_tag_values(fields),
         tokens=_tokens(fields),
         layout=fields["layout"],
-        layers=tuple(layers),
+        tensors=tuple(TensorSpec(e["dtype"], tuple(e["shape"])) for e in found),
+        places=_places.from_text(fields["places"]),
     )
 
 
 def _sums(fields: dict[str, str], header: Header) -> list[str]:
-    text, n = fields["sums"], len(header.specs)
+    text, n = fields["sums"], len(header.tensors)
     if len(text) != 16 * n:
         raise Damaged("unreadable header", "number of checksums")
     return [text[16 * i : 16 * i + 16] for i in range(n)]

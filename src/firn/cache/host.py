@@ -19,8 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from firn.cache import cuda
-from firn.cache.container import Layers, TensorSpec
-from firn.cache.payload import Payload, Places, places_of
+from firn.cache.container import TensorSpec
+from firn.cache.payload import Payload
+from firn.cache.places import Places
 
 CODES: dict[mx.Dtype, str] = {
     mx.bool_: "BOOL",
@@ -61,48 +62,26 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 class Lent:
     """A payload that is about to be written. It must die on the engine thread, as its arrays do."""
 
-    layers: Layers
+    tensors: tuple[TensorSpec, ...]
+    places: Places
     _stacks: tuple[mx.array, ...]
     """As they are; or one packed copy of all of them."""
-    _places: Places
 
     def fetch(self) -> list[memoryview]:
-        """Its bytes, a buffer for each tensor of `layers`. On any thread; valid until its next fetch."""
+        """The bytes of each tensor. On any thread; valid until its next fetch."""
         bus = cuda.device()
-        stacks = [_bytes(s) for s in self._stacks] if bus is None else self._unpacked(bus)
-        return [
-            _entry(stacks[at[0]], at[1], spec.nbytes)
-            for slots, specs in zip(self._places, self.layers, strict=True)
-            for at, spec in zip(slots, specs, strict=True)
-            if at is not None and spec is not None
-        ]
-
-    def _unpacked(self, bus: cuda.Cuda) -> list[memoryview]:
-        if not self._stacks:
-            return []
+        if bus is None or not self._stacks:
+            return [_bytes(stack) for stack in self._stacks]
         whole = bus.to_host(self._stacks[0])
-        sizes: dict[int, int] = {}
-        for slots, specs in zip(self._places, self.layers, strict=True):
-            for at, spec in zip(slots, specs, strict=True):
-                if at is not None and spec is not None:
-                    sizes[at[0]] = sizes.get(at[0], 0) + spec.nbytes
-        ends = list(accumulate(sizes.values()))
-        return [whole[end - n : end] for n, end in zip(sizes.values(), ends, strict=True)]
+        ends = accumulate(spec.nbytes for spec in self.tensors)
+        return [whole[end - s.nbytes : end] for s, end in zip(self.tensors, ends, strict=True)]
 
 
 def lend(payload: Payload) -> Lent:
     """Engine thread. The payload must be evaluated."""
-    layers = tuple(
-        tuple(
-            None
-            if at is None
-            else TensorSpec(CODES[payload.stacks[at[0]].dtype], payload.stacks[at[0]].shape[1:])
-            for at in slots
-        )
-        for slots in payload.places
-    )
+    tensors = tuple(TensorSpec(CODES[s.dtype], tuple(s.shape)) for s in payload.stacks)
     pack = _plain if cuda.device() is None else _packed
-    return Lent(layers, pack(payload.stacks), payload.places)
+    return Lent(tensors, payload.places, pack(payload.stacks))
 
 
 def _plain(stacks: Sequence[mx.array]) -> tuple[mx.array, ...]:
@@ -128,64 +107,19 @@ def _bytes(array: mx.array) -> memoryview:
     return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
 
 
-def _entry(stack: memoryview, i: int, nbytes: int) -> memoryview:
-    return stack[i * nbytes : (i + 1) * nbytes]
-
-
-# --- the way back --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """A payload's bytes, a buffer for each stack."""
-
-    stacks: tuple[tuple[TensorSpec, np.ndarray[Any, Any]], ...]
-    places: Places
-
-
-def gather(layers: Layers, buffers: Sequence[memoryview]) -> Gathered:
-    """On any thread. Tensors that lie side by side, as in a file, are not copied."""
-    places = places_of(layers)
-    rest = iter(buffers)
-    members: dict[int, list[memoryview]] = {}
-    specs: dict[int, TensorSpec] = {}
-    for slots, own in zip(places, layers, strict=True):
-        for at, spec in zip(slots, own, strict=True):
-            if at is not None and spec is not None:
-                members.setdefault(at[0], []).append(next(rest))
-                specs[at[0]] = spec
-    stacks = [
-        (TensorSpec(specs[i].dtype, (len(some), *specs[i].shape)), _side_by_side(some))
-        for i, some in members.items()
-    ]
-    return Gathered(tuple(stacks), places)
-
-
-def _side_by_side(buffers: Sequence[memoryview]) -> np.ndarray[Any, Any]:
-    arrays = [np.frombuffer(b, dtype=np.uint8) for b in buffers]
-    owner: Any = buffers[0].obj
-    base = np.frombuffer(owner, dtype=np.uint8)
-    start = at = arrays[0].ctypes.data
-    for array in arrays:
-        if array.ctypes.data != at:
-            return np.concatenate(arrays)
-        at += array.nbytes
-    first = start - base.ctypes.data
-    if not 0 <= first <= first + at - start <= base.nbytes:
-        return np.concatenate(arrays)
-    return base[first : first + at - start]
-
-
-def from_host(gathered: Gathered) -> Payload:
+def from_host(
+    tensors: Sequence[TensorSpec], places: Places, buffers: Sequence[memoryview]
+) -> Payload:
     """The arrays again, evaluated. Engine thread."""
-    stacks = [_array(spec, data) for spec, data in gathered.stacks]
+    stacks = [_array(spec, b) for spec, b in zip(tensors, buffers, strict=True)]
     mx.eval(stacks)
-    return Payload(tuple(stacks), gathered.places)
+    return Payload(tuple(stacks), places)
 
 
-def _array(spec: TensorSpec, data: np.ndarray[Any, Any]) -> mx.array:
+def _array(spec: TensorSpec, buffer: memoryview) -> mx.array:
+    data: Any = np.frombuffer(buffer, dtype=_NUMPY[spec.dtype])
     bus = cuda.device()
     if bus is not None and data.nbytes:
         return bus.to_device(data, spec.shape, _DTYPES[spec.dtype])
-    array = mx.array(data.view(_NUMPY[spec.dtype]).reshape(spec.shape))
+    array = mx.array(data.reshape(spec.shape))
     return array.view(mx.bfloat16) if spec.dtype == "BF16" else array

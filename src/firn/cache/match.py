@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from firn.cache.children import Text
+from firn.cache.nodes import Node, Record, Root
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Node, Record, Root, Tree
+from firn.cache.tree import Tree
 
 MAX_SIBLINGS = 64
 """Children of one node that are looked at: those that share most with the prompt."""
@@ -114,20 +115,17 @@ def _candidates(way: Walk, stock: _Stock) -> Iterator[tuple[int, Node | None]]:
         yield from _state_positions(way)
         return
     limit = way.limit
-    n_blocks = stock.n_blocks
-    if stock.needs.grid == 1:
-        # Behind the last whole block that can be had: whichever child shares most and can be had.
-        last = way.node(n_blocks)
-        for child, n in islice(last.children.closest(way.text, last.end), MAX_SIBLINGS):
-            if stock.has_block(child):
-                p = way.before(min(last.end + n, limit))
-                if p > last.end:
-                    yield p, child
-                    break
-    for node in reversed(way.path[:n_blocks]):
-        if node.end <= limit:
+    for i in range(stock.n_blocks, -1, -1):
+        node = way.node(i)
+        if stock.needs.grid == 1 and node.end < limit:
+            sibling = stock.closest(i)
+            if sibling is not None:
+                p = way.before(min(node.end + sibling[1], limit))
+                if p > node.end:
+                    yield p, sibling[0]
+        if 0 < node.end <= limit:
             yield node.end, None
-        elif node.start < limit and stock.needs.grid == 1:
+        elif node.start < limit < node.end and stock.needs.grid == 1:
             yield limit, node
 
 
@@ -180,6 +178,18 @@ class _Stock:
             unbroken_from.append(unbroken_from[-1] if window is not None else i + 1)
         n_blocks = len(pages) if needs.pages else len(way.path)
         return cls(way, needs, have, n_blocks, tuple(pages), windows, tuple(unbroken_from))
+
+    def closest(self, n_blocks: int) -> tuple[Node, int] | None:
+        """Which child of the path's n-th block goes furthest with the prompt, of those that can be had.
+
+        None where the path itself goes on from there.
+        """
+        path, node = self.way.path, self.way.node(n_blocks)
+        goes_on = n_blocks < len(path)
+        if len(node.children) == goes_on or (goes_on and self.has_block(path[n_blocks])):
+            return None
+        children = node.children.closest(self.way.text, node.end)
+        return next((c for c in islice(children, MAX_SIBLINGS) if self.has_block(c[0])), None)
 
     def has_block(self, node: Node) -> bool:
         there = (node.records.get(part) for part in self.needs.by_block)

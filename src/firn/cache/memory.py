@@ -15,8 +15,9 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+from firn.cache.nodes import Record
 from firn.cache.parts import Part
-from firn.cache.tree import Record, Tree
+from firn.cache.tree import Tree
 
 STATE_SHARE = 0.5
 

@@ -12,15 +12,13 @@ layers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from firn.cache.codecs import TOKEN_AXIS, Arrays
-
-Places = tuple[tuple[tuple[int, int] | None, ...], ...]
-"""Each layer's slots: which stack, which entry of it; None where the layer leaves the slot empty."""
+from firn.cache.places import Places, places_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +45,6 @@ class Payload:
     def copied(self) -> Payload:
         """The same as arrays of their own, lazily."""
         return Payload(tuple(_copy(s) for s in self.stacks), self.places)
-
-
-def places_of(kinds: Sequence[Sequence[Hashable | None]]) -> Places:
-    """Where arrays of these kinds go: those of one kind into one stack, in their order."""
-    numbers: dict[Hashable, int] = {}
-    counts: list[int] = []
-
-    def place(kind: Hashable | None) -> tuple[int, int] | None:
-        if kind is None:
-            return None
-        stack = numbers.setdefault(kind, len(numbers))
-        if stack == len(counts):
-            counts.append(0)
-        counts[stack] += 1
-        return stack, counts[stack] - 1
-
-    return tuple(tuple(place(kind) for kind in slots) for slots in kinds)
 
 
 def stacked(layers: Sequence[Arrays]) -> Payload:

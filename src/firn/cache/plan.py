@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from firn.cache.estimates import Estimates
 from firn.cache.match import NOTHING, Match, Walk, points
+from firn.cache.nodes import Record
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Record, Tree
+from firn.cache.tree import Tree
 
 MAX_TARGETS = 64
 """Resume points that are weighed against each other."""
@@ -188,6 +189,12 @@ def _covered(way: Walk, needs: Needs) -> bool:
 
 
 def _next_was_evicted(tree: Tree, way: Walk) -> bool:
+    """Whether more than is there now was there once.
+
+    Where another child shares some tokens, only one that contained the whole next block is known to
+    have shared more.
+    """
     last = way.node(len(way.path))
-    tokens = way.text.tokens[last.end : last.end + way.block]
-    return len(tokens) == way.block and tree.was_evicted(last, tokens)
+    n = way.block if way.n_shared > last.end else 1
+    tokens = way.text.tokens[last.end : last.end + n]
+    return len(tokens) == n and tree.was_evicted(last, tokens)

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firn.cache import checkpoints, memo
-from firn.cache.below import Arrived, Lost
+from firn.cache.below import Arrived, Lost, Seen
+from firn.cache.catalogue import Identity
 from firn.cache.children import Text
 from firn.cache.commit import Committer
+from firn.cache.garbage import Garbage
 from firn.cache.io import Io
 from firn.cache.layout import Layout
 from firn.cache.match import Match
 from firn.cache.off import BlankTrail
-from firn.cache.records import Identity, Records
+from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
 from firn.cache.trail import CacheTrail
@@ -59,6 +61,7 @@ class PrefixTree:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
+        self._garbage: Garbage | None = None
         self.records = Records(
             Identity(fingerprint, settings.layout(layout, dtype), settings.block),
             layout.needs(grid=settings.exact_chunk or 1),
@@ -84,13 +87,17 @@ class PrefixTree:
         self, name: str, io: Io, *, namespaces: Sequence[Namespace], wake: Callable[[], None]
     ) -> None:
         """Put a tier below memory, and below those that are there. `wake` gets the engine to tick."""
-        self.records.know(namespaces)
+        self.records.catalogue.know(namespaces)
         self.records.add_tier(name, io, wake=wake)
 
     def keep_estimates(self, path: Path) -> None:
         """Begin with what an earlier process learned, and leave what this one learns."""
         self._memo = path
         memo.recall(path, self.records.estimates)
+
+    def own_process(self) -> None:
+        """Nobody else needs this process: let its garbage be collected when there is time for it."""
+        self._garbage = Garbage(self._clock)
 
     # --- a request's way -------------------------------------------------------------------
 
@@ -223,6 +230,8 @@ class PrefixTree:
             if load is Load.NONE:
                 self.records.expire()
                 self._remember(REMEMBER_EVERY_S)
+            if self._garbage is not None:
+                self._garbage.tick(idle=load is Load.NONE)
             for tier, news in self.records.poll(load):
                 if isinstance(news, Arrived):
                     for trail in list(self._racing):
@@ -230,6 +239,8 @@ class PrefixTree:
                 elif isinstance(news, Lost):
                     for trail in list(self._racing):
                         self._restorer.lost(trail, news.record, news.error)
+                elif isinstance(news, Seen) and self._garbage is not None:
+                    self._garbage.keep()
         except Exception as e:
             self.records.failed("tick", e)
         for trail in list(self._racing):
@@ -282,7 +293,7 @@ class PrefixTree:
     # --- inside ----------------------------------------------------------------------------
 
     def _trail(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheTrail:
-        root = self.records.root(namespace)
+        root = self.records.catalogue.root(namespace)
         text = Text(key_tokens(prompt.ids, prompt.media))
         self.records.tree.lease(root)
         return CacheTrail(

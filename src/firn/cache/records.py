@@ -9,11 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 from firn.cache.below import (
     Arrived,
@@ -26,18 +23,18 @@ from firn.cache.below import (
     Written,
     name_of,
 )
-from firn.cache.children import Text
-from firn.cache.container import Header, Label, Layers, Name
+from firn.cache.catalogue import Catalogue, Identity
+from firn.cache.container import Name
 from firn.cache.estimates import Estimates
 from firn.cache.faults import TierError
-from firn.cache.io import Changes, Entry, Io
+from firn.cache.io import Entry, Io
 from firn.cache.memory import Memory
+from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Needs, Part
 from firn.cache.payload import Payload
 from firn.cache.stats import Stats
-from firn.cache.tiers import Gone
-from firn.cache.tree import BLOCK_S, Mark, Node, Record, Root, Tree
-from firn.core.keys import Key, KeyTokens, child_key, root_key
+from firn.cache.tiers import AHEAD_S, Gone
+from firn.cache.tree import Tree
 from firn.core.ports import Load
 from firn.core.values import Namespace
 
@@ -51,22 +48,12 @@ FIRST_SCAN_S = 1.0
 """How long the start waits for a tier's first scan; longer ones go on behind."""
 END_S = 2.0
 """How long a stop waits for writes that are under way, to take them back."""
-N_STRAYS = 20_000
-"""Stored records whose parents a scan has not seen yet."""
+TOUCH_EVERY_S = 60.0
+"""Stamps in tiers that are less out of date are left as they are."""
+N_EXPIRED = 64
+"""Nodes whose time is over that are forgotten between two steps."""
 N_TRASHED = 256
-"""Records of a cleared namespace that are let go of between two steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Whose state this is: the root of every key."""
-
-    fingerprint: bytes
-    layout: str
-    block: int
-
-    def root(self, namespace: Namespace) -> Key:
-        return root_key(fingerprint=self.fingerprint, layout=self.layout, namespace=namespace)
+"""Nodes of a cleared namespace that are let go of between two steps."""
 
 
 class Records:
@@ -85,40 +72,31 @@ class Records:
         carrier = Part.PAGES if needs.pages else Part.WINDOW
         self.tree = Tree(identity.block, chain=carrier, clock=clock, wall=wall)
         self._wall = wall
+        self.catalogue = Catalogue(identity, needs, self.tree, wall=wall)
         self.memory = Memory(self.tree, limit_nbytes=limit_nbytes, evict=self._evict)
         self.tiers: list[Below] = []
         self.stats = Stats()
         self.estimates = Estimates(clock)
-        self._namespaces: dict[Key, Namespace] = {}
-        self._strays: dict[Key, list[tuple[int, Entry]]] = {}
-        """By the key of the parent that is missing: (tier, entry)."""
-        self._n_strays = 0
         self._trash: list[Iterator[Node]] = []
         self._put_off: dict[int, list[News]] = {}
         """By tier: what was told while the engine waited for a write."""
-
-    def know(self, namespaces: Iterable[Namespace]) -> None:
-        """Whose records are looked for in tiers."""
-        for namespace in namespaces:
-            self._namespaces[self.identity.root(namespace)] = namespace
-
-    def root(self, namespace: Namespace) -> Root:
-        key = self.identity.root(namespace)
-        self._namespaces[key] = namespace
-        return self.tree.root(key, namespace)
 
     def add_tier(self, name: str, io: Io, *, wake: Callable[[], None]) -> None:
         """Spill there from now on; what is stored there is learned as a scan finds it.
 
         That takes milliseconds for most: worth waiting for, so that the first request hits.
         """
-        below = Below(name, io, self.tree, self, wake=wake, clock=self.clock)
+        below = Below(
+            name, io, self.tree, self.catalogue, stamp=self._stamp, wake=wake, clock=self.clock
+        )
         self.tiers.append(below)
         below.scan()
         until = time.monotonic() + FIRST_SCAN_S
         while below.scanning and (left := until - time.monotonic()) > 0:
-            for news in below.take_results(math.inf, wait_s=left):
+            for news in below.take_results(until, wait_s=left):
                 self.note(below, news)
+        if below.scanning:
+            log.info("%s cache: it has much to tell, and is asked while the server runs", name)
 
     # --- coming ----------------------------------------------------------------------------
 
@@ -142,6 +120,9 @@ class Records:
         self.tree.hold(record, arrays, nbytes=nbytes)
         self.memory.added(record)
         self.stats.commits[part.value] += 1
+        self._learn_all(
+            [(self.tiers[s.tier], s.entry) for s in self.catalogue.take_strays(node.key)]
+        )
         return record
 
     def spill(self, records: Iterable[Record]) -> None:
@@ -169,8 +150,20 @@ class Records:
     def used(self, node: Node, *, again: bool) -> None:
         """The chain that ends here was just used: it is the last to go, in every tier."""
         self.tree.use(node, again=again)
+        if self.tiers:
+            self._touch(self.tree.outdated(node, TOUCH_EVERY_S))
+
+    def _stamp(self, record: Record) -> float:
+        """What a tier is to write with it; what it depends on is stamped above it first."""
+        stamp = self.tree.stamp(record)
+        raised = self.tree.stamped(record, stamp)
+        stamp = raised.pop(record, stamp)
+        self._touch(raised)
+        return stamp
+
+    def _touch(self, stamps: Mapping[Record, float]) -> None:
         for tier in self.tiers:
-            tier.touch([r for n in node.path() for r in n.records.values()], node.key)
+            tier.touch(stamps)
 
     # --- going -----------------------------------------------------------------------------
 
@@ -248,7 +241,7 @@ class Records:
         above = record.node.parent
         return above is None or not any(Part.STATE in n.records for n in above.path())
 
-    def _delete(self, records: Iterable[Record]) -> None:
+    def _delete(self, records: Sequence[Record]) -> None:
         for tier in self.tiers:
             names = [name_of(r) for r in records if tier.has(r)]
             if names:
@@ -262,7 +255,7 @@ class Records:
             self.spill(freed.records.values())
 
     def expire(self) -> None:
-        for node in self.tree.expired():
+        for node in islice(self.tree.expired(), N_EXPIRED):
             for n in reversed(list(self.tree.below(node))):
                 self.forget(n)
 
@@ -274,11 +267,26 @@ class Records:
         self.tree.unpin(node)
         self.memory.let_go()
 
-    def clear(self, root: Root) -> int:
-        """Forget a namespace at once, and let go of its records little by little; bytes of memory."""
-        nbytes = root.memory.total_nbytes
-        old = self.tree.detach(root)
-        self._trash.append(self.tree.below(old))
+    def pin(self, node: Node) -> None:
+        """Keep the node and all above it; what was about to leave stays, if it has room."""
+        self.tree.pin(node)
+        for record in [r for n in node.path() for r in n.records.values() if r.leaving]:
+            if self.memory.make_room(record.nbytes, part=record.part) and record.leaving:
+                self.tree.stay(record)
+                self.memory.added(record)
+
+    def clear(self, namespace: Namespace | None) -> int:
+        """Forget one namespace or all at once; bytes of memory.
+
+        Its records are let go of little by little, and those that a scan has yet to find as well.
+        """
+        nbytes = 0
+        for name in self.catalogue.namespaces if namespace is None else [namespace]:
+            root = self.catalogue.root(name)
+            nbytes += root.memory.total_nbytes
+            self._trash.append(self.tree.below(self.tree.detach(root)))
+            for stray in self.catalogue.drop_strays(root.key):
+                self.tiers[stray.tier].forget([stray.entry.name])
         return nbytes
 
     # --- what happens below ----------------------------------------------------------------
@@ -314,10 +322,9 @@ class Records:
                     self.stats.dropped[error.reason] += 1
                 self._left(record)
             case Seen(changes):
-                self._learn_all(tier, changes)
+                self._learn_all((tier, change) for change in changes)
             case Scanned():
-                self._strays.clear()
-                self._n_strays = 0
+                self.catalogue.forget_most_strays()
 
     def _written(self, tier: Below, record: Record, evicted: Sequence[Name]) -> None:
         if not self.tree.is_current(record):
@@ -335,42 +342,39 @@ class Records:
             self.tree.remember_evicted(record.node)
             self.lose(record)
 
-    def _learn_all(self, tier: Below, changes: Changes) -> None:
-        for change in changes:
+    def _learn_all(self, changes: Iterable[tuple[Below, Entry | Gone[Name]]]) -> None:
+        raised: dict[Record, float] = {}
+        for tier, change in changes:
             if isinstance(change, Gone):
                 self._gone(tier, change.name)
             else:
-                self._learn(tier, change)
+                self._learn(tier, change, raised)
+        self._touch(raised)
 
-    def _learn(self, tier: Below, entry: Entry) -> None:
+    def _learn(self, tier: Below, entry: Entry, raised: dict[Record, float]) -> None:
         """A stored record takes its place, and so do those that waited for it as their parent."""
         todo = [(tier, entry)]
         while todo:
             tier, entry = todo.pop()
             label = entry.label
-            if label.root not in self._namespaces or label.layout != self.identity.layout:
+            root = self.catalogue.root_of(label)
+            if root is None:
                 continue
-            root = self.tree.root(label.root, self._namespaces[label.root])
             if label.created < root.cleared_at:
                 tier.forget([entry.name])
                 continue
-            node = self._place(root, label)
+            node = self.catalogue.place(root, entry)
             if node is None:
-                self._keep_stray(tier, entry)
+                self.catalogue.add_stray(tier.number, entry)
+                self.tree.prune(root)
                 continue
             record = self.tree.add(node, label.part, nbytes=entry.nbytes, mark=Mark(label.mark))
             self.tree.set_stored(record, tier.number)
-            used_at = entry.used_at + BLOCK_S * (node.start // self.identity.block)
-            self.tree.remember_use(node, min(used_at, self._wall()))
+            stamp = entry.used_at if entry.used_at < self._wall() + AHEAD_S else 0.0
+            self.tree.remember_use(node, self.tree.unstamp(record, stamp))
+            raised |= self.tree.stamped(record, stamp)
             self.extend_life(node, None)
-            for number, stray in self._strays.pop(node.key, ()):
-                self._n_strays -= 1
-                todo.append((self.tiers[number], stray))
-
-    def _keep_stray(self, tier: Below, entry: Entry) -> None:
-        if entry.label.start and self._n_strays < N_STRAYS:
-            self._strays.setdefault(entry.label.parent, []).append((tier.number, entry))
-            self._n_strays += 1
+            todo += [(self.tiers[s.tier], s.entry) for s in self.catalogue.take_strays(node.key)]
 
     def _gone(self, tier: Below, name: Name) -> None:
         node = self.tree.find(name.key)
@@ -381,73 +385,17 @@ class Records:
                 self.tree.remember_evicted(record.node)
                 self.lose(record)
 
-    def _place(self, root: Root, label: Label) -> Node | None:
-        """The node of a stored record; None if its parent is not there, or it is not what it says."""
-        text = Text(label.tokens)
-        if label.start == 0:
-            return self._path(root, text, label.key)
-        parent = self.tree.find(label.parent)
-        if parent is None or parent.root is not root or parent.end != label.start:
-            return None
-        if child_key(parent.key, label.tokens) != label.key:
-            return None
-        return self.tree.child(parent, text, 0, len(text))
-
-    def _path(self, root: Root, text: Text, key: Key) -> Node | None:
-        """The node at the end of tokens that begin at 0, through whole blocks."""
-        node: Node = root
-        for start in range(0, len(text), self.identity.block):
-            node = self.tree.child(node, text, start, min(start + self.identity.block, len(text)))
-        if node.key == key:
-            return node
-        self.tree.prune(node)
-        return None
-
     def _empty_trash(self) -> None:
         """Some records of cleared namespaces: their arrays, and their bytes in every tier."""
-        n_left = N_TRASHED
-        while self._trash and n_left > 0:
-            node = next(self._trash[-1], None)
-            if node is None:
-                self._trash.pop()
-                continue
-            n_left -= 1
-            records = list(node.records.values())
-            self._delete(records)
-            for record in records:
-                self.tree.remove(record)
-
-    # --- what a record says of itself below ------------------------------------------------
-
-    def tokens(self, record: Record) -> KeyTokens:
-        """The tokens that a stored record names: those of its node, or of its whole path.
-
-        A model without pages and windows stores nothing of the blocks above a state: the record must
-        bring its path along.
-        """
-        if self.needs.by_block:
-            return record.node.tokens
-        return np.concatenate([n.tokens for n in record.node.path()][::-1])
-
-    def header(self, record: Record, layers: Layers) -> Header:
-        node, root = record.node, record.node.root
-        alone = not self.needs.by_block
-        parent = root if alone else node.parent
-        assert parent is not None
-        return Header(
-            key=node.key,
-            parent=parent.key,
-            root=root.key,
-            part=record.part,
-            start=0 if alone else node.start,
-            tokens=self.tokens(record),
-            fingerprint=self.identity.fingerprint,
-            namespace=self._namespaces[root.key],
-            layout=self.identity.layout,
-            layers=layers,
-            created=self._wall(),
-            mark=int(record.mark),
-        )
+        if not self._trash:
+            return
+        nodes = list(islice(self._trash[-1], N_TRASHED))
+        if not nodes:
+            self._trash.pop()
+        records = [r for node in nodes for r in node.records.values()]
+        self._delete(records)
+        for record in records:
+            self.tree.remove(record)
 
     def close(self) -> None:
         """Write what is to stay, and make sure that what was cleared away does not."""

@@ -17,12 +17,12 @@ from firn.cache.below import Arrived, Below
 from firn.cache.faults import Damaged, Missing, TierError
 from firn.cache.layout import Layout
 from firn.cache.match import MEMORY, Match, Walk, points, walk
+from firn.cache.nodes import Node, Record
 from firn.cache.parts import Part
 from firn.cache.payload import Payload
 from firn.cache.plan import EVICTED, NOT_YET, SLOWER, SWITCHED_OFF, Plan, make_plan, why_not_more
 from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Loading, Piece
-from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
 from firn.core.ports import Restored
 
@@ -60,6 +60,7 @@ class Restorer:
         plan = self.plan(trail, start=start)
         trail.n_plans += 1
         trail.is_slower = plan.is_slower
+        trail.n_hoped = max(trail.n_hoped, plan.target.n_tokens)
         self.unlease(trail)
         self._lease(trail, plan.target if plan.loads else plan.now)
         if not plan.loads:
@@ -222,7 +223,7 @@ class Restorer:
             return ""
         if trail.loading is not None:
             return NOT_YET
-        if trail.failed:
+        if trail.failed and n_tokens < trail.n_hoped:
             return trail.failed
         if trail.is_slower:
             return SLOWER

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firn.cache.children import Text
+from firn.cache.nodes import Mark, Node, Record, Root
 from firn.cache.payload import Payload
-from firn.cache.tree import Mark, Node, Record, Root
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl
@@ -41,8 +41,6 @@ class Loading:
     nbytes: dict[str, int] = field(default_factory=dict)
     """What has arrived, by tier."""
     last_at: float = 0.0
-    failed: str = ""
-    """Why one of them will not come."""
 
     def wants(self, record: Record) -> bool:
         return not self.over and record.node.end > self.front
@@ -80,6 +78,8 @@ class CacheTrail:
     at_hand: frozenset[Record] = frozenset()
     """Of what it is to resume from, what was in memory when the loads were ordered."""
     n_plans: int = 0
+    n_hoped: int = 0
+    """Where it would resume if no load failed."""
     failed: str = ""
     """Why the last load failed, where it did."""
     is_slower: bool = False

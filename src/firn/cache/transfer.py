@@ -6,7 +6,6 @@ What is exported is never encrypted, whatever the folder is: the other machine h
 from __future__ import annotations
 
 import os
-import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from firn.cache.container import Header, Loaded, Name, pack, unpack
+from firn.cache.container import Header, Loaded, Name, derived_key, pack, unpack
 from firn.cache.faults import Damaged, Foreign
 from firn.cache.seal import Seal
 from firn.cache.tiers import Tier
-from firn.core.keys import Key, child_key, root_key
+from firn.core.keys import Key, root_key
 from firn.core.values import Namespace
 
 SUFFIX = ".safetensors"
 SECTOR_NBYTES = 512
 STEP_S = 2.0
 """A record is stamped so much below the one before it, so that its parent outlives it."""
-_BLOCK = re.compile(r"\bblock(\d+)\b")
 
 Progress = Callable[[int], None]
 """Called with the bytes of each record that is done."""
@@ -116,17 +114,6 @@ def _records(path: Path) -> Iterator[Loaded]:
         raise Foreign("no exported prefix", str(e)) from e
     if not n_records:
         raise Foreign("no exported prefix", "it holds no records")
-
-
-def derived_key(header: Header, parent: Key) -> Key:
-    """The key that follows from the tokens. A record whose tokens begin at 0 may span many blocks."""
-    step = max(len(header.tokens), 1)
-    if header.parent == header.root and (found := _BLOCK.search(header.layout)):
-        step = int(found[1])
-    key = parent
-    for at in range(0, len(header.tokens), step):
-        key = child_key(key, header.tokens[at : at + step])
-    return key
 
 
 def _move(header: Header, namespace: str, moved: dict[Key, Key]) -> Header:

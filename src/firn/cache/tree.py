@@ -1,15 +1,10 @@
-"""The tree of stored prefixes: the only place that knows chains, and the only writer of their fields.
-
-A node is a block of key tokens at one place in one chain of blocks; its key is the chained hash of all
-tokens up to its end. A node with fewer tokens than a block is a tail. A node's records hold parts of the
-model's state for it, in memory, in tiers below, or in both; a node without records is there for those
-below it.
+"""The tree of stored prefixes: the only place that knows chains, and the only writer of a node's fields.
 
 Leases and pins are counted for a whole branch, and a node was used, and lives, at least as long as
 everything below it. So whoever takes records by `rank` takes leaves before their parents: memory, and
 tiers that know nothing of chains.
 
-Owner: the engine thread, through the prefix cache. Knows nothing of arrays: payloads are opaque.
+Owner: the engine thread, through the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,12 +13,11 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import count
 from typing import Any
 
-from firn.cache.children import NARROW, Children, Text, tokens_of
+from firn.cache.children import Children, Text
+from firn.cache.nodes import NO_CHILDREN, Held, Mark, Node, Record, Root
 from firn.cache.parts import Part
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.values import Namespace
@@ -35,148 +29,6 @@ N_REMEMBERED = 1 << 16
 """Evicted blocks whose keys are remembered, so that a miss can name its reason."""
 RETRY_S = 60.0
 """What should expire while it is in use is looked at again after so long."""
-
-
-class Mark(IntEnum):
-    """Why a state was kept; the lowest go first when states must be thinned."""
-
-    PROMPT_END = 0
-    REPLY_END = 1
-    TURN = 2
-    LATTICE = 3
-    BRANCH = 4
-    SHARED = 5
-
-
-class Record:
-    """One part of one node, wherever it lies."""
-
-    __slots__ = (
-        "arrays", "leaving", "mark", "n_leases", "nbytes", "node", "part", "stored", "writing",
-    )  # fmt: skip
-
-    def __init__(self, node: Node, part: Part, nbytes: int, mark: Mark) -> None:
-        self.node = node
-        self.part = part
-        self.nbytes = nbytes
-        self.mark = mark
-        self.arrays: Any = None
-        """What memory holds of it; None when it is not there."""
-        self.leaving = False
-        """Memory has let go of it, but a tier that is to have it has not got all of it yet."""
-        self.n_leases = 0
-        """Requests that are about to resume from it."""
-        self.stored = 0
-        """Tiers that have it: one bit each, in the order of the configuration."""
-        self.writing = 0
-        """Tiers that it is on its way to, likewise."""
-
-    @property
-    def alive(self) -> bool:
-        """Still in the tree."""
-        return self.node.records.get(self.part) is self
-
-    @property
-    def obtainable(self) -> bool:
-        return self.arrays is not None or self.stored != 0
-
-
-class Node:
-    __slots__ = (
-        "_children", "expires_at", "key", "n_leases", "n_pins", "n_uses", "parent", "records",
-        "root", "start", "text", "used_at", "width",
-    )  # fmt: skip
-
-    root: Root
-
-    def __init__(self, key: Key, parent: Node | None, start: int, text: bytes, width: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.start = start
-        self.text = text
-        self.width = width
-        self._children: Children[Node] | None = None
-        self.records: dict[Part, Record] = {}
-        self.n_leases = 0
-        """Of this node and of all below it."""
-        self.n_pins = 0
-        """Likewise."""
-        self.used_at = 0.0
-        """By the wall clock, for tiers remember it. Never before a child's."""
-        self.n_uses = 0
-        """How often something stored was resumed from here or below."""
-        self.expires_at = math.inf
-
-    @property
-    def tokens(self) -> KeyTokens:
-        return tokens_of(self.text, self.width)
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.text) // self.width
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.text) // self.width
-
-    @property
-    def children(self) -> Children[Node]:
-        return self._children if self._children is not None else _NO_CHILDREN
-
-    def path(self) -> Iterator[Node]:
-        """This node and those above it, without the root."""
-        node: Node | None = self
-        while node is not None and node.parent is not None:
-            yield node
-            node = node.parent
-
-
-_NO_CHILDREN: Children[Node] = Children()
-
-
-@dataclass(eq=False)
-class Held:
-    """Bytes and records in one place, by part."""
-
-    nbytes: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
-    n_records: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
-
-    def count(self, record: Record, sign: int) -> None:
-        self.nbytes[record.part] += sign * record.nbytes
-        self.n_records[record.part] += sign
-
-    @property
-    def total_nbytes(self) -> int:
-        return sum(self.nbytes.values())
-
-    @property
-    def total_records(self) -> int:
-        return sum(self.n_records.values())
-
-
-class Root(Node):
-    """Where one namespace's prefixes begin, with what is held of them."""
-
-    __slots__ = ("cleared_at", "memory", "n_stored_tokens", "namespace", "pinned", "tiers")
-
-    def __init__(self, key: Key, namespace: Namespace, n_tiers: int) -> None:
-        super().__init__(key, None, 0, b"", NARROW)
-        self.root = self
-        self.namespace = namespace
-        self.memory = Held()
-        self.tiers = [Held() for _ in range(n_tiers)]
-        self.n_stored_tokens = 0
-        """Of nodes that have records."""
-        self.pinned: set[Node] = set()
-        """The ends of pinned prefixes."""
-        self.cleared_at = -math.inf
-        """Wall clock. What was written before is to be deleted, whoever finds it."""
-
-    @property
-    def pinned_nbytes(self) -> int:
-        """Of all records of pinned prefixes, wherever they lie."""
-        nodes = {n for end in self.pinned for n in end.path()}
-        return sum(r.nbytes for n in nodes for r in n.records.values())
 
 
 class Tree:
@@ -198,7 +50,7 @@ class Tree:
         self._wall = wall
         self._roots: dict[Key, Root] = {}
         self._by_key: dict[Key, Node] = {}
-        """Nodes that have records: tiers name them by key."""
+        """All but roots: tiers name them by key."""
         self._expiring: list[tuple[float, int, float, Node]] = []
         """When to look, and the life that was to end then."""
         self._serial = count()
@@ -230,7 +82,7 @@ class Tree:
         return self._roots.get(key)
 
     def find(self, key: Key) -> Node | None:
-        """The node of this key, if it has records."""
+        """The node of this key, whether or not it has records."""
         return self._by_key.get(key)
 
     def walk(self, root: Node, text: Text) -> list[Node]:
@@ -245,19 +97,25 @@ class Tree:
             node = child
         return path
 
-    def child(self, parent: Node, text: Text, start: int, end: int) -> Node:
-        """The child with tokens [start, end) of the text, made if it is not there."""
+    def child(
+        self, parent: Node, text: Text, start: int, end: int, *, key: Key | None = None
+    ) -> Node:
+        """The child with tokens [start, end) of the text, made if it is not there.
+
+        key: the one that follows from these tokens, where it is known.
+        """
         there = parent.children.get(text, start, end)
         if there is not None:
             return there
-        key = child_key(parent.key, text.tokens[start:end])
+        key = key or child_key(parent.key, text.tokens[start:end])
         made = Node(key, parent, parent.end, *text.stored(start, end))
         made.root = parent.root
         made.used_at = parent.used_at
         made.expires_at = -math.inf  # until somebody gives it a life
-        if parent._children is None:
-            parent._children = Children()
-        parent._children.add(made)
+        if parent.children is NO_CHILDREN:
+            parent.children = Children()
+        parent.children.add(made)
+        self._by_key[key] = made
         return made
 
     def below(self, node: Node) -> Iterator[Node]:
@@ -285,8 +143,9 @@ class Tree:
                 if self.is_attached(node.root) and node.root.cleared_at == -math.inf:
                     del self._roots[node.key]
                 return
-            assert parent._children is not None
-            parent._children.remove(node)
+            parent.children.remove(node)
+            if self._by_key.get(node.key) is node:
+                del self._by_key[node.key]
             node.parent = None
             node = parent
 
@@ -297,7 +156,6 @@ class Tree:
         record = node.records.get(part)
         if record is None:
             if not node.records:
-                self._by_key[node.key] = node
                 node.root.n_stored_tokens += node.n_tokens
             record = node.records[part] = Record(node, part, nbytes, mark)
         return record
@@ -365,8 +223,6 @@ class Tree:
             return
         del node.records[record.part]
         if not node.records:
-            if self._by_key.get(node.key) is node:
-                del self._by_key[node.key]
             node.root.n_stored_tokens -= node.n_tokens
         self.prune(node)
 
@@ -374,11 +230,11 @@ class Tree:
 
     def lease(self, node: Node) -> None:
         """Keep the node, and with it all above it."""
-        for n in _up(node):
+        for n in node.up():
             n.n_leases += 1
 
     def unlease(self, node: Node) -> None:
-        for n in _up(node):
+        for n in node.up():
             n.n_leases -= 1
         self.prune(node)
 
@@ -403,16 +259,21 @@ class Tree:
             return False
         return record.part is not self._chain or not record.node.n_leases
 
-    def use(self, node: Node, *, again: bool = False) -> None:
-        """The node and all above it were used just now. again: resumed from, not just made."""
+    def use(self, node: Node, *, again: bool = False, late_s: float = 0.0) -> None:
+        """The node and all above it were used just now. again: resumed from, not just made.
+
+        late_s: what counts as just now.
+        """
         now = self._wall()
-        for n in _up(node):
+        if now - node.used_at < late_s:
+            return
+        for n in node.up():
             n.n_uses += again
             n.used_at = max(n.used_at, now)
 
     def remember_use(self, node: Node, used_at: float) -> None:
         """As a tier remembers it, from this life or an earlier one."""
-        for n in _up(node):
+        for n in node.up():
             if n.used_at >= used_at:
                 return
             n.used_at = used_at
@@ -424,15 +285,63 @@ class Tree:
         of a chain, which only a branch asks for, as a day less. What carries the chain never ranks
         below what it carries; of equals the deeper goes first, and so a chain goes from its end.
         """
-        node = record.node
-        at = node.used_at + HOUR_S * math.log2(1 + node.n_uses)
+        at = self._last_use(record.node)
         if record.part is not self._chain and _is_inside(record):
             at -= DAY_S
         return at
 
+    def _last_use(self, node: Node) -> float:
+        return node.used_at + HOUR_S * math.log2(1 + node.n_uses)
+
     def stamp(self, record: Record) -> float:
-        """The rank as a tier keeps it, which knows no depths: a little lower with every block."""
-        return self.rank(record) - BLOCK_S * (record.node.start // self.block)
+        """The rank as a tier keeps it, which knows no depths: a step lower with every block.
+
+        A window or state is a step below its own pages, as is the next block.
+        """
+        return self.rank(record) - BLOCK_S * self._depth(record)
+
+    def unstamp(self, record: Record, stamp: float) -> float:
+        """When a record with this stamp counts as last used."""
+        return stamp + BLOCK_S * self._depth(record)
+
+    def _depth(self, record: Record) -> int:
+        return record.node.start // self.block + (record.part is not self._chain)
+
+    def stamped(self, record: Record, stamp: float) -> dict[Record, float]:
+        """A tier has the record with this stamp. Returns what must be raised above it, to what.
+
+        Costs nothing where stamps are in order. They may not be in a folder that was copied, or that
+        an older version wrote.
+        """
+        raised: dict[Record, float] = {}
+        if record.part is self._chain:
+            if record.node.stamped > stamp:  # something that needs it was told of before it
+                return {record: record.node.stamped}
+            stamp -= BLOCK_S
+        for n in record.node.path():
+            stamp += BLOCK_S
+            if n.stamped >= stamp:
+                break
+            n.stamped = stamp
+            if self._chain in n.records:
+                raised[n.records[self._chain]] = stamp
+        raised.pop(record, None)
+        return raised
+
+    def outdated(self, node: Node, by_s: float) -> dict[Record, float]:
+        """What tiers know too low a stamp of, in the chain that ends here; with the right stamps.
+
+        by_s: less than that is left alone, where nothing below it is raised past it.
+        """
+        raised: dict[Record, float] = {}
+        least = -math.inf
+        for n in node.path():
+            stamp = self._last_use(n) - BLOCK_S * (n.start // self.block)
+            if stamp - n.stamped >= by_s or n.stamped < least:
+                n.stamped = least = stamp
+                raised.update((r, self.stamp(r)) for r in n.records.values())
+            least += BLOCK_S
+        return raised
 
     def state_rank(self, record: Record) -> float:
         """Among states alone, for they have a share of their own: places that many pass go last."""
@@ -444,13 +353,13 @@ class Tree:
         """Keep the node and all above it until it is unpinned."""
         if node not in node.root.pinned:
             node.root.pinned.add(node)
-            for n in _up(node):
+            for n in node.up():
                 n.n_pins += 1
 
     def unpin(self, node: Node) -> None:
         if node in node.root.pinned:
             node.root.pinned.discard(node)
-            for n in _up(node):
+            for n in node.up():
                 n.n_pins -= 1
 
     # --- lifetimes -------------------------------------------------------------------------
@@ -488,12 +397,18 @@ class Tree:
     # --- what was --------------------------------------------------------------------------
 
     def remember_evicted(self, node: Node) -> None:
-        self._evicted[node.key[:8]] = None
-        if len(self._evicted) > N_REMEMBERED:
+        if node.parent is None:
+            return
+        for tokens in (node.tokens, node.tokens[:1]):
+            self._evicted[child_key(node.parent.key, tokens)[:8]] = None
+        while len(self._evicted) > 2 * N_REMEMBERED:
             del self._evicted[next(iter(self._evicted))]
 
     def was_evicted(self, parent: Node, tokens: KeyTokens) -> bool:
-        """Whether the child with these tokens was here, and had to go for want of room."""
+        """Whether a child with these tokens was here, and had to go for want of room.
+
+        Of a single token: whether a child was here that began with it.
+        """
         return bool(self._evicted) and child_key(parent.key, tokens)[:8] in self._evicted
 
     def detach(self, root: Root) -> Root:
@@ -504,9 +419,9 @@ class Tree:
         fresh = Root(root.key, root.namespace, len(self.tiers))
         fresh.cleared_at = self._wall()
         self._roots[root.key] = fresh
-        _subtract(self.memory, root.memory)
+        self.memory.subtract(root.memory)
         for mine, gone in zip(self.tiers, root.tiers, strict=True):
-            _subtract(mine, gone)
+            mine.subtract(gone)
         return root
 
     # --- inside ----------------------------------------------------------------------------
@@ -541,23 +456,9 @@ class Tree:
             self._count_tier(record, tier, +1)
 
 
-def _up(node: Node) -> Iterator[Node]:
-    """The node and all above it, the root included."""
-    above: Node | None = node
-    while above is not None:
-        yield above
-        above = above.parent
-
-
 def _is_inside(record: Record) -> bool:
     """Whether only a branch would ask for it: something goes on from here, in one way."""
     n = len(record.node.children)
     if record.part is Part.STATE:
         return record.mark is Mark.PROMPT_END or (n == 1 and record.mark < Mark.LATTICE)
     return n == 1
-
-
-def _subtract(held: Held, gone: Held) -> None:
-    for part in Part:
-        held.nbytes[part] -= gone.nbytes[part]
-        held.n_records[part] -= gone.n_records[part]

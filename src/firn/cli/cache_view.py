@@ -159,15 +159,19 @@ def _facts(inventory: Inventory, block: Block) -> list[tuple[str, str]]:
 
 def _layer_lines(header: Header) -> list[str]:
     """Equal layers drawn together."""
-    texts = [
-        ", ".join("empty" if s is None else f"{s.dtype} {s.shape}" for s in slots) or "nothing"
-        for slots in header.layers
-    ]
+
+    def text(at: tuple[int, int] | None) -> str:
+        if at is None:
+            return "empty"
+        stack = header.tensors[at[0]]
+        return f"{stack.dtype} {stack.shape[1:]}"
+
+    texts = [", ".join(map(text, slots)) or "nothing" for slots in header.places]
     lines, at = [], 0
-    for text, equal in groupby(texts):
+    for same, equal in groupby(texts):
         n = len(list(equal))
         which = f"layer {at}" if n == 1 else f"layers {at}-{at + n - 1}"
-        lines.append(f"{which}: {text}")
+        lines.append(f"{which}: {same}")
         at += n
     return lines
 

@@ -114,6 +114,7 @@ def main() -> int:
         prompts = app.warm_prompts(config)
         with _progress(link, ModelSpec(name, config)):
             server = app.build(config)
+            server.own_process()
     except FirnError as error:
         link.tell("failed", message=" ".join(error.message.split()))
         return leave(1)

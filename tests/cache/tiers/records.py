@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,19 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.container import Header, Layers, Loaded, Name, TensorSpec
+from firn.cache.container import Header, Loaded, Name, TensorSpec, derived_key
 from firn.cache.faults import Damaged, Missing, TierError
-from firn.cache.io import Entry, IoThreads, TierIo
+from firn.cache.io import Entry, TierIo
 from firn.cache.parts import Part
+from firn.cache.places import places_of
 from firn.cache.seal import Seal
+from firn.cache.threads import IoThreads
 from firn.cache.tiers import Gone, Stored, Tier, TierOptions, Usage
 from firn.cache.tiers.ssd import SsdTier
-from firn.core.keys import Key, child_key, root_key
+from firn.core.keys import Key, root_key
 from firn.core.values import Namespace
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()
 LAYOUT = "kv;bfloat16;block8;full"
 BLOCK = 8
+Layers = tuple[tuple[TensorSpec | None, ...], ...]
+"""Each layer's slots. Every one that is not empty has a tensor of its own here."""
 LAYERS: Layers = (
     (TensorSpec("BF16", (1, 2, BLOCK, 16)), TensorSpec("BF16", (1, 2, BLOCK, 16))),
     (TensorSpec("U32", (1, 2, BLOCK, 4)), None, TensorSpec("F16", (1, 2, BLOCK, 1))),
@@ -51,6 +56,17 @@ def root(namespace: str = "ns", fingerprint: bytes = FINGERPRINT) -> Key:
     return root_key(fingerprint=fingerprint, layout=LAYOUT, namespace=Namespace(namespace))
 
 
+def tensors_of(layers: Layers) -> tuple[TensorSpec, ...]:
+    """Stacks of one."""
+    present = (spec for slots in layers for spec in slots if spec is not None)
+    return tuple(TensorSpec(spec.dtype, (1, *spec.shape)) for spec in present)
+
+
+def distinct(layers: Layers) -> list[list[int | None]]:
+    numbers = itertools.count()
+    return [[None if spec is None else next(numbers) for spec in slots] for slots in layers]
+
+
 def header(
     tokens: Sequence[int] = range(BLOCK),
     *,
@@ -64,8 +80,8 @@ def header(
     top = root(namespace, fingerprint)
     above = top if parent is None else parent.header.key
     values = np.array(list(tokens), dtype=np.uint64)
-    return Header(
-        key=child_key(above, values),
+    made = Header(
+        key=above,
         parent=above,
         root=top,
         part=part,
@@ -74,10 +90,12 @@ def header(
         fingerprint=fingerprint,
         namespace=hashlib.sha256(namespace.encode()).hexdigest(),
         layout=LAYOUT,
-        layers=layers,
+        tensors=tensors_of(layers),
+        places=places_of(distinct(layers)),
         created=1_700_000_000.25,
         mark=mark,
     )
+    return replace(made, key=derived_key(made, above))
 
 
 def record(tokens: Sequence[int] = range(BLOCK), **more: Any) -> Record:
@@ -89,7 +107,7 @@ def fill(header: Header) -> list[bytes]:
     """Bytes that no other record has."""
     seed = header.key + header.part.value.encode()
     found: list[bytes] = []
-    for i, spec in enumerate(header.specs):
+    for i, spec in enumerate(header.tensors):
         piece = hashlib.shake_128(seed + bytes([i % 256])).digest(4096)
         found.append((piece * (spec.nbytes // len(piece) + 1))[: spec.nbytes])
     return found

@@ -98,7 +98,7 @@ def test_any_damage_to_any_record_is_a_miss_and_quarantined_once(
     if not path.exists():  # a changed version makes it foreign: that is kept
         assert tier.usage().counts["quarantined"] == n_before + 1
     else:
-        assert b'"firn":"1"' not in spoilt
+        assert b'"firn":"2"' not in spoilt
     tier.write(which)
     assert tier.holds(which)
 

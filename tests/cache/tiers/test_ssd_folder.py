@@ -16,16 +16,15 @@ import pytest
 from firn.cache.faults import Missing, Refused, TierFault
 from firn.cache.io import Entry
 from firn.cache.parts import Part
-from firn.cache.tiers import Gone
+from firn.cache.tiers import Gone, TierOptions
 from firn.cache.tiers._folder import (
     DEFAULT_LIMIT_NBYTES,
     Disk,
     FolderLock,
     default_limit,
-    suggested_limit,
 )
 from firn.cache.tiers._known import HEAP_SLACK
-from firn.cache.tiers.ssd import QUARANTINE_FILES
+from firn.cache.tiers.ssd import QUARANTINE_FILES, SsdTier
 from tests.cache.tiers.records import Folder, Record, beside, chain, of_size, record
 
 MIB = 1 << 20
@@ -197,12 +196,18 @@ def test_the_default_limit() -> None:
     assert default_limit(31 * GIB, 9 * GIB) == 10 * GIB
 
 
-def test_a_limit_for_a_folder_that_is_not_there(
-    folder: Path, opened: Callable[..., Folder]
-) -> None:
-    assert 0 < suggested_limit(folder) <= DEFAULT_LIMIT_NBYTES
-    put(opened(), record())
-    assert 0 < suggested_limit(folder) <= DEFAULT_LIMIT_NBYTES
+def test_a_limit_that_nobody_gave_is_found_by_the_first_scan(folder: Path) -> None:
+    """Opening the tier looks at nothing: the disk may be slow, and the server is to start."""
+    tier = SsdTier(TierOptions(str(folder)), disk=Small(folder))
+    assert not folder.exists()
+    assert tier.usage().limit_nbytes == DEFAULT_LIMIT_NBYTES
+    assert list(tier.scan()) == []
+    assert 0 <= tier.usage().limit_nbytes - GIB // 4 < MIB
+
+
+class Small(Disk):
+    def free_nbytes(self) -> int:
+        return GIB
 
 
 # --- last use ------------------------------------------------------------------------------
@@ -425,7 +430,7 @@ def test_records_of_another_version_are_misses_kept_and_go_by_age(
     one = of_size(300_000, 0)
     put(opened(), one)
     path = folder / next(iter(files(folder)))
-    path.write_bytes(path.read_bytes().replace(b'"firn":"1"', b'"firn":"7"', 1))
+    path.write_bytes(path.read_bytes().replace(b'"firn":"2"', b'"firn":"7"', 1))
     os.utime(path, (wall.now, wall.now))
     tier = opened(2 * MIB)
     assert tier.scan() == []
@@ -447,7 +452,7 @@ def test_a_foreign_file_gives_way_to_the_record_of_its_name(
     one = record()
     put(opened(), one)
     path = folder / next(iter(files(folder)))
-    path.write_bytes(path.read_bytes().replace(b'"firn":"1"', b'"firn":"7"', 1))
+    path.write_bytes(path.read_bytes().replace(b'"firn":"2"', b'"firn":"7"', 1))
     tier = opened()
     tier.scan()
     put(tier, one)
@@ -554,7 +559,9 @@ def no_lock(folder: str, names: list[str]) -> list[str]:
 class Lockless(Disk):
     """A file system that refuses locks: some network ones do, for some files or for all."""
 
-    refuses = staticmethod(lambda fd: True)
+    def __init__(self, folder: Path, number: int) -> None:
+        super().__init__(folder)
+        self._number = number
 
     def try_lock(self, fd: int) -> bool:
         real, fcntl.flock = fcntl.flock, self._flock
@@ -564,13 +571,14 @@ class Lockless(Disk):
             fcntl.flock = real
 
     def _flock(self, fd: int, flags: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
+        raise OSError(self._number, os.strerror(self._number))
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_used_all_the_same(
-    folder: Path, wall: Clock, caplog: pytest.LogCaptureFixture
+    folder: Path, wall: Clock, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    tier = Folder(folder, 2 * MIB, disk=Lockless(folder), wall=wall)
+    tier = Folder(folder, 2 * MIB, disk=Lockless(folder, number), wall=wall)
     (folder / "tmp").mkdir(parents=True)
     stale = folder / "tmp" / f"{'ab' * 32}.pages.1.0.500000.tmp"
     fresh = folder / "tmp" / f"{'ac' * 32}.pages.1.0.500000.tmp"

@@ -25,7 +25,7 @@ from tests.cache.tiers.test_ssd_folder import Clock
 STEP_S = 2.0
 """Between a record and what depends on it; as coarse as FAT's times."""
 TRUNK = chain(4, nbytes=20_000)
-BRANCH = [record(range(900, 908), parent=TRUNK[1], layers=TRUNK[0].header.layers)]
+BRANCH = [record(range(900, 908), parent=TRUNK[1], layers=(TRUNK[0].header.tensors,))]
 RECORDS = [*TRUNK, *BRANCH, *chain(3, first=5000, nbytes=30_000)]
 RECORDS += [beside(one, part) for one in RECORDS[1::2] for part in (Part.STATE, Part.WINDOW)]
 BY_NAME = {r.name: r for r in RECORDS}

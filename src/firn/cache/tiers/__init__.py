@@ -16,6 +16,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from firn.cache.faults import Missing, Refused, TierError, TierFault, TierFull
 
 __all__ = [
+    "AHEAD_S",
     "PEEK_NBYTES",
     "Buffer",
     "Gone",
@@ -36,6 +37,8 @@ __all__ = [
 Buffer = bytes | bytearray | memoryview
 PEEK_NBYTES = 4096
 """What a scan reads of a record: all that most records say of themselves."""
+AHEAD_S = 7 * 86_400
+"""A stamp further in the future than this is some clock's mistake."""
 N = TypeVar("N")
 """A record's name: text in a tier, key and part above it."""
 

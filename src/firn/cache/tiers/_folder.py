@@ -184,6 +184,10 @@ class Disk:
             with os.fdopen(fd, "wb") as file:
                 file.write(TAG_TEXT)
 
+    def free_nbytes(self) -> int:
+        there = os.statvfs(self.folder)
+        return there.f_bavail * there.f_frsize
+
     def open_lock(self) -> int:
         return self.open(LOCK, os.O_RDWR | os.O_CREAT)
 
@@ -424,19 +428,3 @@ def look(folder: Path) -> Iterator[Seen]:
 def default_limit(free_nbytes: int, used_nbytes: int = 0) -> int:
     """10 GiB, but never more than a quarter of what is free or used by the cache already."""
     return max(min(DEFAULT_LIMIT_NBYTES, (free_nbytes + used_nbytes) // 4), 0)
-
-
-def suggested_limit(folder: Path) -> int:
-    """The default limit for a folder that may not be there yet, or may not be looked into."""
-    disk = Disk(folder)
-    try:
-        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-        stats = os.statvfs(there)
-        page = peek(disk)
-        if page is not None and not (page.counters & 1).any():
-            used = int(page.nbytes.sum())
-        else:
-            used = sum(x.nbytes for sub in SHELVES for x in disk.files(sub))
-    except OSError:
-        return DEFAULT_LIMIT_NBYTES
-    return default_limit(stats.f_bavail * stats.f_frsize, used)

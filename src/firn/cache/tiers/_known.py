@@ -17,6 +17,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from firn.cache.tiers import AHEAD_S
 from firn.cache.tiers._folder import (
     COUNTED,
     INDEX,
@@ -29,8 +30,6 @@ from firn.cache.tiers._folder import (
     path_of,
 )
 
-AHEAD_S = 7 * 86_400
-"""A stamp further in the future than this is some clock's mistake."""
 FIRST = -inf
 """The stamp of what goes before everything else: foreign files, and those that cannot be read."""
 UNLISTED = -1
@@ -65,7 +64,7 @@ class KnownFiles:
         self._shelves = {sub: Shelf() for sub in SHELVES}
         self._heap: list[tuple[float, str]] = []
         self._news: dict[str, bool] = {}
-        """Whether the record is there."""
+        """Where the caller believes something else: whether the record is there."""
         self.unreadable: dict[str, float] = {}
         """Files that are not to be read, with their mtime: another one may take their place."""
         self.listed_at: npt.NDArray[np.int64] = np.full(len(COUNTED), UNLISTED, dtype=np.int64)
@@ -95,8 +94,7 @@ class KnownFiles:
                 self._learn(shelf, key_of(sub, x.name), x, known)
         for key in known.keys() - shelf.stamps.keys():
             self.unreadable.pop(key, None)
-            if not self._news.pop(key, False):
-                self.tell_gone([key])
+            self.tell(key, is_there=False)
         self._shelves[sub] = shelf
         return total
 
@@ -110,7 +108,7 @@ class KnownFiles:
         if key not in known or stamp < known[key]:
             heapq.heappush(self._heap, (stamp, key))
         if is_usable and (is_other or key not in known):
-            self._news[key] = True
+            self.tell(key, is_there=True)
 
     def _stamp(self, mtime: float) -> float:
         """Times that no clock can have given go first, in their order."""
@@ -127,7 +125,6 @@ class KnownFiles:
 
     def forget(self, key: str, nbytes: int) -> None:
         shelf = self._shelves[key[:2]]
-        self._news.pop(key, None)
         self.unreadable.pop(key, None)
         if shelf.stamps.pop(key, None) is not None:
             shelf.count(key, nbytes, n=-1)
@@ -152,22 +149,31 @@ class KnownFiles:
     def is_empty(self, sub: str) -> bool:
         return not self._shelves[sub].stamps
 
-    def tell_there(self, name: str) -> None:
-        self._news[name] = True
+    def tell(self, key: str, *, is_there: bool) -> None:
+        """The next scan does, unless the caller believes it: a record may come and go in between."""
+        if self._news.get(key) == (not is_there):
+            del self._news[key]
+        elif not is_foreign(key):
+            self._news[key] = is_there
 
-    def tell_gone(self, keys: Iterable[str]) -> None:
-        self._news.update((key, False) for key in keys if not is_foreign(key))
-
-    def told_gone(self, names: Iterable[str]) -> None:
+    def told(self, names: Iterable[str]) -> None:
+        """The caller knows."""
         for name in names:
             self._news.pop(name, None)
+
+    def believe(self, name: str, x: Listed | None) -> None:
+        """The caller was just told that it is there, which no listing has shown yet."""
+        self.told([name])
+        if x is not None and name not in self._shelves[name[:2]].stamps:
+            self.add(name, x)
 
     def take_news(self) -> tuple[list[str], list[str]]:
         """Records that are gone, and those that are new, the highest stamps first."""
         news, self._news = self._news, {}
         gone = [name for name, is_there in news.items() if not is_there]
         new = [name for name, is_there in news.items() if is_there]
-        stamps = np.array([self._shelves[name[:2]].stamps.get(name, FIRST) for name in new])
+        found = (self._shelves[name[:2]].stamps.get(name, FIRST) for name in new)
+        stamps = np.fromiter(found, np.float64, len(new))  # bit by bit: others may run meanwhile
         return gone, [new[i] for i in np.argsort(-stamps, kind="stable")]
 
     def by_part(self) -> dict[str, tuple[int, int]]:
@@ -195,7 +201,7 @@ class KnownFiles:
                 heapq.heappop(self._heap)  # gone, or here twice
                 if known is not None and key not in but:
                     del self._shelves[key[:2]].stamps[key]
-                    self.tell_gone([key])
+                    self.tell(key, is_there=False)
                     self.doubt(key[:2])
                 continue
             if known > FIRST:  # another process may have used it
@@ -212,7 +218,7 @@ class KnownFiles:
     def _tidy_heap(self) -> None:
         """Leave out what was deleted. Sorted by NumPy, which lets other threads run meanwhile."""
         live = [item for shelf in self._shelves.values() for item in shelf.stamps.items()]
-        order = np.argsort(np.array([stamp for _, stamp in live]))
+        order = np.argsort(np.fromiter((stamp for _, stamp in live), np.float64, len(live)))
         self._heap = [(live[i][1], live[i][0]) for i in order]
 
     def put_back(self, keys: Iterable[str]) -> None:

@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from firn.cache.faults import Damaged, Missing, Refused, TierError, TierFault, TierFull
-from firn.cache.tiers import PEEK_NBYTES, Buffer, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers import AHEAD_S, PEEK_NBYTES, Buffer, Gone, Seen, Stored, TierOptions, Usage
 from firn.cache.tiers._folder import (
     BLOCK_NBYTES,
     COUNTED,
+    DEFAULT_LIMIT_NBYTES,
     INDEX,
     LOCK,
     MODELS,
@@ -39,13 +40,13 @@ from firn.cache.tiers._folder import (
     Listed,
     Page,
     allocated,
+    default_limit,
     fault_of,
     path_of,
     reserved_nbytes,
-    suggested_limit,
 )
 from firn.cache.tiers._health import Tally, WriteBackoff
-from firn.cache.tiers._known import AHEAD_S, UNLISTED, KnownFiles, is_foreign
+from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
 """What a new name may add to folders."""
@@ -81,8 +82,8 @@ class SsdTier:
     ) -> None:
         """guest: keep to the limit of the folder's servers; the own one is for a folder without."""
         folder = Path(options.location)
-        limit = options.limit_nbytes
-        self._own_limit = suggested_limit(folder) if limit is None else limit
+        self._own_limit = options.limit_nbytes
+        """None: what fits the disk, once it has been looked at."""
         self._budget_nbytes = options.write_budget_nbytes
         self._guest = guest
         self._wall = wall
@@ -98,7 +99,7 @@ class SsdTier:
         self._serial = count()
         self._has_joined = False
         self._nbytes = 0
-        self._limit_nbytes = self._own_limit
+        self._limit_nbytes = DEFAULT_LIMIT_NBYTES if self._own_limit is None else self._own_limit
 
     # --- the contract ------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ class SsdTier:
             self._tally.drop(fault.reason)
             raise fault from e
         if stored.new:
-            self._tally.add(writes=1, bytes_written=sum(len(p) for p in pieces))
+            self._tally.add(writes=1, bytes_written=sum(map(len, pieces)))
             self._backoff.worked()
         return stored
 
@@ -188,6 +189,7 @@ class SsdTier:
                 else:
                     self._remove(page, name, found.nbytes)
                     self._tally.add(deletes=1)
+                self._known.told([name])
                 self._count(page)
         except (OSError, TierFault) as e:
             if keep:
@@ -209,8 +211,6 @@ class SsdTier:
             counts=self._tally.counts,
             drops=self._tally.drops,
         )
-
-    # --- beyond the contract: for people -----------------------------------------------------
 
     def evict_to(self, nbytes: int) -> int:
         """Shrink the folder to `nbytes`, as far as it can be; returns what was let go."""
@@ -264,7 +264,7 @@ class SsdTier:
             return None
         except OSError:
             with self._alone():
-                self._known.tell_there(name)
+                self._known.tell(name, is_there=True)
             return None
         try:
             x = self._disk.stat_open(fd)
@@ -292,6 +292,7 @@ class SsdTier:
             if budget is not None and page.day_nbytes(hour) + nbytes > budget:
                 raise Refused("write budget")
             if self._is_stored(name):
+                self._known.believe(name, self._disk.stat(path_of(name)))
                 return Stored(0, new=False)
             evicted = self._make_room(page, need, used_at)
             temp = f"{TMP}/{name}.{os.getpid()}.{next(self._serial)}.{need}.tmp"
@@ -303,7 +304,7 @@ class SsdTier:
             with self._locked() as page:
                 page.add_written(hour, nbytes)
                 taken = self._commit(page, name, temp)
-                self._known.told_gone(evicted)
+                self._known.told([name, *evicted])
                 self._count(page)
         except BaseException:
             with contextlib.suppress(OSError):  # else it stays until the next scan
@@ -380,7 +381,7 @@ class SsdTier:
             self._drop_quarantined(page, old)
             for key, nbytes in victims.items():
                 self._remove(page, key, nbytes)
-                self._known.tell_gone([key])
+                self._known.tell(key, is_there=False)
                 self._tally.add(evictions=1, bytes_evicted=nbytes)
         finally:
             self._known.put_back(victims)  # those that are still there
@@ -446,20 +447,20 @@ class SsdTier:
             for i in doubtful:
                 page.nbytes[i] = self._known.relist(COUNTED[i], int(page.counters[i]) + 1)
                 page.counters[i] += 1
+            own = self._own_limit
+            if own is None:
+                own = default_limit(self._disk.free_nbytes(), int(page.nbytes.sum()))
+                self._own_limit = own
             is_new_limit = not self._guest and not (self._has_joined and page.limit_nbytes)
             if is_new_limit:
-                page.limit_nbytes = self._own_limit
+                page.limit_nbytes = own
             if is_new_limit or len(doubtful):
                 page.save()
             self._has_joined = True
-            self._limit_nbytes = self._limit(page)
+            # Never above what this process was told, nor what the one that started last was told.
+            last = page.limit_nbytes or own
+            self._limit_nbytes = last if self._guest else min(own, last)
             yield page
-
-    def _limit(self, page: Page) -> int:
-        """Never above what this process was told, nor what the one that started last was told."""
-        if not page.limit_nbytes:
-            return self._own_limit
-        return page.limit_nbytes if self._guest else min(self._own_limit, page.limit_nbytes)
 
     @contextlib.contextmanager
     def _change(self, page: Page, sub: str) -> Iterator[None]:

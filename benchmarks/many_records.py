@@ -1,0 +1,237 @@
+"""A server over a folder of many records: its start, its memory, and how long it keeps a stream waiting.
+
+    python benchmarks/many_records.py                     100,000 records; needs 1 GB of disk
+    python benchmarks/many_records.py --records 20000 --model path/to/model
+
+The server runs as users run it, over an empty folder and over one with records of its own model. A
+stream of tokens is read while the folder is scanned, while statistics are asked for, and while all is
+deleted; the longest gap between two tokens in excess of the longest in quiet is what that costs. On a
+machine with other work gaps say little: compare them with the quiet ones of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import BenchError, cli, grid, save
+from servers import free_port
+
+from firn.cache.container import Header, TensorSpec, pack, unpack
+from firn.cache.parts import Part
+from firn.cache.tiers._folder import SHELVES, path_of
+from firn.core.keys import child_key
+
+CHAIN = 100
+"""Blocks a prompt."""
+N_STREAMED = 400
+START_S, SCAN_S = 60.0, 300.0
+MIB = 1 << 20
+
+
+class Running:
+    """A firn server, and what it answers."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "firn", "serve", model, "--port", str(port)]
+        self._log = (folder / "server.log").open("wb")
+        began = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*command, "--ssd-cache-dir", str(folder / "cache"), "--log-level", "warning"],
+            stdout=self._log,
+            stderr=self._log,
+        )
+        while not self._is_ready():
+            if self._process.poll() is not None or time.perf_counter() - began > START_S:
+                raise BenchError(f"the server did not start: see {folder / 'server.log'}")
+            time.sleep(0.01)
+        self.ready_s = time.perf_counter() - began
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(self.ask("GET", "/health"))
+        except OSError:
+            return False
+
+    def ask(self, method: str, path: str) -> dict[str, Any]:
+        request = urllib.request.Request(self.url + path, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    def longest_gap_s(self, n_tokens: int = N_STREAMED) -> float:
+        """Between two tokens of one stream."""
+        body = json.dumps(
+            {
+                "model": "x",
+                "messages": [{"role": "user", "content": f"Tell me a long story. {time.time()}"}],
+                "max_tokens": n_tokens,
+                "stream": True,
+                "ignore_eos": True,
+            }
+        ).encode()
+        request = urllib.request.Request(
+            f"{self.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        gaps, last = [0.0], 0.0
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    now = time.perf_counter()
+                    gaps.append(now - last if last else 0.0)
+                    last = now
+        return max(gaps)
+
+    def rss_nbytes(self) -> int:
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(60)
+        self._log.close()
+
+
+@contextmanager
+def running(model: str, folder: Path) -> Iterator[Running]:
+    server = Running(model, folder)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def sample(model: str, folder: Path) -> Header:
+    """What a record of this model says of itself."""
+    with running(model, folder) as server:
+        server.longest_gap_s(300)
+    for path in (folder / "cache").glob("??/*.pages.*"):
+        return unpack(path.read_bytes()).header
+    raise BenchError("the server has stored no pages")
+
+
+def fill(folder: Path, like: Header, n_records: int) -> None:
+    """Chains of blocks of the same model, with few bytes behind their labels."""
+    for shelf in SHELVES:
+        (folder / shelf).mkdir(parents=True, exist_ok=True)
+    block, body, now = len(like.tokens), bytes(2048), time.time()
+    made = replace(like, part=Part.PAGES, layers=((TensorSpec("U8", (len(body),)),),))
+    for i in range(n_records):
+        depth = i % CHAIN
+        parent = made.key if depth else like.root
+        tokens = np.arange(i * block, (i + 1) * block, dtype=np.uint64) % 100_000
+        key = child_key(parent, tokens)
+        made = replace(made, key=key, parent=parent, start=depth * block, tokens=tokens)
+        path = folder / path_of(str(made.name))
+        path.write_bytes(b"".join(pack(made, [body]).pieces))
+        os.utime(path, (now, now - 2 * depth))
+
+
+def while_streaming(server: Running, work: Callable[[], Any]) -> tuple[float, float]:
+    """The longest gap while something else is asked for, and what that took."""
+    took = []
+
+    def run() -> None:
+        time.sleep(0.05)
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    gap = server.longest_gap_s()
+    thread.join()
+    return gap, took[0]
+
+
+def measure(model: str, folder: Path, n_records: int) -> dict[str, float]:
+    with running(model, folder) as server:
+
+        def n_known() -> int:
+            return int(server.ask("GET", "/v1/cache/stats")["ssd"]["records"])
+
+        began = time.perf_counter()
+        n_at_start, scan_gap = n_known(), 0.0
+        while n_known() < n_records:
+            scan_gap = max(scan_gap, server.longest_gap_s(100))
+            if time.perf_counter() - began > SCAN_S:
+                raise BenchError("the scan does not end")
+        scan_s = time.perf_counter() - began
+        quiet = max(server.longest_gap_s() for _ in range(3))
+        stats_gap, stats_s = while_streaming(server, lambda: server.ask("GET", "/v1/cache/stats"))
+        found = {
+            "ready_s": server.ready_s,
+            "known_at_start": n_at_start,
+            "scan_s": scan_s,
+            "rss_nbytes": server.rss_nbytes(),
+            "quiet_gap_s": quiet,
+            "scan_gap_s": scan_gap,
+            "stats_gap_s": stats_gap,
+            "stats_s": stats_s,
+        }
+        gap, took = while_streaming(server, lambda: server.ask("DELETE", "/v1/cache"))
+        return found | {"delete_gap_s": gap, "delete_s": took}
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    rows = [["", *results]]
+    names = {"ready_s": "ready", "scan_s": "all known after", "rss_nbytes": "memory"}
+    for key in next(iter(results.values())):
+        if key == "rss_nbytes":
+            values = [f"{r[key] / MIB:.0f} MiB" for r in results.values()]
+        elif key == "known_at_start":
+            values = [f"{r[key]:,.0f}" for r in results.values()]
+        elif key in names:
+            values = [f"{r[key]:.2f} s" for r in results.values()]
+        else:
+            values = [f"{1000 * r[key]:.1f} ms" for r in results.values()]
+        rows.append([names.get(key, key.removesuffix("_s").replace("_", " ")), *values])
+    return grid(rows)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--records", type=int, default=100_000)
+    options.add_argument("--model", default="firn-demo")
+    options.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
+    options.add_argument("--out", type=Path, help="JSON file with all figures")
+    args = options.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="firn-many-", dir=args.folder))
+    try:
+        (root / "empty").mkdir()
+        (root / "many").mkdir()
+        header = sample(args.model, root / "empty")
+        shutil.rmtree(root / "empty" / "cache")
+        fill(root / "many" / "cache", header, args.records)
+        results = {
+            "empty": measure(args.model, root / "empty", 0),
+            f"{args.records:,}": measure(args.model, root / "many", args.records),
+        }
+    finally:
+        shutil.rmtree(root)
+    print(table(results))
+    if args.out:
+        save(args.out, "many_records", options=vars(args), result=results)
+
+
+if __name__ == "__main__":
+    cli(main)

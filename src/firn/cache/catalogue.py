@@ -1,0 +1,158 @@
+"""What a record says of itself in a tier, and where in the tree one belongs that is found there.
+
+A record names its parent by key, so it can take its place once the parent has one. Until then it is a
+stray: scans need not tell of parents first, and a parent may be gone, to be computed again some day.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from firn.cache.children import Text
+from firn.cache.container import Header, Label, TensorSpec
+from firn.cache.io import Entry
+from firn.cache.nodes import Node, Record, Root
+from firn.cache.parts import Needs
+from firn.cache.places import Places
+from firn.cache.tree import Tree
+from firn.core.keys import Key, KeyTokens, root_key
+from firn.core.values import Namespace
+
+N_STRAYS, N_ORPHANS = 1 << 17, 1 << 12
+"""Strays that are remembered during a scan, and after it: then their parents are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose state this is: the root of every key."""
+
+    fingerprint: bytes
+    layout: str
+    block: int
+
+    def root(self, namespace: Namespace) -> Key:
+        return root_key(fingerprint=self.fingerprint, layout=self.layout, namespace=namespace)
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    tier: int
+    entry: Entry
+
+
+class Catalogue:
+    def __init__(
+        self, identity: Identity, needs: Needs, tree: Tree, *, wall: Callable[[], float]
+    ) -> None:
+        self._identity = identity
+        self._alone = not needs.by_block
+        """A model without pages and windows stores nothing of the blocks above a state: the record
+        must bring its path along."""
+        self._tree = tree
+        self._wall = wall
+        self._namespaces: dict[Key, Namespace] = {}
+        self._strays: dict[Key, list[Stray]] = {}
+        """By the key of the parent that is missing."""
+        self._n_strays = 0
+
+    # --- whose -----------------------------------------------------------------------------
+
+    def know(self, namespaces: Iterable[Namespace]) -> None:
+        """Whose records are looked for in tiers."""
+        for namespace in namespaces:
+            self._namespaces[self._identity.root(namespace)] = namespace
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        return list(self._namespaces.values())
+
+    def root(self, namespace: Namespace) -> Root:
+        self.know([namespace])
+        return self._tree.root(self._identity.root(namespace), namespace)
+
+    def root_of(self, label: Label) -> Root | None:
+        """None: another model's, another layout's, or of nobody who was ever here."""
+        if label.root not in self._namespaces or label.layout != self._identity.layout:
+            return None
+        return self._tree.root(label.root, self._namespaces[label.root])
+
+    # --- to a tier -------------------------------------------------------------------------
+
+    def tokens(self, record: Record) -> KeyTokens:
+        """The tokens that a stored record names: those of its node, or of its whole path."""
+        if not self._alone:
+            return record.node.tokens
+        return np.concatenate([n.tokens for n in record.node.path()][::-1])
+
+    def header(self, record: Record, tensors: tuple[TensorSpec, ...], places: Places) -> Header:
+        node, root = record.node, record.node.root
+        parent = root if self._alone else node.parent
+        assert parent is not None
+        return Header(
+            key=node.key,
+            parent=parent.key,
+            root=root.key,
+            part=record.part,
+            start=0 if self._alone else node.start,
+            tokens=self.tokens(record),
+            fingerprint=self._identity.fingerprint,
+            namespace=self._namespaces[root.key],
+            layout=self._identity.layout,
+            tensors=tensors,
+            places=places,
+            created=self._wall(),
+            mark=int(record.mark),
+        )
+
+    # --- from a tier -----------------------------------------------------------------------
+
+    def place(self, root: Root, entry: Entry) -> Node | None:
+        """The node of a stored record; None if its parent is not there, or it is not what it says."""
+        label, text = entry.label, entry.text
+        if label.start == 0:
+            return self._path(root, text, label.key)
+        parent = self._tree.find(label.parent)
+        if parent is None or parent.root is not root or parent.end != label.start:
+            return None
+        return self._tree.child(parent, text, 0, len(text), key=label.key)
+
+    def _path(self, root: Root, text: Text, key: Key) -> Node | None:
+        """The node at the end of tokens that begin at 0, through whole blocks."""
+        node: Node = root
+        for start in range(0, len(text), self._identity.block):
+            node = self._tree.child(node, text, start, min(start + self._identity.block, len(text)))
+        if node.key == key:
+            return node
+        self._tree.prune(node)
+        return None
+
+    # --- strays ----------------------------------------------------------------------------
+
+    def add_stray(self, tier: int, entry: Entry) -> None:
+        if entry.label.start and self._n_strays < N_STRAYS:
+            self._strays.setdefault(entry.label.parent, []).append(Stray(tier, entry))
+            self._n_strays += 1
+
+    def take_strays(self, parent: Key) -> list[Stray]:
+        """Those that waited for this parent."""
+        strays = self._strays.pop(parent, [])
+        self._n_strays -= len(strays)
+        return strays
+
+    def drop_strays(self, root: Key) -> Iterator[Stray]:
+        """All of a namespace."""
+        for parent, some in list(self._strays.items()):
+            if some[0].entry.label.root == root:
+                yield from self.take_strays(parent)
+
+    def forget_most_strays(self) -> None:
+        """Nobody will come for them soon."""
+        for parent in list(self._strays):
+            if self._n_strays <= N_ORPHANS:
+                return
+            self.take_strays(parent)
