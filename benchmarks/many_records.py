@@ -6,25 +6,30 @@
 The server runs as users run it, over an empty folder and over one with records of its own model. A
 stream of tokens is read while the folder is scanned, while statistics are asked for, and while all is
 deleted; the longest gap between two tokens in excess of the longest in quiet is what that costs. On a
-machine with other work gaps say little: compare them with the quiet ones of the same run.
+machine with other work gaps say little: compare them with the quiet ones of the same run. `--pauses`
+needs no server: it measures what the engine thread itself does, piece by piece, in processor time.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +37,24 @@ import numpy as np
 from report import BenchError, cli, grid, save
 from servers import free_port
 
-from firn.cache.container import Header, TensorSpec, pack, unpack
-from firn.cache.parts import Part
+from firn.cache.below import Seen
+from firn.cache.catalogue import Identity
+from firn.cache.children import Text
+from firn.cache.container import Header, Label, TensorSpec, pack, unpack
+from firn.cache.garbage import Garbage
+from firn.cache.io import BATCH, Entry
+from firn.cache.nodes import Record
+from firn.cache.parts import Needs, Part
+from firn.cache.records import Records
 from firn.cache.tiers._folder import SHELVES, path_of
-from firn.core.keys import child_key
+from firn.core.keys import Key, child_key
+from firn.core.values import Namespace
 
 CHAIN = 100
 """Blocks a prompt."""
+BLOCK = 256
 N_STREAMED = 400
-START_S, SCAN_S = 60.0, 300.0
+START_S, SCAN_S = 60.0, 60.0
 MIB = 1 << 20
 
 
@@ -63,6 +77,7 @@ class Running:
                 raise BenchError(f"the server did not start: see {folder / 'server.log'}")
             time.sleep(0.01)
         self.ready_s = time.perf_counter() - began
+        self._name = self.ask("GET", "/v1/models")["data"][0]["id"]
 
     def _is_ready(self) -> bool:
         try:
@@ -80,7 +95,7 @@ class Running:
         """Between two tokens of one stream."""
         body = json.dumps(
             {
-                "model": "x",
+                "model": self._name,
                 "messages": [{"role": "user", "content": f"Tell me a long story. {time.time()}"}],
                 "max_tokens": n_tokens,
                 "stream": True,
@@ -132,11 +147,12 @@ def fill(folder: Path, like: Header, n_records: int) -> None:
     for shelf in SHELVES:
         (folder / shelf).mkdir(parents=True, exist_ok=True)
     block, body, now = len(like.tokens), bytes(2048), time.time()
+    random = np.random.default_rng(7)
     made = replace(like, part=Part.PAGES, layers=((TensorSpec("U8", (len(body),)),),))
     for i in range(n_records):
         depth = i % CHAIN
         parent = made.key if depth else like.root
-        tokens = np.arange(i * block, (i + 1) * block, dtype=np.uint64) % 100_000
+        tokens = random.integers(0, 100_000, block).astype(np.uint64)
         key = child_key(parent, tokens)
         made = replace(made, key=key, parent=parent, start=depth * block, tokens=tokens)
         path = folder / path_of(str(made.name))
@@ -190,6 +206,86 @@ def measure(model: str, folder: Path, n_records: int) -> dict[str, float]:
         return found | {"delete_gap_s": gap, "delete_s": took}
 
 
+class NoTier:
+    """Stands for a tier whose records are learned: nothing of it is read or written."""
+
+    number = 0
+
+    def touch(self, stamps: object) -> None: ...
+
+    def forget(self, names: object) -> None: ...
+
+    def has(self, record: Record) -> bool:
+        return record.stored != 0
+
+
+def pauses(n_records: int) -> dict[str, list[float]]:
+    """Processor time of each piece of work between two steps of the engine."""
+    identity = Identity(b"benchmark", "benchmark", BLOCK)
+    records = Records(identity, Needs(pages=True, window=0, state=False), limit_nbytes=1 << 30)
+    records.tree.add_tier()
+    tier: Any = NoTier()
+    records.tiers.append(tier)
+    root = records.catalogue.root(Namespace("")).key
+    found: dict[str, list[float]] = {"learn a batch": [], "clear": [], "let go of a batch": []}
+
+    def timed(what: str, work: Callable[[], Any]) -> None:
+        began = time.thread_time()
+        work()
+        found[what].append(time.thread_time() - began)
+
+    garbage = Garbage()
+
+    def learn(some: Sequence[Entry]) -> None:
+        records.note(tier, Seen(some))
+        garbage.keep()
+
+    entries = _entries(root, n_records)
+    while some := tuple(islice(entries, BATCH)):
+        timed("learn a batch", partial(learn, some))
+    began = time.thread_time()
+    gc.unfreeze()
+    gc.collect()
+    found["a full collection, were it not put off"] = [time.thread_time() - began]
+    timed("clear", lambda: records.clear(None))
+    while records._trash:
+        timed("let go of a batch", records._empty_trash)
+    return found
+
+
+def _entries(root: Key, n_records: int) -> Iterator[Entry]:
+    random, now, parent = np.random.default_rng(7), time.time(), root
+    for i in range(n_records):
+        depth = i % CHAIN
+        parent = parent if depth else root
+        tokens = random.integers(0, 100_000, BLOCK).astype(np.uint64)
+        label = Label(
+            key=child_key(parent, tokens),
+            parent=parent,
+            root=root,
+            part=Part.PAGES,
+            start=depth * BLOCK,
+            fingerprint=b"benchmark",
+            namespace="",
+            created=now,
+            mark=0,
+            tokens=tokens,
+            layout="benchmark",
+        )
+        yield Entry(label, 2048, now - 2 * depth, Text(tokens))
+        parent = label.key
+
+
+def pause_table(found: dict[str, list[float]]) -> str:
+    rows = [["", "times", "median", "longest"]]
+    for what, seconds in found.items():
+        middle, longest = statistics.median(seconds), max(seconds)
+        rows.append(
+            [what, f"{len(seconds):,}", f"{1000 * middle:.2f} ms", f"{1000 * longest:.2f} ms"]
+        )
+    return grid(rows)
+
+
 def table(results: dict[str, dict[str, float]]) -> str:
     rows = [["", *results]]
     names = {"ready_s": "ready", "scan_s": "all known after", "rss_nbytes": "memory"}
@@ -214,7 +310,11 @@ def main() -> None:
     options.add_argument("--model", default="firn-demo")
     options.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     options.add_argument("--out", type=Path, help="JSON file with all figures")
+    options.add_argument("--pauses", action="store_true", help="only the engine thread's own work")
     args = options.parse_args()
+    if args.pauses:
+        print(pause_table(pauses(args.records)))
+        return
     root = Path(tempfile.mkdtemp(prefix="firn-many-", dir=args.folder))
     try:
         (root / "empty").mkdir()

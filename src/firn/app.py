@@ -9,6 +9,7 @@ import platform
 import re
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -71,6 +72,8 @@ from firn.text.template import Template
 log = logging.getLogger("firn")
 
 N_TOKENIZER_THREADS = 2
+SWITCH_S = 0.001
+"""How long a thread that computes in Python keeps another one waiting (Python's default: 5 ms)."""
 DRAIN_S = 20.0
 """How long a stopping server lets running requests go on before it cuts them."""
 FLUSH_S = 15.0
@@ -113,7 +116,8 @@ class Server:
     died: list[str]
 
     def own_process(self) -> None:
-        """This server is all that the process is for."""
+        """This server is all that the process is for, and its engine what must not wait."""
+        sys.setswitchinterval(SWITCH_S)
 
         def own(parts: Parts) -> None:
             if isinstance(parts.cache, PrefixTree):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from firn.cache import below
+from firn.cache.children import Text
 from firn.cache.container import Header, Name
-from firn.cache.faults import Refused, TierError, TierFault
+from firn.cache.faults import Missing, Refused, TierError, TierFault
 from firn.cache.io import Changes
+from firn.cache.nodes import Mark
+from firn.cache.parts import Part
 from firn.cache.threads import Done
 from firn.cache.tiers import Status, Stored, Usage
 from firn.core.keys import KeyTokens
@@ -128,3 +135,69 @@ def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
         settled(lab, now)
         assert io.n_tries == before
         assert records_of(cache) == []
+
+
+# --- scans that are faster than the engine -------------------------------------------------
+
+
+class ManyIo(SickIo):
+    """A scan of a thousand batches, on a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda name: None)
+        self.n_told = 0
+        self.is_held_up = threading.Event()
+        self.thread = threading.Thread(target=lambda: None)
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        def tell() -> None:
+            for _ in range(N_BATCHES):
+                if self.n_told == below.MAX_BATCHES:
+                    self.is_held_up.set()
+                batch([])
+                self.n_told += 1
+            done(None)
+
+        self.thread = threading.Thread(target=tell)
+        self.thread.start()
+
+
+N_BATCHES = 1000
+
+
+def opened() -> tuple[ManyIo, below.Below]:
+    cache, io = tree(DENSE, block=BLOCK), ManyIo()
+    inner = cache.records
+    made = below.Below(
+        "many", io, inner.tree, inner.catalogue, stamp=inner.tree.stamp, wake=lambda: None
+    )
+    made.scan()
+    assert io.is_held_up.wait(20.0)
+    return io, made
+
+
+def test_a_scan_waits_for_an_engine_that_has_no_time() -> None:
+    io, made = opened()
+    assert io.n_told <= below.MAX_BATCHES, "the rest would lie about in memory"
+    n_seen = 0
+    while made.scanning:
+        n_seen += sum(isinstance(n, below.Seen) for n in made.take_results(math.inf, wait_s=5.0))
+    assert n_seen == N_BATCHES
+    io.thread.join()
+
+
+def test_a_stop_ends_a_scan_that_waits() -> None:
+    io, made = opened()
+    made.close()
+    io.thread.join(20.0)
+    assert not io.thread.is_alive()
+
+
+def test_what_was_ordered_comes_before_what_a_scan_tells() -> None:
+    io, made = opened()
+    node = made._tree.child(made._catalogue.root(Namespace("")), Text(np.zeros(8, np.uint64)), 0, 8)
+    record = made._tree.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
+    made._done(partial(made._was_read, record))(Missing())
+    assert isinstance(next(made.take_results(math.inf)), below.Lost)
+    made.close()
+    io.thread.join(20.0)

@@ -381,3 +381,41 @@ def test_a_stop_writes_what_was_deferred() -> None:
         assert threads.try_write(lambda i=i: i, done, nbytes=1)
     threads.close()
     assert done.seen == [0, 1, 2]
+
+
+# --- deletes -------------------------------------------------------------------------------
+
+
+class CountingTier(DictTier):
+    """Knows how many threads delete from it at once."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 40)
+        self.deleted: list[str] = []
+        self.n_at_once = 0
+        self.most_at_once = 0
+        self.gate = threading.Event()
+        self._counting = threading.Lock()
+
+    def delete(self, name: str, *, keep: bool = False) -> None:
+        with self._counting:
+            self.n_at_once += 1
+            self.most_at_once = max(self.most_at_once, self.n_at_once)
+        assert self.gate.wait(WAIT_S)
+        with self._counting:
+            self.n_at_once -= 1
+            self.deleted.append(name)
+
+
+def test_many_deletes_keep_one_thread_busy_and_are_ended_by_a_stop() -> None:
+    tier, log = CountingTier(), Log()
+    io = TierIo(tier, IoThreads(4))
+    names = [one.name for one in chain(3 * BATCH)]
+    for at in range(0, len(names), 50):
+        io.delete(names[at : at + 50])
+    io.read(names[0], np.array([], dtype=np.uint64), log)
+    assert isinstance(log.wait(1)[0], Missing), "the other threads are free"
+    tier.gate.set()
+    io.close()
+    assert tier.deleted == [str(name) for name in names]
+    assert tier.most_at_once == 1

@@ -10,11 +10,13 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 from firn.cache.catalogue import Catalogue
@@ -37,6 +39,10 @@ PATIENCE_S = 2.0
 POLL_BUSY_S = 0.005
 """Results are taken in for so long between two steps while there is other work."""
 RESCAN_S = 10.0
+MAX_BATCHES = 64
+"""Of what a scan tells: so many may wait to be taken in."""
+LOOK_UP_S = 0.2
+"""A scan that waits looks so often whether it is to end."""
 
 
 # --- what poll tells -----------------------------------------------------------------------
@@ -88,6 +94,7 @@ class Scanned:
 
 
 News = Arrived | Lost | Written | Unwritten | Seen | Scanned
+Take = Callable[[], News | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +129,12 @@ class Below:
         self._stamp = stamp
         self._wake = wake
         self._clock = clock
-        self._results: queue.SimpleQueue[Callable[[], News | None]] = queue.SimpleQueue()
-        """To be called on the engine thread."""
+        self._results: queue.PriorityQueue[tuple[int, int, Take]] = queue.PriorityQueue()
+        """To be called on the engine thread: orders first, for somebody waits for them."""
+        self._serial = count()
+        self._room = threading.Semaphore(MAX_BATCHES)
+        """For what a scan tells: it may be faster than the engine has time to hear of it."""
+        self._closing = False
         self._to_spill: deque[tuple[Record, float]] = deque()
         """With the time since when it waits."""
         self._unwritten: dict[Record, None] = {}
@@ -194,6 +205,7 @@ class Below:
             yield from self.take_results(self._clock(), wait_s=left)
 
     def close(self) -> None:
+        self._closing = True
         self._retry()
         while self._to_spill and self._spill_next():
             pass
@@ -224,16 +236,18 @@ class Below:
         self.scanning = True
 
         def batch(changes: Changes) -> None:
-            self._results.put(lambda: Seen(changes))
-            self._wake()
+            while not self._closing:
+                if self._room.acquire(timeout=LOOK_UP_S):
+                    break
+            self._put(lambda: self._was_seen(changes), is_order=False)
 
-        self._io.scan(batch, self._done(self._was_scanned))
+        self._io.scan(batch, self._done(self._was_scanned, is_order=False))
 
     def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[News]:
         """What the I/O threads are done with. wait_s: for the first of it."""
         while True:
             try:
-                take = self._results.get(wait_s > 0, wait_s or None)
+                *_, take = self._results.get(wait_s > 0, wait_s or None)
             except queue.Empty:
                 return
             wait_s = 0.0
@@ -277,6 +291,10 @@ class Below:
         if isinstance(result, TierFault):
             self._unwritten[record] = None
         return Unwritten(record, result)
+
+    def _was_seen(self, changes: Changes) -> News:
+        self._room.release()
+        return Seen(changes)
 
     def _was_scanned(self, result: Any, at: float) -> News:
         self.scanning = False
@@ -327,15 +345,18 @@ class Below:
             self._lent[record] = _Lent(lent, stamp)
         return accepted
 
-    def _done(self, take: Callable[[Any, float], News | None]) -> Done:
+    def _done(self, take: Callable[[Any, float], News | None], *, is_order: bool = True) -> Done:
         """Called on an I/O thread: what became of an order is for the engine thread to take."""
 
         def done(result: Any) -> None:
             at = self._clock()
-            self._results.put(lambda: take(result, at))
-            self._wake()
+            self._put(lambda: take(result, at), is_order=is_order)
 
         return done
+
+    def _put(self, take: Take, *, is_order: bool) -> None:
+        self._results.put((not is_order, next(self._serial), take))
+        self._wake()
 
 
 def name_of(record: Record) -> Name:

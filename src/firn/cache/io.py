@@ -7,6 +7,8 @@ here waits for a disk on behalf of a caller.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -168,6 +170,10 @@ class TierIo:
         self._foreign: set[str] = set()
         """Of another version, or encrypted with another key: such a record gives way to ours."""
         self._tally = Tally()
+        self._lock = threading.Lock()
+        self._doomed: deque[str] = deque()
+        """Records to be deleted."""
+        self._is_deleting = False
 
     def try_write(
         self,
@@ -196,8 +202,12 @@ class TierIo:
         self.threads.read(lambda: self._read(name, expect, wanted), done)
 
     def delete(self, names: Iterable[Name]) -> None:
-        for some in _batches(names):
-            self.threads.delete(lambda some=some: self._delete(some))  # type: ignore[misc]
+        """By one thread at a time: there may be 100,000, and others have work to do."""
+        with self._lock:
+            self._doomed += map(str, names)
+            is_idle, self._is_deleting = not self._is_deleting, True
+        if is_idle:
+            self.threads.delete(self._delete_some)
 
     def touch(self, stamps: Mapping[Name, float]) -> None:
         if stamps:
@@ -248,15 +258,19 @@ class TierIo:
             raise
         return loaded
 
-    def _delete(self, names: Iterable[Name]) -> None:
-        fault = None
-        for name in names:
-            try:
-                self._tier.delete(str(name))
-            except TierFault as e:
-                fault = e
-        if fault is not None:
-            raise fault
+    def _delete_some(self) -> None:
+        """Then others come first; but what was begun is ended before the threads are."""
+        n_done = 0
+        while n_done < BATCH or self.threads.closing:
+            with self._lock:
+                self._is_deleting = bool(self._doomed)
+                if not self._is_deleting:
+                    return
+                name = self._doomed.popleft()
+            with suppress(TierFault):  # the tier has said so, and the rest may go
+                self._tier.delete(name)
+            n_done += 1
+        self.threads.delete(self._delete_some)
 
     def _scan(self, batch: Callable[[Changes], None]) -> None:
         for some in _batches(self._changes()):

@@ -57,8 +57,8 @@ QUARANTINE_SHARE = 16
 """At most this part of the limit."""
 HOUR_S = 3600
 SCAN_BATCH = 128
-SCAN_THREADS = 8
-SLOW_S = 1e-4
+SCAN_THREADS = 4
+SLOW_S = 3e-4
 """A file that keeps a scan waiting longer comes from the disk, not from the page cache."""
 
 
@@ -189,8 +189,8 @@ class SsdTier:
                 else:
                     self._remove(page, name, found.nbytes)
                     self._tally.add(deletes=1)
+                    self._nbytes -= found.nbytes  # counting anew would take longer than deleting
                 self._known.told([name])
-                self._count(page)
         except (OSError, TierFault) as e:
             if keep:
                 self._mark_unreadable(name)
