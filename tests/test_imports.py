@@ -21,13 +21,16 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "cache", "cli", "config", "core", "defaults", "demo", "engine", "fleet", "leaving",
-    "listening", "logs", "machine", "media", "models", "named", "options", "several", "text",
+    "listening", "logs", "machine", "media", "memory", "models", "named", "options", "reservations",
+    "several", "text",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "leaving": set(),
     "machine": set(),
+    "reservations": set(),
+    "memory": {"config", "core", "reservations"},
     "options": set(),
     "defaults": {"core", "options"},
     "several": {"core", "options"},

@@ -38,6 +38,7 @@ from firn.cache.seal import load_seal
 from firn.cache.tiers import TierOptions, discover
 from firn.config import CacheConfig, Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
+from firn.core.memory_plan import MIN_CAPACITY_NBYTES, ModelMemory
 from firn.core.ports import Pictures, PrefixCache, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
 from firn.defaults import of_model
@@ -49,6 +50,7 @@ from firn.listening import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
 from firn.machine import raise_descriptor_limit
 from firn.media.documents import Documents
+from firn.memory import MemoryWatch, Planned, beside_others, plan_server
 from firn.models import cpu, embedder, loader
 from firn.models import device as devices
 from firn.models.cpu.blas import Blas
@@ -60,6 +62,7 @@ from firn.models.processor import VisionProcessor
 from firn.models.recognise import score_of
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.transient import transient_of
 from firn.models.weight_memory import WeightMemory
 from firn.text import rerank
 from firn.text.formats import detect
@@ -78,7 +81,6 @@ STOP_S = 10.0
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """When a process that was told to stop is ended, if it has not ended by itself."""
 MIB, GIB = 1 << 20, 1 << 30
-MIN_CAPACITY_NBYTES = 256 * MIB
 
 
 def serve(config: Config) -> int:
@@ -109,14 +111,20 @@ class Server:
     mailroom: Mailroom
     pool: ThreadPoolExecutor
     died: list[str]
+    memory: MemoryWatch | None = None
 
     def close(self) -> None:
+        if self.memory is not None:
+            self.memory.stop()
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
         self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
-def build(config: Config) -> Server:
-    """Load the model and wire everything to it. Raises SetupError."""
+def build(config: Config, *, front: int | None = None) -> Server:
+    """Load the model and wire everything to it. Raises SetupError.
+
+    front: the process that shares memory out among its models, where there is one.
+    """
     folder = _model_folder(config)
     config = _heed_model(config, folder)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
@@ -137,8 +145,11 @@ def build(config: Config) -> Server:
         processor = loader.load_processor(folder, tokenizer, trust_remote_code=trust)
     mailroom = Mailroom()
     died: list[str] = []
+    planned: list[Planned] = []
     engine = Engine(
-        lambda: _build_parts(config, folder, name, processor, lambda: engine.wake()),
+        lambda: _build_parts(
+            config, folder, name, processor, lambda: engine.wake(), front=front, planned=planned
+        ),
         mailroom.publish,
         on_death=lambda: died.append("engine"),
     )
@@ -191,7 +202,27 @@ def build(config: Config) -> Server:
             MemoryMetrics(devices.allocated_nbytes),
         ),
     )
-    return Server(services, engine, mailroom, pool, died)
+    watch = _watch(engine, planned[0], front) if planned else None
+    return Server(services, engine, mailroom, pool, died, watch)
+
+
+def _watch(engine: Engine, planned: Planned, front: int | None) -> MemoryWatch:
+    device = devices.device()
+
+    def set_capacity(nbytes: int) -> None:
+        engine.call(lambda parts: parts.set_capacity(nbytes))
+
+    watch = MemoryWatch(
+        planned,
+        look=lambda: devices.look(device),
+        used_nbytes=devices.used_nbytes,
+        capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
+        # Whether a CUDA driver says anew what is free is not known: the first look stands.
+        set_capacity=None if front is not None or device.kind == "cuda" else set_capacity,
+        group=front,
+    )
+    watch.start()
+    return watch
 
 
 def _keys(config: Config) -> Keys:
@@ -275,9 +306,13 @@ def _build_parts(
     name: str,
     processor: VisionProcessor | None,
     wake: Callable[[], None],
+    *,
+    front: int | None,
+    planned: list[Planned],
 ) -> Parts:
-    """On the engine thread, which owns every array from the start."""
+    """On the engine thread, which owns every array from the start. `planned` gets the memory's plan."""
     machine = devices.device()
+    before = beside_others(devices.look(machine), group=front)
     limits = Limits(
         max_rows=config.engine.max_concurrency,
         max_queue=config.engine.max_queue,
@@ -301,7 +336,17 @@ def _build_parts(
         cpu_dtype=cpu_dtype,
         max_context=config.engine.max_context or None,
     )
-    info = loaded.info
+    info, cost = loaded.info, _row_cost(loaded)
+    needs = ModelMemory(
+        info.weights_nbytes,
+        cost.per_token_nbytes,
+        cost.fixed_nbytes,
+        transient_of(settings, device=machine.kind, dtype=info.dtype),
+        info.context_length,
+    )
+    planned.append(plan_server(config, before, needs, chunk=limits.prefill_chunk, exact=exact))
+    plan = planned[0].plan
+    devices.set_limits(machine.kind, plan)
     threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
     runner = Runner(
         loaded.model,
@@ -311,18 +356,17 @@ def _build_parts(
         inputs=loaded.inputs,
         threads=threads,
     )
-    capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
-    cost = _row_cost(loaded)
-    budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
+    budget = Budget(cost, capacity_nbytes=plan.capacity_nbytes)
     cache = _build_cache(
         config,
         loaded,
-        machine,
+        plan.capacity_nbytes,
         exact_chunk=limits.prefill_chunk if exact else 0,
         arithmetic=blas.identity if blas and exact else "",
     )
     if isinstance(cache, PrefixTree):
-        _add_tiers(config, cache, info, device=machine.kind, wake=wake)
+        io = IoThreads(max_write_nbytes=plan.write_queue_nbytes)
+        _add_tiers(config, cache, info, io, device=machine.kind, wake=wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
 
 
@@ -336,14 +380,6 @@ def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
     if blas is None or (wanted == "auto" and blas.library is None):
         return "model"
     return wanted
-
-
-def _headroom(config: Config, machine: devices.Device) -> int:
-    """Device memory that is left to others."""
-    share = config.engine.gpu_memory_utilization
-    if share is not None:
-        return int((1 - share) * machine.memory_nbytes)
-    return int(config.engine.scheduler_headroom_gb * GIB)
 
 
 def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
@@ -399,7 +435,7 @@ def _wants_exact(config: Config, architecture: str, name: str) -> bool:
 def _build_cache(
     config: Config,
     loaded: loader.LoadedModel,
-    machine: devices.Device,
+    capacity_nbytes: int,
     *,
     exact_chunk: int,
     arithmetic: str,
@@ -419,8 +455,8 @@ def _build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
-    share = int(devices.free_nbytes(machine) * wanted.cache_memory_percent)
-    limit = wanted.cache_memory_mb * MIB or share
+    share = int(capacity_nbytes * wanted.cache_memory_percent)
+    limit = min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
@@ -449,7 +485,13 @@ def _tiers(config: CacheConfig) -> dict[str, TierOptions]:
 
 
 def _add_tiers(
-    config: Config, cache: PrefixTree, model: ModelInfo, *, device: str, wake: Callable[[], None]
+    config: Config,
+    cache: PrefixTree,
+    model: ModelInfo,
+    threads: IoThreads,
+    *,
+    device: str,
+    wake: Callable[[], None],
 ) -> None:
     key_file = config.cache.ssd_cache_key_file
     seal = load_seal(key_file) if key_file else None
@@ -458,7 +500,7 @@ def _add_tiers(
         log.info("ssd cache: off (--no-ssd-cache)")
     for name, options in tiers.items():
         tier = kinds[name](options)
-        io = TierIo(tier, IoThreads(), seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
+        io = TierIo(tier, threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
         folder = Path(options.location)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")

@@ -205,8 +205,22 @@ class EngineConfig:
         words={"auto": 0},
     )
     """0: by device."""
-    scheduler_headroom_gb: float = option(
-        2.0, "Device memory left free, in GiB; requests wait when less is left.", low=0, high=4096
+    scheduler_headroom_gb: float | None = option(
+        None,
+        "Device memory left free, in GiB; requests wait when less is left. auto leaves the system an "
+        "eighth of memory, and a GPU 2.",
+        low=0,
+        high=4096,
+        words={"auto": None},
+    )
+    wired_limit: float = option(
+        0.0,
+        "macOS: keep so many GiB of the weights from being paged out, never more than the weights. "
+        "auto is off: kernel panics have been traced to it.",
+        low=0,
+        high=4096,
+        metavar="auto|off|GB",
+        words={"auto": 0.0, "off": 0.0},
     )
     blas: Literal["auto", "system", "bundled", "none"] = option(
         "auto",

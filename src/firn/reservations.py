@@ -1,7 +1,7 @@
-"""What the firn servers of this user mean to take, each in a small file that it keeps locked while it lives.
+"""What the firn servers of this user mean to take of the machine's memory.
 
-The kernel lets go of the lock of a process that died, however it died; whoever looks next removes its
-file. A fault here costs knowledge, never a start.
+Each has a small file that it keeps locked while it lives. The kernel lets go of the lock of one that
+died, however it died; whoever looks next removes its file. A fault here costs knowledge, never a start.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import IO
 
 log = logging.getLogger("firn")
+
+TEXT_NBYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +39,21 @@ class Reservation:
 
     def __init__(self, folder: Path, *, pid: int | None = None) -> None:
         self._path = folder / f"{pid or os.getpid()}.json"
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def put(self, reserved: Reserved) -> None:
         """Say, or say anew, what this process means to take and has taken."""
         try:
             file = self._file or self._open()
-            file.seek(0)
-            file.truncate()
-            json.dump(asdict(reserved), file)
-            file.flush()
+            # In one piece and of one length: a reader sees the old text or the new.
+            os.pwrite(file.fileno(), json.dumps(asdict(reserved)).ljust(TEXT_NBYTES).encode(), 0)
         except OSError as e:
             log.warning("other firn servers cannot be told of this one's memory: %s", e)
 
-    def _open(self) -> IO[str]:
+    def _open(self) -> IO[bytes]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._path.open("a+", encoding="utf-8")
+        # Not for appending: on Linux that would turn every write at 0 into one at the end.
+        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file = file
         return file

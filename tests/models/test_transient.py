@@ -14,9 +14,9 @@ WIDE = {"hidden_size": 5120, "num_attention_heads": 24, "head_dim": 256, "interm
 
 
 def test_fused_attention_costs_no_scores_and_others_do() -> None:
-    assert transient_of(QWEN, device="metal", item_nbytes=2).per_score_nbytes == 0
-    assert transient_of(QWEN, device="cpu", item_nbytes=4).per_score_nbytes == 128
-    wide = transient_of(WIDE, device="metal", item_nbytes=2)
+    assert transient_of(QWEN, device="metal", dtype="bfloat16").per_score_nbytes == 0
+    assert transient_of(QWEN, device="cpu", dtype="float32").per_score_nbytes == 128
+    wide = transient_of(WIDE, device="metal", dtype="bfloat16")
     assert wide.per_score_nbytes == 48
     published = (39.78 - 28.54) * 1e9  # peak at 128K, chunks of 2048 against 512 (mlx-lm#1781)
     assert wide.of(2048, 131072) - wide.of(512, 131072) == pytest.approx(published, rel=0.25)
@@ -35,12 +35,12 @@ def test_fused_attention_costs_no_scores_and_others_do() -> None:
     ],
 )
 def test_odd_configurations(config: dict[str, Any], scores: bool) -> None:
-    found = transient_of(config, device="metal", item_nbytes=2)
+    found = transient_of(config, device="metal", dtype="bfloat16")
     assert bool(found.per_score_nbytes) == scores
     assert 0 <= found.of(2048, 8192) < 16 * GIB
 
 
 def test_experts_count_as_often_as_a_token_meets_them() -> None:
     moe = {**QWEN, "num_experts_per_tok": 8, "moe_intermediate_size": 4096}
-    one, many = (transient_of(c, device="metal", item_nbytes=2) for c in (QWEN, moe))
+    one, many = (transient_of(c, device="metal", dtype="bfloat16") for c in (QWEN, moe))
     assert many.per_token_nbytes > one.per_token_nbytes

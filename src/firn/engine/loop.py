@@ -67,6 +67,11 @@ class Parts:
     embedder: Any = None
     """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
 
+    def set_capacity(self, nbytes: int) -> None:
+        """What live requests and stored prefixes may take from now on."""
+        self.budget.capacity_nbytes = nbytes
+        self.cache.set_room(self.budget.free_nbytes())
+
 
 class Loop:
     def __init__(self, parts: Parts, publish: Publish, *, left_queue: Callable[[], None]) -> None:

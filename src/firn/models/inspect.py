@@ -20,9 +20,11 @@ from mlx_lm import utils as mlx_utils
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from firn.core.errors import SetupError
+from firn.core.memory_plan import Transient
 from firn.models.foreign import foreign_format
 from firn.models.loader import read_config, tokenizer_fault
 from firn.models.recognise import CONTEXT_KEYS, is_vision
+from firn.models.transient import transient_of
 
 DTYPES = {
     "F64": "float64",
@@ -91,6 +93,8 @@ class ModelReport:
     dtype: str | None = None
     context_length: int | None = None
     cache: CacheCost | None = None
+    transient: Transient | None = None
+    """Of a prefill chunk."""
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -138,6 +142,7 @@ def inspect_folder(folder: Path) -> ModelReport:
         dtype=_dtype(config, headers),
         context_length=_context_length(config),
         cache=cache,
+        transient=_transient(config),
         notes=tuple(found.notes),
         problems=tuple(found.problems),
     )
@@ -150,6 +155,12 @@ def _config(folder: Path) -> dict[str, Any]:
         told = foreign_format(folder)
         raise SetupError(told or f"{folder} is a file; a model is a folder with a config.json.")
     return read_config(folder)
+
+
+def _transient(config: Mapping[str, Any]) -> Transient:
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    device = "cpu" if on_cpu else "metal" if mx.metal.is_available() else "cuda"
+    return transient_of(config, device=device, dtype="float32" if on_cpu else "bfloat16")
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:

@@ -1,9 +1,9 @@
 """What a prefill chunk of a model takes while it runs, read off its configuration.
 
-Metal computes attention of more than 8 queries in one kernel for a few head sizes only
-(`ScaledDotProductAttention::use_fallback` in MLX); for all others the scores of a chunk against its whole
-past lie in memory. MLX's CPU backend always does that. The figures are a first guess: the engine corrects
-them by the peak it sees.
+Metal computes attention of more than 8 queries in one kernel for a few head sizes only (see
+`ScaledDotProductAttention::use_fallback` in MLX); for all others the scores of a chunk against its whole
+past lie in memory. MLX's CPU backend always does that. The figures are a first guess: the engine
+corrects them by the peak it sees.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ N_HIDDEN, N_INNER, N_ATTENTION = 8, 3, 4
 """How many arrays of a token's hidden, feed-forward and attention width live at the same time."""
 
 
-def transient_of(config: Mapping[str, Any], *, device: str, item_nbytes: int) -> Transient:
-    """For a model folder's config.json; of a vision model, its text part."""
+def transient_of(config: Mapping[str, Any], *, device: str, dtype: str) -> Transient:
+    """For a model folder's config.json; of a vision model, its text part. dtype: what it computes in."""
+    item_nbytes = 4 if dtype == "float32" else 2
     text = config.get("text_config")
     tree: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
     hidden = _first(tree, "hidden_size", "n_embd", "d_model", "dim", "model_dim")
