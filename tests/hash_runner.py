@@ -174,6 +174,7 @@ class HashRunner:
         self.largest_group = 0
         self.n_launched = 0
         self.closed = False
+        self.chunk_peak_nbytes = 0
         self._groups: list[HashGroup] = []
         self.info = ModelInfo(
             name="hash",
@@ -241,9 +242,9 @@ class HashRunner:
         self._groups.append(HashGroup(HashLayer([])))
         return self._groups[-1]
 
-    def resume(self, row: HashRow, reply: Sequence[int]) -> None:
+    def resume(self, row: HashRow, reply: Sequence[int], *, alone: bool = True) -> None:
         row.n_drawn = len(reply)
-        row.alone = True
+        row.alone = alone
 
     def force(self, row: HashRow, tokens: Sequence[int], *, at: int) -> None:
         assert at > row.n_tokens, "picked already"
@@ -508,10 +509,11 @@ class HashEngine:
         capacity_nbytes: int = 1 << 40,
         scored_nbytes: int = 1 << 30,
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
+        budget: Budget | None = None,
     ) -> None:
         self.runner = HashRunner(faults, group_rows=group_rows)
         self.cache = cache if cache is not None else CacheOff()
-        self.budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
+        self.budget = budget or Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
         self.outcomes: dict[RequestId, Outcome] = {}
         self.n_deaths = 0
         self.died = threading.Event()

@@ -53,6 +53,7 @@ from firn.media.documents import Documents
 from firn.memory import MemoryWatch, Planned, beside_others, plan_server
 from firn.models import cpu, embedder, loader
 from firn.models import device as devices
+from firn.models.batch import BUFFER_TOKENS
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
@@ -356,7 +357,12 @@ def _build_parts(
         inputs=loaded.inputs,
         threads=threads,
     )
-    budget = Budget(cost, capacity_nbytes=plan.capacity_nbytes)
+    budget = Budget(
+        cost,
+        capacity_nbytes=plan.capacity_nbytes,
+        transient=needs.transient,
+        chunk_nbytes=plan.chunk_nbytes,
+    )
     cache = _build_cache(
         config,
         loaded,
@@ -418,7 +424,7 @@ def _encoder_parts(
 
 def _row_cost(loaded: loader.LoadedModel) -> RowCost:
     try:
-        return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe))
+        return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe), step_tokens=BUFFER_TOKENS)
     except UnknownCacheLayer:
         nbytes = sum(layer.nbytes for layer in loaded.probe)
         return RowCost(nbytes // 256, nbytes)

@@ -235,8 +235,8 @@ class Runner(Protocol):
         """Take part in decode steps, starting by consuming `token`. `n_coming` more are to follow."""
         ...
 
-    def resume(self, row: Any, reply: Sequence[int]) -> None:
-        """The row was read again after a failed step: go on behind this reply, in a group of its own."""
+    def resume(self, row: Any, reply: Sequence[int], *, alone: bool = True) -> None:
+        """The row was read again: go on behind this reply, after a fault in a group of its own."""
         ...
 
     def force(self, row: Any, tokens: Sequence[int], *, at: int) -> None:
@@ -264,6 +264,12 @@ class Runner(Protocol):
 
     def live_nbytes(self) -> int:
         """Device memory that the decoding rows' caches take."""
+        ...
+
+    @property
+    def chunk_peak_nbytes(self) -> int:
+        """What the chunk settled last took while it ran, beyond what it left; 0: an earlier peak was
+        higher, and nobody knows."""
         ...
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,11 +29,12 @@ from firn.core.events import (
     PromptLogprobs,
     Token,
 )
-from firn.core.ports import Delivery, Load, PrefixCache, Publish, Restored, Runner, Trail
+from firn.core.ports import Delivery, Load, Publish, Restored, Trail
 from firn.core.values import Job, Prompt, RequestId
-from firn.engine.budget import Budget
+from firn.engine.parts import Limits as Limits
+from firn.engine.parts import Parts as Parts
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
-from firn.engine.sequence import Choice, Forced, Sequence, Task
+from firn.engine.sequence import Choice, Forced, Sequence, Since, Task
 
 log = logging.getLogger("firn.engine")
 T = TypeVar("T")
@@ -43,43 +44,25 @@ HAND_OVER_S = 1e-4
 """Behind a first token: so long Python is left to the thread that carries it out."""
 CALIBRATE_EVERY = 64
 """Steps between two looks at how much memory the decoding rows really take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_rows: int
-    max_queue: int
-    prefill_chunk: int
-    aligned: bool = False
-    """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
-    scored_nbytes: int = 128 << 20
-    """Logits of a chunk whose every token is scored: where the vocabulary is large it is shorter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the engine thread builds for itself at its start."""
-
-    runner: Runner
-    cache: PrefixCache
-    budget: Budget
-    limits: Limits
-    embedder: Any = None
-    """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
-
-    def set_capacity(self, nbytes: int) -> None:
-        """What live requests and stored prefixes may take from now on."""
-        self.budget.capacity_nbytes = nbytes
-        self.cache.set_room(self.budget.free_nbytes())
+GROW_EVERY = 16
+"""Steps between two looks at how far replies have grown."""
 
 
 class Loop:
-    def __init__(self, parts: Parts, publish: Publish, *, left_queue: Callable[[], None]) -> None:
-        """`left_queue` is called for each request that does not wait any more."""
+    def __init__(
+        self,
+        parts: Parts,
+        publish: Publish,
+        *,
+        left_queue: Callable[[], None],
+        rejoined_queue: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`left_queue` is called for each request that does not wait any more, or waits again."""
         self.runner, self.cache = parts.runner, parts.cache
         self.budget, self.limits = parts.budget, parts.limits
         self._publish = publish
         self._leave_queue = left_queue
+        self._rejoin_queue = rejoined_queue
         self.sequences: dict[RequestId, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.tasks: dict[int, Task] = {}
@@ -111,6 +94,8 @@ class Loop:
 
     def step(self) -> None:
         self.cache.tick(self._load)
+        if self.rows and self._n_steps % GROW_EVERY == 0:
+            self._follow_growth()
         todo = self._plan()
         for request in todo.admit:
             self._admit(self.sequences[request])
@@ -133,9 +118,7 @@ class Loop:
 
     def _calibrate(self) -> None:
         """Compare what admission thought the decoding rows would take with what they take."""
-        budget = self.budget
-        estimated = sum(budget.cost.of(row.n_tokens) for row in self.rows)
-        budget.learn(estimated_nbytes=estimated, used_nbytes=self.runner.live_nbytes())
+        self.budget.learn([row.n_tokens for row in self.rows], self.runner.live_nbytes())
 
     def _plan(self) -> Plan:
         waiting = tuple(Waiting(s.job.id, s.job.n, s.need_nbytes) for s in self.waiting)
@@ -182,6 +165,9 @@ class Loop:
         self._leave_queue()
         sequence.admitted = True
         self.budget.admit(sequence.job, sequence.need_nbytes)
+        if sequence.has_begun:
+            self._return(sequence)
+            return
         task = self._guard(sequence, lambda: self._open_task(sequence))
         self.cache.set_room(self.budget.free_nbytes())  # what it resumed from was needed until here
         if task is None:
@@ -198,16 +184,24 @@ class Loop:
 
     def _open_task(self, sequence: Sequence) -> Task:
         """Restore what the cache has of the prompt into a new row."""
-        restored = self.cache.restore(sequence.trail)
-        row = self._restore(sequence, restored) if restored else None
-        if row is None:
-            row = self.runner.start(None)
-        prompt, trail = sequence.job.prompt, sequence.trail
-        task = self._add_task(sequence, prompt, sequence.choices, trail, row)
+        prompt, choices = sequence.job.prompt, sequence.choices
+        task = self._start_task(sequence, prompt, choices, sequence.trail)
+        sequence.trail = task.trail
         task.scored = sequence.job.prompt_logprobs
         return task
 
-    def _restore(self, sequence: Sequence, restored: Restored) -> Any | None:
+    def _start_task(
+        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], trail: Trail
+    ) -> Task:
+        restored = self.cache.restore(trail)
+        row = self._restore(trail, restored) if restored else None
+        if restored and row is None:
+            trail = self.cache.blank()
+        if row is None:
+            row = self.runner.start(None)
+        return self._add_task(sequence, prompt, choices, trail, row)
+
+    def _restore(self, trail: Trail, restored: Restored) -> Any | None:
         """A row with a past. If that fails it is a miss, and this request leaves the cache alone."""
         began = time.perf_counter()
         try:
@@ -216,8 +210,7 @@ class Loop:
             return row
         except Exception as e:
             log.warning("restoring %d tokens failed: %r", restored.n_tokens, e, exc_info=e)
-            self.cache.close_trail(sequence.trail, None)
-            sequence.trail = self.cache.blank()
+            self.cache.close_trail(trail, None)
             return None
 
     def _add_task(
@@ -286,18 +279,84 @@ class Loop:
         self.runner.leave([choice.row])
         choice.row = choice.trail = None
 
+    # --- memory ----------------------------------------------------------------------------
+
+    def _follow_growth(self) -> None:
+        """Count what replies have grown to. Records give way to them, then the youngest requests."""
+        admitted = [s for s in self.sequences.values() if s.admitted]
+        for sequence in admitted:
+            need = self.budget.grown_nbytes(sequence.job, sequence.replies)
+            self.budget.admit(sequence.job, need)
+        while self.budget.free_nbytes() < 0 and len(admitted) > 1:
+            youngest = admitted.pop()
+            if not self._is_being_scored(youngest):
+                self._put_back(youngest)
+        self.cache.set_room(self.budget.free_nbytes())
+        if len(admitted) == 1 and self.budget.outgrown(admitted[0].job, admitted[0].replies):
+            self._end_early(admitted[0])
+
+    def _is_being_scored(self, sequence: Sequence) -> bool:
+        """Its prompt's logprobs are told as they come, and must not be told twice."""
+        return any(t.scored and t.sequence is sequence for t in self.tasks.values())
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Take its memory back: it waits, first in the queue, with its tokens. Its blocks are stored."""
+        n_tokens = sum(sequence.replies)
+        log.info("memory is short: request %s waits at token %d", sequence.job.id, n_tokens)
+        for task in [t for t in self.tasks.values() if t.sequence is sequence]:
+            self._drop_task(task)
+        for choice in sequence.open_choices:
+            self._drop_row(choice)
+        self.cache.close_trail(sequence.trail, None)
+        self.budget.release(sequence.job)
+        sequence.admitted = False
+        sequence.need_nbytes = self.budget.grown_nbytes(sequence.job, sequence.replies)
+        job = sequence.job
+        sequence.trail = (
+            self.cache.blank()
+            if sequence.has_begun
+            else self.cache.open(job.prompt, job.namespace, job.cache)
+        )
+        self.waiting.insert(0, sequence)
+        self._rejoin_queue()
+
+    def _return(self, sequence: Sequence) -> None:
+        """A request that was put back has its memory again: each reply is read up to where it was."""
+        job = sequence.job
+        for choice in sequence.open_choices:
+            prompt = replace(job.prompt, ids=choice.ids())
+            task = self._guard(sequence, partial(self._reopen, choice, prompt))
+            if task is None:
+                return
+            if task.n_left == 0:
+                self._begin_decode(task)
+        self.cache.set_room(self.budget.free_nbytes())
+
+    def _reopen(self, choice: Choice, prompt: Prompt) -> Task:
+        job = choice.sequence.job
+        trail = self.cache.open(prompt, job.namespace, job.cache)
+        return self._start_task(choice.sequence, prompt, [choice], trail)
+
+    def _end_early(self, sequence: Sequence) -> None:
+        """It has all the memory there is: as at the end of a context, its replies are over."""
+        log.warning("request %s has used all memory there is for a reply", sequence.job.id)
+        for choice in sequence.open_choices:
+            self._say(sequence.job.id, ChoiceDone(choice.index, "length"))
+            self._finish_choice(choice)
+
     # --- prefill ---------------------------------------------------------------------------
 
     def _dispatch_chunk(self, task: Task) -> Task | None:
         self._turn += 1
         ahead = self.cache.advance(task.trail, task.row.n_tokens)
         if ahead is not None:
-            row = self._restore(task.sequence, ahead)
-            task.trail = task.sequence.trail
-            if row is not None:
+            row = self._restore(task.trail, ahead)
+            if row is None:
+                self._leave_cache(task)
+            else:
                 self.runner.leave([task.row])
                 task.row = row
-                if task.sequence.announced:
+                if task.sequence.announced and task.is_prompt:
                     self._say(task.sequence.job.id, Advanced(task.trail.found))
             self._announce(task.sequence)
             if task.n_left == 0:
@@ -314,9 +373,18 @@ class Loop:
         task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
         return self._guard(task.sequence, lambda: self._prefill(task, end))
 
+    def _leave_cache(self, task: Task) -> None:
+        """What it was to resume from is bad: it goes on without."""
+        is_prompt, task.trail = task.is_prompt, self.cache.blank()
+        if is_prompt:
+            task.sequence.trail = task.trail
+
     def _chunk(self, task: Task) -> int:
         chunk = self.limits.prefill_chunk
-        if not task.scored or self.limits.aligned:  # other chunks would be other bits
+        if self.limits.aligned:  # other chunks would be other bits
+            return chunk
+        chunk = self.budget.chunk_tokens(task.row.n_tokens, most=chunk)
+        if not task.scored:
             return chunk
         return max(min(chunk, self.limits.scored_nbytes // (4 * self.runner.info.vocab_size)), 1)
 
@@ -342,7 +410,9 @@ class Loop:
         if logprobs:
             self._say(task.sequence.job.id, PromptLogprobs(task.chunk_start + 1, tuple(logprobs)))
         took = time.perf_counter() - task.chunk_began
-        self.cache.saw_prefill(task.chunk_start, task.row.n_tokens, took)
+        start, end = task.chunk_start, task.row.n_tokens
+        self.cache.saw_prefill(start, end, took)
+        self.budget.learn_chunk(end - start, start, self.runner.chunk_peak_nbytes)
         self.cache.commit(task.trail, task.row)
         return task
 
@@ -367,9 +437,10 @@ class Loop:
         n_coming = len(fresh) + sum(len(t.choices) for t in alike)
         for choice, row in zip(fresh, rows, strict=True):
             n_coming -= 1
-            if choice.n_rescues:
-                self.runner.resume(row, choice.tokens)
-            choice.row, choice.trail = row, self.cache.fork(task.trail, choice.tokens)
+            if choice.n_rescues or choice.tokens:
+                self.runner.resume(row, choice.tokens, alone=choice.n_rescues > 0)
+            reply = Since(choice.tokens, len(task.prompt) - len(task.sequence.job.prompt))
+            choice.row, choice.trail = row, self.cache.fork(task.trail, reply)
             self.runner.join(row, last, n_coming=n_coming)
             self.rows[row] = choice
             if choice.forced.tokens:

@@ -67,6 +67,9 @@ class Runner:
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
         self._groups: list[Group] = []
+        self._before = (0, 0)
+        """Memory in use, and the peak so far, when the last chunk was dispatched."""
+        self.chunk_peak_nbytes = 0
 
     # --- prefill ---------------------------------------------------------------------------
 
@@ -87,6 +90,7 @@ class Runner:
         The logits are computed only where somebody wants to know how likely the tokens were.
         """
         start = row.n_tokens
+        self._before = mx.get_active_memory(), mx.get_peak_memory()
         self._prepare(end - start)
         ids = mx.array(prompt.ids[start:end].astype(np.int32))
         more = self._inputs.chunk(prompt, start, end)
@@ -101,6 +105,9 @@ class Runner:
     def settle(self, row: Row) -> list[TokenLogprob]:
         """Wait until the row's caches are computed; the logprobs that were asked for."""
         mx.eval([layer.state for layer in row.live_layers])
+        (active, before), peak = self._before, mx.get_peak_memory()
+        left = max(active, mx.get_active_memory())
+        self.chunk_peak_nbytes = peak - left if peak > before else 0
         scores, row.scores = row.scores, None
         return scores.read() if scores else []
 
@@ -133,10 +140,10 @@ class Runner:
                 return
         self._groups.append(Group.of_one(row, token))
 
-    def resume(self, row: Row, reply: Sequence[int]) -> None:
-        """The row was read again after a failed step: go on behind this reply, in a group of its own."""
+    def resume(self, row: Row, reply: Sequence[int], *, alone: bool = True) -> None:
+        """The row was read again: go on behind this reply, after a fault in a group of its own."""
         _picker(row).replay(reply)
-        row.alone = True
+        row.alone = alone
 
     def force(self, row: Row, tokens: Sequence[int], *, at: int) -> None:
         """The row's tokens from position `at` on, which is not picked yet."""
