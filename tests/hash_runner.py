@@ -161,6 +161,7 @@ class Faults:
     launch: Callable[[Sequence[HashRow]], None] = _nothing
     collect: Callable[[Sequence[HashRow]], None] = _nothing
     leave: Callable[[Sequence[HashRow]], None] = _nothing
+    confirm: Callable[[], None] = _nothing
 
 
 class HashRunner:
@@ -288,6 +289,9 @@ class HashRunner:
             out += [p for p in group.unread.pop(0) if p.row.group is group]
         return out
 
+    def confirm(self) -> None:
+        self.faults.confirm()
+
     def live_nbytes(self) -> int:
         """One byte a token."""
         return sum(row.n_tokens for group in self._groups for row in group.rows)
@@ -340,6 +344,8 @@ class DictCache:
         """Those still open: what would be leases."""
         self.room_nbytes: int | None = None
         self.closed = False
+        self._in_doubt: list[tuple[str, tuple[int, ...]]] = []
+        self.n_doubted = 0
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictTrail:
         trail = DictTrail(namespace, tuple(int(t) for t in prompt.ids), control)
@@ -380,7 +386,10 @@ class DictCache:
         n = row.n_tokens
         if trail.control.write and 0 < n <= len(trail.tokens):
             state = row.live_layers[0].rows[row.index]
-            self.store[trail.namespace, trail.tokens[:n]] = list(state[:n])
+            key = trail.namespace, trail.tokens[:n]
+            if key not in self.store:
+                self._in_doubt.append(key)
+            self.store[key] = list(state[:n])
             trail.n_stored = n
 
     def fork(self, trail: DictTrail | BlankTrail, reply: Sequence[int]) -> DictTrail | BlankTrail:
@@ -401,6 +410,15 @@ class DictCache:
 
     def blank(self) -> BlankTrail:
         return BlankTrail()
+
+    def confirm(self) -> None:
+        self._in_doubt.clear()
+
+    def doubt(self) -> None:
+        self.n_doubted += 1
+        for key in self._in_doubt:
+            self.store.pop(key, None)
+        self._in_doubt.clear()
 
     def set_room(self, nbytes: int) -> None:
         self.room_nbytes = nbytes

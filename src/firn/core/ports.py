@@ -262,6 +262,10 @@ class Runner(Protocol):
         """Read the tokens of a group's dispatched steps, but for the newest `keep_in_flight`."""
         ...
 
+    def confirm(self) -> None:
+        """Wait for all that was dispatched; raises what the device has to say of any of it."""
+        ...
+
     def live_nbytes(self) -> int:
         """Device memory that the decoding rows' caches take."""
         ...
@@ -344,6 +348,17 @@ class PrefixCache(Protocol):
 
     def blank(self) -> Trail:
         """A trail that neither reads nor writes."""
+        ...
+
+    def confirm(self) -> None:
+        """The device had no fault in what was committed so far: let it be written below.
+
+        From the first call on, nothing is written before the next.
+        """
+        ...
+
+    def doubt(self) -> None:
+        """Forget what was committed since the last confirmation, wherever it is."""
         ...
 
     def set_room(self, nbytes: int) -> None:

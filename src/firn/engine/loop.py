@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from firn.core.ports import Delivery, Load, Publish, Restored, Trail
 from firn.core.values import Job, Prompt, RequestId
 from firn.engine.parts import Limits as Limits
 from firn.engine.parts import Parts as Parts
+from firn.engine.recovery import Recovery
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
 from firn.engine.sequence import Choice, Forced, Sequence, Since, Task
 
@@ -72,6 +74,8 @@ class Loop:
         self._turn = 0
         self._said_first = False
         self._out: list[Delivery] = []
+        self._recovery = Recovery(self)
+        self.cache.confirm()
 
     @property
     def busy(self) -> bool:
@@ -95,7 +99,7 @@ class Loop:
     def step(self) -> None:
         self.cache.tick(self._load)
         if self.rows and self._n_steps % GROW_EVERY == 0:
-            self._follow_growth()
+            self._recovery.follow_growth()
         todo = self._plan()
         for request in todo.admit:
             self._admit(self.sequences[request])
@@ -112,6 +116,7 @@ class Loop:
             time.sleep(HAND_OVER_S)
         if task is not None:
             self._settle_chunk(task)
+        self._recovery.confirm(in_flight=bool(self.rows) and task is None)
         self._n_steps += 1
         if self.rows and self._n_steps % CALIBRATE_EVERY == 0:
             self._calibrate()
@@ -166,7 +171,7 @@ class Loop:
         sequence.admitted = True
         self.budget.admit(sequence.job, sequence.need_nbytes)
         if sequence.has_begun:
-            self._return(sequence)
+            self._recovery.bring_back(sequence)
             return
         task = self._guard(sequence, lambda: self._open_task(sequence))
         self.cache.set_room(self.budget.free_nbytes())  # what it resumed from was needed until here
@@ -198,8 +203,17 @@ class Loop:
         if restored and row is None:
             trail = self.cache.blank()
         if row is None:
-            row = self.runner.start(None)
+            with self._closing_if_it_fails(trail):
+                row = self.runner.start(None)
         return self._add_task(sequence, prompt, choices, trail, row)
+
+    @contextmanager
+    def _closing_if_it_fails(self, trail: Trail) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.cache.close_trail(trail, None)
+            raise
 
     def _restore(self, trail: Trail, restored: Restored) -> Any | None:
         """A row with a past. If that fails it is a miss, and this request leaves the cache alone."""
@@ -265,84 +279,25 @@ class Loop:
             self.cache.set_room(self.budget.free_nbytes())
         self.sequences.pop(sequence.job.id, None)
 
-    def _drop_task(self, task: Task) -> None:
+    def _drop_task(self, task: Task, *, keep: bool = True) -> None:
+        """keep: store what it has read."""
         del self.tasks[task.number]
-        self.cache.close_trail(task.trail, task.row)
+        self._close(task.trail, task.row if keep else None)
         self.runner.leave([task.row])
 
-    def _drop_row(self, choice: Choice) -> None:
+    def _close(self, trail: Trail, row: Any | None) -> None:
+        self.cache.close_trail(trail, row)
+        if row is not None:
+            self._recovery.stored()
+
+    def _drop_row(self, choice: Choice, *, keep: bool = True) -> None:
         if choice.row is None:
             return
         if choice.trail is not None:
-            self.cache.close_trail(choice.trail, choice.row)
+            self._close(choice.trail, choice.row if keep else None)
         self.rows.pop(choice.row, None)
         self.runner.leave([choice.row])
         choice.row = choice.trail = None
-
-    # --- memory ----------------------------------------------------------------------------
-
-    def _follow_growth(self) -> None:
-        """Count what replies have grown to. Records give way to them, then the youngest requests."""
-        admitted = [s for s in self.sequences.values() if s.admitted]
-        for sequence in admitted:
-            need = self.budget.grown_nbytes(sequence.job, sequence.replies)
-            self.budget.admit(sequence.job, need)
-        while self.budget.free_nbytes() < 0 and len(admitted) > 1:
-            youngest = admitted.pop()
-            if not self._is_being_scored(youngest):
-                self._put_back(youngest)
-        self.cache.set_room(self.budget.free_nbytes())
-        if len(admitted) == 1 and self.budget.outgrown(admitted[0].job, admitted[0].replies):
-            self._end_early(admitted[0])
-
-    def _is_being_scored(self, sequence: Sequence) -> bool:
-        """Its prompt's logprobs are told as they come, and must not be told twice."""
-        return any(t.scored and t.sequence is sequence for t in self.tasks.values())
-
-    def _put_back(self, sequence: Sequence) -> None:
-        """Take its memory back: it waits, first in the queue, with its tokens. Its blocks are stored."""
-        n_tokens = sum(sequence.replies)
-        log.info("memory is short: request %s waits at token %d", sequence.job.id, n_tokens)
-        for task in [t for t in self.tasks.values() if t.sequence is sequence]:
-            self._drop_task(task)
-        for choice in sequence.open_choices:
-            self._drop_row(choice)
-        self.cache.close_trail(sequence.trail, None)
-        self.budget.release(sequence.job)
-        sequence.admitted = False
-        sequence.need_nbytes = self.budget.grown_nbytes(sequence.job, sequence.replies)
-        job = sequence.job
-        sequence.trail = (
-            self.cache.blank()
-            if sequence.has_begun
-            else self.cache.open(job.prompt, job.namespace, job.cache)
-        )
-        self.waiting.insert(0, sequence)
-        self._rejoin_queue()
-
-    def _return(self, sequence: Sequence) -> None:
-        """A request that was put back has its memory again: each reply is read up to where it was."""
-        job = sequence.job
-        for choice in sequence.open_choices:
-            prompt = replace(job.prompt, ids=choice.ids())
-            task = self._guard(sequence, partial(self._reopen, choice, prompt))
-            if task is None:
-                return
-            if task.n_left == 0:
-                self._begin_decode(task)
-        self.cache.set_room(self.budget.free_nbytes())
-
-    def _reopen(self, choice: Choice, prompt: Prompt) -> Task:
-        job = choice.sequence.job
-        trail = self.cache.open(prompt, job.namespace, job.cache)
-        return self._start_task(choice.sequence, prompt, [choice], trail)
-
-    def _end_early(self, sequence: Sequence) -> None:
-        """It has all the memory there is: as at the end of a context, its replies are over."""
-        log.warning("request %s has used all memory there is for a reply", sequence.job.id)
-        for choice in sequence.open_choices:
-            self._say(sequence.job.id, ChoiceDone(choice.index, "length"))
-            self._finish_choice(choice)
 
     # --- prefill ---------------------------------------------------------------------------
 
@@ -414,6 +369,7 @@ class Loop:
         self.cache.saw_prefill(start, end, took)
         self.budget.learn_chunk(end - start, start, self.runner.chunk_peak_nbytes)
         self.cache.commit(task.trail, task.row)
+        self._recovery.stored()
         return task
 
     def _begin_decode(self, task: Task) -> None:
@@ -429,6 +385,11 @@ class Loop:
         self._guard(task.sequence, lambda: self._join(task))
 
     def _join(self, task: Task) -> None:
+        with self._closing_if_it_fails(task.trail):
+            self._join_choices(task)
+        self.cache.close_trail(task.trail, None)
+
+    def _join_choices(self, task: Task) -> None:
         last = int(task.prompt.ids[-1])
         fresh = [c for c in task.choices if not c.done]
         rows = self.runner.choices(task.row, task.sequence.job, [c.index for c in fresh])
@@ -445,7 +406,6 @@ class Loop:
             self.rows[row] = choice
             if choice.forced.tokens:
                 self._force_row(choice)
-        self.cache.close_trail(task.trail, None)
 
     # --- decode ----------------------------------------------------------------------------
 
@@ -495,6 +455,7 @@ class Loop:
             self._finish_choice(choice)
         elif choice.trail is not None and choice.trail.wants(choice.row.n_tokens):
             self.cache.commit(choice.trail, choice.row)
+            self._recovery.stored()
 
     def _finish_choice(self, choice: Choice) -> None:
         self._drop_row(choice)
@@ -512,13 +473,16 @@ class Loop:
         """
         log.warning("a decode step of %d rows failed: %r", len(rows), error, exc_info=error)
         choices = [self.rows.pop(row) for row in rows]
+        in_it = {choice.sequence for choice in choices}
         self.runner.leave(rows)
         for choice in choices:
             if choice.trail is not None:
                 self.cache.close_trail(choice.trail, None)
             choice.row = choice.trail = None
+        if _may_be_anybodys(error):
+            self._recovery.everyone_back(but=in_it)
         for choice in choices:
-            if choice.done:  # its request has just been given up
+            if choice.done or not choice.sequence.admitted:  # given up, or put back, just now
                 continue
             choice.n_rescues += 1
             if choice.n_rescues > MAX_RESCUES:
@@ -538,7 +502,16 @@ class Loop:
         try:
             return action()
         except Exception as e:
-            self._fail(sequence, e)
+            if (
+                _may_be_anybodys(e)
+                and not sequence.was_at_fault
+                and not sequence.job.prompt_logprobs
+            ):
+                sequence.was_at_fault = True
+                log.warning("request %s: %r; once more", sequence.job.id, e, exc_info=e)
+                self._recovery.everyone_back()
+            else:
+                self._fail(sequence, e)
             return None
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
@@ -546,13 +519,16 @@ class Loop:
             return
         named = _named(sequence.job, error)
         # After a fault the rows are in doubt: nothing more of them is stored.
-        for trail in [sequence.trail, *(c.trail for c in sequence.choices if c.trail)]:
+        tasks = [t.trail for t in self.tasks.values() if t.sequence is sequence]
+        for trail in [sequence.trail, *tasks, *(c.trail for c in sequence.choices if c.trail)]:
             self.cache.close_trail(trail, None)
         self._retire(sequence)
         self._say(sequence.job.id, JobFailed(named))
 
     def end_all(self, error: FirnError) -> None:
         """Tell everyone, and let go of everything."""
+        with suppress(Exception):  # a device that fails now has nothing left to spoil
+            self._recovery.confirm(in_flight=False)
         for request in self.sequences:
             self._say(request, JobFailed(error))
         for table in (self.sequences, self.waiting, self.tasks, self.rows):
@@ -565,6 +541,11 @@ class Loop:
         if self._out:
             batch, self._out = self._out, []
             self._publish(batch)
+
+
+def _may_be_anybodys(error: Exception) -> bool:
+    """What a device reports late is raised by whoever uses it next; it comes as a RuntimeError."""
+    return isinstance(error, RuntimeError | MemoryError)
 
 
 def _named(job: Job, error: Exception) -> FirnError:

@@ -96,6 +96,8 @@ class Sequence:
     announced: bool = False
     """The client has been told what the cache did for it."""
     need_nbytes: int = 0
+    was_at_fault: bool = False
+    """A fault came up in its work, which may have been another's: it has had its second chance."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice(self, i) for i in range(self.job.n)]

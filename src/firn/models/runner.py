@@ -206,6 +206,14 @@ class Runner:
                     out.append(Picked(row, token, logprob, _picker(row).fault))
         return out
 
+    def confirm(self) -> None:
+        """Wait for all that was dispatched; raises what the device has to say of any of it.
+
+        MLX keeps the error of a command for the next use of its stream: waiting alone does not raise it.
+        """
+        mx.synchronize()
+        mx.eval(mx.array(0) + 1)
+
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
         self._groups = []
