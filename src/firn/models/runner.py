@@ -31,6 +31,7 @@ from firn.models.batch import Group, Launched, Row, fork
 from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
+from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, pick, read_logprobs, score
 
 
@@ -91,6 +92,7 @@ class Runner:
         """
         start = row.n_tokens
         self._before = mx.get_active_memory(), mx.get_peak_memory()
+        give_room(row.layers, len(prompt))
         self._prepare(end - start)
         ids = mx.array(prompt.ids[start:end].astype(np.int32))
         more = self._inputs.chunk(prompt, start, end)
@@ -113,6 +115,7 @@ class Runner:
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row for each choice, all with this row's past, each with its own sampler."""
+        end_room(row.layers)
         rows = [row, *(fork(row) for _ in indices[1:])]
         shift = self._inputs.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
