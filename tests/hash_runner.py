@@ -528,6 +528,7 @@ class HashEngine:
         scored_nbytes: int = 1 << 30,
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
         budget: Budget | None = None,
+        largest_chunk: int = 0,
     ) -> None:
         self.runner = HashRunner(faults, group_rows=group_rows)
         self.cache = cache if cache is not None else CacheOff()
@@ -537,7 +538,14 @@ class HashEngine:
         self.died = threading.Event()
         self._also_publish = publish
         self._ids = itertools.count()
-        limits = Limits(max_rows, max_queue, chunk, aligned, scored_nbytes)
+        limits = Limits(
+            max_rows,
+            max_queue,
+            chunk,
+            aligned,
+            largest_chunk=largest_chunk,
+            scored_nbytes=scored_nbytes,
+        )
         self.engine = Engine(
             lambda: Parts(self.runner, self.cache, self.budget, limits),
             self._publish,

@@ -318,6 +318,8 @@ def _build_parts(
         max_rows=config.engine.max_concurrency,
         max_queue=config.engine.max_queue,
         prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
+        largest_chunk=config.engine.prefill_chunk or machine.largest_chunk,
+        max_step_s=config.engine.max_step_ms / 1000,
     )
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
     exact = _wants_exact(config, str(settings["model_type"]), name)
@@ -345,7 +347,8 @@ def _build_parts(
         transient_of(settings, device=machine.kind, dtype=info.dtype),
         info.context_length,
     )
-    planned.append(plan_server(config, before, needs, chunk=limits.prefill_chunk, exact=exact))
+    chunk = limits.prefill_chunk if exact else limits.largest_chunk
+    planned.append(plan_server(config, before, needs, chunk=chunk, exact=exact))
     plan = planned[0].plan
     devices.set_limits(machine.kind, plan)
     threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None

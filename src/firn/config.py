@@ -199,12 +199,21 @@ class EngineConfig:
     )
     prefill_chunk: int = option(
         0,
-        "Prompt tokens read between two decoding steps; auto goes by the device.",
+        "Prompt tokens read between two decoding steps; auto goes by the device, by how long the "
+        "context is and by who else waits.",
         low=0,
         high=65536,
         words={"auto": 0},
     )
     """0: by device."""
+    max_step_ms: float = option(
+        0.0,
+        "How long reading a prompt may hold up those who generate, in milliseconds; chunks are made "
+        "to fit. auto is what the usual chunk takes behind a short context.",
+        low=0,
+        high=600_000,
+        words={"auto": 0.0},
+    )
     scheduler_headroom_gb: float | None = option(
         None,
         "Device memory left free, in GiB; requests wait when less is left. auto leaves the system an "

@@ -244,10 +244,10 @@ def _cache_text(report: ModelReport) -> str:
 def _budget(report: ModelReport, device: DeviceReport, now: Memory) -> Iterator[Finding]:
     """What a server would plan with its defaults: the table, and the context that it allows."""
     from firn.memory import beside_others
-    from firn.models.device import CHUNKS
+    from firn.models.device import LARGEST_CHUNKS
 
     machine = beside_others(machine_of(device, now))
-    model, wishes = model_of(report), Wishes(chunk=CHUNKS[machine.kind])
+    model, wishes = model_of(report), Wishes(chunk=LARGEST_CHUNKS[machine.kind])
     plan, fits_alone = verdict(machine, model, wishes)
     topic = "budget"
     for nbytes, text in budget_rows(machine, plan):

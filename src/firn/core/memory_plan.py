@@ -21,6 +21,8 @@ DEEP_TOKENS = 32768
 """Up to this depth chunks keep their full size, where memory allows it."""
 MIN_CHUNK = 64
 """Smaller ones cost more time than they save memory."""
+REST = 1.5
+"""A prompt's last chunk may be so much longer than the others."""
 CHUNK_SHARE = 0.25
 """Of what weights leave: the most that is set aside for a prefill chunk."""
 BUFFER_CACHE_SHARE = 0.05
@@ -73,7 +75,7 @@ class Transient:
     def largest_chunk(self, depth: int, nbytes: float, *, most: int) -> int:
         """The largest of `most`, `most`/2, ... that stays within `nbytes` at this depth."""
         chunk = most
-        while chunk > MIN_CHUNK and self.of(chunk, depth) > nbytes:
+        while chunk > MIN_CHUNK and self.of(int(chunk * REST), depth) > nbytes:
             chunk = max(chunk // 2, MIN_CHUNK)
         return chunk
 
@@ -108,6 +110,14 @@ class Wishes:
     device_share: float | None = None
     """Of the device's memory, in place of a headroom."""
     wired_nbytes: int = 0
+
+    @property
+    def longest_chunk(self) -> int:
+        return self.chunk if self.fixed_chunk else int(self.chunk * REST)
+
+    @property
+    def shortest_chunk(self) -> int:
+        return self.chunk if self.fixed_chunk else int(min(self.chunk, MIN_CHUNK) * REST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +206,14 @@ def _system_nbytes(machine: MachineMemory) -> int:
 def _ample(limit: int, left: int, model: ModelMemory, wishes: Wishes) -> tuple[int, int, int]:
     """A chunk, the buffer cache, the write queue, where there is room for all of them."""
     deep = min(DEEP_TOKENS, model.context_length or DEEP_TOKENS)
-    chunk = min(model.transient.of(wishes.chunk, deep), max(int(left * CHUNK_SHARE), 0))
+    chunk = min(model.transient.of(wishes.longest_chunk, deep), max(int(left * CHUNK_SHARE), 0))
     buffers = max(int(limit * BUFFER_CACHE_SHARE), MIN_BUFFER_CACHE_NBYTES)
     queue = min(max(int(left * WRITE_QUEUE_SHARE), MIN_WRITE_QUEUE_NBYTES), MAX_WRITE_QUEUE_NBYTES)
     return chunk, buffers, queue
 
 
 def _tightest(model: ModelMemory, wishes: Wishes, n_least: int) -> tuple[int, int, int]:
-    chunk = wishes.chunk if wishes.fixed_chunk else min(wishes.chunk, MIN_CHUNK)
+    chunk = wishes.shortest_chunk
     least = model.transient.of(chunk, max(n_least - chunk, 0))
     return least, MIN_BUFFER_CACHE_NBYTES, MIN_WRITE_QUEUE_NBYTES
 
@@ -213,8 +223,8 @@ def _context(model: ModelMemory, wishes: Wishes, capacity: int, chunk_nbytes: in
     bounds = [model.context_length] if model.context_length else []
     if model.per_token_nbytes:
         bounds.append(max((capacity - model.fixed_nbytes) // model.per_token_nbytes, 0))
-    chunk = wishes.chunk if wishes.fixed_chunk else min(wishes.chunk, MIN_CHUNK)
+    chunk = wishes.shortest_chunk
     deepest = model.transient.deepest(chunk, chunk_nbytes)
-    if deepest is not None:
-        bounds.append(deepest)
+    if deepest is not None:  # behind so many the last chunk can still be read
+        bounds.append(deepest + chunk)
     return min(bounds) if bounds else 1 << 31

@@ -32,6 +32,7 @@ from firn.core.events import (
 )
 from firn.core.ports import Delivery, Load, Publish, Restored, Trail
 from firn.core.values import Job, Prompt, RequestId
+from firn.engine.chunks import ChunkSizes
 from firn.engine.parts import Limits as Limits
 from firn.engine.parts import Parts as Parts
 from firn.engine.recovery import Recovery
@@ -74,6 +75,11 @@ class Loop:
         self._turn = 0
         self._said_first = False
         self._out: list[Delivery] = []
+        self._chunks = ChunkSizes(
+            self.limits.prefill_chunk,
+            largest=self.limits.largest_chunk,
+            max_step_s=self.limits.max_step_s,
+        )
         self._recovery = Recovery(self)
         self.cache.confirm()
 
@@ -335,9 +341,10 @@ class Loop:
             task.sequence.trail = task.trail
 
     def _chunk(self, task: Task) -> int:
-        chunk = self.limits.prefill_chunk
         if self.limits.aligned:  # other chunks would be other bits
-            return chunk
+            return self.limits.prefill_chunk
+        alone = not self.rows and not self.waiting and len(self.tasks) == 1
+        chunk = self._chunks.choose(task.row.n_tokens, alone=alone)
         chunk = self.budget.chunk_tokens(task.row.n_tokens, most=chunk)
         if not task.scored:
             return chunk
@@ -367,6 +374,7 @@ class Loop:
         took = time.perf_counter() - task.chunk_began
         start, end = task.chunk_start, task.row.n_tokens
         self.cache.saw_prefill(start, end, took)
+        self._chunks.saw(start, end, took)
         self.budget.learn_chunk(end - start, start, self.runner.chunk_peak_nbytes)
         self.cache.commit(task.trail, task.row)
         self._recovery.stored()

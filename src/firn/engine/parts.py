@@ -16,6 +16,10 @@ class Limits:
     prefill_chunk: int
     aligned: bool = False
     """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
+    largest_chunk: int = 0
+    """Chunks may grow to this, and shrink, by depth and company; 0: they are all prefill_chunk."""
+    max_step_s: float = 0.0
+    """The longest that a chunk should hold up those who decode; 0: by what the usual chunk takes."""
     scored_nbytes: int = 128 << 20
     """Logits of a chunk whose every token is scored: where the vocabulary is large it is shorter."""
 

@@ -10,6 +10,9 @@ from firn.core.memory_plan import Kind, MachineMemory, MemoryPlan
 from firn.machine import memory
 
 CHUNKS: dict[Kind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
+"""Of a prompt, between two steps of others. In exact mode they are part of the answer's bits."""
+LARGEST_CHUNKS: dict[Kind, int] = {"cpu": 256, "metal": 2048, "cuda": 8192}
+"""While nobody waits, behind short contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,10 @@ class Device:
     @property
     def prefill_chunk(self) -> int:
         return CHUNKS[self.kind]
+
+    @property
+    def largest_chunk(self) -> int:
+        return LARGEST_CHUNKS[self.kind]
 
 
 def device() -> Device:
