@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvicorn
@@ -28,6 +28,8 @@ from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
 from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
+from firn.awake import Awake
+from firn.backups import leave_out
 from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.inventory import ModelNote, note_model
 from firn.cache.io import IoThreads, TierIo
@@ -113,8 +115,10 @@ class Server:
     pool: ThreadPoolExecutor
     died: list[str]
     memory: MemoryWatch | None = None
+    awake: Awake = field(default_factory=Awake)
 
     def close(self) -> None:
+        self.awake.close()
         if self.memory is not None:
             self.memory.stop()
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
@@ -508,9 +512,10 @@ def _add_tiers(
     if not tiers:
         log.info("ssd cache: off (--no-ssd-cache)")
     for name, options in tiers.items():
+        folder = Path(options.location)
+        leave_out(folder)
         tier = kinds[name](options)
         io = TierIo(tier, threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
-        folder = Path(options.location)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
         cache.add_tier(name, io, namespaces=_keys(config).namespaces, wake=wake)
@@ -557,8 +562,12 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
 
 async def watch(server: Server, web: uvicorn.Server) -> None:
-    """An engine that died takes the process down, so that a supervisor starts a new one."""
+    """An engine that died takes the process down, so that a supervisor starts a new one.
+
+    Meanwhile, the machine stays awake while there are requests.
+    """
     while not server.died:
         await asyncio.sleep(0.2)
+        server.awake.note(busy=server.mailroom.n_calls > 0)
     log.critical("the engine is gone: exiting")
     web.force_exit = web.should_exit = True

@@ -302,8 +302,8 @@ class CacheConfig:
     )
     """0: by what is free."""
     ssd_write_budget_gb_per_day: float = option(
-        0.0,
-        "At most so many GiB are written in 24 hours; 0 for no such limit.",
+        64.0,
+        "At most so many GiB are written in 24 hours, for the disk to last; 0 for no such limit.",
         low=0,
         high=1 << 20,
     )

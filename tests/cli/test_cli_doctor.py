@@ -23,6 +23,7 @@ from firn.machine import (
     Memory,
     disk_free,
     is_loopback,
+    is_translated,
     memory,
     usable_cores,
     vm_stat_available,
@@ -232,6 +233,17 @@ def test_memory_on_a_mac() -> None:
     )
     assert vm_stat_available(text, page_nbytes=10) == 1350
     assert vm_stat_available("", page_nbytes=10) is None
+
+
+def test_a_python_for_intel_macs_is_noticed() -> None:
+    assert is_translated("darwin", lambda: "1\n")
+    assert not is_translated("darwin", lambda: "0\n")
+    assert not is_translated("linux", lambda: "1\n")
+
+    def unknown() -> str:
+        raise subprocess.CalledProcessError(1, "sysctl")
+
+    assert not is_translated("darwin", unknown)
 
 
 def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

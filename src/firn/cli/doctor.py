@@ -22,7 +22,7 @@ from firn.cli.doctor_budget import budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
 from firn.core.memory_plan import Wishes
-from firn.machine import Memory, disk_free, memory
+from firn.machine import Memory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 # Below this a cache on disk and a download make no sense.
 LOW_DISK_NBYTES = 2 * GIB
+ROSETTA = (
+    "This Python is one for Intel Macs, run by Rosetta: MLX needs one for Apple's processors "
+    "(from python.org, or `arch -arm64 brew install python`)."
+)
 INSTALL_HINT = "on Linux install firn[cpu] or firn[cuda13]"
 
 Mark = Literal["ok", "note", "problem"]
@@ -91,6 +95,8 @@ def look_at_machine(cache_dir: Path) -> Iterator[Finding]:
     yield _version("mlx-lm", "not installed; install firn again", missing="problem")
     yield _version("mlx-vlm", "not installed; pictures need firn[vision]", missing="ok")
     yield Finding("platform", f"{platform.platform()}, {platform.machine()}")
+    if is_translated():
+        yield Finding("", ROSETTA, "problem")
     device = _device()
     if device is None:
         yield Finding("device", f"MLX cannot be loaded; {INSTALL_HINT}", "problem")

@@ -23,6 +23,7 @@ from firn.core.errors import SetupError
 from firn.core.memory_plan import Transient
 from firn.models.foreign import foreign_format
 from firn.models.loader import read_config, tokenizer_fault
+from firn.models.local import find
 from firn.models.recognise import CONTEXT_KEYS, is_vision
 from firn.models.transient import transient_of
 
@@ -115,8 +116,11 @@ def local_folder(name: str) -> Path | None:
     try:
         return Path(mlx_utils.hf_repo_to_path(name))
     except FileNotFoundError:  # huggingface_hub: no snapshot, or not all of it
-        return None
+        return find(name)
     except ValueError as error:  # huggingface_hub: not the form of an id
+        found = find(name)
+        if found is not None:
+            return found
         raise SetupError(f"{name} is neither a folder nor a hub id (owner/name).") from error
 
 

@@ -1,0 +1,24 @@
+"""Where the sockets of a front's models are: paths that every system takes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from firn.fleet.server import SOCKET_NAME_NBYTES, SOCKET_PATH_NBYTES, socket_base
+
+
+def test_a_runtime_folder_is_taken_where_it_is_short(tmp_path: Path) -> None:
+    assert socket_base({"XDG_RUNTIME_DIR": str(tmp_path)}) == str(tmp_path)
+    assert socket_base({"XDG_RUNTIME_DIR": str(tmp_path / "gone")}) != str(tmp_path / "gone")
+
+
+def test_a_long_folder_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    base = socket_base({"XDG_RUNTIME_DIR": str(long)})
+    assert len(base) + SOCKET_NAME_NBYTES <= SOCKET_PATH_NBYTES
+    assert base == "/tmp"
