@@ -32,6 +32,7 @@ class Machine:
             planned,
             look=lambda: self.now,
             used_nbytes=lambda: 9 * GIB,
+            held_nbytes=lambda: 0,
             capacity_nbytes=lambda: self.capacity,
             set_capacity=self._set,
             folder=folder,
@@ -77,11 +78,23 @@ def test_two_servers_share_a_machine(planned: Planned, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_server_reserves_what_it_needs_and_not_what_it_would_like(planned: Planned) -> None:
+    """Two of them fit on a machine: stored prefixes of one give way to the requests of the other."""
+    idle, busy = planned.reserved_nbytes(0), planned.reserved_nbytes(20 * GIB)
+    assert planned.plan.weights_nbytes < idle < planned.plan.total_nbytes // 2
+    assert busy - planned.reserved_nbytes(10 * GIB) == 10 * GIB
+    now = replace(MAC, available_nbytes=MAC.physical_nbytes - 9 * GIB, reserved_nbytes=idle)
+    second = plan_server(Config(), now, MODEL, chunk=512, exact=False).plan
+    assert second.fits
+    assert second.capacity_nbytes > 10 * GIB
+
+
 def test_where_a_front_decides_the_watch_only_tells(planned: Planned, tmp_path: Path) -> None:
     watch = MemoryWatch(
         planned,
         look=lambda: replace(MAC, available_nbytes=0),
         used_nbytes=lambda: 0,
+        held_nbytes=lambda: 0,
         capacity_nbytes=lambda: 5 * GIB,
         set_capacity=None,
         group=77,

@@ -81,6 +81,8 @@ DRAIN_S = 20.0
 FLUSH_S = 15.0
 """How long a stopping server writes what is still in memory only."""
 STOP_S = 10.0
+LOOK_S = 60.0
+"""How long a look at the memory waits for the engine."""
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """When a process that was told to stop is ended, if it has not ended by itself."""
 MIB, GIB = 1 << 20, 1 << 30
@@ -221,6 +223,7 @@ def _watch(engine: Engine, planned: Planned, front: int | None) -> MemoryWatch:
         planned,
         look=lambda: devices.look(device),
         used_nbytes=devices.used_nbytes,
+        held_nbytes=lambda: engine.call(lambda parts: parts.budget.held_nbytes).result(LOOK_S),
         capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
         # Whether a CUDA driver says anew what is free is not known: the first look stands.
         set_capacity=None if front is not None or device.kind == "cuda" else set_capacity,
@@ -373,13 +376,14 @@ def _build_parts(
     cache = _build_cache(
         config,
         loaded,
-        plan.capacity_nbytes,
+        planned[0].alone_nbytes,
         exact_chunk=limits.prefill_chunk if exact else 0,
         arithmetic=blas.identity if blas and exact else "",
     )
     if isinstance(cache, PrefixTree):
         io = IoThreads(max_write_nbytes=plan.write_queue_nbytes)
         _add_tiers(config, cache, info, io, device=machine.kind, wake=wake)
+        cache.set_room(budget.free_nbytes())
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
 
 

@@ -6,7 +6,6 @@ reserved, and tells the engine how much it may take now. Owner: `app.Server`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from firn.config import Config, default_cache_dir
 from firn.core.memory_plan import (
     GIB,
+    LEAST_TOKENS,
     MIB,
     MIN_CAPACITY_NBYTES,
     MachineMemory,
@@ -41,6 +41,14 @@ class Planned:
     plan: MemoryPlan
     model: ModelMemory
     wishes: Wishes
+    alone_nbytes: int
+    """The capacity if nothing else ran on the machine."""
+
+    def reserved_nbytes(self, held_nbytes: int) -> int:
+        """What this server cannot do without: all but stored prefixes, which give way."""
+        plan, model = self.plan, self.model
+        fixed = plan.total_nbytes - plan.capacity_nbytes
+        return fixed + max(held_nbytes, min(model.row_nbytes(LEAST_TOKENS), plan.capacity_nbytes))
 
     def capacity_nbytes(self, now: MachineMemory) -> int:
         """What live requests and stored prefixes may take now; all else stays as it was set up."""
@@ -68,7 +76,8 @@ def plan_server(
             plan.weights_nbytes / GIB,
             plan.limit_nbytes / GIB,
         )
-    return Planned(plan, model, wished)
+    alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
+    return Planned(plan, model, wished, plan_memory(alone, model, wished).capacity_nbytes)
 
 
 def wishes(config: Config, *, chunk: int, exact: bool) -> Wishes:
@@ -115,16 +124,18 @@ class MemoryWatch:
         *,
         look: Callable[[], MachineMemory],
         used_nbytes: Callable[[], int],
+        held_nbytes: Callable[[], int],
         capacity_nbytes: Callable[[], int],
         set_capacity: Callable[[int], None] | None,
         group: int | None = None,
         folder: Path | None = None,
         every_s: float = LOOK_EVERY_S,
     ) -> None:
-        """set_capacity: None where somebody else decides (a front of several models)."""
+        """held_nbytes: by live requests. set_capacity: None where somebody else decides."""
         self._planned = planned
         self._look = look
         self._used_nbytes = used_nbytes
+        self._held_nbytes = held_nbytes
         self._capacity_nbytes = capacity_nbytes
         self._set_capacity = set_capacity
         self._group = os.getpid() if group is None else group
@@ -143,14 +154,13 @@ class MemoryWatch:
         self._reservation.close()
 
     def look(self) -> None:
-        """Reserve what this server may take, and follow what the machine has left."""
+        """Reserve what this server needs, and follow what the machine has left."""
         now = self._look()
-        capacity = self._capacity_nbytes()
-        plan = self._planned.plan
-        taken = plan.total_nbytes - plan.capacity_nbytes + capacity
-        self._reservation.put(Reserved(now.kind, self._group, taken, self._used_nbytes()))
+        needs = self._planned.reserved_nbytes(self._held_nbytes())
+        self._reservation.put(Reserved(now.kind, self._group, needs, self._used_nbytes()))
         if self._set_capacity is None:
             return
+        capacity = self._capacity_nbytes()
         now = beside_others(now, folder=self._folder, group=self._group)
         wanted = self._planned.capacity_nbytes(now)
         if abs(wanted - capacity) > WORTH_TELLING * capacity:
@@ -160,5 +170,7 @@ class MemoryWatch:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
-            with contextlib.suppress(OSError):  # a machine that does not say is asked again
+            try:
                 self.look()
+            except Exception as e:  # a machine that does not say, or an engine that is gone
+                log.debug("memory: %r", e)

@@ -78,8 +78,9 @@ class Budget:
     def need_nbytes(self, job: Job) -> int:
         """What this request will take; raises NeverFits when its prompt alone is too much."""
         prompt = job.n * self.cost.of(len(job.prompt))
-        if prompt * min(self.factor, 1.0) > self.capacity_nbytes:
-            raise NeverFits(prompt, self.capacity_nbytes)
+        most = max(self.most_nbytes, self.capacity_nbytes)
+        if prompt * min(self.factor, 1.0) > most:
+            raise NeverFits(prompt, most)
         return self.grown_nbytes(job, [0] * job.n)
 
     def grown_nbytes(self, job: Job, replies: Sequence[int]) -> int:

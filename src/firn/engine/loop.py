@@ -176,9 +176,12 @@ class Loop:
         self._leave_queue()
         sequence.admitted = True
         self.budget.admit(sequence.job, sequence.need_nbytes)
-        if sequence.has_begun:
+        if sequence.was_put_back:
             self._recovery.bring_back(sequence)
-            return
+        else:
+            self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
         task = self._guard(sequence, lambda: self._open_task(sequence))
         self.cache.set_room(self.budget.free_nbytes())  # what it resumed from was needed until here
         if task is None:

@@ -129,20 +129,22 @@ class Recovery:
         loop.cache.close_trail(sequence.trail, None)
         loop.budget.release(job)
         sequence.admitted = False
+        sequence.was_put_back = True
         sequence.need_nbytes = loop.budget.grown_nbytes(job, sequence.replies)
-        sequence.trail = (
-            loop.cache.blank()
-            if sequence.has_begun
-            else loop.cache.open(job.prompt, job.namespace, job.cache)
-        )
+        sequence.trail = loop.cache.blank()
         loop.waiting.insert(0, sequence)
         loop._rejoin_queue()
 
     def bring_back(self, sequence: Sequence) -> None:
         """It has its memory again: each reply is read up to where it was."""
-        loop = self._loop
+        loop, job = self._loop, sequence.job
+        sequence.was_put_back = False
+        if not sequence.has_begun:
+            sequence.trail = loop.cache.open(job.prompt, job.namespace, job.cache)
+            loop._begin(sequence)
+            return
         for choice in sequence.open_choices:
-            prompt = replace(sequence.job.prompt, ids=choice.ids())
+            prompt = replace(job.prompt, ids=choice.ids())
             task = loop._guard(sequence, partial(self._reopen, choice, prompt))
             if task is None:
                 return

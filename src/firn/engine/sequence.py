@@ -96,6 +96,8 @@ class Sequence:
     announced: bool = False
     """The client has been told what the cache did for it."""
     need_nbytes: int = 0
+    was_put_back: bool = False
+    """It waits again: its rows were taken from it."""
     was_at_fault: bool = False
     """A fault came up in its work, which may have been another's: it has had its second chance."""
 
