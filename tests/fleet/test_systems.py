@@ -1,4 +1,4 @@
-"""Where the sockets of a front's models are: paths that every system takes."""
+"""What a front takes of its system: paths of sockets that every one has, a share of its memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from firn.fleet.memory import usable_share
 from firn.fleet.server import SOCKET_NAME_NBYTES, SOCKET_PATH_NBYTES, socket_base
 
 
@@ -22,3 +23,11 @@ def test_a_long_folder_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     base = socket_base({"XDG_RUNTIME_DIR": str(long)})
     assert len(base) + SOCKET_NAME_NBYTES <= SOCKET_PATH_NBYTES
     assert base == "/tmp"
+
+
+def test_a_macs_models_share_what_its_gpu_is_given() -> None:
+    """Before any of their processes has told how much that is."""
+    gib = 1 << 30
+    assert usable_share(16 * gib, platform="darwin") == pytest.approx(2 / 3)
+    assert usable_share(64 * gib, platform="darwin") == 0.75
+    assert usable_share(64 * gib, platform="linux") == 0.9
