@@ -81,6 +81,19 @@ def test_a_machine_that_gets_slower_is_noticed() -> None:
     assert sizes.choose(0, alone=True) <= 512
 
 
+def test_after_a_fault_of_the_device_they_are_half_as_large() -> None:
+    sizes = taught(base_s=1e-5)
+    before = sizes.choose(0, alone=True)
+    sizes.shrink()
+    assert sizes.choose(0, alone=True) == before // 2
+    for _ in range(9):
+        sizes.shrink()
+    assert sizes.choose(0, alone=True) == MIN_CHUNK
+    small = ChunkSizes(8)
+    small.shrink()
+    assert small.choose(0, alone=True) == 8
+
+
 def test_in_an_engine_a_lone_prompt_gets_large_chunks_and_company_small_ones() -> None:
     with HashEngine(chunk=64, largest_chunk=512) as lab:
         lab.submit(prompt_of(1, 2000), 2).wait().check()

@@ -57,10 +57,18 @@ class ChunkSizes:
         self._usual = usual
         self._largest = max(largest, usual) if largest else 0
         self._max_step_s = max_step_s
+        self._most = max(self._largest, usual)
         self._line = Line()
+
+    def shrink(self) -> None:
+        """The device failed: too much memory or too long a command, likely. Half as much from now on."""
+        self._most = max(self._most // 2, min(MIN_CHUNK, self._most))
 
     def choose(self, depth: int, *, alone: bool) -> int:
         """For a prompt of which `depth` tokens are read. alone: nobody else waits for anything."""
+        return min(self._choose(depth, alone=alone), self._most)
+
+    def _choose(self, depth: int, *, alone: bool) -> int:
         if not self._largest or not self._line.weight:
             return self._usual
         bound, chunk = DEEPER * self._usual * self._line.at(0), self._usual

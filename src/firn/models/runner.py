@@ -214,8 +214,12 @@ class Runner:
 
         MLX keeps the error of a command for the next use of its stream: waiting alone does not raise it.
         """
-        mx.synchronize()
-        mx.eval(mx.array(0) + 1)
+        try:
+            mx.synchronize()
+            mx.eval(mx.array(0) + 1)
+        except RuntimeError:
+            mx.clear_cache()  # most often there was too little memory
+            raise
 
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
