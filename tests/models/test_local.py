@@ -40,10 +40,26 @@ def test_what_is_in_its_folders_is_found(home: Path) -> None:
 
 def test_a_name_stands_for_a_folder_where_it_is_clear_which(home: Path) -> None:
     assert local.find("mlx-community/qwen3-4b-4BIT", home) is not None
-    assert local.find("Qwen3-4B-4bit", home) is not None
+    assert local.find("Qwen3-4B-4bit", home, home / "no") is not None
     assert local.find("b/same", home) is not None
-    assert local.find("same", home) is None, "two makers have one"
+    assert local.find("same", home, home / "no") is None, "two makers have one"
     assert local.find("nobody/nothing", home) is None
+
+
+def test_the_hubs_cache_is_searched_by_a_models_own_name(tmp_path: Path) -> None:
+    for name, revision in (("models--a--One-4bit", "abc"), ("models--b--part", "def")):
+        repo = tmp_path / name
+        (repo / "refs").mkdir(parents=True)
+        (repo / "refs" / "main").write_text(revision)
+    folder = put(
+        tmp_path, "models--a--One-4bit/snapshots/abc", "config.json", "m.safetensors", under=""
+    )
+    put(tmp_path, "models--b--part/snapshots/def", "config.json", under="")
+    put(tmp_path, "datasets--c--d", under="")
+    assert [f.name for f in local.hub_models(tmp_path)] == ["a/One-4bit"]
+    assert local.find("one-4bit", tmp_path / "home", tmp_path) == folder
+    assert local.find("part", tmp_path / "home", tmp_path) is None
+    assert local.hub_models(tmp_path / "gone") == []
 
 
 def test_a_home_that_was_moved_is_found(tmp_path: Path) -> None:

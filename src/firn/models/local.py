@@ -24,15 +24,38 @@ def lm_studio_models(home: Path | None = None) -> list[Found]:
     return [found[name] for name in sorted(found)]
 
 
-def find(name: str, home: Path | None = None) -> Path | None:
-    """The folder of "owner/model", or of "model" where only one maker's is here. None: not there."""
-    wanted = name.lower()
-    matches = [
-        f.folder
-        for f in lm_studio_models(home)
-        if wanted in (f.name.lower(), f.name.lower().split("/")[1])
-    ]
-    return matches[0] if len(matches) == 1 else None
+def hub_models(cache: Path | None = None) -> list[Found]:
+    """Those of the hub's cache whose newest snapshot holds weights."""
+    if cache is None:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        cache = Path(HF_HUB_CACHE)
+    found = []
+    for repo in _folders(cache):
+        kind, _, name = repo.name.partition("--")
+        try:
+            snapshot = repo / "snapshots" / (repo / "refs" / "main").read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if kind == "models" and _is_model(snapshot):
+            found.append(Found(name.replace("--", "/", 1), snapshot))
+    return found
+
+
+def find(name: str, home: Path | None = None, cache: Path | None = None) -> Path | None:
+    """The folder of LM Studio's "owner/model"; or of "model", the hub's too, where it is clear whose.
+
+    None: it is not here, or two makers have one of that name. The hub's library finds its own ids.
+    """
+    wanted, models = name.lower(), lm_studio_models(home)
+    if "/" not in name:
+        models += hub_models(cache)
+    matches = {
+        f.name.lower(): f.folder
+        for f in models
+        if wanted in (f.name.lower(), f.name.lower().split("/")[-1])
+    }
+    return next(iter(matches.values())) if len(matches) == 1 else None
 
 
 def _roots(home: Path) -> list[Path]:
@@ -49,8 +72,12 @@ def _roots(home: Path) -> list[Path]:
 def _models(root: Path) -> Iterator[Found]:
     for maker in _folders(root):
         for folder in _folders(maker):
-            if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            if _is_model(folder):
                 yield Found(f"{maker.name}/{folder.name}", folder)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _folders(path: Path) -> list[Path]:
