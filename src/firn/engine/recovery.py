@@ -56,8 +56,9 @@ class Recovery:
                 log.info("memory is short: request %s waits at token %d", youngest.job.id, n_tokens)
                 self._put_back(youngest, keep=True)
         loop.cache.set_room(budget.free_nbytes())
-        if len(admitted) == 1 and budget.outgrown(admitted[0].job, admitted[0].replies):
-            self._end_early(admitted[0])
+        oldest = admitted[0] if admitted else None
+        if oldest and loop.n_admitted == 1 and budget.outgrown(oldest.job, oldest.replies):
+            self._end_early(oldest)
 
     def _end_early(self, sequence: Sequence) -> None:
         """It has all the memory there is: as at the end of a context, its replies are over."""
@@ -123,12 +124,13 @@ class Recovery:
     def _put_back(self, sequence: Sequence, *, keep: bool) -> None:
         """Take its rows: it waits, first in the queue, with its tokens. keep: store what they hold."""
         loop, job = self._loop, sequence.job
+        loop.budget.release(job)
+        loop.cache.set_room(loop.budget.free_nbytes())  # for what it stores on its way out
         for task in [t for t in loop.tasks.values() if t.sequence is sequence]:
             loop._drop_task(task, keep=keep)
         for choice in sequence.open_choices:
             loop._drop_row(choice, keep=keep)
         loop.cache.close_trail(sequence.trail, None)
-        loop.budget.release(job)
         sequence.admitted = False
         sequence.was_put_back = True
         sequence.need_nbytes = loop.budget.grown_nbytes(job, sequence.replies)
@@ -141,8 +143,11 @@ class Recovery:
         loop, job = self._loop, sequence.job
         sequence.was_put_back = False
         if not sequence.has_begun:
-            sequence.trail = loop.cache.open(job.prompt, job.namespace, job.cache)
-            loop._begin(sequence)
+            opened = partial(loop.cache.open, job.prompt, job.namespace, job.cache)
+            trail = loop._guard(sequence, opened)
+            if trail is not None:
+                sequence.trail = trail
+                loop._begin(sequence)
             return
         for choice in sequence.open_choices:
             prompt = replace(job.prompt, ids=choice.ids())
