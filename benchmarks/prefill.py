@@ -1,11 +1,11 @@
 """What prefill gains by room for the whole prompt, and by chunks that go by depth and company.
 
-    python benchmarks/prefill.py [--shape tiny|1b|4b|8b] [--tokens 16384 65536] [--rounds 5]
+    python benchmarks/prefill.py [--shape tiny|1b|4b|8b] [--tokens 16384 65536] [--rounds 5] [--pause]
 
 Three arms in one process, in turn, nothing cached: caches that grow by 256 tokens (as mlx-lm's do) and
 the usual chunks; room at once and the usual chunks; room at once and chunks by depth and company. Times
-are to the first token of a lone prompt. The last column is the longest pause of a stream that decodes
-while such a prompt is read, in the second arm and in the third.
+are to the first token of a lone prompt. With --pause the last column is the longest pause of a stream
+that decodes while such a prompt is read, in the second arm and in the third.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pause(engine: BenchEngine, ids: list[int], short: list[int]) -> float:
     return max(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
 
 
-def measure(shape: str, lengths: list[int], rounds: int) -> None:
+def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) -> None:
     config, dtype = SHAPES[shape]
     rows = []
     with BenchEngine(config, dtype=dtype, memory_nbytes=GIB) as engine:
@@ -103,11 +103,13 @@ def measure(shape: str, lengths: list[int], rounds: int) -> None:
                     took = alone(engine, next(make))
                     if i:  # the first round warms up
                         times[name].append(took)
+                        print(f"{n_tokens} {name}: {took:.3f} s", flush=True)
             for name in pauses:
                 arms.take(name)
-                pauses[name] = [pause(engine, next(make), next(make)[:64]) for _ in range(3)]
+                short = next(make)[:64]
+                pauses[name] = [pause(engine, next(make), short) for _ in range(3 * pauses_too)]
             best = {name: statistics.median(found) for name, found in times.items()}
-            held = {name: statistics.median(found) for name, found in pauses.items()}
+            held = {name: statistics.median(found or [0.0]) for name, found in pauses.items()}
             rows.append(
                 [
                     f"{n_tokens}",
@@ -126,8 +128,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", action="store_true")
     args = parser.parse_args()
-    measure(args.shape, args.tokens, args.rounds)
+    measure(args.shape, args.tokens, args.rounds, pauses_too=args.pause)
 
 
 if __name__ == "__main__":

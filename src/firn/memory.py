@@ -32,6 +32,8 @@ log = logging.getLogger("firn")
 LOOK_EVERY_S = 10.0
 WORTH_TELLING = 0.02
 """Of the capacity: smaller changes are noise."""
+SHORT = 0.75
+"""A capacity that falls below so much of what it was is worth a line in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class MemoryWatch:
         now = beside_others(now, folder=self._folder, group=self._group)
         wanted = self._planned.capacity_nbytes(now)
         if abs(wanted - capacity) > WORTH_TELLING * capacity:
-            if wanted < capacity:
+            if wanted < SHORT * capacity:
                 log.info("memory: %d MiB less for requests and cache", (capacity - wanted) // MIB)
             self._set_capacity(wanted)
 
