@@ -28,6 +28,7 @@ from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
 from firn.config import default_cache_dir
 from firn.core.events import Admitted, Advanced, JobDone, JobFailed, Token
+from firn.core.memory_plan import BUFFER_CACHE_SHARE
 from firn.core.ports import Delivery
 from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
 from firn.engine.budget import Budget, RowCost
@@ -104,6 +105,7 @@ class BenchEngine:
 
         def parts() -> Parts:
             machine = devices.device()
+            mx.set_cache_limit(int(machine.memory_nbytes * BUFFER_CACHE_SHARE))
             threads = None
             if machine.kind == "cpu":
                 blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")

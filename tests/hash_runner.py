@@ -161,6 +161,7 @@ class Faults:
     launch: Callable[[Sequence[HashRow]], None] = _nothing
     collect: Callable[[Sequence[HashRow]], None] = _nothing
     leave: Callable[[Sequence[HashRow]], None] = _nothing
+    confirm: Callable[[], None] = _nothing
 
 
 class HashRunner:
@@ -174,6 +175,7 @@ class HashRunner:
         self.largest_group = 0
         self.n_launched = 0
         self.closed = False
+        self.chunk_peak_nbytes = 0
         self._groups: list[HashGroup] = []
         self.info = ModelInfo(
             name="hash",
@@ -241,9 +243,9 @@ class HashRunner:
         self._groups.append(HashGroup(HashLayer([])))
         return self._groups[-1]
 
-    def resume(self, row: HashRow, reply: Sequence[int]) -> None:
+    def resume(self, row: HashRow, reply: Sequence[int], *, alone: bool = True) -> None:
         row.n_drawn = len(reply)
-        row.alone = True
+        row.alone = alone
 
     def force(self, row: HashRow, tokens: Sequence[int], *, at: int) -> None:
         assert at > row.n_tokens, "picked already"
@@ -286,6 +288,9 @@ class HashRunner:
         while len(group.unread) > keep_in_flight:
             out += [p for p in group.unread.pop(0) if p.row.group is group]
         return out
+
+    def confirm(self) -> None:
+        self.faults.confirm()
 
     def live_nbytes(self) -> int:
         """One byte a token."""
@@ -339,6 +344,8 @@ class DictCache:
         """Those still open: what would be leases."""
         self.room_nbytes: int | None = None
         self.closed = False
+        self._in_doubt: list[tuple[str, tuple[int, ...]]] = []
+        self.n_doubted = 0
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictTrail:
         trail = DictTrail(namespace, tuple(int(t) for t in prompt.ids), control)
@@ -379,7 +386,10 @@ class DictCache:
         n = row.n_tokens
         if trail.control.write and 0 < n <= len(trail.tokens):
             state = row.live_layers[0].rows[row.index]
-            self.store[trail.namespace, trail.tokens[:n]] = list(state[:n])
+            key = trail.namespace, trail.tokens[:n]
+            if key not in self.store:
+                self._in_doubt.append(key)
+            self.store[key] = list(state[:n])
             trail.n_stored = n
 
     def fork(self, trail: DictTrail | BlankTrail, reply: Sequence[int]) -> DictTrail | BlankTrail:
@@ -400,6 +410,15 @@ class DictCache:
 
     def blank(self) -> BlankTrail:
         return BlankTrail()
+
+    def confirm(self) -> None:
+        self._in_doubt.clear()
+
+    def doubt(self) -> None:
+        self.n_doubted += 1
+        for key in self._in_doubt:
+            self.store.pop(key, None)
+        self._in_doubt.clear()
 
     def set_room(self, nbytes: int) -> None:
         self.room_nbytes = nbytes
@@ -508,16 +527,25 @@ class HashEngine:
         capacity_nbytes: int = 1 << 40,
         scored_nbytes: int = 1 << 30,
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
+        budget: Budget | None = None,
+        largest_chunk: int = 0,
     ) -> None:
         self.runner = HashRunner(faults, group_rows=group_rows)
         self.cache = cache if cache is not None else CacheOff()
-        self.budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
+        self.budget = budget or Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
         self.outcomes: dict[RequestId, Outcome] = {}
         self.n_deaths = 0
         self.died = threading.Event()
         self._also_publish = publish
         self._ids = itertools.count()
-        limits = Limits(max_rows, max_queue, chunk, aligned, scored_nbytes)
+        limits = Limits(
+            max_rows,
+            max_queue,
+            chunk,
+            aligned,
+            largest_chunk=largest_chunk,
+            scored_nbytes=scored_nbytes,
+        )
         self.engine = Engine(
             lambda: Parts(self.runner, self.cache, self.budget, limits),
             self._publish,

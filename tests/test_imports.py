@@ -20,14 +20,20 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "cache", "cli", "config", "core", "defaults", "demo", "engine", "fleet", "leaving",
-    "listening", "logs", "machine", "media", "models", "named", "options", "several", "text",
+    "api", "app", "awake", "backups", "cache", "cli", "config", "core", "defaults", "demo", "engine",
+    "fleet", "leaving", "listening", "logs", "machine", "media", "memory", "models", "named", "options",
+    "reservations", "several", "supervisors", "text",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "awake": set(),
+    "supervisors": {"core"},
+    "backups": set(),
     "leaving": set(),
     "machine": set(),
+    "reservations": set(),
+    "memory": {"config", "core", "reservations"},
     "options": set(),
     "defaults": {"core", "options"},
     "several": {"core", "options"},

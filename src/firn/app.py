@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvicorn
@@ -29,6 +29,8 @@ from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
 from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
+from firn.awake import Awake
+from firn.backups import leave_out
 from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.inventory import ModelNote, note_model
 from firn.cache.io import TierIo
@@ -40,6 +42,7 @@ from firn.cache.threads import IoThreads
 from firn.cache.tiers import TierOptions, discover
 from firn.config import CacheConfig, Config, default_cache_dir, with_model
 from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
+from firn.core.memory_plan import MIN_CAPACITY_NBYTES, ModelMemory
 from firn.core.ports import Pictures, PrefixCache, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
 from firn.defaults import of_model
@@ -51,8 +54,10 @@ from firn.listening import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
 from firn.machine import raise_descriptor_limit
 from firn.media.documents import Documents
+from firn.memory import MemoryWatch, Planned, beside_others, plan_server
 from firn.models import cpu, embedder, loader
 from firn.models import device as devices
+from firn.models.batch import BUFFER_TOKENS
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
@@ -62,6 +67,7 @@ from firn.models.processor import VisionProcessor
 from firn.models.recognise import score_of
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.transient import transient_of
 from firn.models.weight_memory import WeightMemory
 from firn.text import rerank
 from firn.text.formats import detect
@@ -79,10 +85,11 @@ DRAIN_S = 20.0
 FLUSH_S = 15.0
 """How long a stopping server writes what is still in memory only."""
 STOP_S = 10.0
+LOOK_S = 60.0
+"""How long a look at the memory waits for the engine."""
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """When a process that was told to stop is ended, if it has not ended by itself."""
 MIB, GIB = 1 << 20, 1 << 30
-MIN_CAPACITY_NBYTES = 256 * MIB
 
 
 def serve(config: Config) -> int:
@@ -114,6 +121,8 @@ class Server:
     mailroom: Mailroom
     pool: ThreadPoolExecutor
     died: list[str]
+    memory: MemoryWatch | None = None
+    awake: Awake = field(default_factory=Awake)
 
     def own_process(self) -> None:
         """This server is all that the process is for, and its engine what must not wait."""
@@ -126,12 +135,18 @@ class Server:
         self.engine.call(own)
 
     def close(self) -> None:
+        self.awake.close()
+        if self.memory is not None:
+            self.memory.stop()
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
         self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
-def build(config: Config) -> Server:
-    """Load the model and wire everything to it. Raises SetupError."""
+def build(config: Config, *, front: int | None = None) -> Server:
+    """Load the model and wire everything to it. Raises SetupError.
+
+    front: the process that shares memory out among its models, where there is one.
+    """
     folder = _model_folder(config)
     config = _heed_model(config, folder)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
@@ -152,8 +167,11 @@ def build(config: Config) -> Server:
         processor = loader.load_processor(folder, tokenizer, trust_remote_code=trust)
     mailroom = Mailroom()
     died: list[str] = []
+    planned: list[Planned] = []
     engine = Engine(
-        lambda: _build_parts(config, folder, name, processor, lambda: engine.wake()),
+        lambda: _build_parts(
+            config, folder, name, processor, lambda: engine.wake(), front=front, planned=planned
+        ),
         mailroom.publish,
         on_death=lambda: died.append("engine"),
     )
@@ -206,7 +224,28 @@ def build(config: Config) -> Server:
             MemoryMetrics(devices.allocated_nbytes),
         ),
     )
-    return Server(services, engine, mailroom, pool, died)
+    watch = _watch(engine, planned[0], front) if planned else None
+    return Server(services, engine, mailroom, pool, died, watch)
+
+
+def _watch(engine: Engine, planned: Planned, front: int | None) -> MemoryWatch:
+    device = devices.device()
+
+    def set_capacity(nbytes: int) -> None:
+        engine.call(lambda parts: parts.set_capacity(nbytes))
+
+    watch = MemoryWatch(
+        planned,
+        look=lambda: devices.look(device),
+        used_nbytes=devices.used_nbytes,
+        held_nbytes=lambda: engine.call(lambda parts: parts.budget.held_nbytes).result(LOOK_S),
+        capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
+        # Whether a CUDA driver says anew what is free is not known: the first look stands.
+        set_capacity=None if front is not None or device.kind == "cuda" else set_capacity,
+        group=front,
+    )
+    watch.start()
+    return watch
 
 
 def _keys(config: Config) -> Keys:
@@ -290,13 +329,19 @@ def _build_parts(
     name: str,
     processor: VisionProcessor | None,
     wake: Callable[[], None],
+    *,
+    front: int | None,
+    planned: list[Planned],
 ) -> Parts:
-    """On the engine thread, which owns every array from the start."""
+    """On the engine thread, which owns every array from the start. `planned` gets the memory's plan."""
     machine = devices.device()
+    before = beside_others(devices.look(machine), group=front)
     limits = Limits(
         max_rows=config.engine.max_concurrency,
         max_queue=config.engine.max_queue,
         prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
+        largest_chunk=config.engine.prefill_chunk or machine.largest_chunk,
+        max_step_s=config.engine.max_step_ms / 1000,
     )
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
     exact = _wants_exact(config, str(settings["model_type"]), name)
@@ -316,7 +361,18 @@ def _build_parts(
         cpu_dtype=cpu_dtype,
         max_context=config.engine.max_context or None,
     )
-    info = loaded.info
+    info, cost = loaded.info, _row_cost(loaded)
+    needs = ModelMemory(
+        info.weights_nbytes,
+        cost.per_token_nbytes,
+        cost.fixed_nbytes,
+        transient_of(settings, device=machine.kind, dtype=info.dtype),
+        info.context_length,
+    )
+    chunk = limits.prefill_chunk if exact else limits.largest_chunk
+    planned.append(plan_server(config, before, needs, chunk=chunk, exact=exact))
+    plan = planned[0].plan
+    devices.set_limits(machine.kind, plan)
     threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
     runner = Runner(
         loaded.model,
@@ -326,18 +382,23 @@ def _build_parts(
         inputs=loaded.inputs,
         threads=threads,
     )
-    capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
-    cost = _row_cost(loaded)
-    budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
+    budget = Budget(
+        cost,
+        capacity_nbytes=plan.capacity_nbytes,
+        transient=needs.transient,
+        chunk_nbytes=plan.chunk_nbytes,
+    )
     cache = _build_cache(
         config,
         loaded,
-        machine,
+        planned[0].alone_nbytes,
         exact_chunk=limits.prefill_chunk if exact else 0,
         arithmetic=blas.identity if blas and exact else "",
     )
     if isinstance(cache, PrefixTree):
-        _add_tiers(config, cache, info, device=machine.kind, wake=wake)
+        io = IoThreads(max_write_nbytes=plan.write_queue_nbytes)
+        _add_tiers(config, cache, info, io, device=machine.kind, wake=wake)
+        cache.set_room(budget.free_nbytes())
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
 
 
@@ -351,14 +412,6 @@ def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
     if blas is None or (wanted == "auto" and blas.library is None):
         return "model"
     return wanted
-
-
-def _headroom(config: Config, machine: devices.Device) -> int:
-    """Device memory that is left to others."""
-    share = config.engine.gpu_memory_utilization
-    if share is not None:
-        return int((1 - share) * machine.memory_nbytes)
-    return int(config.engine.scheduler_headroom_gb * GIB)
 
 
 def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
@@ -397,7 +450,7 @@ def _encoder_parts(
 
 def _row_cost(loaded: loader.LoadedModel) -> RowCost:
     try:
-        return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe))
+        return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe), step_tokens=BUFFER_TOKENS)
     except UnknownCacheLayer:
         nbytes = sum(layer.nbytes for layer in loaded.probe)
         return RowCost(nbytes // 256, nbytes)
@@ -414,7 +467,7 @@ def _wants_exact(config: Config, architecture: str, name: str) -> bool:
 def _build_cache(
     config: Config,
     loaded: loader.LoadedModel,
-    machine: devices.Device,
+    capacity_nbytes: int,
     *,
     exact_chunk: int,
     arithmetic: str,
@@ -434,8 +487,8 @@ def _build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
-    share = int(devices.free_nbytes(machine) * wanted.cache_memory_percent)
-    limit = wanted.cache_memory_mb * MIB or share
+    share = int(capacity_nbytes * wanted.cache_memory_percent)
+    limit = min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
@@ -464,7 +517,13 @@ def _tiers(config: CacheConfig) -> dict[str, TierOptions]:
 
 
 def _add_tiers(
-    config: Config, cache: PrefixTree, model: ModelInfo, *, device: str, wake: Callable[[], None]
+    config: Config,
+    cache: PrefixTree,
+    model: ModelInfo,
+    threads: IoThreads,
+    *,
+    device: str,
+    wake: Callable[[], None],
 ) -> None:
     key_file = config.cache.ssd_cache_key_file
     seal = load_seal(key_file) if key_file else None
@@ -472,9 +531,10 @@ def _add_tiers(
     if not tiers:
         log.info("ssd cache: off (--no-ssd-cache)")
     for name, options in tiers.items():
-        tier = kinds[name](options)
-        io = TierIo(tier, IoThreads(), seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
         folder = Path(options.location)
+        leave_out(folder)
+        tier = kinds[name](options)
+        io = TierIo(tier, threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
         cache.add_tier(name, io, namespaces=_keys(config).namespaces, wake=wake)
@@ -521,8 +581,12 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
 
 async def watch(server: Server, web: uvicorn.Server) -> None:
-    """An engine that died takes the process down, so that a supervisor starts a new one."""
+    """An engine that died takes the process down, so that a supervisor starts a new one.
+
+    Meanwhile, the machine stays awake while there are requests.
+    """
     while not server.died:
         await asyncio.sleep(0.2)
+        server.awake.note(busy=server.mailroom.n_calls > 0)
     log.critical("the engine is gone: exiting")
     web.force_exit = web.should_exit = True

@@ -199,14 +199,37 @@ class EngineConfig:
     )
     prefill_chunk: int = option(
         0,
-        "Prompt tokens read between two decoding steps; auto goes by the device.",
+        "Prompt tokens read between two decoding steps; auto goes by the device, by how long the "
+        "context is and by who else waits.",
         low=0,
         high=65536,
         words={"auto": 0},
     )
     """0: by device."""
-    scheduler_headroom_gb: float = option(
-        2.0, "Device memory left free, in GiB; requests wait when less is left.", low=0, high=4096
+    max_step_ms: float = option(
+        0.0,
+        "How long reading a prompt may hold up those who generate, in milliseconds; chunks are made "
+        "to fit. auto is what the usual chunk takes behind a short context.",
+        low=0,
+        high=600_000,
+        words={"auto": 0.0},
+    )
+    scheduler_headroom_gb: float | None = option(
+        None,
+        "Device memory left free, in GiB; requests wait when less is left. auto leaves the system an "
+        "eighth of memory, and a GPU 2.",
+        low=0,
+        high=4096,
+        words={"auto": None},
+    )
+    wired_limit: float = option(
+        0.0,
+        "macOS: keep so many GiB of the weights from being paged out, never more than the weights. "
+        "auto is off: kernel panics have been traced to it.",
+        low=0,
+        high=4096,
+        metavar="auto|off|GB",
+        words={"auto": 0.0, "off": 0.0},
     )
     blas: Literal["auto", "system", "bundled", "none"] = option(
         "auto",
@@ -279,8 +302,8 @@ class CacheConfig:
     )
     """0: by what is free."""
     ssd_write_budget_gb_per_day: float = option(
-        0.0,
-        "At most so many GiB are written in 24 hours; 0 for no such limit.",
+        64.0,
+        "At most so many GiB are written in 24 hours, for the disk to last; 0 for no such limit.",
         low=0,
         high=1 << 20,
     )

@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,21 @@ def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
     rows = (line.partition(":") for line in text.splitlines())
     pages = [int(value.strip(" .")) for name, _, value in rows if name in wanted]
     return sum(pages) * page_nbytes if pages else None
+
+
+def is_translated(platform: str = sys.platform, read: Callable[[], str] | None = None) -> bool:
+    """Whether this Python is one for Intel's processors, run by Rosetta on one of Apple's."""
+    if platform != "darwin":
+        return False
+    try:
+        return (read or _proc_translated)().strip() == "1"
+    except (OSError, subprocess.SubprocessError):  # a Mac with Intel's does not know the question
+        return False
+
+
+def _proc_translated() -> str:
+    command = ["/usr/sbin/sysctl", "-n", "sysctl.proc_translated"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
 
 
 def disk_free(folder: Path) -> int:

@@ -16,11 +16,14 @@ from mlx_lm.models import qwen3
 from rich.console import Console
 
 from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
+from firn.cli.doctor_budget import budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL
+from firn.core.memory_plan import Wishes
 from firn.machine import (
     Memory,
     disk_free,
     is_loopback,
+    is_translated,
     memory,
     usable_cores,
     vm_stat_available,
@@ -30,6 +33,7 @@ from firn.models.inspect import CacheCost, DeviceReport, ModelReport
 GIB = 2**30
 MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
 LINUX = DeviceReport("CPU", "EPYC", None, None)
+METAL = Wishes(chunk=512)
 GPU = DeviceReport("CUDA", "H200", 139 * GIB, None)
 
 
@@ -133,7 +137,7 @@ def fits(
     return finding
 
 
-COST = CacheCost(2**20, fixed_nbytes=0, n_layers=2, n_window=0, n_state=0)
+COST = CacheCost(2**19, fixed_nbytes=0, n_layers=2, n_window=0, n_state=0)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ COST = CacheCost(2**20, fixed_nbytes=0, n_layers=2, n_window=0, n_state=0)
         (49, MAC, Memory(64 * GIB, 60 * GIB), "problem"),  # the working set, not the memory
         (40, MAC, Memory(64 * GIB, 30 * GIB), "note"),
         (20, LINUX, Memory(16 * GIB, 12 * GIB), "problem"),
-        (14, LINUX, Memory(16 * GIB, 12 * GIB), "note"),
+        (13, LINUX, Memory(16 * GIB, 12 * GIB), "note"),
         (10, LINUX, Memory(16 * GIB, None), "ok"),
         (100, GPU, Memory(32 * GIB, 16 * GIB), "ok"),  # the host's memory does not matter
         (140, GPU, Memory(900 * GIB, 800 * GIB), "problem"),
@@ -158,9 +162,27 @@ def test_whether_weights_fit(
 def test_how_long_a_conversation_may_get() -> None:
     now = Memory(16 * GIB, 16 * GIB)
     short = fits(6, LINUX, now, cache=COST, context=100_000)
-    assert short.text == "yes, with memory for about 10240 tokens of context"
+    n_tokens = int(short.text.split()[-4])
+    assert 8192 < n_tokens < 16 * 1024, "less than what weights leave: chunks and queues are in it"
     assert fits(6, LINUX, now, cache=COST, context=10_000).text == "yes, with a full context"
     assert fits(15, LINUX, now, cache=COST, context=10_000).mark == "problem"
+
+
+def test_the_budget_is_a_table_that_adds_up() -> None:
+    report = ModelReport(Path("m"), weights_nbytes=8 * GIB, cache=COST, context_length=100_000)
+    rows = list(
+        budget_rows(
+            machine_of(MAC, Memory(64 * GIB, 40 * GIB)),
+            verdict(machine_of(MAC, Memory(64 * GIB, 40 * GIB)), model_of(report), METAL)[0],
+        )
+    )
+    *taken, (left, what) = rows
+    assert sum(nbytes for nbytes, _ in taken) == left > 0
+    assert what == "requests and stored prefixes"
+    assert "taken by other programs" in [text for _, text in rows]
+    printed = [f.text for f in describe_model(report, MAC, Memory(64 * GIB, 60 * GIB))]
+    assert any(text.endswith("Metal's working set") for text in printed)
+    assert any(text.endswith("a prefill chunk while it runs") for text in printed)
 
 
 # --- the machine ---------------------------------------------------------------------------
@@ -211,6 +233,17 @@ def test_memory_on_a_mac() -> None:
     )
     assert vm_stat_available(text, page_nbytes=10) == 1350
     assert vm_stat_available("", page_nbytes=10) is None
+
+
+def test_a_python_for_intel_macs_is_noticed() -> None:
+    assert is_translated("darwin", lambda: "1\n")
+    assert not is_translated("darwin", lambda: "0\n")
+    assert not is_translated("linux", lambda: "1\n")
+
+    def unknown() -> str:
+        raise subprocess.CalledProcessError(1, "sysctl")
+
+    assert not is_translated("darwin", unknown)
 
 
 def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

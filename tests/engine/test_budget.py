@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.core.errors import NeverFits
+from firn.core.memory_plan import Transient
 from firn.core.values import Job, Prompt, RequestId
 from firn.engine.budget import (
+    GROW_TOKENS,
+    LEARN_FROM_TOKENS,
     MAX_FACTOR,
     MIN_FACTOR,
     REPLY_RESERVE_TOKENS,
@@ -23,6 +26,12 @@ COST = RowCost(per_token_nbytes=10, fixed_nbytes=500)
 def job(n_prompt: int, max_tokens: int = 0, *, n: int = 1, name: str = "job") -> Job:
     prompt = Prompt(np.zeros(n_prompt, dtype=np.int64))
     return Job(RequestId(name), prompt, max_tokens, n=n)
+
+
+def teach(budget: Budget, ratio: float) -> None:
+    """What rows take is this much of the estimate, again and again."""
+    for _ in range(100):
+        budget.learn([10_000], int(ratio * budget.cost.of(10_000)))
 
 
 def test_a_row_costs_its_tokens_and_what_any_row_costs() -> None:
@@ -56,44 +65,80 @@ def test_a_prompt_over_the_capacity_never_fits() -> None:
 def test_what_was_learned_may_admit_more_but_never_refuses_more() -> None:
     """A factor over one makes requests wait; whether one can ever fit is not a matter of guesses."""
     budget = Budget(COST, capacity_nbytes=1500)
-    for _ in range(100):
-        budget.learn(estimated_nbytes=100, used_nbytes=1000)
+    teach(budget, 10.0)
     assert budget.need_nbytes(job(100)) > 1500
-    for _ in range(100):
-        budget.learn(estimated_nbytes=100, used_nbytes=50)
+    teach(budget, 0.5)
     assert budget.need_nbytes(job(150)) <= 1500
 
 
 def test_admitting_never_raises_what_asking_did_not() -> None:
     """The factor may move between the two."""
     budget = Budget(COST, capacity_nbytes=1500)
-    for _ in range(100):
-        budget.learn(estimated_nbytes=100, used_nbytes=50)
+    teach(budget, 0.5)
     request = job(150)
     need = budget.need_nbytes(request)
-    for _ in range(100):
-        budget.learn(estimated_nbytes=100, used_nbytes=100)
+    teach(budget, 1.0)
     budget.admit(request, need)
     assert budget.held_nbytes == need
 
 
-@given(st.lists(st.tuples(st.integers(-5, 10_000), st.integers(0, 1_000_000)), max_size=60))
-def test_the_factor_stays_within_its_bounds(seen: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 9000), max_size=9), st.integers(0, 1 << 30))),
+)
+def test_the_factor_stays_within_its_bounds(seen: list[tuple[list[int], int]]) -> None:
     budget = Budget(COST, capacity_nbytes=1 << 30)
-    for estimated, used in seen:
+    for lengths, used in seen:
         before = budget.factor
-        budget.learn(estimated_nbytes=estimated, used_nbytes=used)
+        budget.learn(lengths, used)
         assert MIN_FACTOR <= budget.factor <= MAX_FACTOR
-        if estimated <= 0:
+        if not lengths or sum(lengths) / len(lengths) < LEARN_FROM_TOKENS:
             assert budget.factor == before
 
 
 @given(st.floats(MIN_FACTOR, MAX_FACTOR))
 def test_the_factor_goes_to_what_is_seen(ratio: float) -> None:
     budget = Budget(COST, capacity_nbytes=1 << 30)
-    for _ in range(60):
-        budget.learn(estimated_nbytes=1_000_000, used_nbytes=int(ratio * 1_000_000))
+    teach(budget, ratio)
     assert budget.factor == pytest.approx(ratio, rel=0.01)
+
+
+def test_short_rows_teach_nothing() -> None:
+    """Their buffers have a first step of 256 tokens: that is no waste of longer ones."""
+    budget = Budget(RowCost(1024, 0, 256), capacity_nbytes=1 << 30)
+    for _ in range(64):
+        budget.learn([13] * 8, 8 * 256 * 1024)
+    assert budget.factor == 1.0
+    assert budget.need_nbytes(job(8192)) == 8 << 20
+    assert budget.need_nbytes(job(13)) == 256 << 10, "the step itself is in the estimate"
+
+
+def test_a_growing_reply_is_counted_as_it_grows() -> None:
+    budget = Budget(RowCost(1, 0), capacity_nbytes=100_000)
+    long = job(100, 32_768)
+    assert budget.need_nbytes(long) == 100 + REPLY_RESERVE_TOKENS
+    assert budget.grown_nbytes(long, [700]) == 100 + REPLY_RESERVE_TOKENS
+    assert budget.grown_nbytes(long, [5000]) == 100 + 5000 + GROW_TOKENS
+    assert budget.grown_nbytes(long, [32_700]) == 100 + 32_768, "never more than it may say"
+    assert budget.grown_nbytes(long, [5000, 10]) == 200 + 5256 + REPLY_RESERVE_TOKENS
+    assert not budget.outgrown(long, [99_000])
+    assert budget.outgrown(long, [99_950])
+
+
+def test_chunks_shrink_with_depth_and_by_the_peak_that_was_seen() -> None:
+    scores = Transient(1 << 10, 64)
+    budget = Budget(COST, capacity_nbytes=1, transient=scores, chunk_nbytes=256 << 20)
+    assert budget.chunk_tokens(0, most=1024) == 1024
+    assert budget.chunk_tokens(16_000, most=1024) == 128
+    budget.learn_chunk(1024, 16_000, int(0.5 * scores.of(1024, 16_000)))
+    grown = budget.chunk_tokens(16_000, most=1024)
+    assert grown >= 128
+    budget.learn_chunk(1024, 16_000, 3 * scores.of(1024, 16_000))
+    assert budget.chunk_factor == 3.0, "more than thought counts at once"
+    assert budget.chunk_tokens(16_000, most=1024) == 64
+    budget.learn_chunk(1, 0, 1 << 30)
+    budget.learn_chunk(1024, 16_000, 0)
+    assert budget.chunk_factor == 3.0, "a tiny chunk and an unknown peak teach nothing"
+    assert Budget(COST, capacity_nbytes=1).chunk_tokens(1 << 20, most=512) == 512
 
 
 @given(

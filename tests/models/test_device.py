@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
-from firn.models.device import CHUNKS, Device, device, free_nbytes
+from firn.core.memory_plan import Kind, ModelMemory, Wishes, plan_memory
+from firn.models.device import CHUNKS, Device, device, look, set_limits
 
 
 def test_the_device_has_a_kind_and_memory() -> None:
     found = device()
     assert found.kind in CHUNKS
     assert found.memory_nbytes > 1 << 28
-    assert 0 <= free_nbytes(found) <= found.memory_nbytes
+    now = look(found)
+    assert now.available_nbytes is None or 0 < now.available_nbytes <= now.physical_nbytes * 2
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("cpu", 256), ("metal", 512), ("cuda", 2048)])
-def test_the_prefill_chunk_is_the_devices(kind: str, chunk: int) -> None:
+def test_the_prefill_chunk_is_the_devices(kind: Kind, chunk: int) -> None:
     assert Device(kind, 1 << 30).prefill_chunk == chunk
+
+
+def test_mlx_is_held_to_the_plan() -> None:
+    plan = plan_memory(look(device()), ModelMemory(1 << 20, 1 << 10, 0), Wishes(chunk=256))
+    set_limits("cpu", plan)
+    before = mx.set_cache_limit(plan.buffer_cache_nbytes)
+    assert before == plan.buffer_cache_nbytes

@@ -53,6 +53,23 @@ FAST = (
 )
 
 
+STATE_SIZES = {
+    "mamba2": "state_size",
+    "falcon_h1": "mamba_d_state",
+    "granitemoehybrid": "mamba_d_state",
+    "nemotron_h": "ssm_state_size",
+    "plamo2": "mamba_d_state",
+    "rwkv7": "head_dim",
+    "qwen3_next": "linear_key_head_dim",
+}
+
+
+@pytest.mark.parametrize("name", STATE_SIZES)
+def test_states_are_wide_enough_for_metal(name: str) -> None:
+    """The kernels divide a state by 32 threads, without a rest."""
+    assert ZOO[name].config[STATE_SIZES[name]] % 32 == 0
+
+
 def check_layout(name: str, model: nn.Module) -> None:
     expected = CACHES.get(name, f"KVCache*{len(model.layers)}")
     assert probe.layout(make_prompt_cache(model)) == expected

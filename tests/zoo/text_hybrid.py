@@ -2,10 +2,13 @@
 
 from .base import COMMON, MLA, MOE, WINDOW, entry, table
 
+STATE = 32
+"""mlx-lm's Metal kernels give each of 32 threads its part of a state: less would be none at all."""
+
 MAMBA2 = {
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
-    "mamba_d_state": 16,
+    "mamba_d_state": STATE,
     "mamba_d_conv": 4,
     "mamba_n_groups": 1,
     "mamba_proj_bias": False,
@@ -75,7 +78,7 @@ NEMOTRON_H = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
     "mamba_proj_bias": False,
-    "ssm_state_size": 16,
+    "ssm_state_size": STATE,
     "conv_kernel": 4,
     "n_groups": 1,
     "use_bias": False,
@@ -208,7 +211,7 @@ HYBRID = table(
         "mamba2",
         num_heads=8,
         intermediate_size=128,
-        state_size=16,
+        state_size=STATE,
         conv_kernel=4,
         n_groups=2,
         use_bias=False,
@@ -236,7 +239,7 @@ HYBRID = table(
         "plamo2",
         num_hidden_layers=4,
         hidden_size_per_head=16,
-        mamba_d_state=16,
+        mamba_d_state=STATE,
         mamba_num_heads=4,
         mamba_step=2,
         attention_window_size=WINDOW,
@@ -251,5 +254,12 @@ HYBRID = table(
         attention_window_size=WINDOW,
         block_types=["recurrent", "recurrent", "attention"],
     ),
-    entry("rwkv7", a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8),
+    entry(
+        "rwkv7",
+        head_dim=STATE,
+        a_low_rank_dim=8,
+        v_low_rank_dim=8,
+        gate_low_rank_dim=8,
+        decay_low_rank_dim=8,
+    ),
 )

@@ -91,7 +91,7 @@ class Committer:
         except Exception:
             self._records.take_back(new)
             raise
-        self._records.spill(r for r in new if r.alive)
+        self._records.committed([r for r in new if r.alive])
 
     @contextmanager
     def _leased(self, node: Node) -> Iterator[None]:

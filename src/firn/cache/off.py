@@ -54,6 +54,12 @@ class CacheOff:
     def blank(self) -> BlankTrail:
         return BlankTrail()
 
+    def confirm(self) -> None:
+        pass
+
+    def doubt(self) -> None:
+        pass
+
     def set_room(self, nbytes: int) -> None:
         pass
 

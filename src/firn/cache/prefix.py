@@ -217,6 +217,18 @@ class PrefixTree:
 
     # --- upkeep ----------------------------------------------------------------------------
 
+    def confirm(self) -> None:
+        try:
+            self.records.confirm()
+        except Exception as e:
+            self.records.failed("confirm", e)
+
+    def doubt(self) -> None:
+        try:
+            self.records.doubt()
+        except Exception as e:
+            self.records.failed("doubt", e)
+
     def set_room(self, nbytes: int) -> None:
         try:
             memory = self.records.memory

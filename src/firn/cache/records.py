@@ -78,6 +78,8 @@ class Records:
         self.stats = Stats()
         self.estimates = Estimates(clock)
         self._trash: list[Iterator[Node]] = []
+        self._in_doubt: list[tuple[Record, int]] | None = None
+        """Committed since the last confirmation, with the tiers that had it; None: nobody confirms."""
         self._put_off: dict[int, list[News]] = {}
         """By tier: what was told while the engine waited for a write."""
 
@@ -124,6 +126,32 @@ class Records:
             [(self.tiers[s.tier], s.entry) for s in self.catalogue.take_strays(node.key)]
         )
         return record
+
+    def committed(self, records: Sequence[Record]) -> None:
+        """Computed just now: to be spilled once the device is known to have had no fault."""
+        if self._in_doubt is None:
+            self.spill(records)
+        else:
+            self._in_doubt += [(record, record.stored) for record in records]
+
+    def confirm(self) -> None:
+        """What was committed so far is good. From the first call on, this is waited for."""
+        waiting, self._in_doubt = self._in_doubt or [], []
+        self.spill(record for record, _ in waiting if record.alive)
+
+    def doubt(self) -> None:
+        """Forget what was committed since: arrays, and what a tier has got of them meanwhile."""
+        waiting, self._in_doubt = self._in_doubt or [], []
+        for record, stored in reversed(waiting):
+            if not record.alive:
+                continue
+            self.stats.dropped["in doubt"] += 1
+            self.tree.release(record)
+            if record.stored != stored or record.writing:
+                self._delete([record])
+                self.lose(record)
+            elif not record.stored:
+                self.lose(record)
 
     def spill(self, records: Iterable[Record]) -> None:
         """Let these outlive memory, in every tier that should have them and has not."""

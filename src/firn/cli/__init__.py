@@ -17,6 +17,7 @@ from firn import __version__
 from firn.cli.cache import ConfigFile, Dir, cache_app, cache_dir
 from firn.cli.flags import with_config
 from firn.cli.models import DEFAULT_URL, ApiKey, ModelsDir, Url, models_app, pull
+from firn.cli.service import service_app
 from firn.config import Config, UsageError, load
 from firn.core.errors import FirnError
 
@@ -62,6 +63,7 @@ def make_cli(start: Start | None = None) -> typer.Typer:
     cli.command("pull")(_guarded(pull))
     cli.add_typer(models_app(_guarded), name="models")
     cli.add_typer(cache_app(_guarded), name="cache")
+    cli.add_typer(service_app(_guarded), name="service")
     return cli
 
 

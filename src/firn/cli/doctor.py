@@ -18,9 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from firn import __version__
+from firn.cli.doctor_budget import budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
-from firn.machine import Memory, disk_free, memory
+from firn.core.memory_plan import Wishes
+from firn.machine import Memory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 # Below this a cache on disk and a download make no sense.
 LOW_DISK_NBYTES = 2 * GIB
-# A conversation that a model should at least be able to hold.
-SHORT_CONTEXT = 4096
+ROSETTA = (
+    "This Python is one for Intel Macs, run by Rosetta: MLX needs one for Apple's processors "
+    "(from python.org, or `arch -arm64 brew install python`)."
+)
 INSTALL_HINT = "on Linux install firn[cpu] or firn[cuda13]"
 
 Mark = Literal["ok", "note", "problem"]
@@ -91,6 +95,8 @@ def look_at_machine(cache_dir: Path) -> Iterator[Finding]:
     yield _version("mlx-lm", "not installed; install firn again", missing="problem")
     yield _version("mlx-vlm", "not installed; pictures need firn[vision]", missing="ok")
     yield Finding("platform", f"{platform.platform()}, {platform.machine()}")
+    if is_translated():
+        yield Finding("", ROSETTA, "problem")
     device = _device()
     if device is None:
         yield Finding("device", f"MLX cannot be loaded; {INSTALL_HINT}", "problem")
@@ -187,7 +193,7 @@ def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> It
     for problem in report.problems:
         yield Finding("", problem, "problem")
     if report.weights_nbytes:
-        yield _fit(report, device, now)
+        yield from _budget(report, device, now)
 
 
 def time_model(name: str) -> Iterator[Finding]:
@@ -241,23 +247,34 @@ def _cache_text(report: ModelReport) -> str:
     return ", ".join(parts)
 
 
-def _fit(report: ModelReport, device: DeviceReport, now: Memory) -> Finding:
-    """Whether weights and a short conversation fit, and how long a conversation may get."""
-    limit = device.working_set_nbytes or device.memory_nbytes or now.total
-    cost, full = report.cache, report.context_length or 0
-    need = report.weights_nbytes + (cost.nbytes(SHORT_CONTEXT) if cost else 0)
-    if need > limit:
-        text = f"It needs {size(need)} and the device has {size(limit)}: it does not fit."
-        return Finding("fits", text, "problem")
-    if now.available is not None and device.kind != "CUDA" and need > now.available:
-        text = f"It needs {size(need)}, and {size(now.available)} is available: close something."
-        return Finding("fits", text, "note")
-    if cost is None or cost.per_token_nbytes == 0:
-        return Finding("fits", "yes")
-    if full and report.weights_nbytes + cost.nbytes(full) <= limit:
-        return Finding("fits", "yes, with a full context")
-    n_tokens = (limit - report.weights_nbytes - cost.fixed_nbytes) // cost.per_token_nbytes
-    return Finding("fits", f"yes, with memory for about {n_tokens} tokens of context")
+def _budget(report: ModelReport, device: DeviceReport, now: Memory) -> Iterator[Finding]:
+    """What a server would plan with its defaults: the table, and the context that it allows."""
+    from firn.memory import beside_others
+    from firn.models.device import LARGEST_CHUNKS
+
+    machine = beside_others(machine_of(device, now))
+    model, wishes = model_of(report), Wishes(chunk=LARGEST_CHUNKS[machine.kind])
+    plan, fits_alone = verdict(machine, model, wishes)
+    topic = "budget"
+    for nbytes, text in budget_rows(machine, plan):
+        sign = "-" if nbytes < 0 else " "
+        yield Finding(topic, f"{sign}{size(abs(nbytes)):>10}  {text}")
+        topic = ""
+    full = report.context_length or 0
+    if not fits_alone:
+        most = machine.device_nbytes - plan.headroom_nbytes
+        text = f"It needs {size(report.weights_nbytes)} and a conversation's memory; it may have "
+        yield Finding("fits", text + f"{size(most)} of this machine: it does not fit.", "problem")
+    elif not plan.fits:
+        text = f"It could have {size(plan.limit_nbytes)} now, with what else runs: close something."
+        yield Finding("fits", text, "note")
+    elif report.cache is None or report.cache.per_token_nbytes == 0:
+        yield Finding("fits", "yes")
+    elif full and plan.context_tokens >= full:
+        yield Finding("fits", "yes, with a full context")
+    else:
+        text = f"yes, with memory for about {plan.context_tokens} tokens of context"
+        yield Finding("fits", text)
 
 
 def size(nbytes: int) -> str:

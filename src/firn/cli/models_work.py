@@ -68,18 +68,19 @@ def change(
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """revisions: of the hub's cache, by which it is removed there."""
+    """revisions: of the hub's cache, by which it is removed there. owner: whose folder it is."""
 
     name: str
     folder: Path
     nbytes: int
     revisions: tuple[str, ...] = ()
+    owner: str = ""
 
 
 def local_models(models_dir: Path | None) -> list[LocalModel]:
-    """Those of the folder, or else those of the hub's cache that hold weights."""
+    """Those of the folder, or else those of the hub's cache that hold weights, and LM Studio's."""
     if models_dir is None:
-        return _hub_models()
+        return [*_hub_models(), *_lm_studio_models()]
     from firn.fleet.catalogue import folders
 
     if not models_dir.is_dir():
@@ -105,6 +106,15 @@ def _hub_models() -> list[LocalModel]:
     return found
 
 
+def _lm_studio_models() -> list[LocalModel]:
+    from firn.models.local import lm_studio_models
+
+    return [
+        LocalModel(found.name, found.folder, _nbytes(found.folder), owner="LM Studio")
+        for found in lm_studio_models()
+    ]
+
+
 def _show_local(models: list[LocalModel]) -> None:
     table = _table("model", "size", "folder")
     for model in models:
@@ -119,6 +129,8 @@ def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes
     if found is None:
         where = f"in {models_dir}" if models_dir else "in the hub's cache"
         raise SetupError(f"There is no model {name} {where}; `firn models ls` lists them.")
+    if found.owner:
+        raise SetupError(f"{name} belongs to {found.owner}: remove it there ({found.folder}).")
     _refuse_in_use(name, url, api_key)
     question = f"Remove {found.name} ({_size(found.nbytes)}, {found.folder})?"
     if not yes and not typer.confirm(question):

@@ -9,7 +9,7 @@ import typer
 
 from firn.config import Config, unknown_variables
 from firn.core.errors import SetupError
-from firn.machine import is_loopback, most_descriptors
+from firn.machine import is_loopback, is_translated, most_descriptors
 
 MLX_LM_FILES = 4096
 """What mlx-lm sets as the limit when it is imported, or fails."""
@@ -42,6 +42,10 @@ def _app(config: Config) -> Callable[[Config], int]:
         from firn.app import serve as start
     except ImportError as error:
         if (error.name or "").split(".")[0] == "mlx":
+            if is_translated():
+                from firn.cli.doctor import ROSETTA
+
+                raise SetupError(ROSETTA) from error
             raise SetupError(
                 "MLX is not installed for this machine; on Linux install firn[cpu] or "
                 f"firn[cuda13] ({error})"

@@ -225,6 +225,16 @@ class EngineDead(FirnError):
         super().__init__("The engine has stopped; the server is about to restart.")
 
 
+class DeviceFailing(FirnError):
+    """The device fails again and again: only a new process can help."""
+
+    status = 503
+    code = "device_failing"
+
+    def __init__(self, n_faults: int) -> None:
+        super().__init__(f"The device has failed {n_faults} times; the server is about to restart.")
+
+
 class StepFailed(FirnError):
     """An exception inside the model ended this request; others go on."""
 

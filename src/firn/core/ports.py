@@ -235,8 +235,8 @@ class Runner(Protocol):
         """Take part in decode steps, starting by consuming `token`. `n_coming` more are to follow."""
         ...
 
-    def resume(self, row: Any, reply: Sequence[int]) -> None:
-        """The row was read again after a failed step: go on behind this reply, in a group of its own."""
+    def resume(self, row: Any, reply: Sequence[int], *, alone: bool = True) -> None:
+        """The row was read again: go on behind this reply, after a fault in a group of its own."""
         ...
 
     def force(self, row: Any, tokens: Sequence[int], *, at: int) -> None:
@@ -262,8 +262,18 @@ class Runner(Protocol):
         """Read the tokens of a group's dispatched steps, but for the newest `keep_in_flight`."""
         ...
 
+    def confirm(self) -> None:
+        """Wait for all that was dispatched; raises what the device has to say of any of it."""
+        ...
+
     def live_nbytes(self) -> int:
         """Device memory that the decoding rows' caches take."""
+        ...
+
+    @property
+    def chunk_peak_nbytes(self) -> int:
+        """What the chunk settled last took while it ran, beyond what it left; 0: an earlier peak was
+        higher, and nobody knows."""
         ...
 
     def close(self) -> None:
@@ -338,6 +348,17 @@ class PrefixCache(Protocol):
 
     def blank(self) -> Trail:
         """A trail that neither reads nor writes."""
+        ...
+
+    def confirm(self) -> None:
+        """The device had no fault in what was committed so far: let it be written below.
+
+        From the first call on, nothing is written before the next.
+        """
+        ...
+
+    def doubt(self) -> None:
+        """Forget what was committed since the last confirmation, wherever it is."""
         ...
 
     def set_room(self, nbytes: int) -> None:

@@ -141,7 +141,12 @@ class Engine:
     def _main(self) -> None:
         try:
             self._parts = self._build()
-            self._loop = Loop(self._parts, self._publish, left_queue=self._leave_queue)
+            self._loop = Loop(
+                self._parts,
+                self._publish,
+                left_queue=self._leave_queue,
+                rejoined_queue=self._rejoin_queue,
+            )
         except BaseException as e:
             self._ready.set_exception(e)
             return
@@ -181,6 +186,10 @@ class Engine:
     def _leave_queue(self) -> None:
         with self._lock:
             self._n_queued -= 1
+
+    def _rejoin_queue(self) -> None:
+        with self._lock:
+            self._n_queued += 1
 
     def _end_all(self, error: FirnError) -> None:
         """Tell everyone, those in the inbox too: nobody waits for a thread that is gone."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,11 +30,14 @@ from firn.core.events import (
     PromptLogprobs,
     Token,
 )
-from firn.core.ports import Delivery, Load, PrefixCache, Publish, Restored, Runner, Trail
+from firn.core.ports import Delivery, Load, Publish, Restored, Trail
 from firn.core.values import Job, Prompt, RequestId
-from firn.engine.budget import Budget
+from firn.engine.chunks import ChunkSizes
+from firn.engine.parts import Limits as Limits
+from firn.engine.parts import Parts as Parts
+from firn.engine.recovery import Recovery
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
-from firn.engine.sequence import Choice, Forced, Sequence, Task
+from firn.engine.sequence import Choice, Forced, Sequence, Since, Task
 
 log = logging.getLogger("firn.engine")
 T = TypeVar("T")
@@ -43,38 +47,25 @@ HAND_OVER_S = 1e-4
 """Behind a first token: so long Python is left to the thread that carries it out."""
 CALIBRATE_EVERY = 64
 """Steps between two looks at how much memory the decoding rows really take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_rows: int
-    max_queue: int
-    prefill_chunk: int
-    aligned: bool = False
-    """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
-    scored_nbytes: int = 128 << 20
-    """Logits of a chunk whose every token is scored: where the vocabulary is large it is shorter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the engine thread builds for itself at its start."""
-
-    runner: Runner
-    cache: PrefixCache
-    budget: Budget
-    limits: Limits
-    embedder: Any = None
-    """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
+GROW_EVERY = 16
+"""Steps between two looks at how far replies have grown."""
 
 
 class Loop:
-    def __init__(self, parts: Parts, publish: Publish, *, left_queue: Callable[[], None]) -> None:
-        """`left_queue` is called for each request that does not wait any more."""
+    def __init__(
+        self,
+        parts: Parts,
+        publish: Publish,
+        *,
+        left_queue: Callable[[], None],
+        rejoined_queue: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`left_queue` is called for each request that does not wait any more, or waits again."""
         self.runner, self.cache = parts.runner, parts.cache
         self.budget, self.limits = parts.budget, parts.limits
         self._publish = publish
         self._leave_queue = left_queue
+        self._rejoin_queue = rejoined_queue
         self.sequences: dict[RequestId, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.tasks: dict[int, Task] = {}
@@ -84,6 +75,13 @@ class Loop:
         self._turn = 0
         self._said_first = False
         self._out: list[Delivery] = []
+        self._chunks = ChunkSizes(
+            self.limits.prefill_chunk,
+            largest=self.limits.largest_chunk,
+            max_step_s=self.limits.max_step_s,
+        )
+        self._recovery = Recovery(self)
+        self.cache.confirm()
 
     @property
     def busy(self) -> bool:
@@ -106,6 +104,8 @@ class Loop:
 
     def step(self) -> None:
         self.cache.tick(self._load)
+        if self.rows and self._n_steps % GROW_EVERY == 0:
+            self._recovery.follow_growth()
         todo = self._plan()
         for request in todo.admit:
             self._admit(self.sequences[request])
@@ -122,15 +122,14 @@ class Loop:
             time.sleep(HAND_OVER_S)
         if task is not None:
             self._settle_chunk(task)
+        self._recovery.confirm(in_flight=bool(self.rows) and task is None)
         self._n_steps += 1
         if self.rows and self._n_steps % CALIBRATE_EVERY == 0:
             self._calibrate()
 
     def _calibrate(self) -> None:
         """Compare what admission thought the decoding rows would take with what they take."""
-        budget = self.budget
-        estimated = sum(budget.cost.of(row.n_tokens) for row in self.rows)
-        budget.learn(estimated_nbytes=estimated, used_nbytes=self.runner.live_nbytes())
+        self.budget.learn([row.n_tokens for row in self.rows], self.runner.live_nbytes())
 
     def _plan(self) -> Plan:
         waiting = tuple(Waiting(s.job.id, s.job.n, s.need_nbytes) for s in self.waiting)
@@ -177,6 +176,12 @@ class Loop:
         self._leave_queue()
         sequence.admitted = True
         self.budget.admit(sequence.job, sequence.need_nbytes)
+        if sequence.was_put_back:
+            self._recovery.bring_back(sequence)
+        else:
+            self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
         task = self._guard(sequence, lambda: self._open_task(sequence))
         self.cache.set_room(self.budget.free_nbytes())  # what it resumed from was needed until here
         if task is None:
@@ -193,16 +198,33 @@ class Loop:
 
     def _open_task(self, sequence: Sequence) -> Task:
         """Restore what the cache has of the prompt into a new row."""
-        restored = self.cache.restore(sequence.trail)
-        row = self._restore(sequence, restored) if restored else None
-        if row is None:
-            row = self.runner.start(None)
-        prompt, trail = sequence.job.prompt, sequence.trail
-        task = self._add_task(sequence, prompt, sequence.choices, trail, row)
+        prompt, choices = sequence.job.prompt, sequence.choices
+        task = self._start_task(sequence, prompt, choices, sequence.trail)
+        sequence.trail = task.trail
         task.scored = sequence.job.prompt_logprobs
         return task
 
-    def _restore(self, sequence: Sequence, restored: Restored) -> Any | None:
+    def _start_task(
+        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], trail: Trail
+    ) -> Task:
+        restored = self.cache.restore(trail)
+        row = self._restore(trail, restored) if restored else None
+        if restored and row is None:
+            trail = self.cache.blank()
+        if row is None:
+            with self._closing_if_it_fails(trail):
+                row = self.runner.start(None)
+        return self._add_task(sequence, prompt, choices, trail, row)
+
+    @contextmanager
+    def _closing_if_it_fails(self, trail: Trail) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.cache.close_trail(trail, None)
+            raise
+
+    def _restore(self, trail: Trail, restored: Restored) -> Any | None:
         """A row with a past. If that fails it is a miss, and this request leaves the cache alone."""
         began = time.perf_counter()
         try:
@@ -211,8 +233,7 @@ class Loop:
             return row
         except Exception as e:
             log.warning("restoring %d tokens failed: %r", restored.n_tokens, e, exc_info=e)
-            self.cache.close_trail(sequence.trail, None)
-            sequence.trail = self.cache.blank()
+            self.cache.close_trail(trail, None)
             return None
 
     def _add_task(
@@ -267,16 +288,22 @@ class Loop:
             self.cache.set_room(self.budget.free_nbytes())
         self.sequences.pop(sequence.job.id, None)
 
-    def _drop_task(self, task: Task) -> None:
+    def _drop_task(self, task: Task, *, keep: bool = True) -> None:
+        """keep: store what it has read."""
         del self.tasks[task.number]
-        self.cache.close_trail(task.trail, task.row)
+        self._close(task.trail, task.row if keep else None)
         self.runner.leave([task.row])
 
-    def _drop_row(self, choice: Choice) -> None:
+    def _close(self, trail: Trail, row: Any | None) -> None:
+        self.cache.close_trail(trail, row)
+        if row is not None:
+            self._recovery.stored()
+
+    def _drop_row(self, choice: Choice, *, keep: bool = True) -> None:
         if choice.row is None:
             return
         if choice.trail is not None:
-            self.cache.close_trail(choice.trail, choice.row)
+            self._close(choice.trail, choice.row if keep else None)
         self.rows.pop(choice.row, None)
         self.runner.leave([choice.row])
         choice.row = choice.trail = None
@@ -287,12 +314,13 @@ class Loop:
         self._turn += 1
         ahead = self.cache.advance(task.trail, task.row.n_tokens)
         if ahead is not None:
-            row = self._restore(task.sequence, ahead)
-            task.trail = task.sequence.trail
-            if row is not None:
+            row = self._restore(task.trail, ahead)
+            if row is None:
+                self._leave_cache(task)
+            else:
                 self.runner.leave([task.row])
                 task.row = row
-                if task.sequence.announced:
+                if task.sequence.announced and task.is_prompt:
                     self._say(task.sequence.job.id, Advanced(task.trail.found))
             self._announce(task.sequence)
             if task.n_left == 0:
@@ -309,9 +337,19 @@ class Loop:
         task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
         return self._guard(task.sequence, lambda: self._prefill(task, end))
 
+    def _leave_cache(self, task: Task) -> None:
+        """What it was to resume from is bad: it goes on without."""
+        is_prompt, task.trail = task.is_prompt, self.cache.blank()
+        if is_prompt:
+            task.sequence.trail = task.trail
+
     def _chunk(self, task: Task) -> int:
-        chunk = self.limits.prefill_chunk
-        if not task.scored or self.limits.aligned:  # other chunks would be other bits
+        if self.limits.aligned:  # other chunks would be other bits
+            return self.limits.prefill_chunk
+        alone = not self.rows and not self.waiting and len(self.tasks) == 1
+        chunk = self._chunks.choose(task.row.n_tokens, alone=alone)
+        chunk = self.budget.chunk_tokens(task.row.n_tokens, most=chunk)
+        if not task.scored:
             return chunk
         return max(min(chunk, self.limits.scored_nbytes // (4 * self.runner.info.vocab_size)), 1)
 
@@ -337,8 +375,12 @@ class Loop:
         if logprobs:
             self._say(task.sequence.job.id, PromptLogprobs(task.chunk_start + 1, tuple(logprobs)))
         took = time.perf_counter() - task.chunk_began
-        self.cache.saw_prefill(task.chunk_start, task.row.n_tokens, took)
+        start, end = task.chunk_start, task.row.n_tokens
+        self.cache.saw_prefill(start, end, took)
+        self._chunks.saw(start, end, took)
+        self.budget.learn_chunk(end - start, start, self.runner.chunk_peak_nbytes)
         self.cache.commit(task.trail, task.row)
+        self._recovery.stored()
         return task
 
     def _begin_decode(self, task: Task) -> None:
@@ -354,6 +396,11 @@ class Loop:
         self._guard(task.sequence, lambda: self._join(task))
 
     def _join(self, task: Task) -> None:
+        with self._closing_if_it_fails(task.trail):
+            self._join_choices(task)
+        self.cache.close_trail(task.trail, None)
+
+    def _join_choices(self, task: Task) -> None:
         last = int(task.prompt.ids[-1])
         fresh = [c for c in task.choices if not c.done]
         rows = self.runner.choices(task.row, task.sequence.job, [c.index for c in fresh])
@@ -362,14 +409,14 @@ class Loop:
         n_coming = len(fresh) + sum(len(t.choices) for t in alike)
         for choice, row in zip(fresh, rows, strict=True):
             n_coming -= 1
-            if choice.n_rescues:
-                self.runner.resume(row, choice.tokens)
-            choice.row, choice.trail = row, self.cache.fork(task.trail, choice.tokens)
+            if choice.n_rescues or choice.tokens:
+                self.runner.resume(row, choice.tokens, alone=choice.n_rescues > 0)
+            reply = Since(choice.tokens, len(task.prompt) - len(task.sequence.job.prompt))
+            choice.row, choice.trail = row, self.cache.fork(task.trail, reply)
             self.runner.join(row, last, n_coming=n_coming)
             self.rows[row] = choice
             if choice.forced.tokens:
                 self._force_row(choice)
-        self.cache.close_trail(task.trail, None)
 
     # --- decode ----------------------------------------------------------------------------
 
@@ -419,6 +466,7 @@ class Loop:
             self._finish_choice(choice)
         elif choice.trail is not None and choice.trail.wants(choice.row.n_tokens):
             self.cache.commit(choice.trail, choice.row)
+            self._recovery.stored()
 
     def _finish_choice(self, choice: Choice) -> None:
         self._drop_row(choice)
@@ -436,13 +484,16 @@ class Loop:
         """
         log.warning("a decode step of %d rows failed: %r", len(rows), error, exc_info=error)
         choices = [self.rows.pop(row) for row in rows]
+        in_it = {choice.sequence for choice in choices}
         self.runner.leave(rows)
         for choice in choices:
             if choice.trail is not None:
                 self.cache.close_trail(choice.trail, None)
             choice.row = choice.trail = None
+        if _may_be_anybodys(error):
+            self._recovery.everyone_back(but=in_it)
         for choice in choices:
-            if choice.done:  # its request has just been given up
+            if choice.done or not choice.sequence.admitted:  # given up, or put back, just now
                 continue
             choice.n_rescues += 1
             if choice.n_rescues > MAX_RESCUES:
@@ -462,7 +513,16 @@ class Loop:
         try:
             return action()
         except Exception as e:
-            self._fail(sequence, e)
+            if (
+                _may_be_anybodys(e)
+                and not sequence.was_at_fault
+                and not sequence.job.prompt_logprobs
+            ):
+                sequence.was_at_fault = True
+                log.warning("request %s: %r; once more", sequence.job.id, e, exc_info=e)
+                self._recovery.everyone_back()
+            else:
+                self._fail(sequence, e)
             return None
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
@@ -470,13 +530,16 @@ class Loop:
             return
         named = _named(sequence.job, error)
         # After a fault the rows are in doubt: nothing more of them is stored.
-        for trail in [sequence.trail, *(c.trail for c in sequence.choices if c.trail)]:
+        tasks = [t.trail for t in self.tasks.values() if t.sequence is sequence]
+        for trail in [sequence.trail, *tasks, *(c.trail for c in sequence.choices if c.trail)]:
             self.cache.close_trail(trail, None)
         self._retire(sequence)
         self._say(sequence.job.id, JobFailed(named))
 
     def end_all(self, error: FirnError) -> None:
         """Tell everyone, and let go of everything."""
+        with suppress(Exception):  # a device that fails now has nothing left to spoil
+            self._recovery.confirm(in_flight=False)
         for request in self.sequences:
             self._say(request, JobFailed(error))
         for table in (self.sequences, self.waiting, self.tasks, self.rows):
@@ -489,6 +552,11 @@ class Loop:
         if self._out:
             batch, self._out = self._out, []
             self._publish(batch)
+
+
+def _may_be_anybodys(error: Exception) -> bool:
+    """What a device reports late is raised by whoever uses it next; it comes as a RuntimeError."""
+    return isinstance(error, RuntimeError | MemoryError)
 
 
 def _named(job: Job, error: Exception) -> FirnError:

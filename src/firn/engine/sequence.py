@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -29,6 +30,26 @@ class Forced:
 
 
 NOT_FORCED = Forced(0, ())
+
+
+class Since(abc.Sequence[int]):
+    """What a growing list holds from a position on."""
+
+    def __init__(self, tokens: list[int], start: int) -> None:
+        self._tokens = tokens
+        self._start = start
+
+    def __len__(self) -> int:
+        return len(self._tokens) - self._start
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return self._tokens[self._start :][index]
+        return self._tokens[index + self._start if index >= 0 else index]
 
 
 @dataclass(eq=False)
@@ -75,6 +96,10 @@ class Sequence:
     announced: bool = False
     """The client has been told what the cache did for it."""
     need_nbytes: int = 0
+    was_put_back: bool = False
+    """It waits again: its rows were taken from it."""
+    was_at_fault: bool = False
+    """A fault came up in its work, which may have been another's: it has had its second chance."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice(self, i) for i in range(self.job.n)]
@@ -82,6 +107,16 @@ class Sequence:
     @property
     def open_choices(self) -> list[Choice]:
         return [c for c in self.choices if not c.done]
+
+    @property
+    def replies(self) -> list[int]:
+        """How long the replies are that are not over."""
+        return [len(c.tokens) for c in self.open_choices]
+
+    @property
+    def has_begun(self) -> bool:
+        """Some of its replies are longer than others: they are no more one prompt."""
+        return any(c.tokens or c.done for c in self.choices)
 
 
 @dataclass(eq=False)
@@ -101,6 +136,11 @@ class Task:
     """The logprobs of its tokens are wanted."""
     chunk_start: int = 0
     chunk_began: float = 0.0
+
+    @property
+    def is_prompt(self) -> bool:
+        """It reads the request's prompt, not a reply again."""
+        return self.trail is self.sequence.trail
 
     @property
     def n_total(self) -> int:

@@ -11,6 +11,7 @@ from firn.config import converted_dir
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 from firn.fleet.catalogue import ModelSpec
+from firn.models.local import find
 from firn.models.packaged import PACKAGED, made_folder
 from firn.models.recognise import context_length, is_vision, score_of
 from firn.text.rerank import NAMED
@@ -37,13 +38,14 @@ def folder_of(spec: ModelSpec) -> Path | None:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    return _in_hub_cache(name) if _is_hub_id(name) else None
+    in_cache = _in_hub_cache(name) if _is_hub_id(name) else None
+    return in_cache or find(name)
 
 
 def check(spec: ModelSpec) -> None:
     """Raises SetupError where there is no such model, and never will be."""
     name = spec.path
-    if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name)):
+    if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name) or find(name)):
         path = Path(name).expanduser()
         if not path.exists():
             raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -30,6 +31,7 @@ CONVERSATION_TOKENS = 4096
 """What a model should at least have room for."""
 HEADROOM_SHARE = 0.1
 """Of the machine's memory, for everything else on it."""
+SMALL_MAC_NBYTES = 36 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,16 @@ def room(limit_nbytes: int) -> Room:
     """Takes its time on macOS and with a GPU. limit_nbytes: as the user set it; 0: by the memory of
     what computes."""
     now = gpu_memory() or machine.memory()
-    budget = limit_nbytes or int(now.total * (1 - HEADROOM_SHARE))
+    budget = limit_nbytes or int(now.total * usable_share(now.total))
     free = math.inf if now.available is None else float(now.available)
     return Room(budget, free)
+
+
+def usable_share(total_nbytes: int, *, platform: str = sys.platform) -> float:
+    """Of a machine's memory, for models. A Mac's GPU is given less, until a model's process tells."""
+    if platform == "darwin":
+        return 2 / 3 if total_nbytes <= SMALL_MAC_NBYTES else 3 / 4
+    return 1 - HEADROOM_SHARE
 
 
 def gpu_memory() -> machine.Memory | None:

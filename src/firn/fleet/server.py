@@ -10,7 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,9 @@ DRAIN_S = 20.0
 """How long a stopping server lets running requests go on before it cuts them."""
 LEAVE_S = 75.0
 """When the front is ended, if it has not ended by itself: children have their time before."""
+SOCKET_PATH_NBYTES = 103
+"""macOS's limit of a Unix socket's path; Linux has 107."""
+SOCKET_NAME_NBYTES = len("/firn-12345678/99999.sock")
 N_DECODERS = 2
 BY_BODY = (
     "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/embeddings", "/v1/tokenize",
@@ -85,13 +88,21 @@ def serve(config: Config) -> int:
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
     """For the sockets: nobody else's (0700), with a short path, for that of a socket is bounded."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = runtime if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="firn-", dir=base))
+    folder = Path(tempfile.mkdtemp(prefix="firn-", dir=socket_base(os.environ)))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def socket_base(environ: Mapping[str, str]) -> str:
+    """A folder that can be written and whose sockets' paths are short enough for every system."""
+    places = (environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")
+    for place in places:
+        fits = len(os.fsencode(place)) + SOCKET_NAME_NBYTES <= SOCKET_PATH_NBYTES
+        if place and fits and os.path.isdir(place) and os.access(place, os.W_OK):
+            return place
+    raise SetupError(f"None of {', '.join(filter(None, places))} can hold a socket: set TMPDIR.")
 
 
 @dataclass(frozen=True, slots=True)

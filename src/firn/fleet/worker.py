@@ -31,6 +31,7 @@ from firn.api.server import create_app
 from firn.api.services import Services
 from firn.config import Config
 from firn.core.errors import FirnError, ShuttingDown
+from firn.core.memory_plan import MIN_CAPACITY_NBYTES
 from firn.core.values import GenerateRequest
 from firn.engine.loop import Parts
 from firn.fleet.catalogue import ModelSpec, from_json
@@ -113,7 +114,7 @@ def main() -> int:
     try:
         prompts = app.warm_prompts(config)
         with _progress(link, ModelSpec(name, config)):
-            server = app.build(config)
+            server = app.build(config, front=os.getppid())
             server.own_process()
     except FirnError as error:
         link.tell("failed", message=" ".join(error.message.split()))
@@ -223,7 +224,8 @@ async def _run(
             case {"do": "stop", "drain_s": drain_s}:
                 loop.call_soon_threadsafe(stop, drain_s)
             case {"do": "capacity", "nbytes": nbytes}:
-                server.engine.call(lambda parts: _set_capacity(parts, min(nbytes, own_capacity)))
+                capacity = max(min(nbytes, own_capacity), MIN_CAPACITY_NBYTES)
+                server.engine.call(lambda parts: parts.set_capacity(capacity))
 
     own_capacity = server.engine.parts.budget.capacity_nbytes
     link.obey(obey)
@@ -256,7 +258,7 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Li
     """Once it listens, that it is ready; then whatever has changed."""
     while not web.started:
         await asyncio.sleep(0.005)
-    peak, last, device = 0, None, devices.describe()
+    peak, last, device = 0, None, devices.device()
     news: dict[str, Any] = {"event": "ready", "model": model_object(services)}
     while True:
         found = await asyncio.wrap_future(server.engine.call(_measure))
@@ -279,12 +281,6 @@ def _measure(parts: Parts) -> dict[str, Any]:
         "bytes_per_token": view["bytes_per_token"],
         "bytes_per_row": view["bytes_per_row"],
     }
-
-
-def _set_capacity(parts: Parts, nbytes: int) -> None:
-    """What live requests and stored prefixes may take now, beside the other models' needs."""
-    parts.budget.capacity_nbytes = max(nbytes, app.MIN_CAPACITY_NBYTES)
-    parts.cache.set_room(parts.budget.free_nbytes())
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from mlx_lm.models.cache import BatchKVCache
 from firn.core.values import Sampling
 from firn.models.sampling import Picker, Picks, Scores, to_host
 
+BUFFER_TOKENS = 256
+"""mlx-lm's caches grow by so many tokens."""
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048

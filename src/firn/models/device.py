@@ -1,23 +1,23 @@
-"""What this machine computes on, and how much memory that has."""
+"""What this machine computes on, how much memory that has, and MLX's own limits on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from firn.core.memory_plan import Kind, MachineMemory, MemoryPlan
 from firn.machine import memory
 
-CHUNKS = {"cpu": 256, "metal": 512, "cuda": 2048}
-ALLOCATOR_SHARE = 0.05
-"""MLX keeps freed buffers for reuse; this much of the memory is enough for that."""
+CHUNKS: dict[Kind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
+"""Of a prompt, between two steps of others. In exact mode they are part of the answer's bits."""
+LARGEST_CHUNKS: dict[Kind, int] = {"cpu": 256, "metal": 2048, "cuda": 8192}
+"""While nobody waits, behind short contexts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    kind: str
-    """cpu, metal or cuda."""
+    kind: Kind
     memory_nbytes: int
     """What models and caches may fill."""
 
@@ -25,22 +25,13 @@ class Device:
     def prefill_chunk(self) -> int:
         return CHUNKS[self.kind]
 
+    @property
+    def largest_chunk(self) -> int:
+        return LARGEST_CHUNKS[self.kind]
+
 
 def device() -> Device:
-    """The default device, with MLX set up for a server on it."""
-    found = describe()
-    mx.set_cache_limit(int(found.memory_nbytes * ALLOCATOR_SHARE))
-    if found.kind == "metal":
-        maybe_set_recommended_wired_limit()
-    return found
-
-
-def active_nbytes() -> int:
-    """What arrays take right now. From any thread."""
-    return int(mx.get_active_memory())
-
-
-def describe() -> Device:
+    """The default device."""
     if mx.default_device() == mx.Device(mx.cpu):
         return Device("cpu", memory().total)
     info = mx.device_info()
@@ -52,11 +43,37 @@ def describe() -> Device:
     return Device("cuda", int(mx.get_memory_limit()))
 
 
-def free_nbytes(found: Device) -> int:
-    """What is left right now, for a default cache size."""
-    if found.kind == "cpu":
-        return memory().available or found.memory_nbytes // 2
-    return max(found.memory_nbytes - mx.get_active_memory(), 0)
+def look(device: Device) -> MachineMemory:
+    """What the machine has now, for a plan. What MLX holds in this process counts as available."""
+    now = memory()
+    available = now.available
+    if device.kind == "cuda":
+        free = mx.device_info().get("free_memory")
+        available = None if free is None else int(free)
+    if available is not None:
+        available += used_nbytes()
+    return MachineMemory(device.kind, device.memory_nbytes, now.total, available)
+
+
+def set_limits(kind: Kind, plan: MemoryPlan) -> None:
+    """Hold MLX to the plan. Once, when the weights are loaded."""
+    mx.clear_cache()
+    mx.set_cache_limit(plan.buffer_cache_nbytes)
+    if kind == "metal":
+        mx.set_memory_limit(plan.limit_nbytes)
+        if plan.wired_nbytes:
+            mx.set_wired_limit(plan.wired_nbytes)
+    mx.reset_peak_memory()  # that of loading says nothing about prefill
+
+
+def active_nbytes() -> int:
+    """What arrays take right now. From any thread."""
+    return int(mx.get_active_memory())
+
+
+def used_nbytes() -> int:
+    """What MLX holds in this process, buffers that it keeps for reuse included. From any thread."""
+    return int(mx.get_active_memory() + mx.get_cache_memory())
 
 
 def allocated_nbytes() -> dict[str, int]:

@@ -20,9 +20,12 @@ from mlx_lm import utils as mlx_utils
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from firn.core.errors import SetupError
+from firn.core.memory_plan import Transient
 from firn.models.foreign import foreign_format
 from firn.models.loader import read_config, tokenizer_fault
+from firn.models.local import find
 from firn.models.recognise import CONTEXT_KEYS, is_vision
+from firn.models.transient import transient_of
 
 DTYPES = {
     "F64": "float64",
@@ -91,6 +94,8 @@ class ModelReport:
     dtype: str | None = None
     context_length: int | None = None
     cache: CacheCost | None = None
+    transient: Transient | None = None
+    """Of a prefill chunk."""
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -111,8 +116,11 @@ def local_folder(name: str) -> Path | None:
     try:
         return Path(mlx_utils.hf_repo_to_path(name))
     except FileNotFoundError:  # huggingface_hub: no snapshot, or not all of it
-        return None
+        return find(name)
     except ValueError as error:  # huggingface_hub: not the form of an id
+        found = find(name)
+        if found is not None:
+            return found
         raise SetupError(f"{name} is neither a folder nor a hub id (owner/name).") from error
 
 
@@ -138,6 +146,7 @@ def inspect_folder(folder: Path) -> ModelReport:
         dtype=_dtype(config, headers),
         context_length=_context_length(config),
         cache=cache,
+        transient=_transient(config),
         notes=tuple(found.notes),
         problems=tuple(found.problems),
     )
@@ -150,6 +159,12 @@ def _config(folder: Path) -> dict[str, Any]:
         told = foreign_format(folder)
         raise SetupError(told or f"{folder} is a file; a model is a folder with a config.json.")
     return read_config(folder)
+
+
+def _transient(config: Mapping[str, Any]) -> Transient:
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    device = "cpu" if on_cpu else "metal" if mx.metal.is_available() else "cuda"
+    return transient_of(config, device=device, dtype="float32" if on_cpu else "bfloat16")
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:

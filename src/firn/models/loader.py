@@ -24,6 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
+from firn.models import local as local_models
 from firn.models.batch import can_batch
 from firn.models.cpu import dtype
 from firn.models.fingerprint import Fingerprint, weight_files
@@ -80,12 +81,24 @@ def resolve(name: str, rules: HubRules = HUB_RULES) -> Path:
             told = foreign_format(local)
             raise SetupError(told or f"{name} is a file; a model is a folder with a config.json.")
         return local
+    if not name.startswith((".", "/", "~")) and not _in_hub_cache(name):
+        folder_there = local_models.find(name)
+        if folder_there is not None:
+            log.info("%s is in %s", name, folder_there)
+            return folder_there
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
     folder = folder_of(name, rules)
     if name.upper().endswith("GGUF") and not (folder / "config.json").exists():
         raise SetupError(f"{name} is a model in llama.cpp's format; {WHAT_TO_DO}.")
     return folder
+
+
+def _in_hub_cache(name: str) -> bool:
+    try:
+        return name.count("/") == 1 and bool(mlx_utils.hf_repo_to_path(name))
+    except (FileNotFoundError, ValueError):  # huggingface_hub: no whole snapshot, or no id
+        return False
 
 
 def read_config(folder: Path) -> dict[str, Any]:

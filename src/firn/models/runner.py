@@ -31,6 +31,7 @@ from firn.models.batch import Group, Launched, Row, fork
 from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
+from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, pick, read_logprobs, score
 
 
@@ -67,6 +68,9 @@ class Runner:
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
         self._groups: list[Group] = []
+        self._before = (0, 0)
+        """Memory in use, and the peak so far, when the last chunk was dispatched."""
+        self.chunk_peak_nbytes = 0
 
     # --- prefill ---------------------------------------------------------------------------
 
@@ -87,6 +91,8 @@ class Runner:
         The logits are computed only where somebody wants to know how likely the tokens were.
         """
         start = row.n_tokens
+        self._before = mx.get_active_memory(), mx.get_peak_memory()
+        give_room(row.layers, len(prompt))
         self._prepare(end - start)
         ids = mx.array(prompt.ids[start:end].astype(np.int32))
         more = self._inputs.chunk(prompt, start, end)
@@ -101,11 +107,15 @@ class Runner:
     def settle(self, row: Row) -> list[TokenLogprob]:
         """Wait until the row's caches are computed; the logprobs that were asked for."""
         mx.eval([layer.state for layer in row.live_layers])
+        (active, before), peak = self._before, mx.get_peak_memory()
+        left = max(active, mx.get_active_memory())
+        self.chunk_peak_nbytes = peak - left if peak > before else 0
         scores, row.scores = row.scores, None
         return scores.read() if scores else []
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row for each choice, all with this row's past, each with its own sampler."""
+        end_room(row.layers)
         rows = [row, *(fork(row) for _ in indices[1:])]
         shift = self._inputs.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
@@ -133,10 +143,10 @@ class Runner:
                 return
         self._groups.append(Group.of_one(row, token))
 
-    def resume(self, row: Row, reply: Sequence[int]) -> None:
-        """The row was read again after a failed step: go on behind this reply, in a group of its own."""
+    def resume(self, row: Row, reply: Sequence[int], *, alone: bool = True) -> None:
+        """The row was read again: go on behind this reply, after a fault in a group of its own."""
         _picker(row).replay(reply)
-        row.alone = True
+        row.alone = alone
 
     def force(self, row: Row, tokens: Sequence[int], *, at: int) -> None:
         """The row's tokens from position `at` on, which is not picked yet."""
@@ -198,6 +208,18 @@ class Runner:
                 if row.group is group:
                     out.append(Picked(row, token, logprob, _picker(row).fault))
         return out
+
+    def confirm(self) -> None:
+        """Wait for all that was dispatched; raises what the device has to say of any of it.
+
+        MLX keeps the error of a command for the next use of its stream: waiting alone does not raise it.
+        """
+        try:
+            mx.synchronize()
+            mx.eval(mx.array(0) + 1)
+        except RuntimeError:
+            mx.clear_cache()  # most often there was too little memory
+            raise
 
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""

@@ -1,0 +1,137 @@
+"""What prefill gains by room for the whole prompt, and by chunks that go by depth and company.
+
+    python benchmarks/prefill.py [--shape tiny|1b|4b|8b] [--tokens 16384 65536] [--rounds 5] [--pause]
+
+Three arms in one process, in turn, nothing cached: caches that grow by 256 tokens (as mlx-lm's do) and
+the usual chunks; room at once and the usual chunks; room at once and chunks by depth and company. Times
+are to the first token of a lone prompt. With --pause the last column is the longest pause of a stream
+that decodes while such a prompt is read, in the second arm and in the third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from engines import BenchEngine
+from report import cli, grid
+from ssd_device import QWEN3_8B
+
+from firn.engine.chunks import ChunkSizes
+from firn.models import device as devices
+from firn.models import runner
+from models import CONFIGS
+
+GIB = 1 << 30
+SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
+    "tiny": (CONFIGS["dense"], mx.float32),
+    "1b": (
+        QWEN3_8B | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                    "num_attention_heads": 16, "tie_word_embeddings": True},
+        mx.bfloat16,
+    ),
+    "4b": (
+        QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+        mx.bfloat16,
+    ),
+    "8b": (QWEN3_8B, mx.bfloat16),
+}  # fmt: skip
+N_STREAM = 4000
+
+
+class Arms:
+    """Switches the engine between the three. Each keeps what it has learned of the machine's speed."""
+
+    def __init__(self, engine: BenchEngine) -> None:
+        self._engine = engine
+        self._give_room = runner.give_room
+        found = devices.device()
+        usual, largest = found.prefill_chunk, found.largest_chunk
+        self._sizes = {"steps": ChunkSizes(usual), "room": ChunkSizes(usual)}
+        self._sizes["chunks"] = ChunkSizes(usual, largest=largest)
+
+    def take(self, name: str) -> None:
+        def switch(_: object) -> None:
+            loop: Any = self._engine.engine._loop
+            loop._chunks = self._sizes[name]
+            give: Callable[..., None] = self._give_room
+            runner.give_room = give if name != "steps" else lambda layers, n: None  # type: ignore[assignment]
+
+        self._engine.engine.call(switch).result(60)
+
+
+def prompts(n_tokens: int, n_vocab: int) -> Any:
+    rng = np.random.default_rng(5)
+    while True:
+        yield rng.integers(10, n_vocab - 10, n_tokens).tolist()
+
+
+def alone(engine: BenchEngine, ids: list[int]) -> float:
+    return engine.ask(ids, 1, read=False, write=False).wait().first_s
+
+
+def pause(engine: BenchEngine, ids: list[int], short: list[int]) -> float:
+    """The longest time between two tokens of a stream while the prompt is read."""
+    stream = engine.ask(short, N_STREAM, read=False, write=False)
+    while len(stream.times) < 8:
+        engine.call(lambda cache: None)
+    began = len(stream.times)
+    engine.ask(ids, 1, read=False, write=False).wait()
+    times = list(stream.times[began - 1 :])
+    for request in list(engine._answers):
+        engine.engine.cancel(request)
+    return max(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else 0.0
+
+
+def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) -> None:
+    config, dtype = SHAPES[shape]
+    rows = []
+    with BenchEngine(config, dtype=dtype, memory_nbytes=GIB) as engine:
+        arms, n_vocab = Arms(engine), int(config["vocab_size"])
+        for n_tokens in lengths:
+            make = prompts(n_tokens, n_vocab)
+            times: dict[str, list[float]] = {"steps": [], "room": [], "chunks": []}
+            pauses: dict[str, list[float]] = {"room": [], "chunks": []}
+            for i in range(rounds + 1):
+                for name in times:
+                    arms.take(name)
+                    took = alone(engine, next(make))
+                    if i:  # the first round warms up
+                        times[name].append(took)
+                        print(f"{n_tokens} {name}: {took:.3f} s", flush=True)
+            for name in pauses:
+                arms.take(name)
+                short = next(make)[:64]
+                pauses[name] = [pause(engine, next(make), short) for _ in range(3 * pauses_too)]
+            best = {name: statistics.median(found) for name, found in times.items()}
+            held = {name: statistics.median(found or [0.0]) for name, found in pauses.items()}
+            rows.append(
+                [
+                    f"{n_tokens}",
+                    *(f"{best[name]:.3f} s" for name in times),
+                    f"{best['steps'] / best['room']:.3f}",
+                    f"{best['room'] / best['chunks']:.3f}",
+                    f"{held['room'] * 1e3:.0f} -> {held['chunks'] * 1e3:.0f} ms",
+                ]
+            )
+    head = ["tokens", "in steps", "room", "chunks", "gain of room", "gain of chunks", "pause"]
+    print(grid([head, *rows]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", action="store_true")
+    args = parser.parse_args()
+    measure(args.shape, args.tokens, args.rounds, pauses_too=args.pause)
+
+
+if __name__ == "__main__":
+    cli(main)

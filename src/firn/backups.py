@@ -1,0 +1,39 @@
+"""Keeps the cache folder out of Time Machine's backups: what is in it can be computed again.
+
+macOS leaves out ~/Library/Caches by itself; a folder that the user has named is marked here, once. Other
+backup programs go by the folder's CACHEDIR.TAG.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+log = logging.getLogger("firn")
+
+TMUTIL = "/usr/bin/tmutil"
+Run = Callable[[Sequence[str]], str]
+
+
+def leave_out(folder: Path, *, platform: str = sys.platform, run: Run | None = None) -> bool:
+    """Whether it is left out now. The mark stays with the folder, wherever that is moved."""
+    if platform != "darwin":
+        return False
+    run = run or _run
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if "[Excluded]" in run((TMUTIL, "isexcluded", str(folder))):
+            return True
+        run((TMUTIL, "addexclusion", str(folder)))
+    except (OSError, subprocess.SubprocessError) as e:
+        log.warning("Time Machine may back up %s: %s", folder, e)
+        return False
+    return True
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout

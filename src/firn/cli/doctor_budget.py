@@ -1,0 +1,67 @@
+"""The memory budget of a machine and a model, as `firn doctor` prints it: what a start would plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from firn.core.memory_plan import (
+    Kind,
+    MachineMemory,
+    MemoryPlan,
+    ModelMemory,
+    Transient,
+    Wishes,
+    plan_memory,
+)
+from firn.machine import Memory
+
+if TYPE_CHECKING:
+    from firn.models.inspect import DeviceReport, ModelReport
+
+KINDS: dict[str, Kind] = {"CPU": "cpu", "Metal": "metal", "CUDA": "cuda"}
+
+
+def machine_of(device: DeviceReport, now: Memory) -> MachineMemory:
+    kind = KINDS[device.kind]
+    has = device.working_set_nbytes or device.memory_nbytes or now.total
+    return MachineMemory(kind, has, now.total, None if kind == "cuda" else now.available)
+
+
+def model_of(report: ModelReport) -> ModelMemory:
+    cost = report.cache
+    return ModelMemory(
+        report.weights_nbytes,
+        cost.per_token_nbytes if cost else 0,
+        cost.fixed_nbytes if cost else 0,
+        report.transient or Transient(0),
+        report.context_length,
+    )
+
+
+def verdict(machine: MachineMemory, model: ModelMemory, wishes: Wishes) -> tuple[MemoryPlan, bool]:
+    """The plan, and whether the model would fit if nothing else ran."""
+    alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
+    return plan_memory(machine, model, wishes), plan_memory(alone, model, wishes).fits
+
+
+def budget_rows(machine: MachineMemory, plan: MemoryPlan) -> Iterator[tuple[int, str]]:
+    """Bytes and what they are for; what is taken away is negative, and the last row is what is left."""
+    device = "Metal's working set" if machine.kind == "metal" else "memory of the device"
+    yield machine.device_nbytes, device
+    if machine.reserved_nbytes:
+        yield -machine.reserved_nbytes, "reserved by other firn servers"
+    if plan.headroom_nbytes:
+        yield -plan.headroom_nbytes, "left free"
+    before = machine.device_nbytes - machine.reserved_nbytes - plan.headroom_nbytes
+    if plan.limit_nbytes < before:
+        yield plan.limit_nbytes - before, "taken by other programs"
+    yield -plan.weights_nbytes, "weights"
+    yield -plan.chunk_nbytes, "a prefill chunk while it runs"
+    yield -plan.buffer_cache_nbytes, "buffers that MLX keeps for reuse"
+    yield -plan.write_queue_nbytes, "records that wait to be written"
+    yield (
+        plan.limit_nbytes - plan.total_nbytes + plan.capacity_nbytes,
+        "requests and stored prefixes",
+    )

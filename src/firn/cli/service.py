@@ -1,0 +1,99 @@
+"""`firn service`: names, flags and help texts. The work is in supervisors.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from firn.core.errors import SetupError
+
+Guard = Callable[[Callable[..., None]], Callable[..., None]]
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def service_app(guarded: Guard) -> typer.Typer:
+    app = typer.Typer(
+        help="Run a server whenever you are logged in (launchd, systemd).",
+        no_args_is_help=True,
+        rich_markup_mode="markdown",
+    )
+    app.command("install", context_settings=ANYTHING)(guarded(_install))
+    app.command("uninstall")(guarded(_uninstall))
+    app.command("status")(guarded(_status))
+    app.command("logs")(guarded(_logs))
+    return app
+
+
+def _install(context: typer.Context) -> None:
+    """Install and start a server, with the arguments of `firn serve`, in place of an older one.
+
+    For instance `firn service install mlx-community/Qwen3-4B-4bit --port 8000`. It starts again when it
+    fails, and with your next login. Environment variables are not taken along: give flags, or --config.
+    """
+    from firn.supervisors import Service, supervisor
+
+    arguments = tuple(context.args)
+    _check(arguments)
+    where = supervisor()
+    where.install(Service(_absolute(arguments)))
+    typer.echo(f"installed and started: {where.path}")
+    taken = sorted(name for name in os.environ if name.startswith("FIRN_"))
+    if taken:
+        typer.echo(f"firn: {', '.join(taken)} are set here, and not for the service", err=True)
+
+
+def _check(arguments: tuple[str, ...]) -> None:
+    """Say now what `firn serve` would say at every start."""
+    command = [sys.executable, "-m", "firn", "config", "show", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise SetupError(done.stderr.strip().removeprefix("firn: ") or "these are no arguments")
+
+
+def _absolute(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The service runs in the home folder: paths that are meant from here are written out."""
+    return tuple(
+        os.path.abspath(word) if word.startswith((".", "~")) or os.path.exists(word) else word
+        for word in (os.path.expanduser(w) if w.startswith("~") else w for w in arguments)
+    )
+
+
+def _uninstall() -> None:
+    """Stop the service and remove it. Models and what was cached of prompts stay."""
+    from firn.supervisors import supervisor
+
+    if not supervisor().uninstall():
+        raise SetupError("There is no service to remove.")
+    typer.echo("removed")
+
+
+def _status() -> None:
+    """Say whether the service is installed and running; exit code 1 where it is not."""
+    from firn.supervisors import supervisor
+
+    where = supervisor()
+    status = where.status()
+    if not status.installed:
+        typer.echo("not installed")
+    else:
+        typer.echo(f"{status.text}: {where.path}")
+    raise typer.Exit(0 if status.running else 1)
+
+
+def _logs(
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many.", min=1)] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more come.")] = False,
+) -> None:
+    """Show what the service has logged."""
+    from firn.supervisors import supervisor
+
+    command = supervisor().logs(lines, follow=follow)
+    try:
+        raise typer.Exit(subprocess.call(command))
+    except OSError as e:
+        raise SetupError(f"{command[0]} cannot be run: {e}") from e

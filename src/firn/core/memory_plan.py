@@ -1,0 +1,230 @@
+"""How a machine's memory is shared out before anything is allocated. Pure: values in, a plan out.
+
+    limit      the lesser of what the device may use, less headroom and what other firn servers have
+               reserved, and what the machine has available
+    - weights - one prefill chunk - MLX's buffer cache - the write queue
+    = capacity, which live requests and stored prefixes share
+
+Invariant: the parts of a plan that fits never exceed its limit, and it has room for one request of
+`LEAST_TOKENS` tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MIB, GIB = 1 << 20, 1 << 30
+LEAST_TOKENS = 8192
+"""A model that cannot hold this much is not worth serving."""
+DEEP_TOKENS = 32768
+"""Up to this depth chunks keep their full size, where memory allows it."""
+MIN_CHUNK = 64
+"""Smaller ones cost more time than they save memory."""
+REST = 1.5
+"""A prompt's last chunk may be so much longer than the others."""
+CHUNK_SHARE = 0.25
+"""Of what weights leave: the most that is set aside for a prefill chunk."""
+BUFFER_CACHE_SHARE = 0.05
+"""MLX keeps freed buffers for reuse; this much of the limit is enough for that."""
+MIN_BUFFER_CACHE_NBYTES = 32 * MIB
+MAX_WRITE_QUEUE_NBYTES, MIN_WRITE_QUEUE_NBYTES = 1 * GIB, 32 * MIB
+WRITE_QUEUE_SHARE = 0.05
+"""Of what weights leave: evicted records that are still to be written."""
+SYSTEM_SHARE = 0.125
+MIN_SYSTEM_NBYTES, MAX_SYSTEM_NBYTES = 1 * GIB, 8 * GIB
+"""Of physical memory: what is left to the system and to other programs, at the least."""
+AVAILABLE_SLACK = 0.25
+"""Of the system's part: what stays available beside a server that takes all the rest."""
+CUDA_HEADROOM_NBYTES = 2 * GIB
+MIN_CAPACITY_NBYTES = 256 * MIB
+"""A model that does not fit may be served all the same; it gets this much."""
+
+Kind = Literal["cpu", "metal", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """What the machine says, before the model is loaded."""
+
+    kind: Kind
+    device_nbytes: int
+    """Metal: the recommended working set. Elsewhere: the memory of what computes."""
+    physical_nbytes: int
+    available_nbytes: int | None = None
+    """What could be had without swapping; None: unknown."""
+    reserved_nbytes: int = 0
+    """By other firn servers of this user on this device."""
+    unclaimed_nbytes: int = 0
+    """Of it what they have not taken yet, so that it still looks available."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transient:
+    """Memory of a prefill chunk while it runs: activations, and scores where attention is not fused."""
+
+    per_token_nbytes: int
+    per_score_nbytes: int = 0
+    """For each pair of a query and a key that it sees."""
+
+    def of(self, n_tokens: int, depth: int) -> int:
+        """A chunk of so many tokens behind `depth` others."""
+        scores = self.per_score_nbytes * (depth + n_tokens)
+        return n_tokens * (self.per_token_nbytes + scores)
+
+    def largest_chunk(self, depth: int, nbytes: float, *, most: int) -> int:
+        """The largest of `most`, `most`/2, ... that stays within `nbytes` at this depth."""
+        chunk = most
+        while chunk > MIN_CHUNK and self.of(int(chunk * REST), depth) > nbytes:
+            chunk = max(chunk // 2, MIN_CHUNK)
+        return chunk
+
+    def deepest(self, n_tokens: int, nbytes: int) -> int | None:
+        """How deep a chunk of so many tokens may run within `nbytes`; None: at any depth."""
+        if not self.per_score_nbytes:
+            return None
+        return max((nbytes // n_tokens - self.per_token_nbytes) // self.per_score_nbytes, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    weights_nbytes: int
+    per_token_nbytes: int
+    """Of a live row."""
+    fixed_nbytes: int
+    transient: Transient = Transient(0)
+    context_length: int | None = None
+
+    def row_nbytes(self, n_tokens: int) -> int:
+        return self.fixed_nbytes + n_tokens * self.per_token_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user has said."""
+
+    chunk: int
+    fixed_chunk: bool = False
+    """Chunks do not shrink: their size is part of the answer's bits."""
+    headroom_nbytes: int | None = None
+    device_share: float | None = None
+    """Of the device's memory, in place of a headroom."""
+    wired_nbytes: int = 0
+
+    @property
+    def longest_chunk(self) -> int:
+        return self.chunk if self.fixed_chunk else int(self.chunk * REST)
+
+    @property
+    def shortest_chunk(self) -> int:
+        return self.chunk if self.fixed_chunk else int(min(self.chunk, MIN_CHUNK) * REST)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    limit_nbytes: int
+    headroom_nbytes: int
+    weights_nbytes: int
+    chunk_nbytes: int
+    buffer_cache_nbytes: int
+    write_queue_nbytes: int
+    capacity_nbytes: int
+    wired_nbytes: int
+    context_tokens: int
+    """The longest prompt and reply of a lone request."""
+    fits: bool
+    held_back_by: str
+    """What the limit comes from."""
+
+    @property
+    def total_nbytes(self) -> int:
+        """All that the process will take, but for Python itself."""
+        return (
+            self.weights_nbytes
+            + self.chunk_nbytes
+            + self.buffer_cache_nbytes
+            + self.write_queue_nbytes
+            + self.capacity_nbytes
+        )
+
+
+def plan_memory(machine: MachineMemory, model: ModelMemory, wishes: Wishes) -> MemoryPlan:
+    headroom = _headroom(machine, wishes)
+    limit, held_back_by = _limit(machine, headroom)
+    left = limit - model.weights_nbytes
+    n_least = min(LEAST_TOKENS, model.context_length or LEAST_TOKENS)
+    need = model.row_nbytes(n_least)
+    ample, tight = _ample(limit, left, model, wishes), _tightest(model, wishes, n_least)
+    is_tight = left - sum(ample) < need or ample[0] < tight[0]
+    chunk, buffers, queue = tight if is_tight else ample
+    capacity = left - chunk - buffers - queue
+    fits = capacity >= need
+    capacity = capacity if fits else max(capacity, MIN_CAPACITY_NBYTES)
+    return MemoryPlan(
+        limit_nbytes=limit,
+        headroom_nbytes=headroom,
+        weights_nbytes=model.weights_nbytes,
+        chunk_nbytes=chunk,
+        buffer_cache_nbytes=buffers,
+        write_queue_nbytes=queue,
+        capacity_nbytes=capacity,
+        wired_nbytes=min(wishes.wired_nbytes, model.weights_nbytes),
+        context_tokens=_context(model, wishes, capacity, chunk),
+        fits=fits,
+        held_back_by=held_back_by,
+    )
+
+
+def _headroom(machine: MachineMemory, wishes: Wishes) -> int:
+    if wishes.device_share is not None:
+        return int((1 - wishes.device_share) * machine.device_nbytes)
+    if wishes.headroom_nbytes is not None:
+        return wishes.headroom_nbytes
+    if machine.kind == "cuda":
+        return min(CUDA_HEADROOM_NBYTES, machine.device_nbytes // 8)
+    # Metal's recommendation leaves something to the system, unless a user has raised it.
+    left_already = machine.physical_nbytes - machine.device_nbytes
+    return max(_system_nbytes(machine) - left_already, 0)
+
+
+def _limit(machine: MachineMemory, headroom: int) -> tuple[int, str]:
+    device = machine.device_nbytes - machine.reserved_nbytes - headroom
+    why = "other firn servers" if machine.reserved_nbytes else "the device"
+    if machine.available_nbytes is not None:
+        available = machine.available_nbytes - machine.unclaimed_nbytes
+        available -= int(_system_nbytes(machine) * AVAILABLE_SLACK)
+        if available < device:
+            return max(available, 0), "other programs"
+    return max(device, 0), why
+
+
+def _system_nbytes(machine: MachineMemory) -> int:
+    share = int(machine.physical_nbytes * SYSTEM_SHARE)
+    return min(max(share, MIN_SYSTEM_NBYTES), MAX_SYSTEM_NBYTES)
+
+
+def _ample(limit: int, left: int, model: ModelMemory, wishes: Wishes) -> tuple[int, int, int]:
+    """A chunk, the buffer cache, the write queue, where there is room for all of them."""
+    deep = min(DEEP_TOKENS, model.context_length or DEEP_TOKENS)
+    chunk = min(model.transient.of(wishes.longest_chunk, deep), max(int(left * CHUNK_SHARE), 0))
+    buffers = max(int(limit * BUFFER_CACHE_SHARE), MIN_BUFFER_CACHE_NBYTES)
+    queue = min(max(int(left * WRITE_QUEUE_SHARE), MIN_WRITE_QUEUE_NBYTES), MAX_WRITE_QUEUE_NBYTES)
+    return chunk, buffers, queue
+
+
+def _tightest(model: ModelMemory, wishes: Wishes, n_least: int) -> tuple[int, int, int]:
+    chunk = wishes.shortest_chunk
+    least = model.transient.of(chunk, max(n_least - chunk, 0))
+    return least, MIN_BUFFER_CACHE_NBYTES, MIN_WRITE_QUEUE_NBYTES
+
+
+def _context(model: ModelMemory, wishes: Wishes, capacity: int, chunk_nbytes: int) -> int:
+    """By what a row may take, and by how deep the smallest chunk may run."""
+    bounds = [model.context_length] if model.context_length else []
+    if model.per_token_nbytes:
+        bounds.append(max((capacity - model.fixed_nbytes) // model.per_token_nbytes, 0))
+    chunk = wishes.shortest_chunk
+    deepest = model.transient.deepest(chunk, chunk_nbytes)
+    if deepest is not None:  # behind so many the last chunk can still be read
+        bounds.append(deepest + chunk)
+    return min(bounds) if bounds else 1 << 31

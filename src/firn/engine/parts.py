@@ -1,0 +1,41 @@
+"""What the engine thread is built of, and the limits it keeps. Built by it, at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from firn.core.ports import PrefixCache, Runner
+from firn.engine.budget import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_rows: int
+    max_queue: int
+    prefill_chunk: int
+    aligned: bool = False
+    """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
+    largest_chunk: int = 0
+    """Chunks may grow to this, and shrink, by depth and company; 0: they are all prefill_chunk."""
+    max_step_s: float = 0.0
+    """The longest that a chunk should hold up those who decode; 0: by what the usual chunk takes."""
+    scored_nbytes: int = 128 << 20
+    """Logits of a chunk whose every token is scored: where the vocabulary is large it is shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the engine thread builds for itself at its start."""
+
+    runner: Runner
+    cache: PrefixCache
+    budget: Budget
+    limits: Limits
+    embedder: Any = None
+    """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
+
+    def set_capacity(self, nbytes: int) -> None:
+        """What live requests and stored prefixes may take from now on."""
+        self.budget.capacity_nbytes = nbytes
+        self.cache.set_room(self.budget.free_nbytes())

@@ -1,0 +1,92 @@
+"""What the firn servers of this user mean to take of the machine's memory.
+
+Each has a small file that it keeps locked while it lives. The kernel lets go of the lock of one that
+died, however it died; whoever looks next removes its file. A fault here costs knowledge, never a start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+log = logging.getLogger("firn")
+
+TEXT_NBYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """group: servers that share a budget among themselves (a front's models) do not count each other."""
+
+    device: str
+    group: int
+    reserved_nbytes: int
+    used_nbytes: int
+
+    @property
+    def unclaimed_nbytes(self) -> int:
+        return max(self.reserved_nbytes - self.used_nbytes, 0)
+
+
+class Reservation:
+    """This process's own. Owner: the server, from its plan to its end."""
+
+    def __init__(self, folder: Path, *, pid: int | None = None) -> None:
+        self._path = folder / f"{pid or os.getpid()}.json"
+        self._file: IO[bytes] | None = None
+
+    def put(self, reserved: Reserved) -> None:
+        """Say, or say anew, what this process means to take and has taken."""
+        try:
+            file = self._file or self._open()
+            # In one piece and of one length: a reader sees the old text or the new.
+            os.pwrite(file.fileno(), json.dumps(asdict(reserved)).ljust(TEXT_NBYTES).encode(), 0)
+        except OSError as e:
+            log.warning("other firn servers cannot be told of this one's memory: %s", e)
+
+    def _open(self) -> IO[bytes]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Not for appending: on Linux that would turn every write at 0 into one at the end.
+        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._file = file
+        return file
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
+
+
+def others(folder: Path, *, device: str, group: int, pid: int | None = None) -> list[Reserved]:
+    """What other living servers have reserved on this device, those of the same group left out."""
+    found = []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        if path.stem == str(pid or os.getpid()):
+            continue
+        reserved = _read(path)
+        if reserved is not None and reserved.device == device and reserved.group != group:
+            found.append(reserved)
+    return found
+
+
+def _read(path: Path) -> Reserved | None:
+    """None: its server is gone, or nobody can tell."""
+    try:
+        with path.open("r+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # it lives
+                return Reserved(**json.load(file))
+            path.unlink(missing_ok=True)
+    except (OSError, ValueError, TypeError):
+        pass
+    return None

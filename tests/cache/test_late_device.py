@@ -1,0 +1,69 @@
+"""A real model and a real folder under a device that reports its faults late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers.ssd import SsdTier
+from tests.cache.tiny import tiny
+from tests.harness import Harness, Result, running
+from tests.hash_runner import prompt_of
+
+
+def spoil(harness: Harness, *, chunk: int) -> list[str]:
+    """Let one chunk's work come out as zeros, and the device tell of it when it is asked."""
+    runner: Any = harness.runner
+    told: list[str] = []
+    state = {"n": 0, "parked": False}
+    prefill, confirm = runner.prefill, runner.confirm
+
+    def spoiled(row: Any, prompt: Any, end: int, **options: Any) -> None:
+        prefill(row, prompt, end, **options)
+        state["n"] += 1
+        if state["n"] == chunk:
+            for layer in row.layers:
+                layer.keys, layer.values = map(mx.zeros_like, (layer.keys, layer.values))
+            state["parked"] = True
+
+    def asked() -> None:
+        confirm()
+        if state["parked"]:
+            state["parked"] = False
+            told.append("told")
+            raise RuntimeError("[METAL] Command buffer execution failed")
+
+    runner.prefill, runner.confirm = spoiled, asked
+    return told
+
+
+def open_on(folder: Path) -> Any:
+    tier = SsdTier(TierOptions(str(folder), 1 << 30))
+    return running(tiny("qwen3"), chunk=32, block=32, tier=tier, fingerprint=b"late")
+
+
+def said(result: Result) -> tuple[list[int], list[float]]:
+    return result.reply, [round(p, 3) for p in result.logprobs[0]]
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_what_a_failed_command_left_is_neither_resumed_nor_written(
+    tmp_path: Path, chunk: int
+) -> None:
+    ids = [t % 60 for t in prompt_of(4, 150)]
+    with running(tiny("qwen3"), chunk=32, block=32) as plain:
+        want = said(plain.ask(ids))
+    with open_on(tmp_path) as harness:
+        told = spoil(harness, chunk=chunk)
+        assert said(harness.ask(ids)) == want, "it was computed again"
+        assert told == ["told"]
+        assert harness.cache.stats.dropped["in doubt"] >= 1
+        assert said(harness.ask(ids)) == want
+    with open_on(tmp_path) as harness:
+        again = harness.ask(ids)
+        assert again.n_cached > 0
+        assert said(again) == want, "and so is what the disk has of it"

@@ -1,0 +1,69 @@
+"""`firn service` on the command line; supervisors themselves are faked."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from firn.cli.service import _absolute
+
+
+def firn(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("FIRN_", "XDG_"))}
+    environ |= {"HOME": str(home), "PATH": f"{home / 'bin'}:/usr/bin:/bin"}
+    return subprocess.run(
+        [sys.executable, "-m", "firn", "service", *arguments],
+        capture_output=True, text=True, env=environ, cwd=home, timeout=100,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """With programs that take down how they were called."""
+    (tmp_path / "bin").mkdir()
+    for name in ("systemctl", "launchctl"):
+        path = tmp_path / "bin" / name
+        path.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\necho ActiveState=active\n')
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return tmp_path
+
+
+def test_install_status_and_uninstall(home: Path) -> None:
+    assert firn(home, "status").returncode == 1
+    done = firn(home, "install", "firn-demo", "--port", "8123")
+    assert done.returncode == 0, done.stderr
+    (written,) = [p for p in home.rglob("*firn*") if p.suffix in (".service", ".plist")]
+    if written.suffix == ".plist":
+        words = plistlib.loads(written.read_bytes())["ProgramArguments"]
+    else:
+        (line,) = [x for x in written.read_text().splitlines() if x.startswith("ExecStart=")]
+        words = [w.strip('"') for w in line.removeprefix("ExecStart=").split(" ")]
+    assert words[1:] == ["-m", "firn", "serve", "firn-demo", "--port", "8123"]
+    assert (home / "calls").exists()
+    if sys.platform == "linux":
+        assert "active" in firn(home, "status").stdout
+    assert firn(home, "uninstall").returncode == 0
+    assert not written.exists()
+    again = firn(home, "uninstall")
+    assert again.returncode == 1
+    assert again.stderr.startswith("firn: ")
+
+
+def test_wrong_arguments_are_refused_before_anything_is_written(home: Path) -> None:
+    done = firn(home, "install", "--prot", "8123")
+    assert done.returncode != 0
+    assert done.stderr.strip()
+    assert not list(home.rglob("*.service"))
+
+
+def test_paths_are_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    words = _absolute(("./m", "models", "owner/name", "--port", "1"))
+    assert words == (str(tmp_path / "m"), str(tmp_path / "models"), "owner/name", "--port", "1")

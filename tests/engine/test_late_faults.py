@@ -1,0 +1,132 @@
+"""A device that reports its faults a step late: what it spoiled never becomes a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from firn.core.errors import EngineDead, StepFailed
+from firn.core.values import Sampling
+from firn.engine.recovery import MAX_DEVICE_FAULTS
+from tests.hash_runner import GARBAGE, DictCache, Faults, HashEngine, HashRow, Outcome, prompt_of
+
+WARM = Sampling(temperature=1.0, seed=5)
+
+
+class LateDevice:
+    """Spoils the work of some calls without a word, and raises when it is used the next time."""
+
+    def __init__(self, *, chunks: Sequence[int] = (), steps: Sequence[int] = ()) -> None:
+        self.chunks, self.steps = set(chunks), set(steps)
+        self.n_chunks = self.n_steps = 0
+        self.parked = False
+        self.n_told = 0
+
+    def faults(self) -> Faults:
+        return Faults(prefill=self.prefill, launch=self.launch, confirm=self.tell)
+
+    def tell(self) -> None:
+        if self.parked:
+            self.parked = False
+            self.n_told += 1
+            raise RuntimeError("Command buffer execution failed: Insufficient Memory")
+
+    def prefill(self, row: HashRow, chunk: Sequence[int]) -> None:
+        self.tell()
+        self.n_chunks += 1
+        if self.n_chunks in self.chunks:
+            chunk[0] = GARBAGE  # type: ignore[index]
+            self.parked = True
+
+    def launch(self, rows: Sequence[HashRow]) -> None:
+        self.tell()
+        self.n_steps += 1
+        if self.n_steps in self.steps:
+            for row in rows:
+                row.next = GARBAGE
+            self.parked = True
+
+
+def check_records(cache: DictCache) -> None:
+    for (_, tokens), state in cache.store.items():
+        assert list(tokens) == state, "a record holds what a failed command left"
+
+
+def say(lab: HashEngine, n: int, n_reply: int = 60) -> list[Outcome]:
+    gate = lab.hold()
+    outcomes = [lab.submit(prompt_of(i, 30), n_reply, sampling=WARM) for i in range(n)]
+    gate.set()
+    for outcome in outcomes:
+        outcome.wait()
+    return outcomes
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_a_spoiled_chunk_is_computed_again_and_nobody_notices(chunk: int) -> None:
+    device, cache = LateDevice(chunks=[chunk]), DictCache()
+    with HashEngine(device.faults(), cache=cache, chunk=8) as lab:
+        for outcome in say(lab, 4):
+            outcome.check()
+        assert lab.leftovers() == {}
+    assert device.n_told == 1
+    assert cache.n_doubted >= 1
+    check_records(cache)
+
+
+@pytest.mark.parametrize("step", [1, 7, 8, 20, 33, 59])
+def test_a_spoiled_decode_step_leaves_no_record(step: int) -> None:
+    """Its token may have gone out; nothing that was stored may come from it."""
+    device, cache = LateDevice(steps=[step]), DictCache()
+    with HashEngine(device.faults(), cache=cache, chunk=8) as lab:
+        outcomes = say(lab, 3)
+        assert all(outcome.error is None for outcome in outcomes)
+        assert all(len(outcome.tokens()) == 60 for outcome in outcomes)
+        check_records(cache)
+        for i in range(3):  # and what is resumed from them is right
+            lab.submit(prompt_of(i, 30), 20, sampling=WARM).wait().check()
+        assert lab.leftovers() == {}
+    check_records(cache)
+
+
+def test_a_row_that_ends_with_a_spoiled_step_stores_nothing_of_it() -> None:
+    device, cache = LateDevice(steps=[8]), DictCache()
+    with HashEngine(device.faults(), cache=cache) as lab:
+        lab.submit(prompt_of(1, 30), 8).wait()
+        lab.between_steps()
+        assert device.n_told == 1
+    check_records(cache)
+
+
+def test_a_prompt_that_is_scored_fails_rather_than_being_told_twice() -> None:
+    device = LateDevice(chunks=[2])
+    with HashEngine(device.faults(), cache=DictCache(), chunk=8) as lab:
+        outcome = lab.submit(prompt_of(1, 40), 4, scored=0).wait()
+        assert isinstance(outcome.error, StepFailed)
+        assert lab.leftovers() == {}
+
+
+def test_a_device_that_goes_on_failing_ends_the_process() -> None:
+    device = LateDevice(chunks=range(1, 1000))
+    with HashEngine(device.faults(), cache=DictCache(), chunk=8) as lab:
+        outcomes = say(lab, 3)
+        assert lab.died.wait(60), "for a supervisor to start it anew"
+        assert device.n_told >= MAX_DEVICE_FAULTS
+        for outcome in outcomes:
+            assert isinstance(outcome.error, EngineDead)
+
+
+def test_who_meets_anothers_fault_is_not_to_blame() -> None:
+    """The error of one request's work is raised in the work of the next."""
+    met: list[int] = []
+
+    def prefill(row: HashRow, chunk: Sequence[int]) -> None:
+        if not met and row.n_tokens == 0 and chunk[0] == prompt_of(2, 30)[0]:
+            met.append(1)
+            raise RuntimeError("of another's command")
+
+    with HashEngine(Faults(prefill=prefill), cache=DictCache(), chunk=8) as lab:
+        for outcome in say(lab, 4):
+            outcome.check()
+        assert met
+        assert lab.leftovers() == {}

@@ -1,0 +1,126 @@
+"""Replies that outgrow the memory: records give way, then the youngest wait with their tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from firn.core.events import ChoiceDone, Prefilled
+from firn.core.values import Sampling
+from firn.engine.budget import Budget, RowCost
+from tests.hash_runner import DictCache, Faults, HashEngine, HashRow, prompt_of
+
+WARM = Sampling(temperature=1.0, seed=3)
+
+
+def small(capacity: int) -> Budget:
+    """A byte a token; 16 tokens are set aside for any reply, then 16 more."""
+    return Budget(RowCost(1, 0), capacity_nbytes=capacity, reserve_tokens=16, grow_tokens=16)
+
+
+class Most:
+    """The most tokens that rows held at a time."""
+
+    def __init__(self) -> None:
+        self.n_tokens = 0
+        self.n_rows = 0
+
+    def __call__(self, rows: list[HashRow]) -> None:
+        self.n_tokens = max(self.n_tokens, sum(row.n_tokens for row in rows))
+        self.n_rows = max(self.n_rows, len(rows))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("cached", [True, False])
+def test_nobody_is_cut_when_replies_grow_beyond_the_memory(cached: bool, n: int) -> None:
+    most = Most()
+    cache = DictCache() if cached else None
+    with HashEngine(Faults(launch=most), cache=cache, budget=small(600 * n), max_rows=64) as lab:
+        outcomes = [lab.submit(prompt_of(i, 20), 150, n=n, sampling=WARM) for i in range(12)]
+        for outcome in outcomes:
+            outcome.wait().check()
+        assert lab.leftovers() == {}
+    assert most.n_rows > 4 * n, "they did run together"
+    assert most.n_tokens <= (600 + 12 * 16 * 2) * n, "and stayed near the budget"
+
+
+def test_what_is_put_back_is_read_from_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    cache = DictCache()
+    with caplog.at_level("INFO", "firn.engine"):
+        with HashEngine(cache=cache, budget=small(300), chunk=8) as lab:
+            outcomes = [lab.submit(prompt_of(i, 40), 150) for i in range(2)]
+            for outcome in outcomes:
+                outcome.wait().check()
+            prefills = lab.runner.prefills
+        assert "memory is short" in caplog.text
+    again = [end for start, end in prefills if start > 60]
+    assert again, "the second was read again"
+    assert len(again) < 4, "but only what the cache did not have"
+
+
+def test_the_oldest_is_never_put_back() -> None:
+    with HashEngine(budget=small(200)) as lab:
+        gate = lab.hold()
+        outcomes = [lab.submit(prompt_of(i, 10), 120) for i in range(3)]
+        gate.set()
+        for outcome in outcomes:
+            outcome.wait().check()
+        first = outcomes[0].events
+        assert len([e for e in first if isinstance(e, Prefilled)]) <= 2, "its prompt, once"
+
+
+def test_a_request_that_was_put_back_can_be_cancelled() -> None:
+    with HashEngine(cache=DictCache(), budget=small(200)) as lab:
+        gate = lab.hold()
+        first = lab.submit(prompt_of(1, 10), 180)
+        second = lab.submit(prompt_of(2, 10), 180)
+        gate.set()
+        while not lab.between_steps(lambda: lab.engine._loop.waiting):
+            if first.finished.is_set():
+                break
+        lab.cancel(second)
+        first.wait().check()
+        assert lab.leftovers() == {}
+
+
+def test_a_lone_reply_ends_where_memory_ends() -> None:
+    with HashEngine(budget=small(200)) as lab:
+        outcome = lab.submit(prompt_of(1, 50), 10_000).wait()
+        assert outcome.error is None
+        assert [e.reason for e in outcome.of(ChoiceDone)] == ["length"]
+        assert 150 <= len(outcome.tokens()) <= 200
+        assert outcome.tokens() == outcome.expected()[: len(outcome.tokens())]
+        assert lab.leftovers() == {}
+
+
+def test_records_give_way_before_a_request_waits() -> None:
+    cache = DictCache()
+    with HashEngine(cache=cache, budget=small(1000)) as lab:
+        rooms: list[int | None] = []
+        lab.runner.faults.launch = lambda rows: rooms.append(cache.room_nbytes)
+        outcomes = [lab.submit(prompt_of(i, 50), 200) for i in range(3)]
+        for outcome in outcomes:
+            outcome.wait().check()
+        assert min(r for r in rooms if r is not None) < 1000 - 3 * 66, "as they grew"
+        lab.between_steps()
+        assert cache.room_nbytes == 1000
+
+
+def test_a_capacity_that_shrinks_takes_the_youngest_back() -> None:
+    with HashEngine(cache=DictCache(), budget=small(10_000)) as lab:
+        outcomes = [lab.submit(prompt_of(i, 20), 300, sampling=WARM) for i in range(6)]
+        lab.engine.call(lambda parts: parts.set_capacity(400)).result(60)
+        for outcome in outcomes:
+            outcome.wait().check()
+        assert lab.leftovers() == {}
+
+
+def test_short_chats_do_not_make_long_prompts_look_large() -> None:
+    """Rows of a few tokens hold a buffer's first step; what was learned from that kept 8 MiB out."""
+    with HashEngine(budget=Budget(RowCost(1, 0, 256), capacity_nbytes=12_000)) as lab:
+        lab.runner.live_nbytes = lambda: 256 * 64  # type: ignore[method-assign]
+        for i in range(8):
+            lab.submit(prompt_of(i, 5), 100).wait().check()
+        assert lab.budget.factor == 1.0
+        both = [lab.submit(prompt_of(i, 3000), 4) for i in range(2)]
+        for outcome in both:
+            outcome.wait().check()
