@@ -361,6 +361,10 @@ class Job:
     cache: CacheControl = CacheControl()
     grammar: Any = None
     """A compiled constraint (see `models.grammar`); opaque to the engine."""
+    speculates: bool = True
+    """Tokens may be guessed ahead of the model, which then says whether they are right."""
+    prediction: tuple[int, ...] = ()
+    """What the caller expects the reply to be, or to contain."""
 
 
 # --- what the model is ---------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""How many tokens are worth guessing: what a step takes, by rows and width, against what it will bring.
+
+Both are learnt while serving. The time of a step is that between two steps' tokens, so it holds whatever
+a server does in between; how often guesses come true is counted by kind, also where they are not tried.
+
+Owner: the engine thread, through the speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+WIDTHS = (1, 2, 3, 5, 9, 17)
+"""Tokens of a row in one step that are thought about; 1 is a step without drafts."""
+PRIOR_SLOPE = 0.1
+"""Of a step's time, for each further token: until it was measured."""
+LEARNING_RATE, DRIFT_RATE = 0.3, 0.1
+"""Of what a step of this width took more than thought, and of that for the other widths."""
+FORGETTING = 0.004
+"""A width that looks too dear comes this much nearer to what was thought of it at first, each time it is
+passed over: one slow step must not rule it out for ever."""
+MIN_GAIN = 1.05
+"""What is expected of drafts, to give up steps in flight for them."""
+MEMORY = 300.0
+"""Guesses of a kind that are remembered, as it were."""
+PRIOR_WEIGHT = 8.0
+
+
+class StepTimes:
+    """Seconds of a step of so many rows, each so wide."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, dict[int, float]] = {}
+        self._fresh: set[tuple[int, int]] = set()
+
+    def saw(self, n_rows: int, width: int, seconds: float) -> None:
+        if (n_rows, width) not in self._fresh:  # the first of a shape may have to be prepared
+            self._fresh.add((n_rows, width))
+            if width > 1 or n_rows in self._seconds:
+                return
+        table = self._seconds.setdefault(n_rows, {})
+        if not table:
+            table[width] = seconds
+            return
+        known = table.setdefault(width, self.of(n_rows, width))
+        off = min(max(seconds / known, 0.25), 4.0)
+        for other in table:
+            table[other] *= off ** (LEARNING_RATE if other == width else DRIFT_RATE)
+
+    def of(self, n_rows: int, width: int) -> float:
+        """Measured, or between two that were; only ratios of it mean something."""
+        table = self._seconds.get(n_rows)
+        if not table:
+            return _prior(n_rows, width)
+        if width in table:
+            return table[width]
+        below = max((w for w in table if w < width), default=None)
+        above = min((w for w in table if w > width), default=None)
+        if below is None:
+            assert above is not None
+            return table[above] * _prior(n_rows, width) / _prior(n_rows, above)
+        if above is None:
+            return table[below] * _prior(n_rows, width) / _prior(n_rows, below)
+        share = (width - below) / (above - below)
+        return table[below] + share * (table[above] - table[below])
+
+    def forgive(self, n_rows: int) -> None:
+        """No drafts were tried: what speaks against them may be out of date."""
+        table = self._seconds.get(n_rows, {})
+        if 1 not in table:
+            return
+        for width in table:
+            hoped = table[1] * _prior(n_rows, width)
+            if table[width] > hoped:
+                table[width] += FORGETTING * (hoped - table[width])
+
+
+def _prior(n_rows: int, width: int) -> float:
+    return 1.0 + PRIOR_SLOPE * n_rows * (width - 1)
+
+
+@dataclass(eq=False, slots=True)
+class Odds:
+    """How often guesses came true, by kind."""
+
+    _right: dict[int, float] = field(default_factory=dict)
+    _all: dict[int, float] = field(default_factory=dict)
+
+    def saw(self, kind: int, is_right: bool) -> None:
+        n = self._all.get(kind, 0.0)
+        fading = min(1.0, MEMORY / (n + 1.0))
+        self._all[kind] = n * fading + 1.0
+        self._right[kind] = self._right.get(kind, 0.0) * fading + is_right
+
+    def of(self, kind: int, prior: float) -> float:
+        right, n = self._right.get(kind, 0.0), self._all.get(kind, 0.0)
+        return (right + PRIOR_WEIGHT * prior) / (n + PRIOR_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Hope:
+    """One row's prospects. n_pending: tokens that it must be fed anyway.
+
+    gains[k]: how many tokens it is expected to take with k guesses.
+    """
+
+    n_pending: int = 1
+    gains: tuple[float, ...] = (1.0,)
+
+    @classmethod
+    def of(cls, odds: Sequence[float], *, n_pending: int = 1) -> Hope:
+        """odds: of each guess, given that those before it were right."""
+        gains, chance = [1.0], 1.0
+        for p in odds:
+            chance *= p
+            gains.append(gains[-1] + chance)
+        return cls(n_pending, tuple(gains))
+
+    def tokens(self, width: int) -> float:
+        """Expected of a step so wide."""
+        n_drafted = min(max(width - self.n_pending, 0), len(self.gains) - 1)
+        return self.gains[n_drafted]
+
+
+def best_width(times: StepTimes, hopes: Sequence[Hope], *, n_seats: int) -> int:
+    """The width of the next step that brings the most tokens a second; 1 where no drafts pay.
+
+    A row drafts what the width leaves beside the tokens that it must be fed.
+    """
+    if all(len(h.gains) == 1 for h in hopes):
+        return 1
+    least = max(h.n_pending for h in hopes)
+    best, best_rate = 1, MIN_GAIN * len(hopes) / times.of(n_seats, least)
+    for width in WIDTHS:
+        if width > least:
+            rate = sum(h.tokens(width) for h in hopes) / times.of(n_seats, width)
+            if rate > best_rate:
+                best, best_rate = width, rate
+    return best
