@@ -54,12 +54,15 @@ from firn.models import device as devices
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
+from firn.models.drafters.lookup import Lookup
 from firn.models.grammar import Compiler
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
+from firn.models.raggedcheck import ragged_fault
 from firn.models.recognise import score_of
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.speculation import Speculation
 from firn.models.weight_memory import WeightMemory
 from firn.text import rerank
 from firn.text.formats import detect
@@ -310,6 +313,7 @@ def _build_parts(
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
         threads=threads,
+        speculation=_speculation(config, loaded, exact=exact),
     )
     capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
     cost = _row_cost(loaded)
@@ -324,6 +328,24 @@ def _build_parts(
     if isinstance(cache, PrefixTree):
         _add_tiers(config, cache, info, device=machine.kind, wake=wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
+
+
+def _speculation(
+    config: Config, loaded: loader.LoadedModel, *, exact: bool
+) -> Speculation | None:
+    """Who guesses tokens, if anybody."""
+    wanted = config.engine.speculation
+    if wanted == "off":
+        return None
+    if exact:  # a step of several tokens is not to the bit what several steps are
+        log.warning("no tokens are guessed (--speculation): reuse is exact")
+        return None
+    why = None
+    if loaded.info.batchable:
+        why = ragged_fault(loaded.model, loaded.make_layers)
+    if why:
+        log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
+    return Speculation(Lookup(), in_groups=why is None)
 
 
 def _tune_cpu(config: Config, *, exact: bool) -> Blas:

@@ -174,6 +174,8 @@ class Speculation:
         if sure:
             tokens = tuple(sure[:MAX_DRAFT])
             return Guess(tokens, (SURE,) * len(tokens))
+        if row.forced:  # soon, unless the caller thinks better of it before the row is there
+            return NOTHING
         return self._drafter.guess(row, MAX_DRAFT)
 
 
