@@ -17,6 +17,8 @@ Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 class Knowing:
     """Knows every reply beforehand, and tells the truth about each token with this probability."""
 
+    is_free = True
+
     def __init__(self, replies: Replies, *, right: float, vocab_size: int, seed: int = 0) -> None:
         self._replies = replies
         self._right = right
@@ -39,7 +41,10 @@ class Knowing:
             reply, n = self._known[row]
             self._known[row] = reply, n + len(tokens)
 
-    def guess(self, row: Hashable, n_most: int) -> Guess:
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        return [self._guess(row, n_most) for row in rows]
+
+    def _guess(self, row: Hashable, n_most: int) -> Guess:
         if row not in self._known:
             return NOTHING
         reply, n = self._known[row]

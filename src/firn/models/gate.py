@@ -8,6 +8,7 @@ Owner: the engine thread, through the speculation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,9 @@ WIDTHS = (1, 2, 3, 5, 9, 17)
 PRIOR_SLOPE = 0.1
 """Of a step's time, for each further token: until it was measured."""
 LEARNING_RATE, DRIFT_RATE = 0.3, 0.1
-"""Of what a step of this width took more than thought, and of that for the other widths."""
+"""Of what a step took more than thought; and how much of that, of a wide one, is put down to the server."""
+SETTLED = 8
+"""After so many steps of a width, its time is known well enough to tell a slower server by it."""
 FORGETTING = 0.004
 """A width that looks too dear comes this much nearer to what was thought of it at first, each time it is
 passed over: one slow step must not rule it out for ever."""
@@ -27,53 +30,67 @@ MEMORY = 300.0
 PRIOR_WEIGHT = 8.0
 
 
+@dataclass(eq=False, slots=True)
+class _Rows:
+    """For one number of rows: seconds of a plain step, and how many of these a wider one takes."""
+
+    plain_s: float
+    factors: dict[int, float] = field(default_factory=dict)
+
+
 class StepTimes:
-    """Seconds of a step of so many rows, each so wide."""
+    """Seconds of a step of so many rows, each so wide. Plain steps set the level: a server that becomes
+    slower does so at every width."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, dict[int, float]] = {}
-        self._fresh: set[tuple[int, int]] = set()
+        self._rows: dict[int, _Rows] = {}
+        self._n_seen: Counter[tuple[int, int]] = Counter()
 
     def saw(self, n_rows: int, width: int, seconds: float) -> None:
-        if (n_rows, width) not in self._fresh:  # the first of a shape may have to be prepared
-            self._fresh.add((n_rows, width))
-            if width > 1 or n_rows in self._seconds:
-                return
-        table = self._seconds.setdefault(n_rows, {})
-        if not table:
-            table[width] = seconds
+        self._n_seen[n_rows, width] += 1
+        n_seen = self._n_seen[n_rows, width]
+        known = self._rows.get(n_rows)
+        if known is None:
+            self._rows[n_rows] = _Rows(seconds / _prior(n_rows, width), {1: 1.0})
             return
-        known = table.setdefault(width, self.of(n_rows, width))
-        off = min(max(seconds / known, 0.25), 4.0)
-        for other in table:
-            table[other] *= off ** (LEARNING_RATE if other == width else DRIFT_RATE)
+        if width > 1 and n_seen == 1:  # a new shape may have to be prepared
+            return
+        off = min(max(seconds / self.of(n_rows, width), 0.1), 10.0)
+        rate = max(LEARNING_RATE, 1.0 / n_seen)
+        if width == 1:
+            known.plain_s *= off**rate
+            return
+        drift = DRIFT_RATE if n_seen > SETTLED else 0.0
+        known.factors[width] = self._factor(n_rows, width) * off ** (rate - drift)
+        known.plain_s *= off**drift
 
     def of(self, n_rows: int, width: int) -> float:
         """Measured, or between two that were; only ratios of it mean something."""
-        table = self._seconds.get(n_rows)
-        if not table:
+        known = self._rows.get(n_rows)
+        return (known.plain_s if known else 1.0) * self._factor(n_rows, width)
+
+    def _factor(self, n_rows: int, width: int) -> float:
+        known = self._rows.get(n_rows)
+        if known is None:
             return _prior(n_rows, width)
-        if width in table:
-            return table[width]
-        below = max((w for w in table if w < width), default=None)
-        above = min((w for w in table if w > width), default=None)
-        if below is None:
-            assert above is not None
-            return table[above] * _prior(n_rows, width) / _prior(n_rows, above)
+        factors = known.factors
+        if width in factors:
+            return factors[width]
+        below = max(w for w in factors if w < width)
+        above = min((w for w in factors if w > width), default=None)
         if above is None:
-            return table[below] * _prior(n_rows, width) / _prior(n_rows, below)
+            return factors[below] * _prior(n_rows, width) / _prior(n_rows, below)
         share = (width - below) / (above - below)
-        return table[below] + share * (table[above] - table[below])
+        return factors[below] + share * (factors[above] - factors[below])
 
     def forgive(self, n_rows: int) -> None:
         """No drafts were tried: what speaks against them may be out of date."""
-        table = self._seconds.get(n_rows, {})
-        if 1 not in table:
-            return
-        for width in table:
-            hoped = table[1] * _prior(n_rows, width)
-            if table[width] > hoped:
-                table[width] += FORGETTING * (hoped - table[width])
+        known = self._rows.get(n_rows)
+        for width in known.factors if known else ():
+            assert known is not None
+            hoped = _prior(n_rows, width)
+            if known.factors[width] > hoped:
+                known.factors[width] += FORGETTING * (hoped - known.factors[width])
 
 
 def _prior(n_rows: int, width: int) -> float:

@@ -176,7 +176,7 @@ class Speculation:
             return Guess(tokens, (SURE,) * len(tokens))
         if row.forced:  # soon, unless the caller thinks better of it before the row is there
             return NOTHING
-        return self._drafter.guess(row, MAX_DRAFT)
+        return self._drafter.guess([row], MAX_DRAFT)[0]
 
 
 def _forced(row: Row) -> list[int]:

@@ -34,6 +34,9 @@ NOTHING = Guess()
 class Drafter(Protocol):
     """Guesses for any number of rows; a row is known by any hashable object."""
 
+    is_free: bool
+    """Guessing takes no time to speak of. Then it is done behind each token, tried or not."""
+
     def odds(self, kind: int) -> float:
         """How likely a guess of this kind is to come true, before anything is known."""
         ...
@@ -46,8 +49,9 @@ class Drafter(Protocol):
         """These tokens are now the end of the row's reply. Unknown rows are ignored."""
         ...
 
-    def guess(self, row: Hashable, n_most: int) -> Guess:
-        """Up to so many tokens behind all that the row took; nothing where nothing comes to mind."""
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        """For each row, up to so many tokens behind all that it took; nothing for unknown rows, or where
+        nothing comes to mind."""
         ...
 
     def close(self, row: Hashable) -> None:

@@ -35,6 +35,8 @@ ODDS = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 class Lookup:
     """Owner of what it remembers; one for each model."""
 
+    is_free = True
+
     def __init__(self) -> None:
         self._texts: dict[Hashable, _RowText] = {}
         self._past: OrderedDict[Namespace, _Replies] = OrderedDict()
@@ -54,9 +56,9 @@ class Lookup:
         if text is not None:
             text.take(tokens)
 
-    def guess(self, row: Hashable, n_most: int) -> Guess:
-        text = self._texts.get(row)
-        return NOTHING if text is None else text.guess(n_most)
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        texts = [self._texts.get(row) for row in rows]
+        return [NOTHING if text is None else text.guess(n_most) for text in texts]
 
     def close(self, row: Hashable) -> None:
         text = self._texts.pop(row, None)

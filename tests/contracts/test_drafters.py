@@ -1,0 +1,75 @@
+"""What every drafter promises. A new file in models/drafters is picked up by itself."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+from firn.core.values import Job, Prompt, RequestId
+from firn.models import drafters
+from firn.models.drafters import NOTHING, Drafter
+from firn.models.speculation import MAX_DRAFT
+
+PROMPT = [5, 6, 7, 8, 9, 10, 5, 6]
+
+
+def every_drafter() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(drafters.__path__) if not m.name.startswith("_")]
+
+
+def made(name: str) -> Any:
+    """As its contract tests need it: on a tiny model, where it needs one."""
+    module = importlib.import_module(f"firn.models.drafters.{name}")
+    return module.DRAFTER()
+
+
+@pytest.fixture(params=every_drafter())
+def drafter(request: pytest.FixtureRequest) -> Drafter:
+    found: Drafter = made(request.param)
+    return found
+
+
+def job(prompt: list[int] = PROMPT) -> Job:
+    ids = np.array(prompt, dtype=np.int64)
+    return Job(id=RequestId("1"), prompt=Prompt(ids), max_tokens=32)
+
+
+def test_rows_that_it_was_not_told_of_are_none_of_its_business(drafter: Drafter) -> None:
+    assert drafter.guess(["nobody"], 4) == [NOTHING]
+    drafter.took("nobody", [1, 2])
+    drafter.close("nobody")
+
+
+def test_guesses_are_no_longer_than_asked_for_and_each_has_a_kind(drafter: Drafter) -> None:
+    drafter.open("row", job())
+    for n in (1, 3, MAX_DRAFT):
+        (guess,) = drafter.guess(["row"], n)
+        assert len(guess.tokens) <= n
+        assert len(guess.kinds) == len(guess.tokens)
+        assert all(type(t) is int for t in guess.tokens)
+        assert all(0 < drafter.odds(kind) < 1 for kind in guess.kinds)
+
+
+def test_guessing_twice_changes_nothing(drafter: Drafter) -> None:
+    drafter.open("row", job())
+    drafter.took("row", [7])
+    assert drafter.guess(["row"], 4) == drafter.guess(["row"], 4)
+
+
+def test_rows_do_not_disturb_each_other(drafter: Drafter) -> None:
+    drafter.open("one", job())
+    drafter.took("one", [7, 8])
+    (alone,) = drafter.guess(["one"], 4)
+    drafter.open("two", job([20, 21, 22, 20, 21]))
+    drafter.took("two", [22])
+    both = drafter.guess(["one", "two", "nobody"], 4)
+    assert len(both) == 3
+    assert both[0] == alone
+    assert both[2] == NOTHING
+    drafter.close("one")
+    assert drafter.guess(["one", "two"], 4)[0] == NOTHING
+    assert drafter.guess(["one", "two"], 4)[1] == both[1]
