@@ -165,7 +165,11 @@ class BenchEngine:
         return answer
 
     def ask_forced(
-        self, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], *, speculates: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        replies: Sequence[Sequence[int]],
+        *,
+        speculates: bool,
     ) -> list[Answer]:
         """All at once; each reply is put in the model's mouth, which computes it all the same."""
         asked = []

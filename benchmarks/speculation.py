@@ -50,7 +50,9 @@ TOPICS = (
 def source_file(seed: int) -> str:
     """A Python file such as an agent edits: regular enough to be repeated, no two the same."""
     rng = random.Random(seed)
-    names = rng.sample(["width", "height", "depth", "weight", "price", "count", "speed", "angle"], 6)
+    names = rng.sample(
+        ["width", "height", "depth", "weight", "price", "count", "speed", "angle"], 6
+    )
     lines = ["import math", "", ""]
     for name in names:
         low, high = rng.randint(0, 9), rng.randint(100, 999)
@@ -75,7 +77,9 @@ def edit(seed: int) -> str:
 
 
 def prose(seed: int) -> str:
-    return f"Write a long story about {TOPICS[seed % len(TOPICS)]}. Begin with the year {1700 + seed}."
+    return (
+        f"Write a long story about {TOPICS[seed % len(TOPICS)]}. Begin with the year {1700 + seed}."
+    )
 
 
 ASKS = {"edit": edit, "prose": prose}
@@ -146,7 +150,9 @@ async def run(args: argparse.Namespace, servers: dict[str, Child]) -> None:
                         found[name].append(figure)
             pairs = list(zip(found["off"], found["auto"], strict=True))
             ratios = [auto.rate / off.rate for off, auto in pairs]
-            texts = [(a, b) for off, auto in pairs for a, b in zip(off.texts, auto.texts, strict=True)]
+            texts = [
+                (a, b) for off, auto in pairs for a, b in zip(off.texts, auto.texts, strict=True)
+            ]
             n_equal = sum(a == b for a, b in texts)
             rates = {k: statistics.median(f.rate for f in v) for k, v in found.items()}
             ratio = statistics.median(ratios)

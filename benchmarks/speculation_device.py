@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
                 for turn in range(args.rounds + 1):
                     both = {}
                     for guesses in (False, True) if turn % 2 else (True, False):
-                        before = totals.n_taken, totals.n_steps
+                        before = totals.n_taken, totals.n_row_steps
                         both[guesses] = rate(
                             engine,
                             n_streams=n_streams,
@@ -137,7 +137,8 @@ def run(args: argparse.Namespace) -> None:
                             guesses=guesses,
                         )
                         if guesses:
-                            per_step = (totals.n_taken - before[0]) / (totals.n_steps - before[1])
+                            n_steps = totals.n_row_steps - before[1]
+                            per_step = (totals.n_taken - before[0]) / n_steps
                     if turn:  # the first round warms up
                         pairs.append((both[False], both[True]))
                 ratios = [on / off for off, on in pairs]
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
                         f"{on:.1f}",
                         f"{statistics.median(ratios):.2f}",
                         f"{min(ratios):.2f}",
-                        f"{per_step / n_streams:.2f}",
+                        f"{per_step:.2f}",
                     ]
                 )
                 print(" ".join(rows[-1]), flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from firn import __version__, named
+from firn import __version__, named, speculating
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
@@ -28,6 +28,7 @@ from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
 from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
+from firn.api.speculation_metrics import SpeculationMetrics
 from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.inventory import ModelNote, note_model
 from firn.cache.io import IoThreads, TierIo
@@ -54,15 +55,12 @@ from firn.models import device as devices
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
-from firn.models.drafters.lookup import Lookup
 from firn.models.grammar import Compiler
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
-from firn.models.raggedcheck import ragged_fault
 from firn.models.recognise import score_of
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
-from firn.models.speculation import Speculation
 from firn.models.weight_memory import WeightMemory
 from firn.text import rerank
 from firn.text.formats import detect
@@ -188,10 +186,14 @@ def build(config: Config) -> Server:
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
-        health_details=lambda: {"cache": health(engine.parts.cache)},
+        health_details=lambda: {
+            "cache": health(engine.parts.cache),
+            "speculation": speculating.view(engine.parts),
+        },
         extra_collectors=(
             CacheMetrics(lambda: snapshot(engine.parts.cache)),
             MemoryMetrics(devices.allocated_nbytes),
+            SpeculationMetrics(lambda: speculating.view(engine.parts)),
         ),
     )
     return Server(services, engine, mailroom, pool, died)
@@ -313,7 +315,7 @@ def _build_parts(
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
         threads=threads,
-        speculation=_speculation(config, loaded, exact=exact),
+        speculation=speculating.build(config.engine, loaded, exact=exact),
     )
     capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
     cost = _row_cost(loaded)
@@ -328,24 +330,6 @@ def _build_parts(
     if isinstance(cache, PrefixTree):
         _add_tiers(config, cache, info, device=machine.kind, wake=wake)
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
-
-
-def _speculation(
-    config: Config, loaded: loader.LoadedModel, *, exact: bool
-) -> Speculation | None:
-    """Who guesses tokens, if anybody."""
-    wanted = config.engine.speculation
-    if wanted == "off":
-        return None
-    if exact:  # a step of several tokens is not to the bit what several steps are
-        log.warning("no tokens are guessed (--speculation): reuse is exact")
-        return None
-    why = None
-    if loaded.info.batchable:
-        why = ragged_fault(loaded.model, loaded.make_layers)
-    if why:
-        log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
-    return Speculation(Lookup(), in_groups=why is None)
 
 
 def _tune_cpu(config: Config, *, exact: bool) -> Blas:

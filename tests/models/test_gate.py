@@ -34,7 +34,9 @@ def test_sure_guesses_are_tried_where_width_is_cheap_and_not_where_it_is_dear() 
 
 def test_the_length_goes_by_how_long_guesses_hold() -> None:
     times = measured({w: 1.0 + 0.1 * (w - 1) for w in WIDTHS})
-    widths = [best_width(times, [Hope.of([p] * 16)], n_seats=1) for p in (0.05, 0.3, 0.6, 0.9, 0.99)]
+    widths = [
+        best_width(times, [Hope.of([p] * 16)], n_seats=1) for p in (0.05, 0.3, 0.6, 0.9, 0.99)
+    ]
     assert widths == sorted(widths)
     assert widths[0] == 1
     assert 1 < widths[2] < widths[4]

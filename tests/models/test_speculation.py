@@ -136,7 +136,9 @@ def test_what_is_stored_is_what_was_accepted(name: str) -> None:
         assert_equal(a, b)
     n_compared = sum(assert_equal(g, w) for g, w in zip(got, want, strict=True))
     assert n_compared > 0.6 * 12 * len(turns)
-    same = [(r, t) for r, t, a, b in zip(got, turns, again, first, strict=True) if a.reply == b.reply]
+    same = [
+        (r, t) for r, t, a, b in zip(got, turns, again, first, strict=True) if a.reply == b.reply
+    ]
     assert same
     for result, (prompt, *_) in same:
         assert result.n_cached > len(prompt) - 3 - 32, "nearly all of the reply"

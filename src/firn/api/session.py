@@ -275,14 +275,9 @@ class Session:
             cache=request.cache,
             grammar=grammar,
             speculates=request.speculates,
-            prediction=self._prediction(request),
+            # It merely guides guesses: what spells a control token in it does no harm.
+            prediction=tuple(services.tokenizer.encode(request.prediction, add_special=False)),
         )
-
-    def _prediction(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Of a text that merely guides guesses, what spells a control token does no harm."""
-        if not (request.prediction and request.speculates):
-            return ()
-        return tuple(self._services.tokenizer.encode(request.prediction, add_special=False))
 
     def _ends(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
         """The tokens that end its replies."""

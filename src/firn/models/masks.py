@@ -43,9 +43,7 @@ class Masks:
         each = np.unpackbits(bits, axis=1, count=self._vocab_size, bitorder="little")
         return each.view(np.bool_)
 
-    def fill_ahead(
-        self, rows: Sequence[tuple[Constraint | None, Sequence[int]]]
-    ) -> Allowed:
+    def fill_ahead(self, rows: Sequence[tuple[Constraint | None, Sequence[int]]]) -> Allowed:
         """(positions, vocabulary) for the next token of every row and behind each token of its draft.
 
         A draft holds nothing that its constraint forbids: see `Constraint.permitted`.
@@ -59,9 +57,7 @@ class Masks:
                 places = [start + i * stride for i in range(first, first + n)]
                 constraint.look_ahead(draft, places, stride)
             first += n
-        each = np.unpackbits(
-            bits.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little"
-        )
+        each = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         return each.view(np.bool_)
 
     def _compute(self, found: list[tuple[int, Constraint]], n_rows: int) -> Bits:

@@ -25,7 +25,9 @@ def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
         worst = _difference(model, make_layers)
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
         return f"a step of unequal rows fails: {str(e).splitlines()[0]}"
-    return f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
+    return (
+        f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
+    )
 
 
 def _difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:

@@ -246,9 +246,7 @@ class Runner:
             allowed = mx.array(self._masks.fill_ahead(rows))
         picks = pick(logits, [p for each in pickers for p in each], forced, allowed=allowed)
         mx.async_eval(picks.arrays)
-        group.unread.append(
-            Verification(group, seats, tuple(drafts), step, picks, pickers, width)
-        )
+        group.unread.append(Verification(group, seats, tuple(drafts), step, picks, pickers, width))
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
         """Read the tokens of this group's steps, but for the newest `keep_in_flight`.

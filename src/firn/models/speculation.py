@@ -46,9 +46,20 @@ class Totals:
 
     n_steps: int = 0
     n_draft_steps: int = 0
+    n_row_steps: int = 0
     n_taken: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+
+    def view(self) -> dict[str, int]:
+        return {
+            "steps": self.n_steps,
+            "draft_steps": self.n_draft_steps,
+            "row_steps": self.n_row_steps,
+            "taken": self.n_taken,
+            "drafted": self.n_drafted,
+            "accepted": self.n_accepted,
+        }
 
 
 class Speculation:
@@ -141,6 +152,7 @@ class Speculation:
         totals.n_draft_steps += any(t.n_drafted for t in taken)
         for each in taken:
             if each.row.group is group:
+                totals.n_row_steps += 1
                 totals.n_taken += len(each.tokens)
                 totals.n_drafted += each.n_drafted
                 totals.n_accepted += each.n_right

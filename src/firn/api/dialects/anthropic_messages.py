@@ -329,7 +329,17 @@ def _error_object(error: FirnError) -> dict[str, Any]:
 
 def _schema() -> dict[str, Any]:
     common = _openai.common_schema()
-    kept = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "cache", "speculation")
+    kept = (
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stream",
+        "cache",
+        "speculation",
+    )
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
     text_or_blocks = {"type": ["string", "array", "null"], "items": {"type": "object"}}
     message = {
