@@ -1,11 +1,11 @@
-"""What guessing tokens brings: firn with it and without it, on text that repeats and on text that does not.
+"""What guessing tokens brings: firn with it and without, on text that repeats and on text that does not.
 
     .venv/bin/python benchmarks/speculation.py [--model smollm2] [--rounds 3] [--streams 1,4,8]
     PYTHONPATH=src python benchmarks/speculation.py --device-run [--shape 4b] [--streams 1,8]
 
-Two servers of the same model run side by side, `--speculation auto` and `off`, and are asked in turns, so
-that a busy machine hits both alike. Tokens a second are counted from the first token on; a ratio is the
-median of the rounds' ratios.
+Two servers of the same model run side by side, `--speculation auto` and `off`, and are asked in turns,
+so that a busy machine hits both alike. Tokens a second are counted from the first token on; a ratio is
+the median of the rounds' ratios.
 
     edit    "return this file with one change": what follows stands in the prompt
     prose   a story: nothing to look up

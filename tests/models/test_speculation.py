@@ -1,4 +1,4 @@
-"""Several tokens a step on real (tiny) models: the text is that of one token a step, whatever is guessed."""
+"""Several tokens a step on real (tiny) models: the text is that of one token a step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def known(requests: Story, results: Sequence[Result]) -> dict[Any, list[int]]:
 def assert_equal(got: Result, want: Result) -> int:
     """Token by token, up to a tie; returns how many could be compared."""
     n = 0
-    assert got.error is None and want.error is None
+    assert got.error is None
+    assert want.error is None
     assert set(got.tokens) == set(want.tokens)
     for choice, reply in want.tokens.items():
         said = got.tokens[choice]

@@ -41,7 +41,7 @@ class Refused:
 
 Fate = Alias | Accepted | Refused
 
-_ONE_TOKEN = "firn does not draft tokens yet: every step computes one token of each reply"
+_ONE_TOKEN = "firn drafts by looking up what was said before, by itself: see --speculation"
 _SPARSE = "firn does not skip parts of a prompt; a prompt that was read before is not read again"
 _TABLES = "write a [models.NAME] table for each model in the TOML file of --config"
 _LAZY = "a model is loaded on first use where there are several, or with --keep-alive"

@@ -17,7 +17,7 @@ WIDTHS = (1, 2, 3, 5, 9, 17)
 PRIOR_SLOPE = 0.1
 """Of a step's time, for each further token: until it was measured."""
 LEARNING_RATE, DRIFT_RATE = 0.3, 0.1
-"""Of what a step took more than thought; and how much of that, of a wide one, is put down to the server."""
+"""Of what a step took more than thought; and how much of that, of a wide one, is the server's doing."""
 SETTLED = 8
 """After so many steps of a width, its time is known well enough to tell a slower server by it."""
 FORGETTING = 0.004

@@ -1,14 +1,15 @@
 """Batched attention caches whose rows end where they like: what several tokens a step need.
 
-mlx-lm's batched caches are right-justified: every row takes as many tokens a step as the others. Here a
-row's tokens begin at column 0 (pages) or lie at their position modulo the length (a ring), each row has an
-end of its own, and taking back rejected tokens is moving that end:
+mlx-lm's batched caches are right-justified: a row takes as many tokens a step as the others. Here a
+row's tokens begin at column 0 (pages) or lie at their position modulo the length (a ring), each row has
+an end of its own, and taking back rejected tokens is moving that end:
 
     pages   # [0, lengths[i]) row i's tokens   [lengths[i], width) rejected or never written: masked
     ring    # token t lies in column t % length; the last max_size of [0, lengths[i]) are in use
 
-A group changes to these classes at its first verification, and stays with them. They offer what mlx-lm's
-offer to models (`update_and_fetch`, `make_mask`, `offset`) and to groups (`extend`, `filter`, `extract`).
+A group changes to these classes at its first verification, and stays with them. They offer what
+mlx-lm's offer to models (`update_and_fetch`, `make_mask`, `offset`) and to groups (`extend`, `filter`,
+`extract`).
 
 Owner: the engine thread, through a group.
 """

@@ -18,8 +18,8 @@ from firn.core.values import Job
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What may come next. `kinds`: one small number a token, by which the drafter tells sure guesses from
-    bold ones; how often each kind comes true is learnt, and decides how many are tried."""
+    """What may come next. `kinds`: one small number a token, by which the drafter tells sure guesses
+    from bold ones; how often each kind comes true is learnt, and decides how many are tried."""
 
     tokens: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()

@@ -1,9 +1,9 @@
 """Guesses by looking up: the end of the row's text stood somewhere before, so what followed may follow.
 
-Where it looks, in this order: the request's own prediction of its reply; the prompt and the reply so far;
-earlier replies in the same namespace, of which a bounded number of tokens is kept. The longest match is
-taken, and followed for as long as it holds: a guess is as good as its match is long, so that length is
-the kind of the guess.
+Where it looks: the request's own prediction of its reply; the prompt and the reply so far; earlier
+replies in the same namespace, of which a bounded number of tokens is kept. The longest match is taken,
+and followed for as long as it holds: a guess is as good as its match is long, so that length is the
+kind of the guess.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Source:
 
 
 class _Prompt:
-    """A prompt's tokens: too many to put into a table one by one, so they are sorted, at the first need."""
+    """A prompt's tokens: too many for a table in Python, so they are sorted, at the first need."""
 
     def __init__(self, ids: TokenArray) -> None:
         self.ids = ids
