@@ -21,7 +21,7 @@ from report import grid, numbers, save
 from firn.core.values import Job
 from firn.models.batch import Row
 from firn.models.drafters import NOTHING, Guess
-from firn.models.speculation import MAX_DRAFT, Speculation
+from firn.models.speculation import MAX_DRAFT, Record, Speculation
 from models import COMMON, CONFIGS
 
 QWEN3_4B: dict[str, Any] = COMMON | {
@@ -59,6 +59,9 @@ class Oracle:
     def open(self, row: Hashable, job: Job) -> None:
         self._rows[row] = self.replies[tuple(job.prompt.ids[:8].tolist())], 0
 
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         if row in self._rows:
             reply, n = self._rows[row]
@@ -77,6 +80,9 @@ class Oracle:
     def close(self, row: Hashable) -> None:
         self._rows.pop(row, None)
 
+    def end(self) -> None:
+        self._rows.clear()
+
 
 class OracleSpeculation(Speculation):
     """The reply is forced here to make it known; the guesses are the oracle's all the same."""
@@ -85,8 +91,8 @@ class OracleSpeculation(Speculation):
         super().__init__(oracle)
         self.oracle = oracle
 
-    def _guess(self, row: Row) -> Guess:
-        return self.oracle.guess([row], MAX_DRAFT)[0]
+    def _look(self, row: Row, record: Record) -> None:
+        record.next, record.source = self.oracle.guess([row], MAX_DRAFT)[0], 0
 
 
 def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guesses: bool) -> float:

@@ -208,8 +208,8 @@ class EngineConfig:
     speculation: Literal["auto", "off", "lookup"] = option(
         "auto",
         "Guess several tokens a step and let the model check them; the text stays the same. lookup: "
-        "what followed the same words in the prompt, the reply, or an earlier reply; auto: whatever there "
-        "is and pays.",
+        "what followed the same words in the prompt, the reply or an earlier reply; auto: whatever "
+        "there is and pays.",
     )
     scheduler_headroom_gb: float = option(
         2.0, "Device memory left free, in GiB; requests wait when less is left.", low=0, high=4096

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
+from firn.cache.off import CacheOff
 from firn.core.values import Job, Prompt, RequestId
 from firn.models import drafters
 from firn.models.drafters import NOTHING, Drafter
 from firn.models.speculation import MAX_DRAFT
+from tests.zoo import build
 
 PROMPT = [5, 6, 7, 8, 9, 10, 5, 6]
 
@@ -24,7 +27,12 @@ def every_drafter() -> list[str]:
 def made(name: str) -> Any:
     """As its contract tests need it: on a tiny model, where it needs one."""
     module = importlib.import_module(f"firn.models.drafters.{name}")
-    return module.DRAFTER()
+    if name == "lookup":
+        return module.DRAFTER()
+    model = build("llama")
+    return module.DRAFTER(
+        model, lambda: make_prompt_cache(model), cache=CacheOff(), batchable=True, chunk=4
+    )
 
 
 @pytest.fixture(params=every_drafter())
@@ -38,14 +46,20 @@ def job(prompt: list[int] = PROMPT) -> Job:
     return Job(id=RequestId("1"), prompt=Prompt(ids), max_tokens=32)
 
 
+def prepare(drafter: Drafter, row: str) -> None:
+    assert any(drafter.prepare(row) for _ in range(100)), "it is ready after a while"
+
+
 def test_rows_that_it_was_not_told_of_are_none_of_its_business(drafter: Drafter) -> None:
     assert drafter.guess(["nobody"], 4) == [NOTHING]
+    assert not drafter.prepare("nobody")
     drafter.took("nobody", [1, 2])
     drafter.close("nobody")
 
 
 def test_guesses_are_no_longer_than_asked_for_and_each_has_a_kind(drafter: Drafter) -> None:
     drafter.open("row", job())
+    prepare(drafter, "row")
     for n in (1, 3, MAX_DRAFT):
         (guess,) = drafter.guess(["row"], n)
         assert len(guess.tokens) <= n
@@ -56,15 +70,18 @@ def test_guesses_are_no_longer_than_asked_for_and_each_has_a_kind(drafter: Draft
 
 def test_guessing_twice_changes_nothing(drafter: Drafter) -> None:
     drafter.open("row", job())
+    prepare(drafter, "row")
     drafter.took("row", [7])
     assert drafter.guess(["row"], 4) == drafter.guess(["row"], 4)
 
 
 def test_rows_do_not_disturb_each_other(drafter: Drafter) -> None:
     drafter.open("one", job())
+    prepare(drafter, "one")
     drafter.took("one", [7, 8])
     (alone,) = drafter.guess(["one"], 4)
     drafter.open("two", job([20, 21, 22, 20, 21]))
+    prepare(drafter, "two")
     drafter.took("two", [22])
     both = drafter.guess(["one", "two", "nobody"], 4)
     assert len(both) == 3

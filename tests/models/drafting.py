@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from firn.core.values import Job
 from firn.models.batch import Group
 from firn.models.drafters import NOTHING, Drafter, Guess
-from firn.models.speculation import Speculation
+from firn.models.speculation import Speculation, Width
 
 Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 """What is said to a prompt, by the prompt and the number of its choice."""
@@ -36,6 +36,9 @@ class Knowing:
         reply = self._replies.get((tuple(job.prompt.ids.tolist()), choice), ())
         self._known[row] = reply, 0
 
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         if row in self._known:
             reply, n = self._known[row]
@@ -57,6 +60,9 @@ class Knowing:
     def close(self, row: Hashable) -> None:
         self._known.pop(row, None)
 
+    def end(self) -> None:
+        self._known.clear()
+
 
 class Bold(Speculation):
     """Tries drafts of any length, at random, whatever comes of them."""
@@ -66,5 +72,5 @@ class Bold(Speculation):
         self._rng = random.Random(seed)
         self._least = least
 
-    def _width(self, group: Group) -> int:
-        return self._rng.randint(self._least, 12)
+    def _width(self, group: Group) -> Width:
+        return Width(self._rng.randint(self._least, 12))

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from firn.models.gate import MIN_GAIN, WIDTHS, Hope, Odds, StepTimes, best_width
+from firn.models import gate
+from firn.models.gate import MIN_GAIN, WIDTHS, Hope, Odds, StepTimes
 
 
 def measured(cost: dict[int, float], *, n_rows: int = 1, n: int = 20) -> StepTimes:
@@ -16,6 +17,10 @@ def measured(cost: dict[int, float], *, n_rows: int = 1, n: int = 20) -> StepTim
         for width, seconds in cost.items():
             times.saw(n_rows, width, seconds)
     return times
+
+
+def best_width(times: StepTimes, hopes: list[Hope], *, n_seats: int) -> int:
+    return gate.best_width(times, hopes, n_seats=n_seats).width
 
 
 FLAT = {w: 1.0 + 0.01 * (w - 1) for w in WIDTHS}
@@ -85,16 +90,27 @@ def test_one_slow_step_does_not_rule_out_drafts_for_ever() -> None:
     assert best_width(times, [hope], n_seats=1) > 1
 
 
+def test_guesses_that_take_time_must_be_worth_it() -> None:
+    times, hope = measured(FLAT), Hope.of([0.7] * 8)
+
+    def best(draft_s: float) -> int:
+        found = gate.best_width(times, [hope], n_seats=1, draft_s=lambda w: draft_s * (w - 1))
+        return found.width
+
+    assert best(0.0) > best(0.2) > 1
+    assert best(2.0) == 1
+
+
 def test_odds_are_learnt_and_forgotten() -> None:
     odds = Odds()
-    assert odds.of(3, 0.5) == 0.5
+    assert odds.of((0, 3), 0.5) == 0.5
     for _ in range(100):
-        odds.saw(3, True)
-    assert odds.of(3, 0.5) > 0.9
+        odds.saw((0, 3), True)
+    assert odds.of((0, 3), 0.5) > 0.9
     for _ in range(1000):
-        odds.saw(3, False)
-    assert odds.of(3, 0.5) < 0.1
-    assert odds.of(4, 0.5) == 0.5
+        odds.saw((0, 3), False)
+    assert odds.of((0, 3), 0.5) < 0.1
+    assert odds.of((0, 4), 0.5) == 0.5
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -106,7 +122,7 @@ def test_on_random_guesses_the_gate_loses_nothing(seed: int) -> None:
     spent = n_tokens = 0.0
     for _ in range(3000):
         guess = [rng.random() < 0.05 for _ in range(16)]
-        hope = Hope.of([odds.of(0, 0.5)] * 16)
+        hope = Hope.of([odds.of((0, 0), 0.5)] * 16)
         width = best_width(times, [hope], n_seats=1)
         if width == 1:
             times.forgive(1)
@@ -115,6 +131,6 @@ def test_on_random_guesses_the_gate_loses_nothing(seed: int) -> None:
         spent += seconds
         n_right = next((i for i, right in enumerate(guess[: width - 1]) if not right), width - 1)
         n_tokens += 1 + n_right
-        odds.saw(0, guess[0])
+        odds.saw((0, 0), guess[0])
     assert n_tokens / spent > 0.98
     assert MIN_GAIN > 1.0

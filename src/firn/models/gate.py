@@ -9,7 +9,7 @@ Owner: the engine thread, through the speculation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
@@ -28,6 +28,9 @@ MIN_GAIN = 1.05
 MEMORY = 300.0
 """Guesses of a kind that are remembered, as it were."""
 PRIOR_WEIGHT = 8.0
+FADING = 0.998
+Kind = tuple[int, int]
+"""Which drafter, and which of its kinds of guesses."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +86,10 @@ class StepTimes:
         share = (width - below) / (above - below)
         return factors[below] + share * (factors[above] - factors[below])
 
+    def knows(self, n_rows: int) -> bool:
+        """Whether what it says are seconds."""
+        return n_rows in self._rows
+
     def forgive(self, n_rows: int) -> None:
         """No drafts were tried: what speaks against them may be out of date."""
         known = self._rows.get(n_rows)
@@ -101,16 +108,23 @@ def _prior(n_rows: int, width: int) -> float:
 class Odds:
     """How often guesses came true, by kind."""
 
-    _right: dict[int, float] = field(default_factory=dict)
-    _all: dict[int, float] = field(default_factory=dict)
+    _right: dict[Kind, float] = field(default_factory=dict)
+    _all: dict[Kind, float] = field(default_factory=dict)
 
-    def saw(self, kind: int, is_right: bool) -> None:
+    def saw(self, kind: Kind, is_right: bool) -> None:
         n = self._all.get(kind, 0.0)
         fading = min(1.0, MEMORY / (n + 1.0))
         self._all[kind] = n * fading + 1.0
         self._right[kind] = self._right.get(kind, 0.0) * fading + is_right
 
-    def of(self, kind: int, prior: float) -> float:
+    def fade(self, kinds: Iterable[Kind]) -> None:
+        """They were not tried: what is known of them grows old."""
+        for kind in kinds:
+            if kind in self._all:
+                self._all[kind] *= FADING
+                self._right[kind] *= FADING
+
+    def of(self, kind: Kind, prior: float) -> float:
         right, n = self._right.get(kind, 0.0), self._all.get(kind, 0.0)
         return (right + PRIOR_WEIGHT * prior) / (n + PRIOR_WEIGHT)
 
@@ -140,18 +154,34 @@ class Hope:
         return self.gains[n_drafted]
 
 
-def best_width(times: StepTimes, hopes: Sequence[Hope], *, n_seats: int) -> int:
-    """The width of the next step that brings the most tokens a second; 1 where no drafts pay.
+@dataclass(frozen=True, slots=True)
+class Best:
+    """How wide the next step is to be, and what it is expected to bring: tokens a second."""
 
-    A row drafts what the width leaves beside the tokens that it must be fed.
+    width: int
+    rate: float
+
+
+def best_width(
+    times: StepTimes,
+    hopes: Sequence[Hope],
+    *,
+    n_seats: int,
+    draft_s: Callable[[int], float] = lambda width: 0.0,
+) -> Best:
+    """The width that brings the most tokens a second; 1 where no drafts pay.
+
+    A row drafts what the width leaves beside the tokens that it must be fed. draft_s: how long the
+    guesses for a step of this width take.
     """
-    if all(len(h.gains) == 1 for h in hopes):
-        return 1
     least = max(h.n_pending for h in hopes)
-    best, best_rate = 1, MIN_GAIN * len(hopes) / times.of(n_seats, least)
+    best = Best(1, MIN_GAIN * len(hopes) / times.of(n_seats, least))
+    if all(len(h.gains) == 1 for h in hopes):
+        return best
     for width in WIDTHS:
         if width > least:
-            rate = sum(h.tokens(width) for h in hopes) / times.of(n_seats, width)
-            if rate > best_rate:
-                best, best_rate = width, rate
+            seconds = times.of(n_seats, width) + draft_s(width)
+            rate = sum(h.tokens(width) for h in hopes) / seconds
+            if rate > best.rate:
+                best = Best(width, rate)
     return best

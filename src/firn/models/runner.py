@@ -280,6 +280,8 @@ class Runner:
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
         self._groups = []
+        if self.speculation is not None:
+            self.speculation.end()
         mx.synchronize()
         mx.clear_streams()
 

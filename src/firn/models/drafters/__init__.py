@@ -45,6 +45,10 @@ class Drafter(Protocol):
         """A row begins its reply to this job's prompt."""
         ...
 
+    def prepare(self, row: Hashable) -> bool:
+        """Get ready to guess for this row, a little at a time; True once it can."""
+        ...
+
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         """These tokens are now the end of the row's reply. Unknown rows are ignored."""
         ...
@@ -56,4 +60,8 @@ class Drafter(Protocol):
 
     def close(self, row: Hashable) -> None:
         """The row is gone. Unknown rows are ignored."""
+        ...
+
+    def end(self) -> None:
+        """The engine stops: keep what is worth keeping, let go of the rest."""
         ...

@@ -51,6 +51,9 @@ class Lookup:
             self._past.popitem(last=False)
         self._texts[row] = _RowText(job, past)
 
+    def prepare(self, row: Hashable) -> bool:
+        return row in self._texts
+
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         text = self._texts.get(row)
         if text is not None:
@@ -64,6 +67,10 @@ class Lookup:
         text = self._texts.pop(row, None)
         if text is not None and text.keeps:
             text.past.keep(text.reply)
+
+    def end(self) -> None:
+        self._texts.clear()
+        self._past.clear()
 
 
 class _Source:
