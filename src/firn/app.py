@@ -308,6 +308,16 @@ def _build_parts(
     )
     info = loaded.info
     threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
+    guessing = speculating.build(
+        config,
+        loaded,
+        exact=exact,
+        cpu_dtype=cpu_dtype,
+        cache_nbytes=_cache_nbytes(config, machine),
+        add_tiers=lambda cache, model: _add_tiers(
+            config, cache, model, device=machine.kind, wake=wake
+        ),
+    )
     runner = Runner(
         loaded.model,
         info,
@@ -315,10 +325,11 @@ def _build_parts(
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
         threads=threads,
-        speculation=speculating.build(config.engine, loaded, exact=exact),
+        speculation=guessing.speculation,
     )
-    capacity = machine.memory_nbytes - info.weights_nbytes - _headroom(config, machine)
-    cost = _row_cost(loaded)
+    weights_nbytes = info.weights_nbytes + guessing.weights_nbytes
+    capacity = machine.memory_nbytes - weights_nbytes - _headroom(config, machine)
+    cost = guessing.with_rows(_row_cost(loaded))
     budget = Budget(cost, capacity_nbytes=max(capacity, MIN_CAPACITY_NBYTES))
     cache = _build_cache(
         config,
@@ -425,8 +436,7 @@ def _build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
-    share = int(devices.free_nbytes(machine) * wanted.cache_memory_percent)
-    limit = wanted.cache_memory_mb * MIB or share
+    limit = _cache_nbytes(config, machine)
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
@@ -439,6 +449,15 @@ def _build_cache(
         fingerprint=loaded.info.fingerprint,
         dtype=f"{loaded.info.dtype} {arithmetic}".rstrip(),
     )
+
+
+def _cache_nbytes(config: Config, machine: devices.Device) -> int:
+    """Memory for prefixes."""
+    wanted = config.cache
+    if wanted.disable_prefix_cache:
+        return 0
+    share = int(devices.free_nbytes(machine) * wanted.cache_memory_percent)
+    return wanted.cache_memory_mb * MIB or share
 
 
 def _tiers(config: CacheConfig) -> dict[str, TierOptions]:

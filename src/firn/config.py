@@ -205,11 +205,17 @@ class EngineConfig:
         words={"auto": 0},
     )
     """0: by device."""
-    speculation: Literal["auto", "off", "lookup"] = option(
+    speculation: Literal["auto", "off", "lookup", "model"] = option(
         "auto",
         "Guess several tokens a step and let the model check them; the text stays the same. lookup: "
-        "what followed the same words in the prompt, the reply or an earlier reply; auto: whatever "
-        "there is and pays.",
+        "what followed the same words in the prompt, the reply or an earlier reply; model: "
+        "what --draft-model says; auto: whatever there is and pays.",
+    )
+    draft_model: str | None = option(
+        None,
+        "A small model with the same tokenizer, which guesses for this one: a folder, or the id of a "
+        "model on the Hugging Face hub.",
+        metavar="MODEL",
     )
     scheduler_headroom_gb: float = option(
         2.0, "Device memory left free, in GiB; requests wait when less is left.", low=0, high=4096

@@ -93,7 +93,7 @@ VLLM_MLX: Mapping[str, Fate] = MappingProxyType(
         "--enable-mtp": Refused(_ONE_TOKEN),
         "--mtp-num-draft-tokens": Refused(_ONE_TOKEN, "N"),
         "--mtp-optimistic": Refused("firn never takes a token that the model did not pick"),
-        "--mllm-draft-model": Refused(_ONE_TOKEN, "MODEL"),
+        "--mllm-draft-model": Alias("engine.draft_model", "MODEL"),
         "--mllm-draft-kind": Refused(_ONE_TOKEN, "KIND"),
         "--mllm-draft-block-size": Refused(_ONE_TOKEN, "N"),
         "--default-mllm-draft": Refused(_ONE_TOKEN),

@@ -66,15 +66,20 @@ class ModelDrafter:
         *,
         cache: PrefixCache,
         batchable: bool,
+        n_ids: int = 1 << 31,
         chunk: int = CHUNK,
     ) -> None:
-        """Raises ValueError for a model whose tokens cannot be taken back one by one."""
+        """n_ids: ids from here on are unknown to it.
+
+        Raises ValueError for a model whose tokens cannot be taken back one by one.
+        """
         if not is_rewindable(make_layers()):
             raise ValueError("its layers cannot take back single tokens")
         self._model = model
         self._make_layers = make_layers
         self._cache = cache
         self._batchable = batchable
+        self._last_id = n_ids - 1
         self._chunk = chunk
         self._readers: dict[Hashable, _Reader] = {}
         self._groups: list[Group] = []
@@ -150,8 +155,8 @@ class ModelDrafter:
             own.n_tokens = ahead.n_tokens
         end = min(own.n_tokens + self._chunk, n_prompt - 1)
         if end > own.n_tokens:
-            ids = mx.array(reader.job.prompt.ids[own.n_tokens : end].astype(np.int32))
-            self._model(ids[None], cache=own.layers)
+            ids = np.minimum(reader.job.prompt.ids[own.n_tokens : end], self._last_id)
+            self._model(mx.array(ids.astype(np.int32))[None], cache=own.layers)
             own.n_tokens = end
             mx.eval([layer.state for layer in own.layers])
             self._cache.commit(reader.trail, own)
@@ -231,7 +236,7 @@ class ModelDrafter:
         width = max(lengths)
         step = Step(group.layers, lengths)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
-        logits: mx.array = self._model(ids, cache=group.layers)
+        logits: mx.array = self._model(mx.minimum(ids, self._last_id), cache=group.layers)
         step.settle(lengths)
         return logits
 
