@@ -21,7 +21,8 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "cache", "cli", "config", "core", "defaults", "demo", "engine", "fleet", "leaving",
-    "listening", "logs", "machine", "media", "models", "named", "options", "several", "text",
+    "listening", "logs", "machine", "media", "models", "named", "options", "several",
+    "speculating", "text",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -45,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models", "text",
     },
     "named": {"config", "demo", "models"},
+    "speculating": {"cache", "config", "core", "engine", "models", "named"},
     "app": EVERYTHING - {"cli", "fleet"},
     "cli": EVERYTHING,
     "demo": EVERYTHING,
