@@ -25,6 +25,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
 from firn.core.values import Sampling
+from firn.models.carry import HiddenAt
 from firn.models.ragged import RaggedCache
 from firn.models.rewind import plain, ready
 from firn.models.sampling import Picker, Picks, Scores, read_logprobs, to_host
@@ -52,6 +53,7 @@ class Row:
     forced: tokens that are not left to the sampler, by their position.
     pending: tokens that are picked and not consumed. One, the newest, unless a step was taken back;
     outdated while steps without drafts are in flight.
+    hidden: the states before each pending token, where the model has a prediction head.
     ends: tokens that end it. limit: how many tokens it may have in all, the prompt's included.
     shift: how far rotary positions are ahead of token counts, after the prompt's pictures.
     scores: those of the chunk that was dispatched last, where they were asked for.
@@ -65,6 +67,7 @@ class Row:
     alone: bool = False
     forced: dict[int, int] = field(default_factory=dict)
     pending: list[int] = field(default_factory=list)
+    hidden: list[HiddenAt] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
     limit: int = 0
     scores: Scores | None = None
@@ -286,7 +289,7 @@ def alone(layer: Any) -> Any:
 
 def fork(row: Row) -> Row:
     """A second row with the same past. Arrays are shared until one of the two writes."""
-    return Row(copy.deepcopy(row.layers), row.n_tokens)
+    return Row(copy.deepcopy(row.layers), row.n_tokens, hidden=list(row.hidden))
 
 
 def can_batch(layers: Sequence[Any]) -> str | None:

@@ -28,9 +28,11 @@ from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.batch import Group, Launched, Row, fork
+from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
+from firn.models.mtp import MtpModel
 from firn.models.rewind import Step
 from firn.models.sampling import Picker, pick, score
 from firn.models.speculation import Speculation
@@ -72,6 +74,7 @@ class Runner:
         self._inputs = inputs or IdsOnly()
         self._threads = threads
         self.speculation = speculation
+        self._mtp = model if isinstance(model, MtpModel) else None
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
@@ -100,13 +103,17 @@ class Runner:
         if self.speculation is not None:
             self.speculation.disturbed()
         ids = mx.array(prompt.ids[start:end].astype(np.int32))
-        more = self._inputs.chunk(prompt, start, end)
+        more = self._inputs.chunk(prompt, start, end) | self._carry([row])
         logits = self._model(ids[None], cache=row.layers, **more)
         row.n_tokens = end
         row.scores = None
         if top_logprobs is not None:
             row.scores = score(logits[0], prompt.ids[start + 1 : end + 1], top=top_logprobs)
         arrays = row.scores.arrays if row.scores else []
+        if self._mtp is not None:
+            last = self._mtp.hidden[:, -1:]
+            row.hidden = [HiddenAt(last, 0, 0)]
+            arrays = [*arrays, last]
         mx.async_eval([layer.state for layer in row.layers], arrays)
 
     def settle(self, row: Row) -> list[TokenLogprob]:
@@ -199,7 +206,7 @@ class Runner:
 
     def _launch_one(self, group: Group) -> None:
         self._prepare(len(group.seats))
-        more = self._inputs.step(group.seats)
+        more = self._inputs.step(group.seats) | self._carry(group.seats)
         logits = self._model(group.inputs[:, None], cache=group.layers, **more)[:, -1, :]
         # The step consumes position n_tokens, so it picks the one after.
         forced = [r.forced.pop(r.n_tokens + 1, None) if r.forced else None for r in group.seats]
@@ -213,8 +220,10 @@ class Runner:
         mx.async_eval(picks.arrays)
         group.inputs = picks.tokens
         group.unread.append(Launched(tuple(group.seats), picks))
-        for row in group.seats:
+        for i, row in enumerate(group.seats):
             row.n_tokens += 1
+            if self._mtp is not None:
+                row.hidden = [HiddenAt(self._mtp.hidden, i, 0)]
 
     def _launch_several(self, group: Group, drafts: Sequence[tuple[int, ...]]) -> None:
         """Every token of these rows is on the host: what they were guessed from."""
@@ -225,7 +234,7 @@ class Runner:
         self._prepare(len(seats) * width)
         step = Step(group.layers, [len(f) for f in fed])
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
-        more = self._inputs.step(seats, width)
+        more = self._inputs.step(seats, width) | self._carry(seats)
         logits = self._model(ids, cache=group.layers, **more)
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
@@ -246,7 +255,10 @@ class Runner:
             allowed = mx.array(self._masks.fill_ahead(rows))
         picks = pick(logits, [p for each in pickers for p in each], forced, allowed=allowed)
         mx.async_eval(picks.arrays)
-        group.unread.append(Verification(group, seats, tuple(drafts), step, picks, pickers, width))
+        hidden = self._mtp.hidden if self._mtp else None
+        group.unread.append(
+            Verification(group, seats, tuple(drafts), step, picks, pickers, width, hidden)
+        )
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
         """Read the tokens of this group's steps, but for the newest `keep_in_flight`.
@@ -284,6 +296,10 @@ class Runner:
             self.speculation.end()
         mx.synchronize()
         mx.clear_streams()
+
+    def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """What a prediction head goes on from."""
+        return {} if self._mtp is None else {"carry": carry_of(rows)}
 
     def _prepare(self, n_tokens: int) -> None:
         if self._threads is not None:

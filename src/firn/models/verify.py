@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from firn.core.events import TokenLogprob
+from firn.models.carry import HiddenAt
 from firn.models.rewind import Step, is_rewindable
 from firn.models.sampling import Picker, Picks, read_logprobs, to_host
 
@@ -49,6 +50,8 @@ class Verification:
     pickers: tuple[tuple[Picker, ...], ...]
     """By row: who picked each of its positions."""
     width: int
+    hidden: mx.array | None = None
+    """The model's states, where it has a prediction head."""
     is_settled: bool = False
     is_heard: bool = False
     _taken: list[Taken] = field(default_factory=list)
@@ -63,11 +66,14 @@ class Verification:
         logprobs = read_logprobs(self.picks, flat)
         all_or_none = not is_rewindable(self.group.layers)
         kept, at = [], 0
-        for row, draft, pickers in zip(self.rows, self.drafts, self.pickers, strict=True):
+        for i, (row, draft) in enumerate(zip(self.rows, self.drafts, strict=True)):
+            pickers = self.pickers[i]
             n = len(pickers)
             taken = _taken(row, draft, picked[at : at + n], logprobs[at : at + n])
             at += n
             kept.append(_advance(row, taken, pickers, all_or_none=all_or_none))
+            if self.hidden is not None:
+                _note_hidden(row, self.hidden, i, n_kept=kept[-1])
             self._taken.append(taken)
         self.step.settle(kept)
         self.group.inputs = mx.array([row.pending[-1] for row in self.rows])
@@ -82,6 +88,15 @@ def _taken(
     while n < len(draft) and picked[n] == draft[n] and picked[n] not in row.ends:
         n += 1
     return Taken(row, tuple(picked[: n + 1]), tuple(logprobs[: n + 1]), len(draft), n)
+
+
+def _note_hidden(row: Row, states: mx.array, i: int, *, n_kept: int) -> None:
+    """Where the states before the row's pending tokens are, once it has advanced."""
+    if n_kept:
+        row.hidden = [HiddenAt(states, i, n_kept - 1)]
+    elif row.hidden:  # taken back: each pending token was fed, but for the newest
+        fed = [HiddenAt(states, i, k) for k in range(len(row.pending) - 1)]
+        row.hidden = [row.hidden[0], *fed]
 
 
 def _advance(row: Row, taken: Taken, pickers: Sequence[Picker], *, all_or_none: bool) -> int:
