@@ -306,6 +306,7 @@ def _build_parts(
         cpu_dtype=cpu_dtype,
         max_context=config.engine.max_context or None,
     )
+    loaded = speculating.with_head(config, loaded, exact=exact, cpu_dtype=cpu_dtype)
     info = loaded.info
     threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
     guessing = speculating.build(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firn import named
@@ -17,12 +17,15 @@ from firn.core.ports import PrefixCache
 from firn.core.values import ModelInfo
 from firn.engine.budget import RowCost
 from firn.engine.loop import Parts
-from firn.models import loader
+from firn.models import loader, mtp_load
 from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.dtype import widen_as
 from firn.models.drafters import Drafter
 from firn.models.drafters.lookup import Lookup
 from firn.models.drafters.model import ModelDrafter
+from firn.models.drafters.mtp import MtpDrafter
 from firn.models.hub import HubRules
+from firn.models.mtp import MtpModel, with_head_layer
 from firn.models.raggedcheck import ragged_fault
 from firn.models.runner import Runner
 from firn.models.speculation import Speculation
@@ -47,6 +50,40 @@ class Guessing:
         return RowCost(
             cost.per_token_nbytes + own.per_token_nbytes, cost.fixed_nbytes + own.fixed_nbytes
         )
+
+
+def with_head(
+    config: Config, loaded: loader.LoadedModel, *, exact: bool, cpu_dtype: CpuDtype
+) -> loader.LoadedModel:
+    """The model with its prediction head, where it has one and that is to guess. Raises SetupError."""
+    wanted = config.engine.speculation
+    if exact or wanted not in ("auto", "mtp") or config.engine.draft_model:
+        return loaded
+    folder, info = Path(loaded.info.path), loaded.info
+    settings = loader.read_config(folder)
+    if info.vision or not mtp_load.has_head(folder, settings):
+        if wanted == "mtp":
+            raise SetupError(
+                f"--speculation mtp: {info.name} has no prediction head that is known here"
+            )
+        return loaded
+    try:
+        head = mtp_load.read_head(folder, settings)
+    except ValueError as e:
+        if wanted == "mtp":
+            raise SetupError(f"--speculation mtp: {e}") from e
+        log.warning("%s guesses without its prediction head: %s", info.name, e)
+        return loaded
+    widen_as(head, cpu_dtype, like=loaded.model)
+    log.info("%s guesses with its own prediction head", info.name)
+    model, make_layers = MtpModel(loaded.model, head), with_head_layer(loaded.make_layers)
+    return replace(
+        loaded,
+        model=model,
+        make_layers=make_layers,
+        probe=mtp_load.probe(model, make_layers),
+        info=replace(info, weights_nbytes=info.weights_nbytes + mtp_load.nbytes_of(head)),
+    )
 
 
 def build(
@@ -75,7 +112,9 @@ def build(
     why = ragged_fault(loaded.model, loaded.make_layers) if loaded.info.batchable else None
     if why:
         log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
-    drafters: list[Drafter] = [] if wanted == "model" else [Lookup()]
+    drafters: list[Drafter] = [Lookup()] if wanted in ("auto", "lookup") else []
+    if isinstance(loaded.model, MtpModel):
+        drafters.append(MtpDrafter(loaded.model))
     if small is None:
         return Guessing(Speculation(*drafters, in_groups=why is None))
     draft = _load(config, Path(loaded.info.path), small, cpu_dtype)

@@ -30,6 +30,8 @@ def made(name: str) -> Any:
     if name == "lookup":
         return module.DRAFTER()
     model = build("llama")
+    if name == "mtp":  # its rows are the runner's: see tests/models/drafters/test_mtp.py
+        pytest.skip("guesses for rows of the runner alone")
     return module.DRAFTER(
         model, lambda: make_prompt_cache(model), cache=CacheOff(), batchable=True, chunk=4
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import glob
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import get_model_classes
+from mlx_lm.utils import _get_classes
 
 from firn.models.mtp import Head
 
 log = logging.getLogger("firn.models")
 
 Weights = dict[str, mx.array]
-NORMS = ("layernorm.weight", "norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def read_head(folder: Path, config: Mapping[str, Any]) -> Head:
     layer: Weights = {}
     for name, value in found.items():
         stem, _, kind = name.rpartition(".")
-        if is_raw and value.ndim == 1 and name.endswith(NORMS):
+        if is_raw and value.ndim == 1 and "norm" in name:
             value = value + 1.0
         if stem in family.parts:
             parts[f"{family.parts[stem]}.{kind}"] = value
@@ -101,6 +100,17 @@ def read_head(folder: Path, config: Mapping[str, Any]) -> Head:
     _load(head, parts, besides="layer.")
     mx.eval(head.parameters())
     return head
+
+
+def probe(model: Any, make_layers: Callable[[], list[Any]]) -> list[Any]:
+    """Layer caches that hold one token."""
+    layers = make_layers()
+    mx.eval(model(mx.array([[0]]), cache=layers), [layer.state for layer in layers])
+    return layers
+
+
+def nbytes_of(head: Head) -> int:
+    return sum(int(w.nbytes) for _, w in tree_flatten(head.parameters()))
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,9 +145,9 @@ def _layer(config: Mapping[str, Any], weights: Weights) -> nn.Module:
     text = own.get("text_config", own)
     text |= {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
     text |= {"mlp_only_layers": [], "moe_layer_freq": 1, "layer_types": ["full_attention"]}
-    model_class, args_class = get_model_classes(config=own)
+    model_class, args_class = _get_classes(config=own)
     model = model_class(args_class.from_dict(own))
-    norms = {n: w for n, w in weights.items() if w.ndim == 1 and n.endswith(NORMS)}
+    norms = {n: w for n, w in weights.items() if w.ndim == 1 and "norm" in n}
     rest = {f"model.layers.0.{n}": w for n, w in weights.items() if n not in norms}
     ready = {_behind_layer(n): w for n, w in model.sanitize(rest).items()} | norms
     layer: nn.Module = model.model.layers[0]
