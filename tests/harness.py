@@ -207,6 +207,8 @@ class Harness:
         eos: frozenset[int] = frozenset(),
         grammar: Any = None,
         scored: bool = False,
+        prediction: Sequence[int] = (),
+        speculates: bool = True,
     ) -> Result:
         request = RequestId(str(next(self._ids)))
         result = self.results[request] = Result()
@@ -226,6 +228,8 @@ class Harness:
                 cache=control,
                 grammar=grammar,
                 prompt_logprobs=scored,
+                prediction=tuple(prediction),
+                speculates=speculates,
             )
         )
         return result

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.values import RequestId, Sampling
 from firn.models.drafters.lookup import Lookup
+from firn.models.raggedcheck import ragged_fault
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import TIE, plain, prompt_of
 from tests.models.drafting import Bold, Knowing
 from tests.models.grammar_lab import PROMPT, compiled, sampled, text_of, tokenizer
 from tests.models.test_batching import Watched
-from tests.zoo import VOCAB_SIZE
+from tests.zoo import VOCAB_SIZE, build
 
 KINDS = {
     "qwen3": "KVCache",
@@ -265,3 +267,56 @@ def test_cancelled_rows_leave_the_others_undisturbed() -> None:
                 harness.engine.cancel(next(i for i, r in harness.results.items() if r is one))
             for g, w in zip(got, want, strict=True):
                 assert_equal(g.wait(), w)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "llama4"])
+def test_a_prediction_of_the_reply_to_a_single_token(name: str) -> None:
+    """The caches are empty when the first guesses are there."""
+    with running(plain(name), cache_nbytes=None) as harness:
+        want = harness.ask([20], 40)
+    speculation = Bold(Lookup(), least=5)
+    with running(plain(name), cache_nbytes=None, speculation=lambda: speculation) as harness:
+        assert_equal(harness.ask([20], 40, prediction=want.reply), want)
+    assert speculation.totals.n_accepted > 20
+
+
+def test_a_request_may_do_without_beside_others_that_do_not() -> None:
+    rng = random.Random(12)
+    prompts = [prompt_of(rng, 30) for _ in range(4)]
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        want = [harness.submit(p, 40) for p in prompts]
+        replies = {(tuple(p), 0): r.wait().reply for p, r in zip(prompts, want, strict=True)}
+    speculation = Bold(Knowing(replies, right=1.0, vocab_size=VOCAB_SIZE))
+    with running(plain("qwen3"), cache_nbytes=None, speculation=lambda: speculation) as harness:
+        got = [harness.submit(p, 40, speculates=i % 2 == 0) for i, p in enumerate(prompts)]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+    assert 0 < speculation.totals.n_accepted <= 80, "two of four"
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_models_that_ignore_lengths_draft_alone(name: str) -> None:
+    model = build(name)
+    assert ragged_fault(model, lambda: list(make_prompt_cache(model))) is not None
+    requests = story(13, samplings=[GREEDY], n_requests=4)
+    with running(plain(name), cache_nbytes=None, max_rows=3) as harness:
+        want = tell(harness, requests)
+    drafter = Knowing(known(requests, want), right=0.8, vocab_size=VOCAB_SIZE)
+
+    def speculation() -> Bold:
+        bold = Bold(drafter)
+        bold.in_groups = False
+        return bold
+
+    with running(plain(name), cache_nbytes=None, max_rows=3, speculation=speculation) as harness:
+        for g, w in zip(tell(harness, requests), want, strict=True):
+            assert_equal(g, w)
+        totals = harness.runner.speculation.totals  # type: ignore[union-attr]
+        assert totals.n_accepted > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_of_unequal_rows_is_tried_at_load(name: str) -> None:
+    model = build(name)
+    if name != "llama4":  # whose rows never share a step
+        assert ragged_fault(model, lambda: list(make_prompt_cache(model))) is None

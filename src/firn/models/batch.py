@@ -14,6 +14,7 @@ Owner: the engine thread, through the runner.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -183,10 +184,14 @@ class Group:
             self.patience = VACANT_STEPS
 
     def settle(self) -> None:
-        """A step with drafts in it is over before anything else happens to its rows."""
+        """A step with drafts in it is over before anything else happens to its rows.
+
+        If it failed, whoever collects it will hear of that; who comes or goes has no part in it.
+        """
         for step in self.unread:
             if isinstance(step, Verification):
-                step.read()
+                with contextlib.suppress(Exception):
+                    step.read()
 
     def make_ready(self) -> None:
         """Before a step with drafts."""

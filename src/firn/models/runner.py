@@ -150,9 +150,25 @@ class Runner:
         """
         for group in self._groups:
             if group.has_room_for(row, self._max_rows):
+                if self.speculation is not None and not self.speculation.in_groups:
+                    self._feed_pending(group)
                 group.join(row, token, n_seats=min(1 + n_coming, self._max_rows - len(group.rows)))
                 return
         self._groups.append(Group.of_one(row, token))
+
+    def _feed_pending(self, group: Group) -> None:
+        """A lone row whose step was taken back, of a model that needs rows of equal steps in a group:
+        have it consume all but its newest token."""
+        group.settle()
+        row, rest = group.seats[0], group.seats[0].pending[:-1]
+        if len(group.seats) > 1 or not rest:
+            return
+        more = self._inputs.step([row], len(rest)) | self._carry([row])
+        self._model(mx.array([rest]), cache=group.layers, **more)
+        row.n_tokens += len(rest)
+        row.pending = row.pending[-1:]
+        if self._mtp is not None:
+            row.hidden = [HiddenAt(self._mtp.hidden, 0, len(rest) - 1)]
 
     def resume(self, row: Row, reply: Sequence[int]) -> None:
         """The row was read again after a failed step: go on behind this reply, in a group of its own."""

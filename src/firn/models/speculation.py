@@ -92,7 +92,7 @@ class Speculation:
         self._drafters = drafters
         self._free = [i for i, d in enumerate(drafters) if d.is_free]
         self._dear = next((i for i, d in enumerate(drafters) if not d.is_free), None)
-        self._in_groups = in_groups
+        self.in_groups = in_groups
         self._clock = clock
         self._odds = Odds()
         self._rows: dict[Row, Record] = {}
@@ -145,10 +145,11 @@ class Speculation:
 
         hear: has every token of the group on the host, and tells `took` of them.
         """
-        if len(group.seats) > 1 and not self._in_groups:
+        if len(group.seats) > 1 and not self.in_groups:
             return None
         known = [(row, self._rows[row]) for row in group.rows if row in self._rows]
-        if not known:
+        # An empty cache has no form yet that could be set back.
+        if not known or not all(row.n_tokens for row in group.seats):
             return None
         self._prepare(known)
         if group.unread:

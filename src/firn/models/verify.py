@@ -54,13 +54,23 @@ class Verification:
     """The model's states, where it has a prediction head."""
     is_settled: bool = False
     is_heard: bool = False
+    fault: Exception | None = None
     _taken: list[Taken] = field(default_factory=list)
 
     def read(self) -> list[Taken]:
-        """Wait for the tokens and take back what was guessed wrong. Idempotent."""
-        if self.is_settled:
-            return self._taken
-        self.is_settled = True
+        """Wait for the tokens and take back what was guessed wrong. Idempotent: what it raised once it
+        raises again."""
+        if not self.is_settled:
+            self.is_settled = True
+            try:
+                self._settle()
+            except Exception as e:
+                self.fault = e
+        if self.fault is not None:
+            raise self.fault
+        return self._taken
+
+    def _settle(self) -> None:
         picked = to_host(self.picks.tokens)
         flat = [p for each in self.pickers for p in each]
         logprobs = read_logprobs(self.picks, flat)
@@ -78,7 +88,6 @@ class Verification:
         self.step.settle(kept)
         self.group.inputs = mx.array([row.pending[-1] for row in self.rows])
         self.group.width = max(row.n_tokens for row in self.rows)
-        return self._taken
 
 
 def _taken(
