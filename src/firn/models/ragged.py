@@ -21,20 +21,61 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+MAX_PLACES = 4
 MAX_FEED = 32
 """Tokens of one row in one step, at most."""
 STEP = 256
+
+
+class Places:
+    """Lengths and columns as arrays. The layers of a group are of the same lengths at the same step:
+    what one has made, the others take."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[tuple[int, ...], mx.array] = {}
+        self._columns: dict[tuple[tuple[int, ...], int, int], mx.array] = {}
+
+    def offsets(self, lengths: Sequence[int]) -> mx.array:
+        key = tuple(lengths)
+        found = self._offsets.get(key)
+        if found is None:
+            _make_room(self._offsets)
+            found = self._offsets[key] = mx.array(key, dtype=mx.int32)
+        return found
+
+    def columns(self, lengths: Sequence[int], n_new: int, ring: int = 1 << 30) -> mx.array:
+        """Where the next tokens of each row go: (rows, 1, new tokens, 1)."""
+        key = (tuple(lengths), n_new, ring)
+        found = self._columns.get(key)
+        if found is None:
+            _make_room(self._columns)
+            at = (np.array(lengths)[:, None] + np.arange(n_new)[None]) % ring
+            found = self._columns[key] = mx.array(at.astype(np.int32)[:, None, :, None])
+        return found
+
+
+def _make_room(table: dict[Any, mx.array]) -> None:
+    while len(table) >= MAX_PLACES:
+        del table[next(iter(table))]
 
 
 class RaggedCache:
     """Keys and values (rows, heads, columns, width) and every row's length, on both sides."""
 
     def __init__(
-        self, keys: mx.array, values: mx.array, lengths: Sequence[int], *, lone: Any
+        self,
+        keys: mx.array,
+        values: mx.array,
+        lengths: Sequence[int],
+        *,
+        lone: Any,
+        places: Places | None = None,
     ) -> None:
         """lone: the class of a row's cache when it is alone; mlx-vlm has its own of each name."""
         self.keys, self.values = keys, values
+        self._places = places or Places()
         self._lone = lone
         self.lengths: list[int] = []
         self.offset: mx.array
@@ -43,7 +84,7 @@ class RaggedCache:
     def keep(self, lengths: Sequence[int]) -> None:
         """Each row holds so many tokens, and no more."""
         self.lengths = list(lengths)
-        self.offset = mx.array(self.lengths, dtype=mx.int32)
+        self.offset = self._places.offsets(self.lengths)
 
     @property
     def state(self) -> tuple[mx.array, mx.array, mx.array]:
@@ -68,22 +109,20 @@ class RaggedCache:
         """Put a lone row's cache into one seat, whoever sat there."""
         raise NotImplementedError
 
-    def _write(self, keys: mx.array, values: mx.array, columns: mx.array) -> None:
-        """columns: (rows, new tokens)."""
-        at = columns[:, None, :, None]
+    def _write(self, keys: mx.array, values: mx.array, *, ring: int = 1 << 30) -> None:
+        n_new = keys.shape[2]
+        at = self._places.columns(self.lengths, n_new, ring)
         for name, new in (("keys", keys), ("values", values)):
             index = mx.broadcast_to(at, new.shape)
             setattr(self, name, mx.put_along_axis(getattr(self, name), index, new, axis=2))
-        n_new = keys.shape[2]
-        self.offset = self.offset + n_new
-        self.lengths = [n + n_new for n in self.lengths]
+        self.keep([n + n_new for n in self.lengths])
 
 
 class RaggedKVCache(RaggedCache):
     """Plain attention."""
 
     @classmethod
-    def of(cls, layer: Any) -> RaggedKVCache:
+    def of(cls, layer: Any, places: Places | None = None) -> RaggedKVCache:
         """From a right-justified BatchKVCache: one copy of it."""
         padding = [int(p) for p in layer.left_padding.tolist()]
         lengths = [layer._idx - p for p in padding]
@@ -94,12 +133,13 @@ class RaggedKVCache(RaggedCache):
             return mx.take_along_axis(a, mx.minimum(index, layer._idx - 1), axis=2)
 
         lone = sys.modules[type(layer).__module__].KVCache
-        return cls(aligned(layer.keys), aligned(layer.values), lengths, lone=lone)
+        keys, values = aligned(layer.keys), aligned(layer.values)
+        return cls(keys, values, lengths, lone=lone, places=places)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         n_new = keys.shape[2]
         self._grow(self.size() + n_new)
-        self._write(keys, values, self.offset[:, None] + mx.arange(n_new))
+        self._write(keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -154,13 +194,20 @@ class RaggedRing(RaggedCache):
     rejected has overwritten nothing that is still seen."""
 
     def __init__(
-        self, keys: mx.array, values: mx.array, lengths: Sequence[int], *, lone: Any, max_size: int
+        self,
+        keys: mx.array,
+        values: mx.array,
+        lengths: Sequence[int],
+        *,
+        lone: Any,
+        max_size: int,
+        places: Places | None = None,
     ) -> None:
-        super().__init__(keys, values, lengths, lone=lone)
+        super().__init__(keys, values, lengths, lone=lone, places=places)
         self.max_size = max_size
 
     @classmethod
-    def of(cls, lone: Sequence[Any]) -> RaggedRing:
+    def of(cls, lone: Sequence[Any], places: Places | None = None) -> RaggedRing:
         """From the RotatingKVCaches of its rows."""
         max_size = int(lone[0].max_size)
         length = max_size + 2 * MAX_FEED
@@ -176,16 +223,14 @@ class RaggedRing(RaggedCache):
 
         keys, values = (mx.concatenate([ring(c, n) for c in lone]) for n in ("keys", "values"))
         lengths = [int(c.offset) for c in lone]
-        return cls(keys, values, lengths, lone=type(lone[0]), max_size=max_size)
+        return cls(keys, values, lengths, lone=type(lone[0]), max_size=max_size, places=places)
 
     def column_of(self, token: int) -> int:
         """Where a row's token lies, if it is still there."""
         return int(token % self.keys.shape[2])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        n_new = keys.shape[2]
-        length = self.keys.shape[2]
-        self._write(keys, values, (self.offset[:, None] + mx.arange(n_new)) % length)
+        self._write(keys, values, ring=self.keys.shape[2])
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

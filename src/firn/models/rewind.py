@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.models.ragged import RaggedCache, RaggedKVCache, RaggedRing
+from firn.models.ragged import Places, RaggedCache, RaggedKVCache, RaggedRing
 
 HOMES = frozenset({"mlx_lm.models.cache", "mlx_vlm.models.cache"})
 """Both have classes of these names, with the same fields."""
@@ -50,18 +50,19 @@ def is_rewindable(layers: Sequence[Any]) -> bool:
 
 def ready(layers: Sequence[Any]) -> list[Any]:
     """The same caches, of classes whose rows can be set back one by one. Done once a group."""
-    return [_ready(layer) for layer in layers]
+    places = Places()
+    return [_ready(layer, places) for layer in layers]
 
 
-def _ready(layer: Any) -> Any:
+def _ready(layer: Any, places: Places) -> Any:
     if hasattr(layer, "caches"):
-        layer.caches = tuple(_ready(c) for c in layer.caches)
+        layer.caches = tuple(_ready(c, places) for c in layer.caches)
     elif kind(layer) == "BatchKVCache":
-        return RaggedKVCache.of(layer)
+        return RaggedKVCache.of(layer, places)
     elif kind(layer) == "BatchRotatingKVCache":
-        return RaggedRing.of([layer.extract(i) for i in range(len(layer.offset))])
+        return RaggedRing.of([layer.extract(i) for i in range(len(layer.offset))], places)
     elif kind(layer) == "RotatingKVCache" and not layer.keep:
-        return RaggedRing.of([layer])
+        return RaggedRing.of([layer], places)
     return layer
 
 
