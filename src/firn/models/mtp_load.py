@@ -123,17 +123,24 @@ def _tensors(folder: Path, family: Family, text: Mapping[str, Any]) -> Weights:
     prefix = family.prefix.format(n=text["num_hidden_layers"])
     found: Weights = {}
     for path in glob.glob(str(folder / "*.safetensors")):
-        for name, value in mx.load(path).items():
+        for name, value in _read(path).items():
             for start in (prefix, f"language_model.{prefix}"):
                 if name.startswith(start):
                     found[name.removeprefix(start)] = value
     return found
 
 
+def _read(path: str) -> Weights:
+    """Names and shapes; the numbers follow when they are used."""
+    found = mx.load(path)
+    assert isinstance(found, dict)
+    return found
+
+
 def _is_raw(folder: Path) -> bool:
     """Whether the files are as their makers published them, not as mlx-lm writes them."""
     for path in glob.glob(str(folder / "*.safetensors")):
-        for name, value in mx.load(path).items():
+        for name, value in _read(path).items():
             if name.endswith("conv1d.weight"):
                 return bool(value.shape[-1] != 1)
     return False

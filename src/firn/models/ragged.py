@@ -109,6 +109,10 @@ class RaggedCache:
         """Put a lone row's cache into one seat, whoever sat there."""
         raise NotImplementedError
 
+    def extract(self, seat: int) -> Any:
+        """The cache of one row, as it is when it is alone."""
+        raise NotImplementedError
+
     def _write(self, keys: mx.array, values: mx.array, *, ring: int = 1 << 30) -> None:
         n_new = keys.shape[2]
         at = self._places.columns(self.lengths, n_new, ring)

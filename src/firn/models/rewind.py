@@ -95,7 +95,7 @@ class Step:
             elif kind(layer) == "ArraysCache":
                 self._before.append((layer, list(layer.cache)))
                 if unequal:
-                    layer.lengths = mx.array(self.fed)
+                    layer.lengths = mx.array(list(self.fed))
             else:
                 self._before.append((layer, _handles(layer)))
 
@@ -120,7 +120,7 @@ def _choose(layer: Any, before: list[mx.array | None], accepted: Sequence[bool])
     if not any(accepted):
         layer.cache = list(before)
         return
-    which = mx.array(accepted)
+    which = mx.array(list(accepted))
     for i, (old, new) in enumerate(zip(before, layer.cache, strict=True)):
         if old is not None and new is not None:
             layer.cache[i] = mx.where(which.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -165,7 +165,7 @@ class Speculation:
             return None
         if best.asks:
             self._ask(best)
-        drafts = []
+        drafts: list[tuple[int, ...]] = []
         for row in group.seats:
             found = self._rows.get(row)
             if found is None:

@@ -137,7 +137,8 @@ class _Prompt:
         tail = np.array(end[-n:], dtype=np.int64)[::-1]
         places = at[:, None] - 1 - np.arange(n)[None]
         same = (self.ids[np.maximum(places, 0)] == tail[None]) & (places >= 0)
-        return np.cumprod(same, axis=1).sum(axis=1)
+        lengths: TokenArray = np.cumprod(same, axis=1).sum(axis=1)
+        return lengths
 
 
 @dataclass(eq=False)
