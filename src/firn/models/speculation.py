@@ -283,8 +283,9 @@ class Speculation:
             return Hope(n_pending)
         if record.source == SURE:
             return Hope.of([SURE_ODDS] * len(record.next.tokens), n_pending=n_pending)
-        odds = [self._chance(record, record.source, kind) for kind in record.next.kinds]
-        return Hope.of(odds, n_pending=n_pending)
+        kinds = record.next.kinds
+        odds = {kind: self._chance(record, record.source, kind) for kind in set(kinds)}
+        return Hope.of([odds[kind] for kind in kinds], n_pending=n_pending)
 
     def _dear_hope(self, row: Row, record: Record | None, n_pending: int) -> Hope | None:
         if self._dear is None or record is None or not record.is_ready or row.forced:

@@ -19,9 +19,10 @@ from firn.models.drafters import NOTHING, Guess
 
 SHORT, LONG = 2, 6
 """A match is at least so long; of one that is longer, the longer key is looked for first."""
-MAX_CANDIDATES = 32
-MAX_COMPARED = 64
+MAX_CANDIDATES = 16
+MAX_COMPARED = 18
 """Tokens: matches that are longer are as good as each other."""
+FACTOR = 1_000_003
 KEPT_TOKENS = 1 << 16
 """Of earlier replies, in each namespace."""
 KEPT_NAMESPACES = 64
@@ -29,6 +30,7 @@ MIN_REPLY, MAX_REPLY = 16, 1 << 13
 """Tokens of a reply that is worth keeping, and how many of it are."""
 KINDS = (2, 3, 4, 6, 9, 17, 33)
 """The shortest match of each kind."""
+KIND_OF = tuple(sum(n >= k for k in KINDS[1:]) for n in range(KINDS[-1] + 1))
 ODDS = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 
 
@@ -110,26 +112,30 @@ class _Prompt:
         self._sorted: dict[int, tuple[TokenArray, TokenArray]] = {}
 
     def find(self, end: Sequence[int]) -> tuple[int, int]:
-        for n in (LONG, SHORT):
-            if len(end) < n or len(self.ids) <= n:
-                continue
-            at = self._places(n, end[-n:])
-            if len(at):
-                lengths = self._lengths(at, end)
-                best = len(lengths) - 1 - int(np.argmax(lengths[::-1]))  # the last of the longest
-                if lengths[best] >= n:
-                    return int(at[best]), int(lengths[best])
-        return 0, 0
+        if len(end) < SHORT or len(self.ids) <= SHORT:
+            return 0, 0
+        at = self._places(SHORT, end)
+        if len(at) == MAX_CANDIDATES and len(end) >= LONG and len(self.ids) > LONG:
+            longer = self._places(LONG, end)
+            at = longer if len(longer) else at
+        if not len(at):
+            return 0, 0
+        lengths = self._lengths(at, end)
+        best = len(lengths) - 1 - int(np.argmax(lengths[::-1]))  # the last of the longest
+        return (int(at[best]), int(lengths[best])) if lengths[best] >= SHORT else (0, 0)
 
-    def _places(self, n: int, key: Sequence[int]) -> TokenArray:
+    def _places(self, n: int, end: Sequence[int]) -> TokenArray:
+        """What may follow the last n tokens: the last few such places."""
         if n not in self._sorted:
             hashes = _hashes(self.ids[:-1], n)
             order = np.argsort(hashes, kind="stable")
             self._sorted[n] = hashes[order], order
         hashes, order = self._sorted[n]
-        wanted = _hashes(np.array(key, dtype=np.int64), n)[0]
-        first = int(np.searchsorted(hashes, wanted, "left"))
-        last = int(np.searchsorted(hashes, wanted, "right"))
+        wanted = _hash(end[-n:])
+        first = int(hashes.searchsorted(wanted, "left"))
+        if first == len(hashes) or hashes[first] != wanted:
+            return order[:0]
+        last = int(hashes.searchsorted(wanted, "right"))
         return order[max(first, last - MAX_CANDIDATES) : last] + n
 
     def _lengths(self, at: TokenArray, end: Sequence[int]) -> TokenArray:
@@ -234,10 +240,7 @@ class _RowText:
 
 
 def _kind(length: int) -> int:
-    kind = 0
-    while kind + 1 < len(KINDS) and length >= KINDS[kind + 1]:
-        kind += 1
-    return kind
+    return KIND_OF[min(length, KINDS[-1])]
 
 
 def _match(tokens: Sequence[int], at: int, end: Sequence[int]) -> int:
@@ -257,8 +260,16 @@ def _hashes(ids: TokenArray, n: int) -> TokenArray:
     n_places = len(ids) - n + 1
     total = np.zeros(max(n_places, 0), dtype=np.int64)
     for i in range(n):
-        total = total * np.int64(1_000_003) + ids[i : i + len(total)]
+        total = total * np.int64(FACTOR) + ids[i : i + len(total)]
     return total
+
+
+def _hash(tokens: Sequence[int]) -> np.int64:
+    """That number of these tokens."""
+    total = 0
+    for token in tokens:
+        total = (total * FACTOR + token) & 0xFFFF_FFFF_FFFF_FFFF
+    return np.uint64(total).astype(np.int64)
 
 
 DRAFTER = Lookup
