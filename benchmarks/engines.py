@@ -34,11 +34,13 @@ from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, Re
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
+from firn.engine.sequence import Forced
 from firn.models import cpu
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
 from firn.models.runner import Runner
+from firn.models.speculation import Speculation
 from models import random_model
 
 MAX_ROWS = 32
@@ -95,8 +97,10 @@ class BenchEngine:
         ssd_limit_nbytes: int = 64 << 30,
         disk: Disk | None = None,
         memo: Path | None = None,
+        speculation: Callable[[], Speculation] | None = None,
     ) -> None:
-        """disk: the SSD's system calls. memo: where estimates outlive the engine."""
+        """disk: the SSD's system calls. memo: where estimates outlive the engine. speculation: who
+        guesses tokens."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -139,6 +143,7 @@ class BenchEngine:
                 make_layers=lambda: make_prompt_cache(model),
                 max_rows=MAX_ROWS,
                 threads=threads,
+                speculation=speculation() if speculation else None,
             )
             return Parts(runner, cache, budget, Limits(MAX_ROWS, 1000, machine.prefill_chunk))
 
@@ -161,6 +166,36 @@ class BenchEngine:
         answer = self._answers[request] = Answer(time.perf_counter())
         self.engine.submit(job)
         return answer
+
+    def ask_forced(
+        self,
+        prompts: Sequence[Sequence[int]],
+        replies: Sequence[Sequence[int]],
+        *,
+        speculates: bool,
+    ) -> list[Answer]:
+        """All at once; each reply is put in the model's mouth, which computes it all the same."""
+        asked = []
+        for ids, reply in zip(prompts, replies, strict=True):
+            request = RequestId(str(next(self._ids)))
+            job = Job(
+                id=request,
+                prompt=Prompt(np.array(ids, dtype=np.int64)),
+                max_tokens=len(reply),
+                sampling=Sampling(temperature=0.0),
+                namespace=EVERYONE,
+                speculates=speculates,
+            )
+            self._answers[request] = Answer(time.perf_counter())
+            asked.append((job, Forced(0, tuple(reply))))
+
+        def submit(_: Parts) -> None:
+            for job, forced in asked:
+                self.engine.submit(job)
+                self.engine.force(job.id, 0, forced.tokens, at=forced.at)
+
+        self.engine.call(submit).result()
+        return [self._answers[job.id] for job, _ in asked]
 
     def call(self, function: Callable[[PrefixTree], Any]) -> Any:
         """Run a function of the cache on the engine thread."""

@@ -37,6 +37,7 @@ from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.models.batch import can_batch
 from firn.models.runner import Runner
+from firn.models.speculation import Speculation
 
 GREEDY = Sampling(temperature=0.0)
 T = TypeVar("T")
@@ -123,6 +124,7 @@ class Harness:
         tier: Tier | None = None,
         namespaces: Sequence[str] = ("",),
         clock: Callable[[], float] = time.monotonic,
+        speculation: Callable[[], Speculation] | None = None,
     ) -> None:
         """tier: what lies below memory; `namespaces` are those whose records are looked for there."""
         self.results: dict[RequestId, Result] = {}
@@ -132,7 +134,14 @@ class Harness:
             model, make_layers = build()
             info = model_info(model, make_layers)
             inputs = model if hasattr(model, "chunk") else None  # a vision model
-            runner = Runner(model, info, make_layers=make_layers, max_rows=max_rows, inputs=inputs)
+            runner = Runner(
+                model,
+                info,
+                make_layers=make_layers,
+                max_rows=max_rows,
+                inputs=inputs,
+                speculation=speculation() if speculation else None,
+            )
             cache: Any = CacheOff()
             if cache_nbytes is not None:
                 settings = CacheSettings(cache_nbytes, block, chunk if exact else 0)
@@ -199,6 +208,8 @@ class Harness:
         eos: frozenset[int] = frozenset(),
         grammar: Any = None,
         scored: bool = False,
+        prediction: Sequence[int] = (),
+        speculates: bool = True,
     ) -> Result:
         request = RequestId(str(next(self._ids)))
         result = self.results[request] = Result()
@@ -218,6 +229,8 @@ class Harness:
                 cache=control,
                 grammar=grammar,
                 prompt_logprobs=scored,
+                prediction=tuple(prediction),
+                speculates=speculates,
             )
         )
         return result

@@ -143,6 +143,8 @@ class HashPicked:
     token: int
     logprob: TokenLogprob | None = None
     fault: FirnError | None = None
+    n_drafted: int = 0
+    n_accepted: int = 0
 
 
 def _nothing(*_: Any) -> None:

@@ -22,7 +22,7 @@ SOURCES = Path(firn.__file__).parent
 EVERYTHING = {
     "api", "app", "awake", "backups", "cache", "cli", "config", "core", "defaults", "demo", "engine",
     "fleet", "leaving", "listening", "logs", "machine", "media", "memory", "models", "named", "options",
-    "reservations", "several", "supervisors", "text",
+    "reservations", "several", "speculating", "supervisors", "text",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models", "text",
     },
     "named": {"config", "demo", "models"},
+    "speculating": {"cache", "config", "core", "engine", "models", "named"},
     "app": EVERYTHING - {"cli", "fleet"},
     "cli": EVERYTHING,
     "demo": EVERYTHING,

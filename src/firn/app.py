@@ -18,7 +18,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from firn import __version__, named
+from firn import __version__, named, speculating
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
@@ -29,6 +29,7 @@ from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
 from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
+from firn.api.speculation_metrics import SpeculationMetrics
 from firn.awake import Awake
 from firn.backups import leave_out
 from firn.cache.admin import CacheAdmin, health, snapshot
@@ -218,10 +219,14 @@ def build(config: Config, *, front: int | None = None) -> Server:
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
-        health_details=lambda: {"cache": health(engine.parts.cache)},
+        health_details=lambda: {
+            "cache": health(engine.parts.cache),
+            "speculation": speculating.view(engine.parts),
+        },
         extra_collectors=(
             CacheMetrics(lambda: snapshot(engine.parts.cache)),
             MemoryMetrics(devices.allocated_nbytes),
+            SpeculationMetrics(lambda: speculating.view(engine.parts)),
         ),
     )
     watch = _watch(engine, planned[0], front) if planned else None
@@ -361,19 +366,29 @@ def _build_parts(
         cpu_dtype=cpu_dtype,
         max_context=config.engine.max_context or None,
     )
+    loaded = speculating.with_head(config, loaded, exact=exact, cpu_dtype=cpu_dtype)
     info, cost = loaded.info, _row_cost(loaded)
-    needs = ModelMemory(
-        info.weights_nbytes,
-        cost.per_token_nbytes,
-        cost.fixed_nbytes,
-        transient_of(settings, device=machine.kind, dtype=info.dtype),
-        info.context_length,
-    )
+    transient = transient_of(settings, device=machine.kind, dtype=info.dtype)
     chunk = limits.prefill_chunk if exact else limits.largest_chunk
-    planned.append(plan_server(config, before, needs, chunk=chunk, exact=exact))
-    plan = planned[0].plan
-    devices.set_limits(machine.kind, plan)
+
+    def planned_for(cost: RowCost, weights_nbytes: int) -> Planned:
+        rows = (cost.per_token_nbytes, cost.fixed_nbytes)
+        needs = ModelMemory(weights_nbytes, *rows, transient, info.context_length)
+        return plan_server(config, before, needs, chunk=chunk, exact=exact)
+
     threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
+    guessing = speculating.build(
+        config,
+        loaded,
+        exact=exact,
+        cpu_dtype=cpu_dtype,
+        cache_nbytes=_cache_nbytes(config, planned_for(cost, info.weights_nbytes).alone_nbytes),
+        add_tiers=lambda cache, model: _add_tiers(
+            config, cache, model, IoThreads(), device=machine.kind, wake=wake
+        ),
+    )
+    cost = guessing.with_rows(cost)
+    planned.append(planned_for(cost, info.weights_nbytes + guessing.weights_nbytes))
     runner = Runner(
         loaded.model,
         info,
@@ -381,11 +396,14 @@ def _build_parts(
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
         threads=threads,
+        speculation=guessing.speculation,
     )
+    plan = planned[0].plan
+    devices.set_limits(machine.kind, plan)
     budget = Budget(
         cost,
         capacity_nbytes=plan.capacity_nbytes,
-        transient=needs.transient,
+        transient=transient,
         chunk_nbytes=plan.chunk_nbytes,
     )
     cache = _build_cache(
@@ -487,8 +505,7 @@ def _build_cache(
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
-    share = int(capacity_nbytes * wanted.cache_memory_percent)
-    limit = min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
+    limit = _cache_nbytes(config, capacity_nbytes)
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
@@ -501,6 +518,15 @@ def _build_cache(
         fingerprint=loaded.info.fingerprint,
         dtype=f"{loaded.info.dtype} {arithmetic}".rstrip(),
     )
+
+
+def _cache_nbytes(config: Config, capacity_nbytes: int) -> int:
+    """Memory for prefixes."""
+    wanted = config.cache
+    if wanted.disable_prefix_cache:
+        return 0
+    share = int(capacity_nbytes * wanted.cache_memory_percent)
+    return min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
 
 
 def _tiers(config: CacheConfig) -> dict[str, TierOptions]:

@@ -206,6 +206,19 @@ class EngineConfig:
         words={"auto": 0},
     )
     """0: by device."""
+    speculation: Literal["auto", "off", "lookup", "model", "mtp"] = option(
+        "auto",
+        "Guess several tokens a step and let the model check them; the text stays the same. lookup: "
+        "what followed the same words in the prompt, the reply or an earlier reply; model: "
+        "what --draft-model says; mtp: what the model's own prediction head says; auto: whatever there "
+        "is and pays.",
+    )
+    draft_model: str | None = option(
+        None,
+        "A small model with the same tokenizer, which guesses for this one: a folder, or the id of a "
+        "model on the Hugging Face hub.",
+        metavar="MODEL",
+    )
     max_step_ms: float = option(
         0.0,
         "How long reading a prompt may hold up those who generate, in milliseconds; chunks are made "

@@ -84,7 +84,7 @@ def test_the_same_through_the_chat_dialect_for_each_choice() -> None:
 
 def test_a_large_budget_is_said_only_when_it_runs_short() -> None:
     n_budget = 10 + LOOKAHEAD_TOKENS
-    with talking("<think>" + "a" * 90) as live:
+    with talking("<think>" + "a" * (n_budget + 40)) as live:
         live.engine.hold("decode", after=N_OPEN + 9)
         asked = ask(live, thinking=budget(n_budget))
         live.engine.wait_for(lambda e: e.n_sent() == N_OPEN + 9)
@@ -93,7 +93,7 @@ def test_a_large_budget_is_said_only_when_it_runs_short() -> None:
         live.engine.release("prefill")  # nothing waits there, but the engine looks again
         live.engine.wait_for(lambda e: e.forced)
         live.engine.release("decode")
-        assert texts(asked.result()) == ("a" * n_budget, "a" * (90 - n_budget))
+        assert texts(asked.result()) == ("a" * n_budget, "a" * 40)
 
 
 def test_thinking_that_ends_by_itself_is_left_alone() -> None:

@@ -360,7 +360,7 @@ def test_only_a_group_with_a_grammar_reads_ahead(lab: Harness) -> None:
             runner.join(rows[0], 7)
             runner.launch(rows)
             runner.launch(rows)
-            found = [step._tokens is not None for step in rows[0].group.unread]
+            found = [step._taken is not None for step in rows[0].group.unread]
             assert len(runner.collect(rows, keep_in_flight=1)) == 1
             runner.leave(rows)
             return found

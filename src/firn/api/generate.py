@@ -258,6 +258,8 @@ class _Tally:
         usage = self._session.usage
         text = f" prompt={usage.n_prompt} cached={usage.n_cached}{_from_where(self._session.found)}"
         text += f" reply={usage.n_completion}"
+        if usage.n_drafted:
+            text += f" drafted={usage.n_drafted} accepted={usage.n_accepted}"
         if first_at is not None and first_s is not None:
             # The first token ends the prefill: it takes no part in the rate of the others.
             rate = (usage.n_completion - 1) / max(now - first_at, 1e-9)

@@ -35,7 +35,7 @@ class Counters:
         )
         self._tokens = Counter(
             "firn_tokens",
-            "Tokens by kind; cached is a part of prompt, reasoning of completion.",
+            "Tokens by kind; cached is a part of prompt, reasoning and accepted of completion.",
             ["kind"],
             registry=self.registry,
         )
@@ -57,6 +57,8 @@ class Counters:
         self._tokens.labels("cached").inc(usage.n_cached)
         self._tokens.labels("completion").inc(usage.n_completion)
         self._tokens.labels("reasoning").inc(usage.n_reasoning)
+        self._tokens.labels("drafted").inc(usage.n_drafted)
+        self._tokens.labels("accepted").inc(usage.n_accepted)
         if first_token_s is not None:
             self._first_token.observe(first_token_s)
 

@@ -100,6 +100,8 @@ class Run:
     scores: list[TokenLogprob] = field(default_factory=list)
     """Of the prompt's tokens but the first, where they are shown; `ids` are all of them."""
     found: Admitted = NOT_ADMITTED
+    n_drafted: int = 0
+    n_accepted: int = 0
     submitted: bool = False
     done: bool = False
 
@@ -158,6 +160,8 @@ class Session:
                 n_completion=sum(reader.n_completion for reader in run.readers),
                 n_cached=run.found.n_cached,
                 n_reasoning=sum(reader.n_reasoning for reader in run.readers),
+                n_drafted=run.n_drafted,
+                n_accepted=run.n_accepted,
             )
         return total
 
@@ -270,6 +274,9 @@ class Session:
             namespace=self._namespace,
             cache=request.cache,
             grammar=grammar,
+            speculates=request.speculates,
+            # It merely guides guesses: what spells a control token in it does no harm.
+            prediction=tuple(services.tokenizer.encode(request.prediction, add_special=False)),
         )
 
     def _ends(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
@@ -384,6 +391,8 @@ class Session:
 
     def _on_token(self, run: Run, token: Token, out: list[Event]) -> None:
         choice = token.choice
+        run.n_drafted += token.n_drafted
+        run.n_accepted += token.n_accepted
         if choice in run.finished:
             return  # made before the engine heard of the stop
         if self.first_token_at is None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from firn.core.events import Token
 from firn.text.reply import ReplyReader
 
-LOOKAHEAD_TOKENS = 32
-"""The engine is told so long before: it runs ahead of what has been read, and the thinking of two
-equal requests should end at the same token."""
+LOOKAHEAD_TOKENS = 128
+"""The engine is told so long before: it runs ahead of what has been read, by several tokens a step, and
+the thinking of two equal requests should end at the same token."""
 
 
 @dataclass(frozen=True, slots=True)

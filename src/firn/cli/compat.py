@@ -41,7 +41,8 @@ class Refused:
 
 Fate = Alias | Accepted | Refused
 
-_ONE_TOKEN = "firn does not draft tokens yet: every step computes one token of each reply"
+_OTHER_DRAFTS = "these are heads for one model: see --draft-model for a small model that guesses"
+_ONE_TOKEN = "firn drafts by looking up what was said before, by itself: see --speculation"
 _SPARSE = "firn does not skip parts of a prompt; a prompt that was read before is not read again"
 _TABLES = "write a [models.NAME] table for each model in the TOML file of --config"
 _LAZY = "a model is loaded on first use where there are several, or with --keep-alive"
@@ -93,7 +94,7 @@ VLLM_MLX: Mapping[str, Fate] = MappingProxyType(
         "--enable-mtp": Refused(_ONE_TOKEN),
         "--mtp-num-draft-tokens": Refused(_ONE_TOKEN, "N"),
         "--mtp-optimistic": Refused("firn never takes a token that the model did not pick"),
-        "--mllm-draft-model": Refused(_ONE_TOKEN, "MODEL"),
+        "--mllm-draft-model": Refused(_OTHER_DRAFTS, "MODEL"),
         "--mllm-draft-kind": Refused(_ONE_TOKEN, "KIND"),
         "--mllm-draft-block-size": Refused(_ONE_TOKEN, "N"),
         "--default-mllm-draft": Refused(_ONE_TOKEN),

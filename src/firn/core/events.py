@@ -63,12 +63,18 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """`forced`: the model did not pick it; see `Engine.force`."""
+    """`forced`: the model did not pick it; see `Engine.force`.
+
+    n_drafted, n_accepted: of the step that it is the last token of, how many were guessed and how many
+    of these were right.
+    """
 
     choice: int
     id: int
     logprob: TokenLogprob | None = None
     forced: bool = False
+    n_drafted: int = 0
+    n_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,16 @@ class Picked(Protocol):
         """Why this row cannot go on, where it cannot; the others of its group can."""
         ...
 
+    @property
+    def n_drafted(self) -> int:
+        """Guesses of the step that this token ends, where there were any."""
+        ...
+
+    @property
+    def n_accepted(self) -> int:
+        """How many of them were right."""
+        ...
+
 
 class Runner(Protocol):
     """Runs the model. Engine thread only."""
@@ -259,7 +269,10 @@ class Runner(Protocol):
         ...
 
     def collect(self, rows: Sequence[Any], *, keep_in_flight: int) -> Sequence[Picked]:
-        """Read the tokens of a group's dispatched steps, but for the newest `keep_in_flight`."""
+        """Read the tokens of a group's dispatched steps, but for the newest `keep_in_flight`.
+
+        In order; a row may have several.
+        """
         ...
 
     def confirm(self) -> None:

@@ -286,6 +286,9 @@ class GenerateRequest:
     grammar: Grammar | None = None
     reasoning: Reasoning = Reasoning()
     cache: CacheControl = CacheControl()
+    speculates: bool = True
+    prediction: str = ""
+    """What the caller expects to read, or parts of it."""
 
 
 # --- what the engine is handed -------------------------------------------------------------
@@ -361,6 +364,10 @@ class Job:
     cache: CacheControl = CacheControl()
     grammar: Any = None
     """A compiled constraint (see `models.grammar`); opaque to the engine."""
+    speculates: bool = True
+    """Tokens may be guessed ahead of the model, which then says whether they are right."""
+    prediction: tuple[int, ...] = ()
+    """What the caller expects the reply to be, or to contain."""
 
 
 # --- what the model is ---------------------------------------------------------------------
@@ -407,6 +414,9 @@ class Usage:
     n_completion: int
     n_cached: int = 0
     n_reasoning: int = 0
+    n_drafted: int = 0
+    """Tokens that were guessed; n_accepted of them were right, and are a part of n_completion."""
+    n_accepted: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -414,4 +424,6 @@ class Usage:
             self.n_completion + other.n_completion,
             self.n_cached + other.n_cached,
             self.n_reasoning + other.n_reasoning,
+            self.n_drafted + other.n_drafted,
+            self.n_accepted + other.n_accepted,
         )

@@ -453,7 +453,10 @@ class Loop:
                     self._fail(choice.sequence, p.fault)
                 else:
                     forced = choice.forced.at <= len(choice.tokens) < choice.forced.end
-                    self._take_token(choice, Token(choice.index, p.token, p.logprob, forced))
+                    tried = (p.n_drafted, p.n_accepted)
+                    self._take_token(
+                        choice, Token(choice.index, p.token, p.logprob, forced, *tried)
+                    )
 
     def _take_token(self, choice: Choice, token: Token) -> None:
         job = choice.sequence.job

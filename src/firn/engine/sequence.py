@@ -70,7 +70,9 @@ class Choice:
         """Reply tokens that are picked, those in flight included."""
         if self.row is None:
             return len(self.tokens)
-        return int(self.row.n_tokens) + 1 - len(self.sequence.job.prompt)
+        # More than that where a step was taken back, whose tokens all are here.
+        in_flight = int(self.row.n_tokens) + 1 - len(self.sequence.job.prompt)
+        return max(in_flight, len(self.tokens))
 
     def force(self, wanted: Forced) -> bool:
         """Put off what comes too late; False where an earlier one has begun and is not over."""

@@ -14,6 +14,7 @@ Owner: the engine thread, through the runner.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -25,7 +26,11 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
 from firn.core.values import Sampling
-from firn.models.sampling import Picker, Picks, Scores, to_host
+from firn.models.carry import HiddenAt
+from firn.models.ragged import RaggedCache
+from firn.models.rewind import plain, ready
+from firn.models.sampling import Picker, Picks, Scores, read_logprobs, to_host
+from firn.models.verify import Taken, Verification
 
 BUFFER_TOKENS = 256
 """mlx-lm's caches grow by so many tokens."""
@@ -49,6 +54,10 @@ class Row:
     n_tokens: how many tokens the caches have consumed (decode steps in flight included).
     alone: it shares no group with others.
     forced: tokens that are not left to the sampler, by their position.
+    pending: tokens that are picked and not consumed. One, the newest, unless a step was taken back;
+    outdated while steps without drafts are in flight.
+    hidden: the states before each pending token, where the model has a prediction head.
+    ends: tokens that end it. limit: how many tokens it may have in all, the prompt's included.
     shift: how far rotary positions are ahead of token counts, after the prompt's pictures.
     scores: those of the chunk that was dispatched last, where they were asked for.
     """
@@ -60,6 +69,10 @@ class Row:
     group: Group | None = None
     alone: bool = False
     forced: dict[int, int] = field(default_factory=dict)
+    pending: list[int] = field(default_factory=list)
+    hidden: list[HiddenAt] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()
+    limit: int = 0
     scores: Scores | None = None
 
     @property
@@ -77,16 +90,25 @@ class Launched:
 
     rows: tuple[Row, ...]
     picks: Picks
-    _tokens: list[int] | None = None
+    is_heard: bool = False
+    _taken: list[Taken] | None = None
 
-    def read(self) -> list[int]:
+    @property
+    def width(self) -> int:
+        return 1
+
+    def read(self) -> list[Taken]:
         """Its tokens, one a row. Waits for them the first time, and tells the rows' grammars."""
-        if self._tokens is None:
-            self._tokens = to_host(self.picks.tokens)
-            for row, token in zip(self.rows, self._tokens, strict=True):
+        if self._taken is None:
+            tokens = to_host(self.picks.tokens)
+            logprobs = read_logprobs(self.picks, [r.picker for r in self.rows if r.picker])
+            self._taken = []
+            for row, token, logprob in zip(self.rows, tokens, logprobs, strict=True):
+                row.pending = [token]
                 if row.picker and row.picker.constraint:
                     row.picker.constraint.take([token])
-        return self._tokens
+                self._taken.append(Taken(row, (token,), (logprob,)))
+        return self._taken
 
 
 @dataclass(eq=False)
@@ -96,16 +118,18 @@ class Group:
     layers: list[Any]
     inputs: mx.array
     """The next token of every seat; the newest may still be computing."""
-    unread: list[Launched] = field(default_factory=list)
+    unread: list[Launched | Verification] = field(default_factory=list)
     width: int = 0
     """How many tokens the caches of a seat hold, padding included."""
+    is_ready: bool = False
+    """The caches are of classes whose rows can be set back one by one: see `rewind`."""
     patience: int = 0
     """Steps until vacant seats are taken out."""
 
     @classmethod
     def of_one(cls, row: Row, token: int) -> Group:
         group = cls([row], row.layers, mx.array([token]), width=row.n_tokens)
-        row.layers, row.group = [], group
+        row.layers, row.group, row.pending = [], group, [token]
         return group
 
     @property
@@ -125,12 +149,13 @@ class Group:
 
     def join(self, row: Row, token: int, *, n_seats: int = 1) -> None:
         """n_seats: how many it may take for this row and those that follow it soon."""
+        self.settle()
         seat = next((i for i, r in enumerate(self.seats) if r.group is not self), None)
         if seat is not None:
             self._seat(row, token, seat)
         else:
             self._append(row, token, max(min(n_seats, len(self.seats)), 1))
-        row.layers, row.group = [], self
+        row.layers, row.group, row.pending = [], self, [token]
         self.width = max(self.width, row.n_tokens)
         if self.width > self._n_longest + _margin(self._n_longest):
             self._close_up()
@@ -149,8 +174,9 @@ class Group:
     def _append(self, row: Row, token: int, n_seats: int) -> None:
         """New seats for this row and, with its own past until they come, for the next."""
         if len(self.seats) == 1:
-            pairs = zip(self.layers, row.layers, strict=True)
+            pairs = zip(map(plain, self.layers), row.layers, strict=True)
             self.layers = [type(a).merge([a, *[b] * n_seats]) for a, b in pairs]
+            self.is_ready = False
         else:
             for mine, other in zip(self.layers, row.layers, strict=True):
                 mine.extend(type(other).merge([other] * n_seats))
@@ -159,12 +185,24 @@ class Group:
         if n_seats > 1:
             self.patience = VACANT_STEPS
 
-    def read_all(self) -> None:
-        """Have every dispatched token on the host; the grammars of the rows then know them."""
+    def settle(self) -> None:
+        """A step with drafts in it is over before anything else happens to its rows.
+
+        If it failed, whoever collects it will hear of that; who comes or goes has no part in it.
+        """
         for step in self.unread:
-            step.read()
+            if isinstance(step, Verification):
+                with contextlib.suppress(Exception):
+                    step.read()
+
+    def make_ready(self) -> None:
+        """Before a step with drafts."""
+        if not self.is_ready:
+            self.layers = ready(self.layers)
+            self.is_ready = True
 
     def leave(self, gone: Sequence[Row]) -> None:
+        self.settle()
         for row in gone:
             if row.group is self:
                 self.seats[row.index] = _vacancy(row)
@@ -196,6 +234,7 @@ class Group:
             layer.filter(keep)
         if len(keep) == 1:
             self.layers = [alone(layer) for layer in self.layers]
+            self.is_ready = False
 
 
 def _margin(n_longest: int) -> int:
@@ -216,7 +255,8 @@ def _vacancy(row: Row) -> Row:
         prompt=np.zeros(0, dtype=np.int64),
         top_logprobs=None,
     )
-    return Row([], row.n_tokens, row.shift, nobody)
+    pending = row.pending[-1:]
+    return Row([], row.n_tokens, row.shift, nobody, pending=pending)
 
 
 def place(layer: Any, other: Any, seat: int) -> None:
@@ -224,6 +264,8 @@ def place(layer: Any, other: Any, seat: int) -> None:
     if hasattr(layer, "caches"):
         for mine, theirs in zip(layer.caches, other.caches, strict=True):
             place(mine, theirs, seat)
+    elif isinstance(layer, RaggedCache):
+        layer.place(other, seat)
     elif type(layer) is BatchKVCache and other.size() <= layer.size():
         end, n = layer.size(), other.size()
         layer.keys[seat : seat + 1, :, end - n : end] = other.keys[..., :n, :]
@@ -254,7 +296,7 @@ def alone(layer: Any) -> Any:
 
 def fork(row: Row) -> Row:
     """A second row with the same past. Arrays are shared until one of the two writes."""
-    return Row(copy.deepcopy(row.layers), row.n_tokens)
+    return Row(copy.deepcopy(row.layers), row.n_tokens, hidden=list(row.hidden))
 
 
 def can_batch(layers: Sequence[Any]) -> str | None:

@@ -65,6 +65,30 @@ class Constraint:
                 self.check()
                 break
 
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as far as there is only one way to go on."""
+        if self.fault is not None or self.matcher.is_stopped():
+            return []
+        return list(self.matcher.compute_ff_tokens())
+
+    def permitted(self, draft: Sequence[int]) -> int:
+        """How many tokens of a draft may come, one after the other."""
+        if self.fault is not None or self.matcher.is_stopped():
+            return 0
+        return int(self.matcher.validate_tokens(list(draft)))
+
+    def look_ahead(self, draft: Sequence[int], places: Sequence[int], nbytes: int) -> None:
+        """Write the masks of the next token and of those behind each drafted one to these addresses."""
+        n_gone = 0
+        for i, place in enumerate(places):
+            self.matcher.unsafe_compute_mask_ptr(place, nbytes)
+            if i < len(draft) and self.matcher.consume_token(draft[i]):
+                n_gone += 1
+        self.check()
+        if n_gone:
+            self.matcher.rollback(n_gone)
+            self.check()
+
     def check(self) -> None:
         """Notice what has gone wrong inside the matcher, which says nothing by itself."""
         if self.fault is None and self.matcher.is_error():

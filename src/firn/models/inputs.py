@@ -16,8 +16,8 @@ class Inputs(Protocol):
         """For prompt tokens [start, end)."""
         ...
 
-    def step(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """For the next token of each row."""
+    def step(self, rows: Sequence[Row], width: int = 1) -> dict[str, Any]:
+        """For the next `width` tokens of each row."""
         ...
 
     def shift(self, prompt: Prompt) -> int:
@@ -29,7 +29,7 @@ class IdsOnly:
     def chunk(self, prompt: Prompt, start: int, end: int) -> dict[str, Any]:
         return {}
 
-    def step(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def step(self, rows: Sequence[Row], width: int = 1) -> dict[str, Any]:
         return {}
 
     def shift(self, prompt: Prompt) -> int:

@@ -43,6 +43,23 @@ class Masks:
         each = np.unpackbits(bits, axis=1, count=self._vocab_size, bitorder="little")
         return each.view(np.bool_)
 
+    def fill_ahead(self, rows: Sequence[tuple[Constraint | None, Sequence[int]]]) -> Allowed:
+        """(positions, vocabulary) for the next token of every row and behind each token of its draft.
+
+        A draft holds nothing that its constraint forbids: see `Constraint.permitted`.
+        """
+        n_words = max(-(-c.n_tokens // BITS) for c, _ in rows if c is not None)
+        n_each = [1 + len(draft) for _, draft in rows]
+        bits = np.full((sum(n_each), n_words), ALL, dtype=np.uint32)
+        start, stride, first = bits.ctypes.data, bits.strides[0], 0
+        for (constraint, draft), n in zip(rows, n_each, strict=True):
+            if constraint is not None:
+                places = [start + i * stride for i in range(first, first + n)]
+                constraint.look_ahead(draft, places, stride)
+            first += n
+        each = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        return each.view(np.bool_)
+
     def _compute(self, found: list[tuple[int, Constraint]], n_rows: int) -> Bits:
         n_words = max(-(-c.n_tokens // BITS) for _, c in found)
         bits = np.full((n_rows, n_words), ALL, dtype=np.uint32)

@@ -17,7 +17,7 @@ pass needs it on the device only, so half of that is dispatched first, and the m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,11 +28,16 @@ from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.batch import Group, Launched, Row, fork
+from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
+from firn.models.mtp import MtpModel
+from firn.models.rewind import Step
 from firn.models.room import end_room, give_room
-from firn.models.sampling import Picker, pick, read_logprobs, score
+from firn.models.sampling import Picker, pick, score
+from firn.models.speculation import Speculation
+from firn.models.verify import Taken, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,9 @@ class Picked:
     token: int
     logprob: TokenLogprob | None
     fault: FirnError | None = None
+    n_drafted: int = 0
+    n_accepted: int = 0
+    """Of the step that it is the last token of: how many were guessed, and how many of them right."""
 
 
 class Runner:
@@ -55,15 +63,19 @@ class Runner:
         max_rows: int,
         inputs: Inputs | None = None,
         threads: Threads | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """inputs: what the model takes beside token ids; None for a text model.
 
-        threads: of the library that multiplies, where they can be chosen.
+        threads: of the library that multiplies, where they can be chosen. speculation: who guesses
+        tokens; None for one token a step.
         """
         self.info = info
         self._model = model
         self._inputs = inputs or IdsOnly()
         self._threads = threads
+        self.speculation = speculation
+        self._mtp = model if isinstance(model, MtpModel) else None
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
         self._masks = Masks(info.vocab_size)
@@ -94,14 +106,20 @@ class Runner:
         self._before = mx.get_active_memory(), mx.get_peak_memory()
         give_room(row.layers, len(prompt))
         self._prepare(end - start)
+        if self.speculation is not None:
+            self.speculation.disturbed()
         ids = mx.array(prompt.ids[start:end].astype(np.int32))
-        more = self._inputs.chunk(prompt, start, end)
+        more = self._inputs.chunk(prompt, start, end) | self._carry([row])
         logits = self._model(ids[None], cache=row.layers, **more)
         row.n_tokens = end
         row.scores = None
         if top_logprobs is not None:
             row.scores = score(logits[0], prompt.ids[start + 1 : end + 1], top=top_logprobs)
         arrays = row.scores.arrays if row.scores else []
+        if self._mtp is not None:
+            last = self._mtp.hidden[:, -1:]
+            row.hidden = [HiddenAt(last, 0, 0)]
+            arrays = [*arrays, last]
         mx.async_eval([layer.state for layer in row.layers], arrays)
 
     def settle(self, row: Row) -> list[TokenLogprob]:
@@ -120,6 +138,7 @@ class Runner:
         shift = self._inputs.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
             r.shift = shift
+            r.ends, r.limit = job.eos, len(job.prompt) + job.max_tokens
             r.picker = Picker(
                 job.sampling,
                 choice=choice,
@@ -128,6 +147,8 @@ class Runner:
                 top_logprobs=job.top_logprobs,
                 constraint=job.grammar.start() if job.grammar is not None else None,
             )
+            if self.speculation is not None:
+                self.speculation.open(r, job)
         return rows
 
     # --- decode ----------------------------------------------------------------------------
@@ -139,14 +160,32 @@ class Runner:
         """
         for group in self._groups:
             if group.has_room_for(row, self._max_rows):
+                if self.speculation is not None and not self.speculation.in_groups:
+                    self._feed_pending(group)
                 group.join(row, token, n_seats=min(1 + n_coming, self._max_rows - len(group.rows)))
                 return
         self._groups.append(Group.of_one(row, token))
+
+    def _feed_pending(self, group: Group) -> None:
+        """A lone row whose step was taken back, of a model that needs rows of equal steps in a group:
+        have it consume all but its newest token."""
+        group.settle()
+        row, rest = group.seats[0], group.seats[0].pending[:-1]
+        if len(group.seats) > 1 or not rest:
+            return
+        more = self._inputs.step([row], len(rest)) | self._carry([row])
+        self._model(mx.array([rest]), cache=group.layers, **more)
+        row.n_tokens += len(rest)
+        row.pending = row.pending[-1:]
+        if self._mtp is not None:
+            row.hidden = [HiddenAt(self._mtp.hidden, 0, len(rest) - 1)]
 
     def resume(self, row: Row, reply: Sequence[int], *, alone: bool = True) -> None:
         """The row was read again: go on behind this reply, after a fault in a group of its own."""
         _picker(row).replay(reply)
         row.alone = alone
+        if self.speculation is not None:
+            self.speculation.took(row, reply)
 
     def force(self, row: Row, tokens: Sequence[int], *, at: int) -> None:
         """The row's tokens from position `at` on, which is not picked yet."""
@@ -154,6 +193,9 @@ class Runner:
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Drop rows; the others are not disturbed. Rows that never joined are fine."""
+        if self.speculation is not None:
+            for row in rows:
+                self.speculation.close(row)
         for group in {r.group for r in rows if r.group}:
             group.leave(rows)
         self._groups = [g for g in self._groups if g.seats]
@@ -172,9 +214,25 @@ class Runner:
         """Dispatch one decode step of the group that holds these rows."""
         group = rows[0].group
         assert group is not None
+        drafts = self._drafts(group)
         group.tick()
+        if drafts is None:
+            self._launch_one(group)
+        else:
+            self._launch_several(group, drafts)
+
+    def _drafts(self, group: Group) -> list[tuple[int, ...]] | None:
+        """What each seat is to be tried with; None for a step of one token each."""
+        found = None
+        if self.speculation is not None:
+            found = self.speculation.plan(group, lambda: self._hear(group))
+        if found is None and any(len(r.pending) > 1 for r in group.seats):
+            return [()] * len(group.seats)
+        return found
+
+    def _launch_one(self, group: Group) -> None:
         self._prepare(len(group.seats))
-        more = self._inputs.step(group.seats)
+        more = self._inputs.step(group.seats) | self._carry(group.seats)
         logits = self._model(group.inputs[:, None], cache=group.layers, **more)[:, -1, :]
         # The step consumes position n_tokens, so it picks the one after.
         forced = [r.forced.pop(r.n_tokens + 1, None) if r.forced else None for r in group.seats]
@@ -182,31 +240,67 @@ class Runner:
         allowed = None
         if any(p.constraint for p in pickers):
             mx.async_eval(group.layers[len(group.layers) // 2].state)
-            group.read_all()
+            self._hear(group)
             allowed = mx.array(self._masks.fill([p.constraint for p in pickers]))
         picks = pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
         group.inputs = picks.tokens
         group.unread.append(Launched(tuple(group.seats), picks))
-        for row in group.seats:
+        for i, row in enumerate(group.seats):
             row.n_tokens += 1
+            if self._mtp is not None:
+                row.hidden = [HiddenAt(self._mtp.hidden, i, 0)]
+
+    def _launch_several(self, group: Group, drafts: Sequence[tuple[int, ...]]) -> None:
+        """Every token of these rows is on the host: what they were guessed from."""
+        group.make_ready()
+        seats = tuple(group.seats)
+        fed = [(*r.pending, *draft) for r, draft in zip(seats, drafts, strict=True)]
+        width = max(map(len, fed))
+        self._prepare(len(seats) * width)
+        step = Step(group.layers, [len(f) for f in fed])
+        ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
+        more = self._inputs.step(seats, width) | self._carry(seats)
+        logits = self._model(ids, cache=group.layers, **more)
+        pickers = tuple(
+            tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
+        )
+        # Row r's next token is picked behind its last pending one, and so on behind each guess.
+        first = [i * width + len(r.pending) - 1 for i, r in enumerate(seats)]
+        places = [n + j for n, each in zip(first, pickers, strict=True) for j in range(len(each))]
+        logits = logits.reshape(-1, logits.shape[-1])[mx.array(places)]
+        forced = [
+            r.forced.get(r.n_tokens + len(r.pending) + j) if r.forced else None
+            for r, each in zip(seats, pickers, strict=True)
+            for j in range(len(each))
+        ]
+        allowed = None
+        if any(_picker(r).constraint for r in seats):
+            mx.async_eval(group.layers[len(group.layers) // 2].state)
+            rows = [(_picker(r).constraint, d) for r, d in zip(seats, drafts, strict=True)]
+            allowed = mx.array(self._masks.fill_ahead(rows))
+        picks = pick(logits, [p for each in pickers for p in each], forced, allowed=allowed)
+        mx.async_eval(picks.arrays)
+        hidden = self._mtp.hidden if self._mtp else None
+        group.unread.append(
+            Verification(group, seats, tuple(drafts), step, picks, pickers, width, hidden)
+        )
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
         """Read the tokens of this group's steps, but for the newest `keep_in_flight`.
 
-        Rows that left meanwhile are skipped.
+        A step with drafts in it is never left in flight. Rows that left meanwhile are skipped.
         """
         group = rows[0].group
         if group is None:
             return []
+        if any(isinstance(step, Verification) for step in group.unread):
+            keep_in_flight = 0
         out: list[Picked] = []
         while len(group.unread) > keep_in_flight:
-            step = group.unread.pop(0)
-            tokens = step.read()
-            logprobs = read_logprobs(step.picks, [_picker(r) for r in step.rows])
-            for row, token, logprob in zip(step.rows, tokens, logprobs, strict=True):
-                if row.group is group:
-                    out.append(Picked(row, token, logprob, _picker(row).fault))
+            for taken in self._read(group, group.unread.pop(0)):
+                if taken.row.group is group:
+                    out += _picked(taken)
         return out
 
     def confirm(self) -> None:
@@ -221,11 +315,29 @@ class Runner:
             mx.clear_cache()  # most often there was too little memory
             raise
 
+    def _hear(self, group: Group) -> None:
+        """Have every dispatched token on the host; grammars and drafters then know them."""
+        for step in group.unread:
+            self._read(group, step)
+
+    def _read(self, group: Group, step: Launched | Verification) -> list[Taken]:
+        taken = step.read()
+        if self.speculation is not None and not step.is_heard:
+            step.is_heard = True
+            self.speculation.heard(group, taken, step.width)
+        return taken
+
     def close(self) -> None:
         """Wait for the device and end this thread's streams: MLX aborts a process that exits first."""
         self._groups = []
+        if self.speculation is not None:
+            self.speculation.end()
         mx.synchronize()
         mx.clear_streams()
+
+    def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """What a prediction head goes on from."""
+        return {} if self._mtp is None else {"carry": carry_of(rows)}
 
     def _prepare(self, n_tokens: int) -> None:
         if self._threads is not None:
@@ -239,6 +351,14 @@ class Runner:
             sum(layer.nbytes for layer in g.layers) * len(g.rows) // len(g.seats)
             for g in self._groups
         )
+
+
+def _picked(taken: Taken) -> list[Picked]:
+    fault = _picker(taken.row).fault
+    each = zip(taken.tokens, taken.logprobs, strict=True)
+    out = [Picked(taken.row, token, logprob, fault) for token, logprob in each]
+    out[-1] = replace(out[-1], n_drafted=taken.n_drafted, n_accepted=taken.n_right)
+    return out
 
 
 def _picker(row: Row) -> Picker:

@@ -11,6 +11,7 @@ depends on nothing but its seed and the number of tokens it has drawn.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import secrets
@@ -136,6 +137,25 @@ class Picker:
         if self._counts is not None:
             counts = np.bincount(ids, minlength=self._counts.shape[-1])
             self._counts = mx.array(counts[None].astype(np.float32))
+
+    def ahead(self, draft: Sequence[int]) -> list[Picker]:
+        """One picker for the next token and one behind each drafted one, as if all were right.
+
+        Their grammars are not asked: what those allow is for the caller to know, position by position.
+        """
+        every: list[Picker] = []
+        for i in range(len(draft) + 1):
+            one = copy.copy(every[-1] if every else self)
+            one.n_drawn, one.constraint = self.n_drawn + i, None
+            if i and one.reshapes:
+                one.remember(mx.array([draft[i - 1]]))
+            every.append(one)
+        return every
+
+    def catch_up(self, last: Picker, n_taken: int) -> None:
+        """So many tokens were taken; `last`, of those ahead, picked the newest."""
+        self.n_drawn += n_taken
+        self._seen, self._counts = last._seen, last._counts
 
     def key(self) -> tuple[int, int]:
         """The random key of the next draw."""

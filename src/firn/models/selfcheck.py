@@ -51,17 +51,17 @@ def batch_fault(model: Any, make_layers: Callable[[], list[Any]], architecture: 
 def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
     """The largest difference between a row's logits alone and in a batch."""
     rows = [[(7 * i + 3 * j + seed) % 50 + 1 for j in range(n)] for i, n in enumerate(LENGTHS)]
-    caches = [_prefilled(model, make_layers(), ids[:-1]) for ids in rows]
+    caches = [prefilled(model, make_layers(), ids[:-1]) for ids in rows]
     alone = [
         model(mx.array([ids[-1:]]), cache=copy.deepcopy(c))[0, -1]
         for ids, c in zip(rows, caches, strict=True)
     ]
     merged = [type(same[0]).merge(list(same)) for same in zip(*caches, strict=True)]
     together = model(mx.array([ids[-1:] for ids in rows]), cache=merged)[:, -1]
-    return max(_apart(a, b) for a, b in zip(alone, together, strict=True))
+    return max(apart(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def _apart(alone: mx.array, together: mx.array) -> float:
+def apart(alone: mx.array, together: mx.array) -> float:
     """How far two rows of logits are apart. Tokens that a model rules out (-inf) are so in both."""
     a, b = alone.astype(mx.float32), together.astype(mx.float32)
     possible = mx.isfinite(a)
@@ -72,7 +72,7 @@ def _apart(alone: mx.array, together: mx.array) -> float:
     return float(to_host(far)) if to_host(same_places) else math.inf
 
 
-def _prefilled(model: Any, layers: list[Any], ids: Sequence[int]) -> list[Any]:
+def prefilled(model: Any, layers: list[Any], ids: Sequence[int]) -> list[Any]:
     model(mx.array([list(ids)]), cache=layers)
     mx.eval([layer.state for layer in layers])
     return layers

@@ -69,8 +69,8 @@ class VisionModel:
             found |= self._with_pictures(prompt, parts, start, end)
         return found
 
-    def step(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return {} if self._rope is None else {"position_ids": self._rope.step(rows)}
+    def step(self, rows: Sequence[Row], width: int = 1) -> dict[str, Any]:
+        return {} if self._rope is None else {"position_ids": self._rope.step(rows, width)}
 
     def shift(self, prompt: Prompt) -> int:
         return 0 if self._rope is None else self._rope.shift(prompt)

@@ -63,10 +63,10 @@ class RotaryPositions:
             found[:, max(span.end - start, 0) :] += extent.shift
         return mx.array(found.astype(np.int32))[:, None]
 
-    def step(self, rows: Sequence[Row]) -> mx.array:
-        """Of each row's next token: (axes, rows, 1)."""
-        one_axis = mx.array([[row.n_tokens + row.shift] for row in rows], dtype=mx.int32)
-        return mx.broadcast_to(one_axis, (N_AXES, len(rows), 1))
+    def step(self, rows: Sequence[Row], width: int = 1) -> mx.array:
+        """Of each row's next tokens: (axes, rows, width)."""
+        first = mx.array([[row.n_tokens + row.shift] for row in rows], dtype=mx.int32)
+        return mx.broadcast_to(first + mx.arange(width), (N_AXES, len(rows), width))
 
     def shift(self, prompt: Prompt) -> int:
         pairs = zip(prompt.media, prompt.images, strict=True)

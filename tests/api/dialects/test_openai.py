@@ -325,7 +325,11 @@ def test_the_usage_chunk_comes_last_and_has_no_choices() -> None:
         "completion_tokens": 4,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 8},
-        "completion_tokens_details": {"reasoning_tokens": 1},
+        "completion_tokens_details": {
+            "reasoning_tokens": 1,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

@@ -20,6 +20,9 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_PREDICTION_CHARS = 1 << 20
+MAX_PREDICTION_PARTS = 256
+SPECULATION = ("auto", "off")
 
 quote = encode_basestring_ascii
 """A JSON string, quotes included, in ASCII."""
@@ -108,13 +111,42 @@ def cache_control(body: Fields) -> CacheControl:
     )
 
 
+def speculates(body: Fields) -> bool:
+    """Whether tokens may be guessed for this request, if the server does such a thing at all."""
+    given = body.get("speculation")
+    return given is None or fields.one_of(given, "speculation", SPECULATION) == "auto"
+
+
+def prediction(body: Fields) -> str:
+    """The text that the caller expects to read."""
+    given = body.object("prediction")
+    kind = given.get("type")
+    if kind is not None:
+        fields.one_of(kind, given.name("type"), ("content",))
+    content = given.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return fields.string(content, given.name("content"), max_chars=MAX_PREDICTION_CHARS)
+    parts = fields.array(content, given.name("content"), high=MAX_PREDICTION_PARTS)
+    texts = []
+    for i, part in enumerate(parts):
+        name = given.name(f"content[{i}]")
+        one = Fields(fields.mapping(part, name), name)
+        fields.one_of(one.require("type"), one.name("type"), ("text",))
+        texts.append(
+            fields.string(one.require("text"), one.name("text"), max_chars=MAX_PREDICTION_CHARS)
+        )
+    return "".join(texts)[:MAX_PREDICTION_CHARS]
+
+
 def include_usage(body: Fields) -> bool:
     return body.object("stream_options").boolean("include_usage", False)
 
 
 def skip_inert(body: Fields) -> None:
     """Fields of OpenAI's own service that change nothing here."""
-    body.skip("user", "metadata", "store", "service_tier", "prediction", "safety_identifier")
+    body.skip("user", "metadata", "store", "service_tier", "safety_identifier")
     body.skip("prompt_cache_key", "prompt_cache_retention", "verbosity")
 
 
@@ -138,7 +170,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.n_completion,
         "total_tokens": usage.n_prompt + usage.n_completion,
         "prompt_tokens_details": {"cached_tokens": usage.n_cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.n_reasoning},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.n_reasoning,
+            "accepted_prediction_tokens": usage.n_accepted,
+            "rejected_prediction_tokens": usage.n_drafted - usage.n_accepted,
+        },
     }
 
 
@@ -231,6 +267,10 @@ def common_schema() -> dict[str, Any]:
         "stream_options": {
             "type": ["object", "null"],
             "properties": {"include_usage": boolean},
+        },
+        "speculation": {
+            "enum": [*SPECULATION, None],
+            "description": "off: guess no tokens ahead for this request.",
         },
         "cache": {
             "type": ["object", "null"],

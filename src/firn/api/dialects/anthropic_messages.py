@@ -78,6 +78,7 @@ class AnthropicMessages:
             grammar=_anthropic.grammar(given),
             reasoning=reasoning,
             cache=_openai.cache_control(given),
+            speculates=_openai.speculates(given),
         )
         stream = given.boolean("stream", False)
         look = Look(
@@ -328,7 +329,17 @@ def _error_object(error: FirnError) -> dict[str, Any]:
 
 def _schema() -> dict[str, Any]:
     common = _openai.common_schema()
-    kept = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "cache")
+    kept = (
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stream",
+        "cache",
+        "speculation",
+    )
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
     text_or_blocks = {"type": ["string", "array", "null"], "items": {"type": "object"}}
     message = {

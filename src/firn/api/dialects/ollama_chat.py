@@ -64,6 +64,7 @@ class OllamaChat:
             stop=_openai.stop_strings(options),
             grammar=_ollama.grammar(given),
             reasoning=reasoning,
+            speculates=_openai.speculates(given),
         )
         keep_alive_s = _ollama.check_keep_alive(given)
         stream = given.boolean("stream", True)

@@ -47,6 +47,7 @@ class OllamaGenerate:
         stop = _openai.stop_strings(options)
         grammar = _ollama.grammar(given)
         keep_alive_s = _ollama.check_keep_alive(given)
+        speculates = _openai.speculates(given)
         stream = given.boolean("stream", True)
         ignored = given.unread()
         if source is None:
@@ -60,6 +61,7 @@ class OllamaGenerate:
             stop=stop,
             grammar=grammar,
             reasoning=reasoning,
+            speculates=speculates,
         )
         return OllamaGenerateCall((request,), stream, ignored)
 

@@ -65,6 +65,8 @@ class OpenAIChat:
             grammar=_openai_chat.grammar(given),
             reasoning=reasoning,
             cache=_openai.cache_control(given),
+            speculates=_openai.speculates(given),
+            prediction=_openai.prediction(given),
         )
         stream = given.boolean("stream", False)
         include_usage = _openai.include_usage(given)
@@ -329,6 +331,14 @@ def _schema() -> dict[str, Any]:
         "thinking_budget": {"type": ["integer", "null"], "minimum": 0},
         "chat_template_kwargs": {"type": ["object", "null"]},
         "continue_final_message": {"type": ["boolean", "null"]},
+        "prediction": {
+            "type": ["object", "null"],
+            "description": "Text that the reply will probably repeat: it is then written faster.",
+            "properties": {
+                "type": {"enum": ["content", None]},
+                "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+            },
+        },
     }
     example = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
     return cast(

@@ -70,6 +70,7 @@ class OpenAICompletions:
         echo = given.boolean("echo", False)
         grammar = _openai_chat.grammar(given)
         cache = _openai.cache_control(given)
+        speculates = _openai.speculates(given)
         if echo and top_logprobs is not None and isinstance(sources[0], Middle):
             raise InvalidValue("echo", "cannot be combined with logprobs and suffix")
         requests = tuple(
@@ -85,6 +86,7 @@ class OpenAICompletions:
                 echo=echo,
                 grammar=grammar,
                 cache=cache,
+                speculates=speculates,
             )
             for source in sources
         )

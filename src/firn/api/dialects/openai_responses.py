@@ -69,6 +69,7 @@ class OpenAIResponses:
             grammar=items.grammar(given),
             reasoning=reasoning,
             cache=_openai.cache_control(given),
+            speculates=_openai.speculates(given),
         )
         stream, background = given.boolean("stream", False), given.boolean("background", False)
         stored = given.boolean("store", True)

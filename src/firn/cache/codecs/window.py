@@ -30,7 +30,10 @@ class RotatingKVCodec:
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         length = layer.keys.shape[2]
-        first = (layer._idx - (at.n_tokens - start)) % length
+        if type(layer).__name__ == "RaggedRing":  # of a group that drafts: by position
+            first = layer.column_of(start)
+        else:
+            first = (layer._idx - (at.n_tokens - start)) % length
         n = end - start
         row = slice(at.index, at.index + 1)
 

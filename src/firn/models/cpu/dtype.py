@@ -43,6 +43,12 @@ def apply(model: Any, choice: Choice) -> bool:
     return True
 
 
+def widen_as(part: Any, choice: Choice, *, like: Any) -> None:
+    """Of a part that is loaded later: as the model itself was widened, or not."""
+    if choice != "model" and is_narrow(part) and not is_narrow(like):
+        widen(part)
+
+
 def widened_nbytes(model: Any) -> int:
     """What the weights take in float32."""
     n = sum(int(w.size) for _, w in tree_flatten(model.parameters()) if _is_float(w))

@@ -1,0 +1,208 @@
+"""What guessing tokens brings: firn with it and without, on text that repeats and on text that does not.
+
+    .venv/bin/python benchmarks/speculation.py [--model smollm2] [--rounds 3] [--streams 1,4,8]
+    PYTHONPATH=src python benchmarks/speculation.py --device-run [--shape 4b] [--streams 1,8]
+
+Two servers of the same model run side by side, `--speculation auto` and `off`, and are asked in turns,
+so that a busy machine hits both alike. Tokens a second are counted from the first token on; a ratio is
+the median of the rounds' ratios.
+
+    edit    "return this file with one change": what follows stands in the prompt
+    prose   a story: nothing to look up
+
+`equal` says how many of the replies (greedy) were the same text in both; steps of other shapes round
+differently, so a tie may fall the other way.
+
+`--device-run` needs no server and no download: an engine in this process, a model of random weights, and
+an oracle that guesses right with a given probability (see speculation_device.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from report import cli, grid, numbers, save
+
+from firn.demo.server import Child
+
+START_S = 300.0
+TOPICS = (
+    "a lighthouse keeper",
+    "a lost umbrella",
+    "two rival bakers",
+    "the last train",
+    "a talking fox",
+    "a clock that runs backwards",
+    "an island without trees",
+    "a letter that came too late",
+)
+
+
+def source_file(seed: int) -> str:
+    """A Python file such as an agent edits: regular enough to be repeated, no two the same."""
+    rng = random.Random(seed)
+    names = rng.sample(
+        ["width", "height", "depth", "weight", "price", "count", "speed", "angle"], 6
+    )
+    lines = ["import math", "", ""]
+    for name in names:
+        low, high = rng.randint(0, 9), rng.randint(100, 999)
+        lines += [
+            f"def check_{name}({name}: float) -> float:",
+            f'    """The {name}, if it lies between {low} and {high}."""',
+            f"    if not {low} <= {name} <= {high}:",
+            f'        raise ValueError(f"{name} must be between {low} and {high}, not {{{name}}}")',
+            f"    return math.floor({name} * {rng.randint(2, 99)}) / {rng.randint(2, 99)}",
+            "",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def edit(seed: int) -> str:
+    text = source_file(seed)
+    return (
+        f"Here is a file:\n\n```python\n{text}```\n\nReturn the whole file, with one change: the first "
+        "function shall be called validate. Return the code and nothing else."
+    )
+
+
+def prose(seed: int) -> str:
+    return (
+        f"Write a long story about {TOPICS[seed % len(TOPICS)]}. Begin with the year {1700 + seed}."
+    )
+
+
+ASKS = {"edit": edit, "prose": prose}
+
+
+@dataclass
+class Figure:
+    rate: float
+    texts: list[str] = field(default_factory=list)
+
+
+async def stream(port: int, body: dict[str, Any]) -> tuple[float, float, int, str]:
+    """When the first token came and the last, how many there were, and the text."""
+    raw = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    )
+    writer.write(head.encode() + raw)
+    first = last = 0.0
+    n, text = 0, ""
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        delta = chunk["choices"][0]["delta"].get("content") if chunk["choices"] else None
+        if delta:
+            text += delta
+            last = time.perf_counter()
+            first = first or last
+        if chunk.get("usage"):
+            n = chunk["usage"]["completion_tokens"]
+    writer.close()
+    return first, last, n, text
+
+
+async def measure(server: Child, kind: str, *, n_streams: int, n_tokens: int, turn: int) -> Figure:
+    def body(i: int) -> dict[str, Any]:
+        return {
+            "model": "",
+            "messages": [{"role": "user", "content": ASKS[kind](1000 * turn + i)}],
+            "max_tokens": n_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    replies = await asyncio.gather(*(stream(server.port, body(i)) for i in range(n_streams)))
+    began, ended = min(r[0] for r in replies), max(r[1] for r in replies)
+    n = sum(r[2] - 1 for r in replies)
+    return Figure(n / max(ended - began, 1e-9), [r[3] for r in replies])
+
+
+async def run(args: argparse.Namespace, servers: dict[str, Child]) -> None:
+    rows = [["", "streams", "off tokens/s", "auto tokens/s", "auto / off", "worst round", "equal"]]
+    result: list[dict[str, Any]] = []
+    for kind in ASKS:
+        for n_streams in numbers(args.streams):
+            found: dict[str, list[Figure]] = {name: [] for name in servers}
+            for turn in range(args.rounds + 1):
+                order = list(servers) if turn % 2 else list(servers)[::-1]
+                for name in order:
+                    figure = await measure(
+                        servers[name], kind, n_streams=n_streams, n_tokens=args.tokens, turn=turn
+                    )
+                    if turn:  # the first round warms up
+                        found[name].append(figure)
+            pairs = list(zip(found["off"], found["auto"], strict=True))
+            ratios = [auto.rate / off.rate for off, auto in pairs]
+            texts = [
+                (a, b) for off, auto in pairs for a, b in zip(off.texts, auto.texts, strict=True)
+            ]
+            n_equal = sum(a == b for a, b in texts)
+            rates = {k: statistics.median(f.rate for f in v) for k, v in found.items()}
+            ratio = statistics.median(ratios)
+            rows.append(
+                [
+                    kind,
+                    str(n_streams),
+                    f"{rates['off']:.1f}",
+                    f"{rates['auto']:.1f}",
+                    f"{ratio:.2f}",
+                    f"{min(ratios):.2f}",
+                    f"{n_equal}/{len(texts)}",
+                ]
+            )
+            result.append(
+                {"kind": kind, "streams": n_streams, "ratios": ratios, "equal": n_equal, **rates}
+            )
+            print(" ".join(rows[-1]), flush=True)
+    print(grid(rows))
+    if args.out:
+        save(args.out, "speculation", options=vars(args), result=result)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", default="1,4,8")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device-run", action="store_true")
+    parser.add_argument("--shape", default="4b", help="of the model of --device-run: 4b or tiny")
+    args = parser.parse_args()
+    if args.device_run:
+        import speculation_device
+
+        speculation_device.run(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        flags = ("--no-ssd-cache", "--speculation")
+        servers: dict[str, Child] = {}
+        try:
+            for name in ("auto", "off"):
+                servers[name] = Child(args.model, *flags, name, log=log, start_s=START_S)
+            asyncio.run(run(args, servers))
+        finally:
+            for server in servers.values():
+                server.stop()
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,167 @@
+"""`speculation.py --device-run`: an oracle that is right with a given probability, on any device.
+
+The model's weights are random and so is the reply, which is put in its mouth token by token; the model
+computes as ever. The oracle knows the reply and tells each token of it truly with probability p. What
+counts is tokens a second with the gate deciding how many guesses to try, over those without guesses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from engines import BenchEngine
+from report import grid, numbers, save
+
+from firn.core.values import Job
+from firn.models.batch import Row
+from firn.models.drafters import NOTHING, Guess
+from firn.models.speculation import MAX_DRAFT, Record, Speculation
+from models import COMMON, CONFIGS
+
+QWEN3_4B: dict[str, Any] = COMMON | {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+}
+SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
+    "4b": (QWEN3_4B, mx.bfloat16),
+    "tiny": (CONFIGS["dense"], mx.float32),
+}
+ACCEPTANCES = (0.0, 0.5, 0.8, 1.0)
+N_PROMPT = 512
+
+
+class Oracle:
+    is_free = True
+
+    def __init__(self) -> None:
+        self.right = 0.0
+        self.replies: dict[tuple[int, ...], Sequence[int]] = {}
+        self._rng = random.Random(0)
+        self._rows: dict[Hashable, tuple[Sequence[int], int]] = {}
+
+    def odds(self, kind: int) -> float:
+        return 0.5
+
+    def open(self, row: Hashable, job: Job) -> None:
+        self._rows[row] = self.replies[tuple(job.prompt.ids[:8].tolist())], 0
+
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        if row in self._rows:
+            reply, n = self._rows[row]
+            self._rows[row] = reply, n + len(tokens)
+
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        return [self._guess(row, n_most) for row in rows]
+
+    def _guess(self, row: Hashable, n_most: int) -> Guess:
+        if row not in self._rows:
+            return NOTHING
+        reply, n = self._rows[row]
+        tokens = tuple(t if self._rng.random() < self.right else 1 for t in reply[n : n + n_most])
+        return Guess(tokens, (int(10 * self.right),) * len(tokens))
+
+    def close(self, row: Hashable) -> None:
+        self._rows.pop(row, None)
+
+    def end(self) -> None:
+        self._rows.clear()
+
+
+class OracleSpeculation(Speculation):
+    """The reply is forced here to make it known; the guesses are the oracle's all the same."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        super().__init__(oracle)
+        self.oracle = oracle
+
+    def _look(self, row: Row, record: Record) -> None:
+        record.next, record.source = self.oracle.guess([row], MAX_DRAFT)[0], 0
+
+
+def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guesses: bool) -> float:
+    """Tokens a second of all streams, from the first token of the last on."""
+    rng = random.Random(seed)
+    vocab = engine.model.vocab_size
+    speculation: Any = engine.engine.parts.runner.speculation  # type: ignore[attr-defined]
+    prompts = [[rng.randrange(2, vocab) for _ in range(N_PROMPT)] for _ in range(n_streams)]
+    replies = [[rng.randrange(2, vocab) for _ in range(n_tokens)] for _ in range(n_streams)]
+    for prompt, reply in zip(prompts, replies, strict=True):
+        speculation.oracle.replies[tuple(prompt[:8])] = reply
+    answers = engine.ask_forced(prompts, replies, speculates=guesses)
+    for answer in answers:
+        answer.wait()
+    began = max(a.times[0] for a in answers)
+    ended = min(a.times[-1] for a in answers)
+    n = sum(sum(began < t <= ended for t in a.times) for a in answers)
+    return n / (ended - began)
+
+
+def run(args: argparse.Namespace) -> None:
+    config, dtype = SHAPES[args.shape]
+    rows = [["streams", "right", "off tokens/s", "tokens/s", "ratio", "worst", "tokens a step"]]
+    result = []
+    oracle = Oracle()
+    began = time.perf_counter()
+    with BenchEngine(
+        config,
+        dtype=dtype,
+        memory_nbytes=1 << 30,
+        speculation=lambda: OracleSpeculation(oracle),
+    ) as engine:
+        print(f"the engine is up after {time.perf_counter() - began:.0f} s", flush=True)
+        totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
+        for n_streams in numbers(args.streams):
+            for right in ACCEPTANCES:
+                oracle.right = right
+                pairs = []
+                for turn in range(args.rounds + 1):
+                    both = {}
+                    for guesses in (False, True) if turn % 2 else (True, False):
+                        before = totals.n_taken, totals.n_row_steps
+                        both[guesses] = rate(
+                            engine,
+                            n_streams=n_streams,
+                            n_tokens=args.tokens,
+                            seed=100 * turn + n_streams,
+                            guesses=guesses,
+                        )
+                        if guesses:
+                            n_steps = totals.n_row_steps - before[1]
+                            per_step = (totals.n_taken - before[0]) / n_steps
+                    if turn:  # the first round warms up
+                        pairs.append((both[False], both[True]))
+                ratios = [on / off for off, on in pairs]
+                off, on = (statistics.median(x) for x in zip(*pairs, strict=True))
+                rows.append(
+                    [
+                        str(n_streams),
+                        f"{right:.1f}",
+                        f"{off:.1f}",
+                        f"{on:.1f}",
+                        f"{statistics.median(ratios):.2f}",
+                        f"{min(ratios):.2f}",
+                        f"{per_step:.2f}",
+                    ]
+                )
+                print(" ".join(rows[-1]), flush=True)
+                result.append({"streams": n_streams, "right": right, "ratios": ratios})
+    print(grid(rows))
+    if args.out:
+        save(args.out, "speculation_device", options=vars(args), result=result)

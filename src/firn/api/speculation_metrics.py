@@ -1,0 +1,34 @@
+"""Guessed tokens for /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class SpeculationMetrics(Collector):
+    def __init__(self, snapshot: Callable[[], Mapping[str, int]]) -> None:
+        """snapshot: see `Totals.view`; empty where no tokens are guessed. Must not block."""
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        seen = self._snapshot()
+        if not seen:
+            return
+        steps = CounterMetricFamily(
+            "firn_decode_steps", "Decode steps of groups of rows, by kind", labels=["kind"]
+        )
+        steps.add_metric(["plain"], seen["steps"] - seen["draft_steps"])
+        steps.add_metric(["drafts"], seen["draft_steps"])
+        yield steps
+        tokens = CounterMetricFamily(
+            "firn_speculation_tokens",
+            "Tokens of decode steps: guessed (drafted), guessed right (accepted), taken in all; "
+            "row_steps is how many there would be at one a step",
+            labels=["kind"],
+        )
+        for kind in ("drafted", "accepted", "taken", "row_steps"):
+            tokens.add_metric([kind], seen[kind])
+        yield tokens

@@ -1,0 +1,62 @@
+"""The hidden states that a prediction head goes on from: where they lie, and as the head takes them.
+
+A row remembers places in the outputs of earlier steps, not copies: the steps of a group that stays as it
+is are then one array, which is handed on as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from firn.models.batch import Row
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenAt:
+    """One state: `states` is (rows, tokens, width)."""
+
+    states: mx.array
+    row: int
+    token: int
+
+    @property
+    def array(self) -> mx.array:
+        return self.states[self.row, self.token]
+
+
+def carry_of(rows: Sequence[Row]) -> mx.array | None:
+    """(rows, width): what lies before each row's first pending token; None where nothing is known."""
+    places = [row.hidden[0] if row.hidden else None for row in rows]
+    first = places[0]
+    if first is not None and len(rows) == first.states.shape[0]:
+        whole = [HiddenAt(first.states, i, first.token) for i in range(len(rows))]
+        if all(_is_same(p, w) for p, w in zip(places, whole, strict=True)):
+            return first.states[:, first.token]
+    known = next((p for p in places if p is not None), None)
+    if known is None:
+        return None
+    zeros = mx.zeros_like(known.array)
+    return mx.stack([zeros if p is None else p.array for p in places])
+
+
+def hidden_of(rows: Sequence[Row], width: int, *, like: mx.array) -> mx.array:
+    """(rows, width, size): what lies before each pending token; zeros where nothing is known."""
+    if width == 1:
+        found = carry_of(rows)
+        if found is not None:
+            return found[:, None]
+    zeros = mx.zeros((like.shape[-1],), dtype=like.dtype)
+    table = []
+    for row in rows:
+        own = [p.array for p in row.hidden[:width]]
+        table.append(mx.stack([*own, *[zeros] * (width - len(own))]))
+    return mx.stack(table)
+
+
+def _is_same(a: HiddenAt | None, b: HiddenAt) -> bool:
+    return a is not None and a.states is b.states and (a.row, a.token) == (b.row, b.token)

@@ -1,0 +1,67 @@
+"""Drafters: who guesses what a row will say next.
+
+An extension folder: a drafter is a class in a module here, named by the module's DRAFTER, and chosen by
+the module's name (`--speculation`). It hears of every row and of every token that the row takes, and is
+asked for guesses whenever there is time for some. A wrong guess costs time and never changes a text.
+
+Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from firn.core.values import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What may come next. `kinds`: one small number a token, by which the drafter tells sure guesses
+    from bold ones; how often each kind comes true is learnt, and decides how many are tried."""
+
+    tokens: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
+
+    def cut(self, n_tokens: int) -> Guess:
+        return Guess(self.tokens[:n_tokens], self.kinds[:n_tokens])
+
+
+NOTHING = Guess()
+
+
+class Drafter(Protocol):
+    """Guesses for any number of rows; a row is known by any hashable object."""
+
+    is_free: bool
+    """Guessing takes no time to speak of. Then it is done behind each token, tried or not."""
+
+    def odds(self, kind: int) -> float:
+        """How likely a guess of this kind is to come true, before anything is known."""
+        ...
+
+    def open(self, row: Hashable, job: Job) -> None:
+        """A row begins its reply to this job's prompt."""
+        ...
+
+    def prepare(self, row: Hashable) -> bool:
+        """Get ready to guess for this row, a little at a time; True once it can."""
+        ...
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        """These tokens are now the end of the row's reply. Unknown rows are ignored."""
+        ...
+
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        """For each row, up to so many tokens behind all that it took; nothing for unknown rows, or where
+        nothing comes to mind."""
+        ...
+
+    def close(self, row: Hashable) -> None:
+        """The row is gone. Unknown rows are ignored."""
+        ...
+
+    def end(self) -> None:
+        """The engine stops: keep what is worth keeping, let go of the rest."""
+        ...

@@ -1,0 +1,275 @@
+"""Guesses by looking up: the end of the row's text stood somewhere before, so what followed may follow.
+
+Where it looks: the request's own prediction of its reply; the prompt and the reply so far; earlier
+replies in the same namespace, of which a bounded number of tokens is kept. The longest match is taken,
+and followed for as long as it holds: a guess is as good as its match is long, so that length is the
+kind of the guess.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from firn.core.values import Job, Namespace, TokenArray
+from firn.models.drafters import NOTHING, Guess
+
+SHORT, LONG = 2, 6
+"""A match is at least so long; of one that is longer, the longer key is looked for first."""
+MAX_CANDIDATES = 16
+MAX_COMPARED = 18
+"""Tokens: matches that are longer are as good as each other."""
+FACTOR = 1_000_003
+KEPT_TOKENS = 1 << 16
+"""Of earlier replies, in each namespace."""
+KEPT_NAMESPACES = 64
+MIN_REPLY, MAX_REPLY = 16, 1 << 13
+"""Tokens of a reply that is worth keeping, and how many of it are."""
+KINDS = (2, 3, 4, 6, 9, 17, 33)
+"""The shortest match of each kind."""
+KIND_OF = tuple(sum(n >= k for k in KINDS[1:]) for n in range(KINDS[-1] + 1))
+ODDS = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
+
+
+class Lookup:
+    """Owner of what it remembers; one for each model."""
+
+    is_free = True
+
+    def __init__(self) -> None:
+        self._texts: dict[Hashable, _RowText] = {}
+        self._past: OrderedDict[Namespace, _Replies] = OrderedDict()
+
+    def odds(self, kind: int) -> float:
+        return ODDS[kind]
+
+    def open(self, row: Hashable, job: Job) -> None:
+        past = self._past.setdefault(job.namespace, _Replies())
+        self._past.move_to_end(job.namespace)
+        if len(self._past) > KEPT_NAMESPACES:
+            self._past.popitem(last=False)
+        self._texts[row] = _RowText(job, past)
+
+    def prepare(self, row: Hashable) -> bool:
+        return row in self._texts
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        text = self._texts.get(row)
+        if text is not None:
+            text.take(tokens)
+
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        texts = [self._texts.get(row) for row in rows]
+        return [NOTHING if text is None else text.guess(n_most) for text in texts]
+
+    def close(self, row: Hashable) -> None:
+        text = self._texts.pop(row, None)
+        if text is not None and text.keeps:
+            text.past.keep(text.reply)
+
+    def end(self) -> None:
+        self._texts.clear()
+        self._past.clear()
+
+
+class _Source:
+    """Tokens to look into, and where each pair and each six of them last stood."""
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._last: dict[tuple[int, ...], int] = {}
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        all_tokens, last = self.tokens, self._last
+        for token in tokens:
+            n = len(all_tokens)
+            # A key ends before the newest token: what follows it is then known.
+            if n >= SHORT:
+                last[tuple(all_tokens[n - SHORT : n])] = n
+            if n >= LONG:
+                last[tuple(all_tokens[n - LONG : n])] = n
+            all_tokens.append(token)
+
+    def find(self, end: Sequence[int]) -> tuple[int, int]:
+        """Where what followed this end stands, and how long the match is; (0, 0) for nowhere."""
+        for n in (LONG, SHORT):
+            if len(end) >= n:
+                at = self._last.get(tuple(end[-n:]), 0)
+                if at:
+                    return at, _match(self.tokens, at, end)
+        return 0, 0
+
+
+class _Prompt:
+    """A prompt's tokens: too many for a table in Python, so they are sorted, at the first need."""
+
+    def __init__(self, ids: TokenArray) -> None:
+        self.ids = ids
+        self._sorted: dict[int, tuple[TokenArray, TokenArray]] = {}
+
+    def find(self, end: Sequence[int]) -> tuple[int, int]:
+        if len(end) < SHORT or len(self.ids) <= SHORT:
+            return 0, 0
+        at = self._places(SHORT, end)
+        if len(at) == MAX_CANDIDATES and len(end) >= LONG and len(self.ids) > LONG:
+            longer = self._places(LONG, end)
+            at = longer if len(longer) else at
+        if not len(at):
+            return 0, 0
+        lengths = self._lengths(at, end)
+        best = len(lengths) - 1 - int(np.argmax(lengths[::-1]))  # the last of the longest
+        return (int(at[best]), int(lengths[best])) if lengths[best] >= SHORT else (0, 0)
+
+    def _places(self, n: int, end: Sequence[int]) -> TokenArray:
+        """What may follow the last n tokens: the last few such places."""
+        if n not in self._sorted:
+            hashes = _hashes(self.ids[:-1], n)
+            order = np.argsort(hashes, kind="stable")
+            self._sorted[n] = hashes[order], order
+        hashes, order = self._sorted[n]
+        wanted = _hash(end[-n:])
+        first = int(hashes.searchsorted(wanted, "left"))
+        if first == len(hashes) or hashes[first] != wanted:
+            return order[:0]
+        last = int(hashes.searchsorted(wanted, "right"))
+        return order[max(first, last - MAX_CANDIDATES) : last] + n
+
+    def _lengths(self, at: TokenArray, end: Sequence[int]) -> TokenArray:
+        n = min(len(end), MAX_COMPARED)
+        tail = np.array(end[-n:], dtype=np.int64)[::-1]
+        places = at[:, None] - 1 - np.arange(n)[None]
+        same = (self.ids[np.maximum(places, 0)] == tail[None]) & (places >= 0)
+        lengths: TokenArray = np.cumprod(same, axis=1).sum(axis=1)
+        return lengths
+
+
+@dataclass(eq=False)
+class _Replies:
+    """Earlier replies, the newest first to be found and the oldest first to go."""
+
+    _kept: OrderedDict[int, _Source] = field(default_factory=OrderedDict)
+    _where: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
+    _n_tokens: int = 0
+    _n_ever: int = 0
+
+    def keep(self, reply: Sequence[int]) -> None:
+        source = _Source()
+        source.tokens = list(reply[:MAX_REPLY])
+        self._n_ever += 1
+        self._kept[self._n_ever] = source
+        self._n_tokens += len(source.tokens)
+        for key, at in _keys(source.tokens):
+            self._where[key] = (self._n_ever, at)
+        while self._n_tokens > KEPT_TOKENS:
+            number, gone = self._kept.popitem(last=False)
+            self._n_tokens -= len(gone.tokens)
+            for key, _ in _keys(gone.tokens):
+                if self._where.get(key, (0, 0))[0] == number:
+                    del self._where[key]
+
+    def find(self, end: Sequence[int]) -> tuple[Sequence[int], int, int]:
+        found = self._where.get(tuple(end[-LONG:])) if len(end) >= LONG else None
+        if found is None:
+            return (), 0, 0
+        tokens = self._kept[found[0]].tokens
+        return tokens, found[1], _match(tokens, found[1], end)
+
+
+class _RowText:
+    """One row's text, and the place that it follows."""
+
+    def __init__(self, job: Job, past: _Replies) -> None:
+        self.past = past
+        self.reply: list[int] = []
+        self._prompt = _Prompt(job.prompt.ids)
+        self._prediction = _Prompt(np.array(job.prediction, dtype=np.int64))
+        self._own = _Source()
+        self._reads, self._writes = job.cache.read, job.cache.write
+        # A prediction is of the whole reply: it is followed from the start.
+        self._follows: Sequence[int] | TokenArray = self._prediction.ids
+        self._at = 0
+        self._length = KINDS[-3] if len(job.prediction) else 0
+
+    @property
+    def keeps(self) -> bool:
+        return self._writes and len(self.reply) >= MIN_REPLY
+
+    def take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._length and self._at < len(self._follows) and self._follows[self._at] == token:
+                self._at += 1
+                self._length += 1
+            else:
+                self._length = 0
+        self.reply.extend(tokens)
+        self._own.extend(tokens)
+
+    def guess(self, n_most: int) -> Guess:
+        if not self._length or self._at >= len(self._follows):
+            self._search()
+        if not self._length:
+            return NOTHING
+        tokens = tuple(int(t) for t in self._follows[self._at : self._at + n_most])
+        return Guess(tokens, tuple(_kind(self._length + i) for i in range(len(tokens))))
+
+    def _search(self) -> None:
+        end = self._end()
+        self._length = 0
+        for prompt in (self._prediction, self._prompt):
+            at, length = prompt.find(end)
+            self._follow(prompt.ids, at, length)
+        at, length = self._own.find(end)
+        self._follow(self._own.tokens, at, length)
+        if self._reads and self._length < LONG:
+            self._follow(*self.past.find(end))
+
+    def _follow(self, tokens: Sequence[int] | TokenArray, at: int, length: int) -> None:
+        if length > self._length and at < len(tokens):
+            self._follows, self._at, self._length = tokens, at, length
+
+    def _end(self) -> list[int]:
+        """The last tokens of prompt and reply."""
+        n_prompt = MAX_COMPARED - len(self.reply)
+        if n_prompt <= 0:
+            return self.reply[-MAX_COMPARED:]
+        return [*self._prompt.ids[-n_prompt:].tolist(), *self.reply]
+
+
+def _kind(length: int) -> int:
+    return KIND_OF[min(length, KINDS[-1])]
+
+
+def _match(tokens: Sequence[int], at: int, end: Sequence[int]) -> int:
+    """How many tokens before `at` are the last of `end`."""
+    n, most = 0, min(at, len(end), MAX_COMPARED)
+    while n < most and tokens[at - 1 - n] == end[-1 - n]:
+        n += 1
+    return n
+
+
+def _keys(tokens: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    return [(tuple(tokens[at - LONG : at]), at) for at in range(LONG, len(tokens))]
+
+
+def _hashes(ids: TokenArray, n: int) -> TokenArray:
+    """One number for every n tokens in a row; equal ones are compared token by token."""
+    n_places = len(ids) - n + 1
+    total = np.zeros(max(n_places, 0), dtype=np.int64)
+    for i in range(n):
+        total = total * np.int64(FACTOR) + ids[i : i + len(total)]
+    return total
+
+
+def _hash(tokens: Sequence[int]) -> np.int64:
+    """That number of these tokens."""
+    total = 0
+    for token in tokens:
+        total = (total * FACTOR + token) & 0xFFFF_FFFF_FFFF_FFFF
+    return np.uint64(total).astype(np.int64)
+
+
+DRAFTER = Lookup

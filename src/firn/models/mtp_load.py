@@ -1,0 +1,193 @@
+"""Reading a prediction head from a model's weight files, where mlx-lm leaves it.
+
+The head's layer is a layer of the model itself: a model with this one layer is built, and its own
+`sanitize` turns the tensors' names and shapes into what the layer takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+
+from firn.models.mtp import Head
+
+log = logging.getLogger("firn.models")
+
+Weights = dict[str, mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a family calls the parts of its head; `{n}` is the number of layers."""
+
+    prefix: str
+    layer: str
+    parts: Mapping[str, str]
+    centred: bool = False
+    """Norms are stored less one in files that were not made for MLX."""
+
+
+QWEN = Family(
+    prefix="mtp.",
+    layer="layers.0.",
+    parts={
+        "fc": "join",
+        "pre_fc_norm_embedding": "embed_norm",
+        "pre_fc_norm_hidden": "hidden_norm",
+        "norm": "norm",
+    },
+    centred=True,
+)
+DEEPSEEK = Family(
+    prefix="model.layers.{n}.",
+    layer="",
+    parts={
+        "eh_proj": "join",
+        "enorm": "embed_norm",
+        "hnorm": "hidden_norm",
+        "shared_head.norm": "norm",
+    },
+)
+FAMILIES: dict[str, Family] = {
+    "qwen3_next": QWEN,
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": DEEPSEEK,
+}
+SHARED = ("embed_tokens.", "shared_head.head.")
+"""Copies of what the model has."""
+
+
+def has_head(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the weight files hold one that is known here. Reads names only."""
+    family = FAMILIES.get(str(config["model_type"]))
+    return family is not None and bool(_tensors(folder, family, _text(config)))
+
+
+def read_head(folder: Path, config: Mapping[str, Any]) -> Head:
+    """Raises ValueError where the files do not hold all of it."""
+    family = FAMILIES[str(config["model_type"])]
+    text = _text(config)
+    found = _tensors(folder, family, text)
+    is_raw = family.centred and _is_raw(folder)
+    parts: Weights = {}
+    layer: Weights = {}
+    for name, value in found.items():
+        stem, _, kind = name.rpartition(".")
+        if is_raw and value.ndim == 1 and "norm" in name:
+            value = value + 1.0
+        if stem in family.parts:
+            parts[f"{family.parts[stem]}.{kind}"] = value
+        elif name.startswith(family.layer) and not name.startswith(SHARED):
+            layer[name.removeprefix(family.layer)] = value
+    head = Head(
+        _layer(config, layer),
+        hidden_size=int(text["hidden_size"]),
+        eps=float(text["rms_norm_eps"]),
+    )
+    _quantise(head, parts, config)
+    _load(head, parts, besides="layer.")
+    mx.eval(head.parameters())
+    return head
+
+
+def probe(model: Any, make_layers: Callable[[], list[Any]]) -> list[Any]:
+    """Layer caches that hold one token."""
+    layers = make_layers()
+    mx.eval(model(mx.array([[0]]), cache=layers), [layer.state for layer in layers])
+    return layers
+
+
+def nbytes_of(head: Head) -> int:
+    return sum(int(w.nbytes) for _, w in tree_flatten(head.parameters()))
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.get("text_config", config)
+    return found
+
+
+def _tensors(folder: Path, family: Family, text: Mapping[str, Any]) -> Weights:
+    """The head's tensors, by their names behind the prefix. Nothing is read yet."""
+    prefix = family.prefix.format(n=text["num_hidden_layers"])
+    found: Weights = {}
+    for path in glob.glob(str(folder / "*.safetensors")):
+        for name, value in _read(path).items():
+            for start in (prefix, f"language_model.{prefix}"):
+                if name.startswith(start):
+                    found[name.removeprefix(start)] = value
+    return found
+
+
+def _read(path: str) -> Weights:
+    """Names and shapes; the numbers follow when they are used."""
+    found = mx.load(path)
+    assert isinstance(found, dict)
+    return found
+
+
+def _is_raw(folder: Path) -> bool:
+    """Whether the files are as their makers published them, not as mlx-lm writes them."""
+    for path in glob.glob(str(folder / "*.safetensors")):
+        for name, value in _read(path).items():
+            if name.endswith("conv1d.weight"):
+                return bool(value.shape[-1] != 1)
+    return False
+
+
+def _layer(config: Mapping[str, Any], weights: Weights) -> nn.Module:
+    """The layer of a model that has no other."""
+    own = copy.deepcopy(dict(config))
+    text = own.get("text_config", own)
+    text |= {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
+    text |= {"mlp_only_layers": [], "moe_layer_freq": 1, "layer_types": ["full_attention"]}
+    model_class, args_class = _get_classes(config=own)
+    model = model_class(args_class.from_dict(own))
+    norms = {n: w for n, w in weights.items() if w.ndim == 1 and "norm" in n}
+    rest = {f"model.layers.0.{n}": w for n, w in weights.items() if n not in norms}
+    ready = {_behind_layer(n): w for n, w in model.sanitize(rest).items()} | norms
+    layer: nn.Module = model.model.layers[0]
+    _quantise(layer, ready, config)
+    _load(layer, ready)
+    return layer
+
+
+def _behind_layer(name: str) -> str:
+    return name.rpartition("layers.0.")[2]
+
+
+def _quantise(module: nn.Module, weights: Weights, config: Mapping[str, Any]) -> None:
+    settings = config.get("quantization")
+    if not settings:
+        return
+    nn.quantize(
+        module,
+        group_size=settings["group_size"],
+        bits=settings["bits"],
+        mode=settings.get("mode", "affine"),
+        class_predicate=lambda path, m: hasattr(m, "to_quantized") and f"{path}.scales" in weights,
+    )
+
+
+def _load(module: nn.Module, weights: Weights, *, besides: str | None = None) -> None:
+    wanted = {
+        n
+        for n, _ in tree_flatten(module.parameters())
+        if besides is None or not n.startswith(besides)
+    }
+    missing = sorted(wanted - set(weights))
+    if missing:
+        raise ValueError(f"the weight files lack {missing[0]} of the prediction head")
+    module.load_weights([(n, w) for n, w in weights.items() if n in wanted], strict=False)
+    module.eval()

@@ -1,0 +1,280 @@
+"""Batched attention caches whose rows end where they like: what several tokens a step need.
+
+mlx-lm's batched caches are right-justified: a row takes as many tokens a step as the others. Here a
+row's tokens begin at column 0 (pages) or lie at their position modulo the length (a ring), each row has
+an end of its own, and taking back rejected tokens is moving that end:
+
+    pages   # [0, lengths[i]) row i's tokens   [lengths[i], width) rejected or never written: masked
+    ring    # token t lies in column t % length; the last max_size of [0, lengths[i]) are in use
+
+A group changes to these classes at its first verification, and stays with them. They offer what
+mlx-lm's offer to models (`update_and_fetch`, `make_mask`, `offset`) and to groups (`extend`, `filter`,
+`extract`).
+
+Owner: the engine thread, through a group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+MAX_PLACES = 4
+MAX_FEED = 32
+"""Tokens of one row in one step, at most."""
+STEP = 256
+
+
+class Places:
+    """Lengths and columns as arrays. The layers of a group are of the same lengths at the same step:
+    what one has made, the others take."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[tuple[int, ...], mx.array] = {}
+        self._columns: dict[tuple[tuple[int, ...], int, int], mx.array] = {}
+
+    def offsets(self, lengths: Sequence[int]) -> mx.array:
+        key = tuple(lengths)
+        found = self._offsets.get(key)
+        if found is None:
+            _make_room(self._offsets)
+            found = self._offsets[key] = mx.array(key, dtype=mx.int32)
+        return found
+
+    def columns(self, lengths: Sequence[int], n_new: int, ring: int = 1 << 30) -> mx.array:
+        """Where the next tokens of each row go: (rows, 1, new tokens, 1)."""
+        key = (tuple(lengths), n_new, ring)
+        found = self._columns.get(key)
+        if found is None:
+            _make_room(self._columns)
+            at = (np.array(lengths)[:, None] + np.arange(n_new)[None]) % ring
+            found = self._columns[key] = mx.array(at.astype(np.int32)[:, None, :, None])
+        return found
+
+
+def _make_room(table: dict[Any, mx.array]) -> None:
+    while len(table) >= MAX_PLACES:
+        del table[next(iter(table))]
+
+
+class RaggedCache:
+    """Keys and values (rows, heads, columns, width) and every row's length, on both sides."""
+
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        lengths: Sequence[int],
+        *,
+        lone: Any,
+        places: Places | None = None,
+    ) -> None:
+        """lone: the class of a row's cache when it is alone; mlx-vlm has its own of each name."""
+        self.keys, self.values = keys, values
+        self._places = places or Places()
+        self._lone = lone
+        self.lengths: list[int] = []
+        self.offset: mx.array
+        self.keep(lengths)
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Each row holds so many tokens, and no more."""
+        self.lengths = list(lengths)
+        self.offset = self._places.offsets(self.lengths)
+
+    @property
+    def state(self) -> tuple[mx.array, mx.array, mx.array]:
+        return self.keys, self.values, self.offset
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.keys.nbytes + self.values.nbytes)
+
+    def empty(self) -> bool:
+        return False
+
+    def size(self) -> int:
+        return max(self.lengths)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        index = mx.array(list(rows))
+        self.keys, self.values = self.keys[index], self.values[index]
+        self.keep([self.lengths[i] for i in rows])
+
+    def place(self, other: Any, seat: int) -> None:
+        """Put a lone row's cache into one seat, whoever sat there."""
+        raise NotImplementedError
+
+    def extract(self, seat: int) -> Any:
+        """The cache of one row, as it is when it is alone."""
+        raise NotImplementedError
+
+    def _write(self, keys: mx.array, values: mx.array, *, ring: int = 1 << 30) -> None:
+        n_new = keys.shape[2]
+        at = self._places.columns(self.lengths, n_new, ring)
+        for name, new in (("keys", keys), ("values", values)):
+            index = mx.broadcast_to(at, new.shape)
+            setattr(self, name, mx.put_along_axis(getattr(self, name), index, new, axis=2))
+        self.keep([n + n_new for n in self.lengths])
+
+
+class RaggedKVCache(RaggedCache):
+    """Plain attention."""
+
+    @classmethod
+    def of(cls, layer: Any, places: Places | None = None) -> RaggedKVCache:
+        """From a right-justified BatchKVCache: one copy of it."""
+        padding = [int(p) for p in layer.left_padding.tolist()]
+        lengths = [layer._idx - p for p in padding]
+        width = max(lengths)
+
+        def aligned(a: mx.array) -> mx.array:
+            index = (mx.arange(width)[None] + mx.array(padding)[:, None])[:, None, :, None]
+            return mx.take_along_axis(a, mx.minimum(index, layer._idx - 1), axis=2)
+
+        lone = sys.modules[type(layer).__module__].KVCache
+        keys, values = aligned(layer.keys), aligned(layer.values)
+        return cls(keys, values, lengths, lone=lone, places=places)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        n_new = keys.shape[2]
+        self._grow(self.size() + n_new)
+        self._write(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        width = self.size()
+        return self.keys[..., :width, :], self.values[..., :width, :]
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        columns = mx.arange(self.size() + N)
+        newest = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
+        mask = columns <= newest
+        if window_size is not None:
+            mask = mask & (columns > newest - window_size)
+        return mask
+
+    def place(self, other: Any, seat: int) -> None:
+        n = other.size()
+        self._grow(n)
+        self.keys[seat : seat + 1, :, :n] = other.keys[..., :n, :]
+        self.values[seat : seat + 1, :, :n] = other.values[..., :n, :]
+        self.keep([n if i == seat else m for i, m in enumerate(self.lengths)])
+
+    def extend(self, other: Any) -> None:
+        more = other if isinstance(other, RaggedKVCache) else RaggedKVCache.of(other)
+        width = max(self.keys.shape[2], more.keys.shape[2])
+        self._grow(width)
+        more._grow(width)
+        width = max(self.keys.shape[2], more.keys.shape[2])
+        for name in ("keys", "values"):
+            both = [_padded(getattr(c, name), width) for c in (self, more)]
+            setattr(self, name, mx.concatenate(both))
+        self.keep([*self.lengths, *more.lengths])
+
+    def extract(self, seat: int) -> Any:
+        lone = self._lone()
+        n = self.lengths[seat]
+        lone.keys = mx.contiguous(self.keys[seat : seat + 1, :, :n])
+        lone.values = mx.contiguous(self.values[seat : seat + 1, :, :n])
+        lone.offset = n
+        return lone
+
+    def _grow(self, width: int) -> None:
+        have = self.keys.shape[2]
+        if width > have:
+            more = -(-(width - have) // STEP) * STEP
+            self.keys, self.values = (_padded(a, have + more) for a in (self.keys, self.values))
+
+
+class RaggedRing(RaggedCache):
+    """Attention within a window. Longer than the window by more than a step may write, so that what is
+    rejected has overwritten nothing that is still seen."""
+
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        lengths: Sequence[int],
+        *,
+        lone: Any,
+        max_size: int,
+        places: Places | None = None,
+    ) -> None:
+        super().__init__(keys, values, lengths, lone=lone, places=places)
+        self.max_size = max_size
+
+    @classmethod
+    def of(cls, lone: Sequence[Any], places: Places | None = None) -> RaggedRing:
+        """From the RotatingKVCaches of its rows."""
+        max_size = int(lone[0].max_size)
+        length = max_size + 2 * MAX_FEED
+
+        def ring(layer: Any, name: str) -> mx.array:
+            a = layer._temporal_order(getattr(layer, name))
+            n = min(int(layer.offset), max_size)
+            a = a[:, :, a.shape[2] - n :]
+            at = mx.arange(layer.offset - n, layer.offset) % length
+            blank = mx.zeros((*a.shape[:2], length, a.shape[3]), dtype=a.dtype)
+            index = mx.broadcast_to(at[None, None, :, None], a.shape)
+            return mx.put_along_axis(blank, index, a, axis=2)
+
+        keys, values = (mx.concatenate([ring(c, n) for c in lone]) for n in ("keys", "values"))
+        lengths = [int(c.offset) for c in lone]
+        return cls(keys, values, lengths, lone=type(lone[0]), max_size=max_size, places=places)
+
+    def column_of(self, token: int) -> int:
+        """Where a row's token lies, if it is still there."""
+        return int(token % self.keys.shape[2])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._write(keys, values, ring=self.keys.shape[2])
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.keys, self.values
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        length = self.keys.shape[2]
+        window = min(window_size or self.max_size, self.max_size)
+        end = self.offset[:, None] + N
+        # The newest token that a column may hold once these N are written; negative: none yet.
+        holds = end - 1 - (end - 1 - mx.arange(length)[None]) % length
+        holds = holds[:, None, None, :]
+        newest = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
+        return (holds >= 0) & (holds <= newest) & (holds > newest - window)
+
+    def place(self, other: Any, seat: int) -> None:
+        ring = RaggedRing.of([other])
+        self.keys[seat : seat + 1], self.values[seat : seat + 1] = ring.keys, ring.values
+        self.keep([ring.lengths[0] if i == seat else n for i, n in enumerate(self.lengths)])
+
+    def extend(self, other: Any) -> None:
+        more = other
+        if not isinstance(other, RaggedRing):
+            more = RaggedRing.of([other.extract(i) for i in range(len(other.offset))])
+        self.keys = mx.concatenate([self.keys, more.keys])
+        self.values = mx.concatenate([self.values, more.values])
+        self.keep([*self.lengths, *more.lengths])
+
+    def extract(self, seat: int) -> Any:
+        lone = self._lone(self.max_size)
+        n = self.lengths[seat]
+        at = mx.arange(max(n - self.max_size, 0), n) % self.keys.shape[2]
+        lone.keys = self.keys[seat : seat + 1, :, at]
+        lone.values = self.values[seat : seat + 1, :, at]
+        lone.offset, lone._idx = n, min(n, self.max_size)
+        return lone
+
+
+def _padded(a: mx.array, width: int) -> mx.array:
+    more = width - a.shape[2]
+    return mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) if more else a

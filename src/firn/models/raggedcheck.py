@@ -1,0 +1,69 @@
+"""Does this model take unequal numbers of tokens a row in one step? Asked of the model itself, at load.
+
+Recurrent layers must honour the lengths that they are told, attention the masks and offsets of ragged
+caches. Where a model does not, its rows draft only while they are alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from firn.models.rewind import Step, is_rewindable, ready
+from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+
+FED = (3, 1, 2)
+"""Of these tokens the last row takes some back, all of them where it cannot take back a part."""
+
+
+def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+    """None when rows may draft in groups, else what was seen."""
+    try:
+        worst = _difference(model, make_layers)
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
+        return f"a step of unequal rows fails: {str(e).splitlines()[0]}"
+    return (
+        f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
+    )
+
+
+def _difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
+    texts = [
+        [(7 * i + 3 * j) % 50 + 1 for j in range(n + fed + 1)]
+        for i, (n, fed) in enumerate(zip(LENGTHS, FED, strict=True))
+    ]
+    caches = [
+        prefilled(model, make_layers(), text[:n]) for text, n in zip(texts, LENGTHS, strict=True)
+    ]
+    alone = [
+        _alone(model, copy.deepcopy(cache), text[n:])
+        for text, n, cache in zip(texts, LENGTHS, caches, strict=True)
+    ]
+    layers = ready([type(same[0]).merge(list(same)) for same in zip(*caches, strict=True)])
+    kept = (3, 1, 1 if is_rewindable(layers) else 0)
+    fed = [t[n : n + f] for t, n, f in zip(texts, LENGTHS, FED, strict=True)]
+    first = _step(model, layers, fed, kept)
+    rest = [t[n + k : n + f + 1] for t, n, f, k in zip(texts, LENGTHS, FED, kept, strict=True)]
+    second = _step(model, layers, rest, [len(r) for r in rest])
+    off = [apart(a[n - 1], b[n - 1]) for a, b, n in zip(alone, first, FED, strict=True)]
+    off += [apart(a[-1], b[len(r) - 1]) for a, b, r in zip(alone, second, rest, strict=True)]
+    return max(off)
+
+
+def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> list[mx.array]:
+    """Logits behind each of these tokens, read one by one."""
+    return [model(mx.array([[token]]), cache=layers)[0, -1] for token in ids]
+
+
+def _step(
+    model: Any, layers: list[Any], fed: Sequence[Sequence[int]], kept: Sequence[int]
+) -> mx.array:
+    width = max(map(len, fed))
+    step = Step(layers, [len(f) for f in fed])
+    logits: mx.array = model(mx.array([[*f, *[0] * (width - len(f))] for f in fed]), cache=layers)
+    mx.eval(logits)
+    step.settle(kept)
+    return logits

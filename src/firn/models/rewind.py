@@ -1,0 +1,139 @@
+"""Feeding a group several tokens a row, and taking back those that were wrong.
+
+    attention     moves back the end of each row: nothing is computed again
+    other layers  (recurrent state, whatever cannot be cut) go back to handles from before the step;
+                  the row's accepted tokens are fed once more, together with its next draft
+
+Owner: the engine thread, through a verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from firn.models.ragged import Places, RaggedCache, RaggedKVCache, RaggedRing
+
+HOMES = frozenset({"mlx_lm.models.cache", "mlx_vlm.models.cache"})
+"""Both have classes of these names, with the same fields."""
+TRIMMED = frozenset({"KVCache", "QuantizedKVCache", "ChunkedKVCache"})
+"""Lone caches that forget their newest tokens by moving their end."""
+
+
+def kind(layer: Any) -> str:
+    """The name of a cache class that is known here; '' for any other."""
+    cls = type(layer)
+    return cls.__name__ if cls.__module__ in HOMES else ""
+
+
+def leaves(layers: Sequence[Any]) -> list[Any]:
+    """Nested lists of caches, flattened in order."""
+    flat: list[Any] = []
+    for layer in layers:
+        flat += leaves(layer.caches) if hasattr(layer, "caches") else [layer]
+    return flat
+
+
+def is_rewindable(layers: Sequence[Any]) -> bool:
+    """Whether any number of tokens can be taken back; else all of a step, or none."""
+    return all(
+        isinstance(c, RaggedCache)
+        or kind(c) in TRIMMED
+        or kind(c) in ("BatchKVCache", "BatchRotatingKVCache")
+        or (kind(c) == "RotatingKVCache" and not c.keep)
+        for c in leaves(layers)
+    )
+
+
+def ready(layers: Sequence[Any]) -> list[Any]:
+    """The same caches, of classes whose rows can be set back one by one. Done once a group."""
+    places = Places()
+    return [_ready(layer, places) for layer in layers]
+
+
+def _ready(layer: Any, places: Places) -> Any:
+    if hasattr(layer, "caches"):
+        layer.caches = tuple(_ready(c, places) for c in layer.caches)
+    elif kind(layer) == "BatchKVCache":
+        return RaggedKVCache.of(layer, places)
+    elif kind(layer) == "BatchRotatingKVCache":
+        return RaggedRing.of([layer.extract(i) for i in range(len(layer.offset))], places)
+    elif kind(layer) == "RotatingKVCache" and not layer.keep:
+        return RaggedRing.of([layer], places)
+    return layer
+
+
+def plain(layer: Any) -> Any:
+    """The lone cache of a row that was made ready by itself, as mlx-lm has it."""
+    if hasattr(layer, "caches"):
+        layer.caches = tuple(plain(c) for c in layer.caches)
+        return layer
+    return layer.extract(0) if isinstance(layer, RaggedCache) else layer
+
+
+@dataclass(eq=False)
+class Step:
+    """One step of rows that take unequal numbers of tokens; the shorter ones are padded behind.
+
+    `fed` is how many tokens each row takes, of a step that is as wide as the longest.
+    """
+
+    layers: Sequence[Any]
+    fed: Sequence[int]
+    _before: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        unequal = min(self.fed) < max(self.fed)
+        for layer in leaves(self.layers):
+            if isinstance(layer, RaggedCache):
+                self._before.append((layer, list(layer.lengths)))
+            elif kind(layer) in TRIMMED:
+                self._before.append((layer, None))
+            elif kind(layer) == "ArraysCache":
+                self._before.append((layer, list(layer.cache)))
+                if unequal:
+                    layer.lengths = mx.array(list(self.fed))
+            else:
+                self._before.append((layer, _handles(layer)))
+
+    def settle(self, kept: Sequence[int]) -> None:
+        """Of the tokens fed, each row keeps its first `kept`."""
+        for layer, before in self._before:
+            if isinstance(layer, RaggedCache):
+                layer.keep([n + k for n, k in zip(before, kept, strict=True)])
+            elif kind(layer) in TRIMMED:
+                layer.trim(self.fed[0] - kept[0])
+            elif kind(layer) == "ArraysCache":
+                layer.lengths = None
+                _choose(layer, before, [k == n for k, n in zip(kept, self.fed, strict=True)])
+            elif kept[0] < self.fed[0]:
+                vars(layer).update(before)
+
+
+def _choose(layer: Any, before: list[mx.array | None], accepted: Sequence[bool]) -> None:
+    """A row's state is that from behind the step if all of it was right, else that from before."""
+    if all(accepted):
+        return
+    if not any(accepted):
+        layer.cache = list(before)
+        return
+    which = mx.array(list(accepted))
+    for i, (old, new) in enumerate(zip(before, layer.cache, strict=True)):
+        if old is not None and new is not None:
+            layer.cache[i] = mx.where(which.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def _handles(layer: Any) -> dict[str, Any]:
+    """Every field as it is; arrays by handles of their own, as the layer may write into its own."""
+
+    def handle(value: Any) -> Any:
+        if isinstance(value, mx.array):
+            return value[...]
+        if isinstance(value, list | tuple):
+            return type(value)(handle(v) for v in value)
+        return dict(value) if isinstance(value, dict) else value
+
+    return {name: handle(value) for name, value in vars(layer).items()}

@@ -1,0 +1,331 @@
+"""Several tokens a step: who guesses, how much is tried, what came of it.
+
+Rows whose guesses are not tried cost nothing on the device: what a drafter would have said is compared
+with what the row says anyway, so the odds are known before the first draft is paid for. Drafts need the
+newest token on the host, so a group that drafts has no step in flight; it changes over when its drafts
+promise more than that costs.
+
+    sure guesses first     tokens that are forced (a thinking budget's end), or that a grammar leaves no
+                           choice about; then the drafter's
+
+Owner: the engine thread, through the runner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from firn.core.values import Job
+from firn.models.drafters import NOTHING, Drafter, Guess
+from firn.models.gate import Hope, Odds, StepTimes, best_width
+from firn.models.ragged import MAX_FEED
+
+if TYPE_CHECKING:
+    from firn.models.batch import Group, Row
+    from firn.models.verify import Taken
+
+MAX_DRAFT = 16
+SURE, SURE_ODDS = -1, 0.999
+"""The source of guesses that hardly can be wrong."""
+MAX_DEAR, DEAR_WIDTH = 8, 5
+"""Guesses that take time: how many there are, and at which width they are compared with others."""
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """One row's guesses. `next` is what the drafter `source` guessed behind its newest known token.
+
+    is_ready: the drafter whose guesses take time has read the row's text.
+    """
+
+    odds: Odds = field(default_factory=Odds)
+    next: Guess = NOTHING
+    source: int = 0
+    is_ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """Of the next step; `asks`: rows that the dear drafter guesses for."""
+
+    width: int
+    asks: tuple[Row, ...] = ()
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the start. Other threads may read it."""
+
+    n_steps: int = 0
+    n_draft_steps: int = 0
+    n_row_steps: int = 0
+    n_taken: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+
+    def view(self) -> dict[str, int]:
+        return {
+            "steps": self.n_steps,
+            "draft_steps": self.n_draft_steps,
+            "row_steps": self.n_row_steps,
+            "taken": self.n_taken,
+            "drafted": self.n_drafted,
+            "accepted": self.n_accepted,
+        }
+
+
+class Speculation:
+    def __init__(
+        self,
+        *drafters: Drafter,
+        in_groups: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """drafters: at most one that is not free. in_groups: whether rows that take unequal numbers of
+        tokens can share a group."""
+        self.totals = Totals()
+        self.times = StepTimes()
+        self._drafters = drafters
+        self._free = [i for i, d in enumerate(drafters) if d.is_free]
+        self._dear = next((i for i, d in enumerate(drafters) if not d.is_free), None)
+        self.in_groups = in_groups
+        self._clock = clock
+        self._odds = Odds()
+        self._rows: dict[Row, Record] = {}
+        self._draft_s: dict[int, float] = {}
+        """By rows: how long the dear drafter takes for a token of each."""
+        self._heard_at: dict[int, float] = {}
+        """By group: when its newest tokens came, unless something else was computed since."""
+
+    # --- rows ------------------------------------------------------------------------------
+
+    def open(self, row: Row, job: Job) -> None:
+        self.disturbed()
+        if job.speculates:
+            self._rows[row] = Record()
+            for drafter in self._drafters:
+                drafter.open(row, job)
+
+    def took(self, row: Row, tokens: Sequence[int]) -> None:
+        """The row's reply goes on with these: how good were the guesses, and what are the next?"""
+        record = self._rows.get(row)
+        if record is None:
+            return
+        guess, source = record.next, record.source
+        for token, guessed, kind in zip(tokens, guess.tokens, guess.kinds, strict=False):
+            if source != SURE:
+                self._odds.saw((source, kind), token == guessed)
+                record.odds.saw((source, kind), token == guessed)
+            if token != guessed:
+                break
+        for drafter in self._drafters:
+            drafter.took(row, tokens)
+        self._look(row, record)
+
+    def close(self, row: Row) -> None:
+        if self._rows.pop(row, None) is not None:
+            self.disturbed()
+            for drafter in self._drafters:
+                drafter.close(row)
+
+    def end(self) -> None:
+        """The engine stops."""
+        self._rows.clear()
+        for drafter in self._drafters:
+            drafter.end()
+
+    # --- steps -----------------------------------------------------------------------------
+
+    def plan(self, group: Group, hear: Callable[[], None]) -> list[tuple[int, ...]] | None:
+        """One draft for each seat, or None for a step of one token each.
+
+        hear: has every token of the group on the host, and tells `took` of them.
+        """
+        if len(group.seats) > 1 and not self.in_groups:
+            return None
+        known = [(row, self._rows[row]) for row in group.rows if row in self._rows]
+        # An empty cache has no form yet that could be set back.
+        if not known or not all(row.n_tokens for row in group.seats):
+            return None
+        self._prepare(known)
+        if group.unread:
+            if self._width(group).width == 1:
+                self._pass_over(group)
+                return None
+            hear()
+        for row, record in known:
+            self._look(row, record)
+            record.next = _within(row, record.next)
+        best = self._width(group)
+        if best.width == 1:
+            return None
+        if best.asks:
+            self._ask(best)
+        drafts: list[tuple[int, ...]] = []
+        for row in group.seats:
+            found = self._rows.get(row)
+            if found is None:
+                drafts.append(())
+                continue
+            n = max(best.width - len(row.pending), 0)
+            found.next = found.next.cut(n)
+            drafts.append(found.next.tokens)
+        return drafts if any(drafts) else None
+
+    def heard(self, group: Group, taken: Sequence[Taken], width: int) -> None:
+        """A step's tokens have come."""
+        now = self._clock()
+        before = self._heard_at.get(id(group))
+        self._heard_at[id(group)] = now
+        if before is not None:
+            self.times.saw(len(group.seats), width, now - before)
+        totals = self.totals
+        totals.n_steps += 1
+        totals.n_draft_steps += any(t.n_drafted for t in taken)
+        for each in taken:
+            if each.row.group is group:
+                totals.n_row_steps += 1
+                totals.n_taken += len(each.tokens)
+                totals.n_drafted += each.n_drafted
+                totals.n_accepted += each.n_right
+                self.took(each.row, each.tokens)
+
+    def disturbed(self) -> None:
+        """Something else is computed: the time until the next tokens says nothing."""
+        self._heard_at.clear()
+
+    # --- guesses ---------------------------------------------------------------------------
+
+    def _look(self, row: Row, record: Record) -> None:
+        """What comes next, as far as that can be told for nothing."""
+        sure = _forced(row)
+        if not sure and row.picker is not None and row.picker.constraint is not None:
+            sure = row.picker.constraint.forced()
+        if sure:
+            tokens = tuple(sure[:MAX_DRAFT])
+            record.next, record.source = Guess(tokens, (0,) * len(tokens)), SURE
+            return
+        record.next, record.source = NOTHING, 0
+        if row.forced:  # soon, unless the caller thinks better of it before the row is there
+            return
+        for i in self._free:
+            guess = self._drafters[i].guess([row], MAX_DRAFT)[0]
+            if guess.tokens:
+                record.next, record.source = guess, i
+                return
+
+    def _prepare(self, known: Sequence[tuple[Row, Record]]) -> None:
+        """One row that is not ready reads on: others must not wait for more."""
+        if self._dear is None:
+            return
+        late = [(row, record) for row, record in known if not record.is_ready]
+        if late:
+            row, record = late[self.totals.n_steps % len(late)]
+            with self._aside():
+                record.is_ready = self._drafters[self._dear].prepare(row)
+
+    def _ask(self, best: Width) -> None:
+        """Have the dear drafter guess for the rows that gain by it."""
+        assert self._dear is not None
+        n = best.width - 1
+        began = self._clock()
+        with self._aside():
+            guesses = self._drafters[self._dear].guess(best.asks, n)
+        took_s = self._clock() - began
+        for row, guess in zip(best.asks, guesses, strict=True):
+            record = self._rows[row]
+            record.is_ready = bool(guess.tokens)
+            record.next, record.source = guess, self._dear
+            record.next = _within(row, guess)
+        per_token = took_s / max(n, 1)
+        known = self._draft_s.get(len(best.asks), per_token)
+        self._draft_s[len(best.asks)] = known + 0.3 * (per_token - known)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is done here is no part of a step's time."""
+        began = self._clock()
+        yield
+        took_s = self._clock() - began
+        self._heard_at = {group: at + took_s for group, at in self._heard_at.items()}
+
+    def _width(self, group: Group) -> Width:
+        """How wide the next step is best, with the free guesses alone or with those that take time."""
+        n_seats, free, asks = len(group.seats), [], []
+        mixed: list[Hope] = []
+        for row in group.rows:
+            record = self._rows.get(row)
+            # Of a row with a step in flight, the first guess is about that one.
+            n_pending = 1 if group.unread else len(row.pending)
+            hope = self._hope(record, n_pending)
+            free.append(hope)
+            dear = self._dear_hope(row, record, n_pending)
+            if dear is not None and dear.tokens(DEAR_WIDTH) > hope.tokens(DEAR_WIDTH):
+                asks.append(row)
+                hope = dear
+            mixed.append(hope)
+        best = best_width(self.times, free, n_seats=n_seats)
+        if asks and self.times.knows(n_seats):
+            per_token = self._draft_s.get(len(asks), min(self._draft_s.values(), default=0.0))
+            with_dear = best_width(
+                self.times, mixed, n_seats=n_seats, draft_s=lambda width: per_token * (width - 1)
+            )
+            if with_dear.width > 1 and with_dear.rate > best.rate:
+                return Width(with_dear.width, tuple(asks))
+        return Width(best.width)
+
+    def _hope(self, record: Record | None, n_pending: int) -> Hope:
+        if record is None:
+            return Hope(n_pending)
+        if record.source == SURE:
+            return Hope.of([SURE_ODDS] * len(record.next.tokens), n_pending=n_pending)
+        kinds = record.next.kinds
+        odds = {kind: self._chance(record, record.source, kind) for kind in set(kinds)}
+        return Hope.of([odds[kind] for kind in kinds], n_pending=n_pending)
+
+    def _dear_hope(self, row: Row, record: Record | None, n_pending: int) -> Hope | None:
+        if self._dear is None or record is None or not record.is_ready or row.forced:
+            return None
+        if record.source == SURE and record.next.tokens:
+            return None
+        odds = [self._chance(record, self._dear, i) for i in range(MAX_DEAR)]
+        return Hope.of(odds, n_pending=n_pending)
+
+    def _chance(self, record: Record, source: int, kind: int) -> float:
+        prior = self._drafters[source].odds(kind)
+        return record.odds.of((source, kind), self._odds.of((source, kind), prior))
+
+    def _pass_over(self, group: Group) -> None:
+        self.times.forgive(len(group.seats))
+        if self._dear is not None:
+            kinds = [(self._dear, i) for i in range(MAX_DEAR)]
+            self._odds.fade(kinds)
+            for row in group.rows:
+                if row in self._rows:
+                    self._rows[row].odds.fade(kinds)
+
+
+def _forced(row: Row) -> list[int]:
+    """What is given of the row's next tokens."""
+    if not row.forced:
+        return []
+    found, at = [], row.n_tokens + len(row.pending)
+    while at in row.forced:
+        found.append(row.forced[at])
+        at += 1
+    return found
+
+
+def _within(row: Row, guess: Guess) -> Guess:
+    """As much of it as the row can take: its end, its length and its grammar are not guessed over."""
+    n = min(len(guess.tokens), row.limit - row.n_tokens - len(row.pending) - 1)
+    n = min(n, MAX_FEED - len(row.pending))
+    n = next((i for i, t in enumerate(guess.tokens[: max(n, 0)]) if t in row.ends), max(n, 0))
+    constraint = row.picker.constraint if row.picker else None
+    if n and constraint is not None:
+        n = constraint.permitted(guess.tokens[:n])
+    return guess.cut(n)

@@ -1,0 +1,126 @@
+"""One step in which rows take several tokens: what is theirs already, and what was guessed.
+
+    row fed     [pending ...][draft ...]
+    picked              p0   p1 ...  pk       each with the row's own noise for its draw
+    taken       p0 ... pa, where draft[:a] == picked[:a]: the guesses that came true and one more
+
+What a row takes is what it would have picked one by one, so speculation never changes a text. A row
+ends at its end token, whatever was guessed behind it.
+
+Owner: the engine thread, through a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from firn.core.events import TokenLogprob
+from firn.models.carry import HiddenAt
+from firn.models.rewind import Step, is_rewindable
+from firn.models.sampling import Picker, Picks, read_logprobs, to_host
+
+if TYPE_CHECKING:
+    from firn.models.batch import Group, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one row got out of a step. n_drafted: how many guesses it had; n_right: that came true."""
+
+    row: Row
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    n_drafted: int = 0
+    n_right: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Verification:
+    """A dispatched step of that kind, until it is collected. `read` settles it."""
+
+    group: Group
+    rows: tuple[Row, ...]
+    drafts: tuple[tuple[int, ...], ...]
+    step: Step
+    picks: Picks
+    pickers: tuple[tuple[Picker, ...], ...]
+    """By row: who picked each of its positions."""
+    width: int
+    hidden: mx.array | None = None
+    """The model's states, where it has a prediction head."""
+    is_settled: bool = False
+    is_heard: bool = False
+    fault: Exception | None = None
+    _taken: list[Taken] = field(default_factory=list)
+
+    def read(self) -> list[Taken]:
+        """Wait for the tokens and take back what was guessed wrong. Idempotent: what it raised once it
+        raises again."""
+        if not self.is_settled:
+            self.is_settled = True
+            try:
+                self._settle()
+            except Exception as e:
+                self.fault = e
+        if self.fault is not None:
+            raise self.fault
+        return self._taken
+
+    def _settle(self) -> None:
+        picked = to_host(self.picks.tokens)
+        flat = [p for each in self.pickers for p in each]
+        logprobs = read_logprobs(self.picks, flat)
+        all_or_none = not is_rewindable(self.group.layers)
+        kept, at = [], 0
+        for i, (row, draft) in enumerate(zip(self.rows, self.drafts, strict=True)):
+            pickers = self.pickers[i]
+            n = len(pickers)
+            taken = _taken(row, draft, picked[at : at + n], logprobs[at : at + n])
+            at += n
+            kept.append(_advance(row, taken, pickers, all_or_none=all_or_none))
+            if self.hidden is not None:
+                _note_hidden(row, self.hidden, i, n_kept=kept[-1])
+            self._taken.append(taken)
+        self.step.settle(kept)
+        self.group.inputs = mx.array([row.pending[-1] for row in self.rows])
+        self.group.width = max(row.n_tokens for row in self.rows)
+
+
+def _taken(
+    row: Row, draft: Sequence[int], picked: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+) -> Taken:
+    n = 0
+    while n < len(draft) and picked[n] == draft[n] and picked[n] not in row.ends:
+        n += 1
+    return Taken(row, tuple(picked[: n + 1]), tuple(logprobs[: n + 1]), len(draft), n)
+
+
+def _note_hidden(row: Row, states: mx.array, i: int, *, n_kept: int) -> None:
+    """Where the states before the row's pending tokens are, once it has advanced."""
+    if n_kept:
+        row.hidden = [HiddenAt(states, i, n_kept - 1)]
+    elif row.hidden:  # taken back: each pending token was fed, but for the newest
+        fed = [HiddenAt(states, i, k) for k in range(len(row.pending) - 1)]
+        row.hidden = [row.hidden[0], *fed]
+
+
+def _advance(row: Row, taken: Taken, pickers: Sequence[Picker], *, all_or_none: bool) -> int:
+    """Bring a row up to what it took; returns how many of the tokens it was fed stay in its caches."""
+    assert row.picker is not None
+    row.picker.catch_up(pickers[taken.n_right], len(taken.tokens))
+    if row.picker.constraint is not None:
+        row.picker.constraint.take(taken.tokens)
+    first = row.n_tokens + len(row.pending)
+    for position in range(first, first + len(taken.tokens)):
+        row.forced.pop(position, None)
+    if all_or_none and taken.n_right < taken.n_drafted:
+        row.pending += taken.tokens
+        return 0
+    n_kept = len(row.pending) + taken.n_right
+    row.n_tokens += n_kept
+    row.pending = [taken.tokens[-1]]
+    return n_kept

@@ -1,0 +1,143 @@
+"""What every drafter promises. A new file in models/drafters is picked up by itself."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.cache.off import CacheOff
+from firn.core.values import Job, Prompt, RequestId
+from firn.models import drafters
+from firn.models.batch import Group, Row
+from firn.models.carry import HiddenAt, carry_of
+from firn.models.drafters import NOTHING, Drafter, Guess
+from firn.models.mtp import MtpModel, with_head_layer
+from firn.models.speculation import MAX_DRAFT
+from tests.models.drafters.test_mtp import random_head
+from tests.zoo import build
+
+PROMPT = [5, 6, 7, 8, 9, 10, 5, 6]
+
+
+class OnRows:
+    """A prediction head's rows are the runner's own: this is all that the runner does to them here."""
+
+    is_free = False
+
+    def __init__(self, drafter: Any, model: MtpModel) -> None:
+        self._model = model
+        self._drafter = drafter(model)
+        self._make_layers = with_head_layer(lambda: list(make_prompt_cache(model.base)))
+        self._rows: dict[Hashable, Row] = {}
+        self.odds = self._drafter.odds
+
+    def open(self, name: Hashable, job: Job) -> None:
+        ids = job.prompt.ids.tolist()
+        row = self._rows[name] = Row(self._make_layers())
+        Group.of_one(row, ids[0])
+        self._drafter.open(row, job)
+        self.took(name, ids[1:])
+
+    def prepare(self, name: Hashable) -> bool:
+        return bool(self._drafter.prepare(self._rows.get(name)))
+
+    def took(self, name: Hashable, tokens: Sequence[int]) -> None:
+        row = self._rows.get(name)
+        if row is None or row.group is None:
+            return
+        fed = [*row.pending, *tokens[:-1]]
+        self._model(mx.array([fed]), cache=row.group.layers, carry=carry_of([row]))
+        row.n_tokens += len(fed)
+        row.pending = [tokens[-1]]
+        row.hidden = [HiddenAt(self._model.hidden, 0, len(fed) - 1)]
+
+    def guess(self, names: Sequence[Hashable], n_most: int) -> list[Guess]:
+        rows = [self._rows.get(name) for name in names]
+        return list(self._drafter.guess(rows, n_most))
+
+    def close(self, name: Hashable) -> None:
+        self._drafter.close(self._rows.pop(name, None))
+
+    def end(self) -> None:
+        self._drafter.end()
+
+
+def every_drafter() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(drafters.__path__) if not m.name.startswith("_")]
+
+
+def made(name: str) -> Any:
+    """As its contract tests need it: on a tiny model, where it needs one."""
+    module = importlib.import_module(f"firn.models.drafters.{name}")
+    if name == "lookup":
+        return module.DRAFTER()
+    model = build("llama")
+    if name == "mtp":
+        return OnRows(module.DRAFTER, MtpModel(model, random_head(model, "llama")))
+    return module.DRAFTER(
+        model, lambda: make_prompt_cache(model), cache=CacheOff(), batchable=True, chunk=4
+    )
+
+
+@pytest.fixture(params=every_drafter())
+def drafter(request: pytest.FixtureRequest) -> Drafter:
+    found: Drafter = made(request.param)
+    return found
+
+
+def job(prompt: list[int] = PROMPT) -> Job:
+    ids = np.array(prompt, dtype=np.int64)
+    return Job(id=RequestId("1"), prompt=Prompt(ids), max_tokens=32)
+
+
+def prepare(drafter: Drafter, row: str) -> None:
+    assert any(drafter.prepare(row) for _ in range(100)), "it is ready after a while"
+
+
+def test_rows_that_it_was_not_told_of_are_none_of_its_business(drafter: Drafter) -> None:
+    assert drafter.guess(["nobody"], 4) == [NOTHING]
+    assert not drafter.prepare("nobody")
+    drafter.took("nobody", [1, 2])
+    drafter.close("nobody")
+
+
+def test_guesses_are_no_longer_than_asked_for_and_each_has_a_kind(drafter: Drafter) -> None:
+    drafter.open("row", job())
+    prepare(drafter, "row")
+    for n in (1, 3, MAX_DRAFT):
+        (guess,) = drafter.guess(["row"], n)
+        assert len(guess.tokens) <= n
+        assert len(guess.kinds) == len(guess.tokens)
+        assert all(type(t) is int for t in guess.tokens)
+        assert all(0 < drafter.odds(kind) < 1 for kind in guess.kinds)
+
+
+def test_guessing_twice_changes_nothing(drafter: Drafter) -> None:
+    drafter.open("row", job())
+    prepare(drafter, "row")
+    drafter.took("row", [7])
+    assert drafter.guess(["row"], 4) == drafter.guess(["row"], 4)
+
+
+def test_rows_do_not_disturb_each_other(drafter: Drafter) -> None:
+    drafter.open("one", job())
+    prepare(drafter, "one")
+    drafter.took("one", [7, 8])
+    (alone,) = drafter.guess(["one"], 4)
+    drafter.open("two", job([20, 21, 22, 20, 21]))
+    prepare(drafter, "two")
+    drafter.took("two", [22])
+    both = drafter.guess(["one", "two", "nobody"], 4)
+    assert len(both) == 3
+    assert both[0] == alone
+    assert both[2] == NOTHING
+    drafter.close("one")
+    assert drafter.guess(["one", "two"], 4)[0] == NOTHING
+    assert drafter.guess(["one", "two"], 4)[1] == both[1]

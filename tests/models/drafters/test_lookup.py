@@ -1,0 +1,141 @@
+"""What the lookup drafter finds, and where."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId
+from firn.models.drafters import Guess
+from firn.models.drafters.lookup import KEPT_TOKENS, KINDS, Lookup
+
+
+def job(
+    prompt: Sequence[int],
+    *,
+    prediction: Sequence[int] = (),
+    namespace: str = "",
+    cache: CacheControl = CacheControl(),
+) -> Job:
+    return Job(
+        id=RequestId("1"),
+        prompt=Prompt(np.array(prompt, dtype=np.int64)),
+        max_tokens=100,
+        namespace=Namespace(namespace),
+        prediction=tuple(prediction),
+        cache=cache,
+    )
+
+
+def guess_after(lookup: Lookup, row: str, reply: Sequence[int], n_most: int = 8) -> Guess:
+    lookup.took(row, reply)
+    return lookup.guess([row], n_most)[0]
+
+
+def opened(prompt: Sequence[int], **options: object) -> Lookup:
+    lookup = Lookup()
+    lookup.open("row", job(prompt, **options))  # type: ignore[arg-type]
+    return lookup
+
+
+TEXT = list(range(100, 160))
+
+
+def test_what_followed_in_the_prompt_follows_again() -> None:
+    lookup = opened([1, 2, *TEXT, 3, 4])
+    assert guess_after(lookup, "row", [9, 120, 121]).tokens == tuple(range(122, 130))
+
+
+def test_a_match_is_followed_and_grows_surer() -> None:
+    lookup = opened([1, 2, *TEXT, 3, 4])
+    kinds = [guess_after(lookup, "row", [9, 120, 121]).kinds[0]]
+    for token in range(122, 150):
+        kinds.append(guess_after(lookup, "row", [token]).kinds[0])
+    assert kinds == sorted(kinds)
+    assert kinds[0] == 0
+    assert kinds[-1] == KINDS.index(17)
+
+
+def test_after_a_change_the_rest_is_found_again() -> None:
+    lookup = opened([*TEXT, 3, 4])
+    guess_after(lookup, "row", TEXT[:20])
+    assert guess_after(lookup, "row", [7]).tokens == ()
+    assert guess_after(lookup, "row", TEXT[22:24]).tokens[:3] == tuple(TEXT[24:27])
+
+
+def test_of_several_places_the_longest_match_wins_then_the_last() -> None:
+    lookup = opened([1, 2, 3, 50, 9, 2, 3, 60, 8, 2, 3, 70, 5])
+    assert guess_after(lookup, "row", [1, 2, 3]).tokens[0] == 50
+    lookup = opened([1, 2, 3, 50, 9, 2, 3, 60, 8, 2, 3, 70, 5])
+    assert guess_after(lookup, "row", [4, 2, 3]).tokens[0] == 70
+
+
+def test_the_reply_itself_is_looked_into() -> None:
+    lookup = opened([1])
+    assert guess_after(lookup, "row", [10, 11, 12, 13, 10, 11]).tokens[:2] == (12, 13)
+
+
+def test_a_prediction_is_followed_from_the_first_token() -> None:
+    lookup = opened([1, 2], prediction=TEXT)
+    assert lookup.guess(["row"], 4)[0].tokens == tuple(TEXT[:4])
+    assert guess_after(lookup, "row", [TEXT[0]]).tokens[0] == TEXT[1]
+    assert guess_after(lookup, "row", [5, 6]).tokens == ()
+    assert guess_after(lookup, "row", TEXT[30:32]).tokens[0] == TEXT[32]
+
+
+def test_earlier_replies_help_their_own_namespace_alone() -> None:
+    lookup = Lookup()
+    lookup.open("a", job([1], namespace="one"))
+    lookup.took("a", TEXT)
+    lookup.close("a")
+    lookup.open("b", job([2], namespace="one"))
+    lookup.open("c", job([2], namespace="two"))
+    lookup.open("d", job([2], namespace="one", cache=CacheControl(read=False)))
+    assert guess_after(lookup, "b", TEXT[10:17]).tokens[0] == TEXT[17]
+    assert guess_after(lookup, "c", TEXT[10:17]).tokens == ()
+    assert guess_after(lookup, "d", TEXT[10:17]).tokens == ()
+
+
+def test_what_must_not_be_kept_is_not() -> None:
+    lookup = Lookup()
+    lookup.open("a", job([1], cache=CacheControl(write=False)))
+    lookup.took("a", TEXT)
+    lookup.close("a")
+    lookup.open("b", job([2]))
+    assert guess_after(lookup, "b", TEXT[10:17]).tokens == ()
+
+
+def test_earlier_replies_are_bounded() -> None:
+    lookup, rng = Lookup(), random.Random(0)
+    replies = [[rng.randrange(50_000) for _ in range(4000)] for _ in range(40)]
+    for i, reply in enumerate(replies):
+        lookup.open(i, job([1]))
+        lookup.took(i, reply)
+        lookup.close(i)
+    (past,) = lookup._past.values()
+    assert past._n_tokens <= KEPT_TOKENS
+    assert len(past._where) <= KEPT_TOKENS
+    lookup.open("new", job([1]))
+    assert guess_after(lookup, "new", replies[-1][50:60]).tokens[0] == replies[-1][60]
+    assert guess_after(lookup, "new", replies[0][50:60]).tokens == ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=40),
+    reply=st.lists(st.integers(0, 4), min_size=1, max_size=40),
+)
+def test_every_guess_stood_behind_the_same_two_tokens(prompt: list[int], reply: list[int]) -> None:
+    lookup = opened(prompt)
+    text = list(prompt)
+    for token in reply:
+        text.append(token)
+        guess = guess_after(lookup, "row", [token], 3)
+        assert len(guess.tokens) == len(guess.kinds)
+        if guess.tokens:
+            wanted = [*text[-2:], guess.tokens[0]]
+            assert any(text[i : i + 3] == wanted for i in range(len(text) - 2))

@@ -1,0 +1,123 @@
+"""A small model guesses for a large one: rows of its own, set back, kept, and read a chunk at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.cache.layout import Layout
+from firn.cache.off import CacheOff
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.models.batch import Group
+from firn.models.drafters.lookup import Lookup
+from firn.models.drafters.model import ModelDrafter
+from firn.models.speculation import Speculation, Width
+from tests.harness import GREEDY, Result, running
+from tests.models.alone import plain, prompt_of
+from tests.models.test_speculation import SAMPLINGS, assert_equal, story, tell
+from tests.zoo import build
+
+
+class Asking(Speculation):
+    """Lets the dear drafter guess whenever it is ready, for any number of tokens."""
+
+    def __init__(self, *drafters: Any, seed: int = 0) -> None:
+        super().__init__(*drafters)
+        self._rng = random.Random(seed)
+
+    def _width(self, group: Group) -> Width:
+        ready = [r for r in group.rows if r in self._rows and self._rows[r].is_ready]
+        asks = [r for r in ready if self._rng.random() < 0.8]
+        return Width(self._rng.randint(1, 9), tuple(asks))
+
+
+def drafter(name: str, *, seed: int = 0, cached: bool = True) -> ModelDrafter:
+    model = build(name, seed=seed)
+
+    def make_layers() -> list[Any]:
+        return list(make_prompt_cache(model))
+
+    cache: Any = CacheOff()
+    if cached:
+        settings = CacheSettings(1 << 30, 32)
+        layout = Layout.of(make_layers())
+        cache = PrefixTree(layout, settings, fingerprint=b"small", dtype="float32")
+    return ModelDrafter(model, make_layers, cache=cache, batchable=True, chunk=32)
+
+
+def told(requests: Any, speculation: Any = None, *, name: str = "qwen3") -> list[Result]:
+    with running(plain(name), chunk=32, max_rows=4, speculation=speculation) as harness:
+        return tell(harness, requests)
+
+
+def assert_all_equal(got: Sequence[Result], want: Sequence[Result]) -> None:
+    n = sum(assert_equal(g, w) for g, w in zip(got, want, strict=True))
+    assert n > 0.8 * sum(len(reply) for w in want for reply in w.tokens.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "deepseek_v32"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_text_stays_the_same_whatever_it_guesses(name: str, seed: int) -> None:
+    """Seed 0 is the large model itself: nearly all of its guesses come true."""
+    requests = story(3, samplings=[GREEDY, SAMPLINGS["penalised"]] if seed else [GREEDY])
+    want = told(requests, name=name)
+    made: list[Asking] = []
+
+    def speculation() -> Asking:
+        made.append(Asking(drafter(name, seed=seed)))
+        return made[0]
+
+    assert_all_equal(told(requests, speculation, name=name), want)
+    totals = made[0].totals
+    assert totals.n_drafted > 50
+    share = totals.n_accepted / totals.n_drafted
+    assert share > 0.9 if seed == 0 else share < 0.5
+
+
+def test_beside_lookups_and_with_the_real_gate() -> None:
+    requests = story(4, samplings=list(SAMPLINGS.values()))
+    want = told(requests)
+    got = told(requests, lambda: Speculation(Lookup(), drafter("qwen3")))
+    assert_all_equal(got, want)
+
+
+def test_a_second_turn_is_read_from_its_own_cache() -> None:
+    rng = random.Random(5)
+    prompt = prompt_of(rng, 200)
+    made: list[ModelDrafter] = []
+
+    def speculation() -> Asking:
+        made.append(drafter("qwen3"))
+        return Asking(made[0])
+
+    with running(plain("qwen3"), chunk=64, speculation=speculation) as harness:
+        first = harness.ask(prompt, 40)
+        cache: Any = made[0]._cache
+        again = harness.ask([*prompt, *first.reply, 20, 21], 20)
+        assert again.error is None
+        assert harness.between_steps(lambda: cache.stats.n_tokens_cached) > 200
+
+
+def test_a_model_that_cannot_take_back_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="take back"):
+        drafter("qwen3_next", cached=False)
+
+
+def test_a_long_prompt_is_read_between_steps_and_what_was_missed_is_caught_up() -> None:
+    rng = random.Random(6)
+    prompt = prompt_of(rng, 500)
+    with running(plain("qwen3"), chunk=512) as harness:
+        want = harness.ask(prompt, 120)
+    made: list[Asking] = []
+
+    def speculation() -> Asking:
+        made.append(Asking(drafter("qwen3", cached=False)))
+        return made[0]
+
+    with running(plain("qwen3"), chunk=512, speculation=speculation) as harness:
+        assert_equal(harness.ask(prompt, 120), want)
+    assert made[0].totals.n_accepted > 40

@@ -1,0 +1,166 @@
+"""Prediction heads on tiny random models: the text is the same, and a head that agrees is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.models.drafters.mtp import MtpDrafter
+from firn.models.mtp import Head, MtpModel, with_head_layer
+from firn.models.mtp_load import FAMILIES, has_head, read_head
+from tests.harness import GREEDY, running
+from tests.models.alone import Built, plain
+from tests.models.drafters.test_model import Asking, assert_all_equal
+from tests.models.test_speculation import SAMPLINGS, story, tell
+from tests.zoo import ZOO, build, weights
+
+NAMES = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5")
+
+
+def random_head(model: Any, name: str, *, seed: int = 1) -> Head:
+    """With a layer such as the model's own attention layers are."""
+    inner = build(name, seed=seed).model
+    layer = next(x for x in inner.layers[::-1] if hasattr(x, "self_attn"))
+    size = int(inner.embed_tokens.weight.shape[-1])
+    head = Head(layer, hidden_size=size, eps=1e-5)
+    weights.fill(head, seed=seed, dtype=mx.float32, gains={})
+    return head
+
+
+def without_mixing(model: Any) -> None:
+    """What it says depends on the last token alone: its layers add nothing to the embedding."""
+    ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+    names = [n for n, _ in tree_flatten(model.parameters()) if n.endswith(ends)]
+    flat = dict(tree_flatten(model.parameters()))
+    model.load_weights([(n, mx.zeros_like(flat[n])) for n in names], strict=False)
+
+
+def agreeing_head(model: Any, name: str) -> Head:
+    """Says of the newest token what the model says of it."""
+    head = random_head(model, name)
+    without_mixing(head)
+    size = head.norm.weight.shape[0]
+    head.join.weight = mx.concatenate([mx.eye(size), mx.zeros((size, size))], axis=1)
+    head.embed_norm.weight = mx.ones(size)
+    head.norm.weight = model.model.norm.weight
+    return head
+
+
+def built(name: str, *, agrees: bool = False) -> tuple[Callable[[], Built], list[MtpModel]]:
+    made: list[MtpModel] = []
+
+    def make() -> Built:
+        base = build(name)
+        if agrees:
+            without_mixing(base)
+        head = agreeing_head(base, name) if agrees else random_head(base, name)
+        model = MtpModel(base, head)
+        made.append(model)
+        return model, with_head_layer(lambda: list(make_prompt_cache(base)))
+
+    return make, made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_stays_the_same_whatever_the_head_says(name: str) -> None:
+    requests = story(5, samplings=[GREEDY, SAMPLINGS["penalised"]])
+    with running(plain(name), chunk=32, max_rows=4) as harness:
+        want = tell(harness, requests)
+    make, made = built(name)
+    speculation: list[Asking] = []
+
+    def speculate() -> Asking:
+        speculation.append(Asking(MtpDrafter(made[0])))
+        return speculation[0]
+
+    with running(make, chunk=32, max_rows=4, speculation=speculate) as harness:
+        assert_all_equal(tell(harness, requests), want)
+        again = tell(harness, requests)
+        assert_all_equal(again, want)
+        assert all(r.n_cached for r, (p, *_) in zip(again, requests, strict=True) if len(p) > 40)
+    assert speculation[0].totals.n_drafted > 50
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_head_that_agrees_is_right(name: str) -> None:
+    make, made = built(name, agrees=True)
+    speculation: list[Asking] = []
+
+    def speculate() -> Asking:
+        speculation.append(Asking(MtpDrafter(made[0])))
+        return speculation[0]
+
+    requests = story(6, samplings=[GREEDY], n_requests=5)
+    with running(make, chunk=32, max_rows=3, speculation=speculate) as harness:
+        for result in tell(harness, requests):
+            assert result.error is None
+    totals = speculation[0].totals
+    assert totals.n_drafted > 40
+    assert totals.n_accepted == totals.n_drafted
+
+
+# --- reading it from files -----------------------------------------------------------------
+
+
+def as_published(head: Head, name: str) -> dict[str, mx.array]:
+    """The head's tensors as the model's makers name and cut them."""
+    config = ZOO[name].config
+    text = config.get("text_config", config)
+    family = FAMILIES[config["model_type"]]
+    prefix = family.prefix.format(n=text["num_hidden_layers"])
+    ours = {own: theirs for theirs, own in family.parts.items()}
+    out: dict[str, mx.array] = {}
+    for path, value in tree_flatten(head.parameters()):
+        stem, _, kind = path.rpartition(".")
+        if family.centred and value.ndim == 1 and "norm" in path:
+            value = value - 1.0
+        if stem in ours:
+            out[f"{prefix}{ours[stem]}.{kind}"] = value
+            continue
+        path = path.removeprefix("layer.")
+        if "switch_mlp" in path and config["model_type"] != "qwen3_5_moe":
+            for e in range(value.shape[0]):
+                out[f"{prefix}{family.layer}{path.replace('switch_mlp', f'experts.{e}')}"] = value[
+                    e
+                ]
+        else:
+            out[f"{prefix}{family.layer}{path}"] = value
+    start = f"{prefix}{family.layer}self_attn."
+    if f"{start}embed_q.weight" in out:
+        keys = out.pop(f"{start}embed_q.weight").swapaxes(-1, -2)
+        both = mx.concatenate([keys, out.pop(f"{start}unembed_out.weight")], axis=1)
+        out[f"{start}kv_b_proj.weight"] = both.reshape(-1, both.shape[-1])
+    if family.centred:
+        out["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((8, 1, 4))
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_head_is_read_from_the_weight_files(name: str, tmp_path: Path) -> None:
+    base = build(name)
+    head = random_head(base, name)
+    config = ZOO[name].config
+    assert not has_head(tmp_path, config)
+    mx.save_safetensors(str(tmp_path / "model-00001.safetensors"), as_published(head, name))
+    assert has_head(tmp_path, config)
+    found = read_head(tmp_path, config)
+    want = dict(tree_flatten(head.parameters()))
+    got = dict(tree_flatten(found.parameters()))
+    assert set(got) == set(want)
+    for path, value in want.items():
+        assert mx.allclose(got[path], value, atol=1e-6), path
+
+
+def test_a_head_with_a_part_missing_is_refused(tmp_path: Path) -> None:
+    base = build("glm4_moe")
+    tensors = as_published(random_head(base, "glm4_moe"), "glm4_moe")
+    del tensors[next(name for name in tensors if "hnorm" in name)]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    with pytest.raises(ValueError, match="lack hidden_norm"):
+        read_head(tmp_path, ZOO["glm4_moe"].config)

@@ -1,0 +1,76 @@
+"""Drafters that are always right, always wrong or neither, tried whether that pays or not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Mapping, Sequence
+
+from firn.core.values import Job
+from firn.models.batch import Group
+from firn.models.drafters import NOTHING, Drafter, Guess
+from firn.models.speculation import Speculation, Width
+
+Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
+"""What is said to a prompt, by the prompt and the number of its choice."""
+
+
+class Knowing:
+    """Knows every reply beforehand, and tells the truth about each token with this probability."""
+
+    is_free = True
+
+    def __init__(self, replies: Replies, *, right: float, vocab_size: int, seed: int = 0) -> None:
+        self._replies = replies
+        self._right = right
+        self._vocab_size = vocab_size
+        self._rng = random.Random(seed)
+        self._known: dict[Hashable, tuple[Sequence[int], int]] = {}
+        self._n_choices: dict[str, int] = {}
+
+    def odds(self, kind: int) -> float:
+        return 0.5
+
+    def open(self, row: Hashable, job: Job) -> None:
+        choice = self._n_choices.get(job.id, 0)
+        self._n_choices[job.id] = choice + 1
+        reply = self._replies.get((tuple(job.prompt.ids.tolist()), choice), ())
+        self._known[row] = reply, 0
+
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        if row in self._known:
+            reply, n = self._known[row]
+            self._known[row] = reply, n + len(tokens)
+
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        return [self._guess(row, n_most) for row in rows]
+
+    def _guess(self, row: Hashable, n_most: int) -> Guess:
+        if row not in self._known:
+            return NOTHING
+        reply, n = self._known[row]
+        tokens = [
+            t if self._rng.random() < self._right else (t + 1) % self._vocab_size
+            for t in reply[n : n + n_most]
+        ]
+        return Guess(tuple(tokens), (0,) * len(tokens))
+
+    def close(self, row: Hashable) -> None:
+        self._known.pop(row, None)
+
+    def end(self) -> None:
+        self._known.clear()
+
+
+class Bold(Speculation):
+    """Tries drafts of any length, at random, whatever comes of them."""
+
+    def __init__(self, drafter: Drafter, *, seed: int = 0, least: int = 1) -> None:
+        super().__init__(drafter)
+        self._rng = random.Random(seed)
+        self._least = least
+
+    def _width(self, group: Group) -> Width:
+        return Width(self._rng.randint(self._least, 12))

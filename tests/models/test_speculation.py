@@ -1,0 +1,322 @@
+"""Several tokens a step on real (tiny) models: the text is that of one token a step."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.core.values import RequestId, Sampling
+from firn.models.drafters.lookup import Lookup
+from firn.models.raggedcheck import ragged_fault
+from tests.harness import GREEDY, Harness, Result, running
+from tests.models.alone import TIE, plain, prompt_of
+from tests.models.drafting import Bold, Knowing
+from tests.models.grammar_lab import PROMPT, compiled, sampled, text_of, tokenizer
+from tests.models.test_batching import Watched
+from tests.zoo import VOCAB_SIZE, build
+
+KINDS = {
+    "qwen3": "KVCache",
+    "gemma3_text": "RotatingKVCache and KVCache",
+    "qwen3_next": "ArraysCache and KVCache",
+    "mamba2": "ArraysCache",
+    "falcon_h1": "CacheList of ArraysCache and KVCache",
+    "deepseek_v3": "MLA",
+    "deepseek_v32": "CacheList of two KVCaches",
+    "llama4": "ChunkedKVCache: no batched form",
+}
+every_kind = pytest.mark.parametrize("name", KINDS)
+RIGHT = {"always": 1.0, "never": 0.0, "often": 0.7}
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "seeded": Sampling(temperature=1.0, seed=7, top_p=0.95, top_k=40),
+    "penalised": Sampling(
+        temperature=0.8,
+        seed=3,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        logit_bias=((20, 2.0), (30, -5.0)),
+    ),
+}
+Story = list[tuple[list[int], int, int, Sampling]]
+"""Requests: prompt, tokens of the reply, choices, sampling."""
+
+
+def story(seed: int, *, samplings: Sequence[Sampling], n_requests: int = 8) -> Story:
+    rng = random.Random(seed)
+    found: Story = []
+    for i in range(n_requests):
+        prompt = prompt_of(rng, rng.choice([3, 20, 31, 33, 64, 100]))
+        n = 2 if i % 4 == 3 else 1
+        found.append((prompt, rng.randint(5, 40), n, samplings[i % len(samplings)]))
+    return found
+
+
+def tell(harness: Harness, requests: Story) -> list[Result]:
+    """All at once: more than there are rows, so they join and leave at every step."""
+    results = [harness.submit(p, n, n=c, sampling=s) for p, n, c, s in requests]
+    return [result.wait() for result in results]
+
+
+def known(requests: Story, results: Sequence[Result]) -> dict[Any, list[int]]:
+    return {
+        (tuple(prompt), choice): reply
+        for (prompt, *_), result in zip(requests, results, strict=True)
+        for choice, reply in result.tokens.items()
+    }
+
+
+def assert_equal(got: Result, want: Result) -> int:
+    """Token by token, up to a tie; returns how many could be compared."""
+    n = 0
+    assert got.error is None
+    assert want.error is None
+    assert set(got.tokens) == set(want.tokens)
+    for choice, reply in want.tokens.items():
+        said = got.tokens[choice]
+        for i, token in enumerate(reply):
+            if i >= len(said) or said[i] != token:
+                margin = want.margins[choice][i]
+                assert margin < TIE, f"token {i} of {len(reply)}: {said[i : i + 3]}, not {token}"
+                break
+            assert got.logprobs[choice][i] == pytest.approx(want.logprobs[choice][i], abs=1e-3)
+            n += 1
+        else:
+            assert len(said) == len(reply)
+            assert got.reasons[choice] == want.reasons[choice]
+    return n
+
+
+@every_kind
+@pytest.mark.parametrize("right", RIGHT)
+def test_text_is_that_of_one_token_a_step(name: str, right: str) -> None:
+    requests = story(1, samplings=list(SAMPLINGS.values()), n_requests=9)
+    options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 4}
+    with running(plain(name), **options) as harness:
+        want = tell(harness, requests)
+    drafter = Knowing(known(requests, want), right=RIGHT[right], vocab_size=VOCAB_SIZE)
+    speculation = Bold(drafter)
+    with running(plain(name), speculation=lambda: speculation, **options) as harness:
+        got = tell(harness, requests)
+    n_said = sum(len(reply) for result in want for reply in result.tokens.values())
+    n_compared = sum(assert_equal(g, w) for g, w in zip(got, want, strict=True))
+    assert n_compared > 0.8 * n_said, "too many ties to tell"
+    totals = speculation.totals
+    assert totals.n_drafted > 100
+    if right == "always" and n_compared == n_said:
+        assert totals.n_accepted == totals.n_drafted
+    if right == "never":
+        assert totals.n_accepted == 0
+
+
+# --- with the prefix cache -----------------------------------------------------------------
+
+
+@every_kind
+def test_what_is_stored_is_what_was_accepted(name: str) -> None:
+    """A second turn resumes behind the first reply, which was written with wrong guesses in between."""
+    requests = story(2, samplings=[GREEDY], n_requests=6)
+    requests = [(p, n + 60, 1, s) for p, n, _, s in requests]
+    options: dict[str, Any] = {"chunk": 32, "block": 32, "max_rows": 3}
+    with running(plain(name), cache_nbytes=None, **options) as harness:
+        first = tell(harness, requests)
+        turns = [
+            ([*p, *r.reply, 50, 51, 52], 12, 1, GREEDY)
+            for (p, *_), r in zip(requests, first, strict=True)
+        ]
+        want = tell(harness, turns)
+    drafter = Knowing(known(requests, first), right=0.6, vocab_size=VOCAB_SIZE)
+    with running(plain(name), speculation=lambda: Bold(drafter), **options) as harness:
+        again = tell(harness, requests)
+        got = tell(harness, turns)
+    for a, b in zip(again, first, strict=True):
+        assert_equal(a, b)
+    n_compared = sum(assert_equal(g, w) for g, w in zip(got, want, strict=True))
+    assert n_compared > 0.6 * 12 * len(turns)
+    same = [
+        (r, t) for r, t, a, b in zip(got, turns, again, first, strict=True) if a.reply == b.reply
+    ]
+    assert same
+    for result, (prompt, *_) in same:
+        assert result.n_cached > len(prompt) - 3 - 32, "nearly all of the reply"
+
+
+# --- features ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("right", [1.0, 0.5])
+def test_forced_tokens_are_drafts_that_come_true(name: str, right: float) -> None:
+    rng = random.Random(5)
+    prompts = [prompt_of(rng, n) for n in (20, 50, 40)]
+    forced = [20, 21, 22, 23]
+
+    def tell_forced(harness: Harness) -> list[Result]:
+        def submit(_: Any) -> list[Result]:
+            return [harness.submit(p, 30) for p in prompts]
+
+        results = harness.engine.call(submit).result(60)
+        for i in range(len(prompts)):
+            harness.engine.force(RequestId(str(i)), 0, forced, at=9 + i)
+        return [r.wait() for r in results]
+
+    with running(plain(name), chunk=64, cache_nbytes=None) as harness:
+        want = tell_forced(harness)
+    replies = {(tuple(p), 0): r.reply for p, r in zip(prompts, want, strict=True)}
+    drafter = Knowing(replies, right=right, vocab_size=VOCAB_SIZE)
+    speculation = Bold(drafter, least=4)
+    with running(plain(name), chunk=64, cache_nbytes=None, speculation=lambda: speculation) as h:
+        got = tell_forced(h)
+    assert sum(assert_equal(g, w) for g, w in zip(got, want, strict=True)) > 60
+    for i, result in enumerate(got):
+        assert result.reply[9 + i : 13 + i] == forced
+    assert speculation.totals.n_accepted > 12
+
+
+@pytest.mark.parametrize("right", [1.0, 0.0, 0.6])
+def test_a_reply_ends_at_its_end_token_whatever_was_guessed_behind_it(right: float) -> None:
+    rng = random.Random(6)
+    prompts = [prompt_of(rng, 20) for _ in range(4)]
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        free = [harness.submit(p, 40) for p in prompts]
+        replies = {(tuple(p), 0): r.wait().reply for p, r in zip(prompts, free, strict=True)}
+        eos = frozenset(r.reply[17] for r in free)
+        want = [harness.submit(p, 40, eos=eos) for p in prompts]
+        want = [r.wait() for r in want]
+    speculation = Bold(Knowing(replies, right=right, vocab_size=VOCAB_SIZE), least=8)
+    with running(plain("qwen3"), cache_nbytes=None, speculation=lambda: speculation) as harness:
+        got = [harness.submit(p, 40, eos=eos) for p in prompts]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_grammars_hold_and_what_they_force_is_guessed(name: str) -> None:
+    schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "temperature": {"type": "integer", "minimum": 0, "maximum": 99},
+                "description": {"type": "string", "maxLength": 12},
+            },
+            "required": ["temperature", "description"],
+            "additionalProperties": False,
+        }
+    )
+    grammar = compiled("json_schema", schema)
+    samplings = [sampled(seed) for seed in range(4)]
+
+    def tell_held(harness: Harness) -> list[Result]:
+        results = [
+            harness.submit(PROMPT, 120, sampling=s, grammar=g, eos=tokenizer().eos)
+            for s in samplings
+            for g in (grammar, None)
+        ]
+        return [r.wait() for r in results]
+
+    with running(plain(name), cache_nbytes=None, max_rows=5) as harness:
+        want = tell_held(harness)
+    speculation = Bold(Lookup())
+    with running(
+        plain(name), cache_nbytes=None, max_rows=5, speculation=lambda: speculation
+    ) as harness:
+        got = tell_held(harness)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_equal(g, w)
+        if i % 2 == 0 and g.reasons[0] == "stop":
+            assert set(json.loads(text_of(g.reply))) == {"temperature", "description"}
+    assert speculation.totals.n_accepted > 20, "the names of its keys, at least"
+
+
+def test_a_failed_verification_takes_its_rows_back_to_their_tokens() -> None:
+    """The rows are read again by themselves; the reply is what it would have been."""
+    rng = random.Random(9)
+    prompts = [prompt_of(rng, n) for n in (20, 35, 50)]
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        want = [harness.submit(p, 30).wait() for p in prompts]
+    replies = {(tuple(p), 0): r.reply for p, r in zip(prompts, want, strict=True)}
+    failures = iter([True])
+    model = Watched("qwen3", fail_at=lambda rows, n: rows > 1 and n > 1 and next(failures, False))
+    speculation = Bold(Knowing(replies, right=0.8, vocab_size=VOCAB_SIZE), least=3)
+    with running(model.built, cache_nbytes=None, speculation=lambda: speculation) as harness:
+        got = [harness.submit(p, 30) for p in prompts]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+    assert next(failures, None) is None, "a step failed"
+
+
+def test_cancelled_rows_leave_the_others_undisturbed() -> None:
+    rng = random.Random(10)
+    prompts = [prompt_of(rng, n) for n in (20, 35, 50, 28)]
+    with running(plain("gemma3_text"), cache_nbytes=None) as harness:
+        want = [harness.submit(p, 60).wait() for p in prompts]
+    replies = {(tuple(p), 0): r.reply for p, r in zip(prompts, want, strict=True)}
+    speculation = Bold(Knowing(replies, right=0.8, vocab_size=VOCAB_SIZE))
+    with running(plain("gemma3_text"), speculation=lambda: speculation) as harness:
+        for round_ in range(3):
+            got = [harness.submit(p, 60) for p in prompts]
+            gone = [harness.submit(prompt_of(rng, 30), 100_000) for _ in range(2)]
+            got[round_].wait()
+            for one in gone:
+                harness.engine.cancel(next(i for i, r in harness.results.items() if r is one))
+            for g, w in zip(got, want, strict=True):
+                assert_equal(g.wait(), w)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "llama4"])
+def test_a_prediction_of_the_reply_to_a_single_token(name: str) -> None:
+    """The caches are empty when the first guesses are there."""
+    with running(plain(name), cache_nbytes=None) as harness:
+        want = harness.ask([20], 40)
+    speculation = Bold(Lookup(), least=5)
+    with running(plain(name), cache_nbytes=None, speculation=lambda: speculation) as harness:
+        assert_equal(harness.ask([20], 40, prediction=want.reply), want)
+    assert speculation.totals.n_accepted > 20
+
+
+def test_a_request_may_do_without_beside_others_that_do_not() -> None:
+    rng = random.Random(12)
+    prompts = [prompt_of(rng, 30) for _ in range(4)]
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        want = [harness.submit(p, 40) for p in prompts]
+        replies = {(tuple(p), 0): r.wait().reply for p, r in zip(prompts, want, strict=True)}
+    speculation = Bold(Knowing(replies, right=1.0, vocab_size=VOCAB_SIZE))
+    with running(plain("qwen3"), cache_nbytes=None, speculation=lambda: speculation) as harness:
+        got = [harness.submit(p, 40, speculates=i % 2 == 0) for i, p in enumerate(prompts)]
+        for g, w in zip(got, want, strict=True):
+            assert_equal(g.wait(), w)
+    assert 0 < speculation.totals.n_accepted <= 80, "two of four"
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_models_that_ignore_lengths_draft_alone(name: str) -> None:
+    model = build(name)
+    assert ragged_fault(model, lambda: list(make_prompt_cache(model))) is not None
+    requests = story(13, samplings=[GREEDY], n_requests=4)
+    with running(plain(name), cache_nbytes=None, max_rows=3) as harness:
+        want = tell(harness, requests)
+    drafter = Knowing(known(requests, want), right=0.8, vocab_size=VOCAB_SIZE)
+
+    def speculation() -> Bold:
+        bold = Bold(drafter)
+        bold.in_groups = False
+        return bold
+
+    with running(plain(name), cache_nbytes=None, max_rows=3, speculation=speculation) as harness:
+        for g, w in zip(tell(harness, requests), want, strict=True):
+            assert_equal(g, w)
+        totals = harness.runner.speculation.totals  # type: ignore[union-attr]
+        assert totals.n_accepted > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_of_unequal_rows_is_tried_at_load(name: str) -> None:
+    model = build(name)
+    if name != "llama4":  # whose rows never share a step
+        assert ragged_fault(model, lambda: list(make_prompt_cache(model))) is None

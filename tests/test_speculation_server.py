@@ -1,0 +1,152 @@
+"""Guessed tokens as a client of the whole server sees them: faster or not, the text is the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import openai
+import pytest
+
+from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
+from firn.core.errors import SetupError
+from tests.api.real import Real, serving
+from tests.models.drafters.test_mtp import as_published, random_head
+from tests.zoo import build, write_folder
+
+MEMORY = CacheConfig(no_ssd_cache=True, cache_memory_mb=64)
+PROMPT = "def area(width, height):\n    return width * height\n"
+
+
+def config(path: Path, *, cache: CacheConfig = MEMORY, **engine: Any) -> Config:
+    return Config(model=ModelConfig(path=str(path)), cache=cache, engine=EngineConfig(**engine))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    path.mkdir()
+    write_folder("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> Iterator[Real]:
+    with serving(folder, config=config(folder)) as running:
+        yield running
+
+
+def ask(real: Real, n: int = 60, *, prompt: str = PROMPT, **extra: Any) -> Any:
+    create = real.openai().completions.create
+    body: dict[str, Any] = {"ignore_eos": True, **extra}
+    return create(model="", prompt=prompt, max_tokens=n, temperature=0, extra_body=body)
+
+
+def accepted(reply: Any) -> int:
+    return int(reply.usage.completion_tokens_details.accepted_prediction_tokens)
+
+
+def health(real: Real) -> Any:
+    return httpx.get(f"{real.url}/health").json()["speculation"]
+
+
+def test_what_was_said_before_is_guessed_and_counted(real: Real) -> None:
+    plain = ask(real, speculation="off")
+    assert accepted(plain) == 0
+    ask(real)
+    again = ask(real)
+    assert again.choices[0].text == plain.choices[0].text
+    assert accepted(again) > 20
+    off = ask(real, speculation="off")
+    assert off.choices[0].text == plain.choices[0].text
+    assert accepted(off) == 0
+    seen = health(real)
+    assert seen["accepted"] >= accepted(again)
+    assert seen["taken"] > seen["row_steps"] > seen["steps"] // 2
+    text = httpx.get(f"{real.url}/metrics").text
+    assert 'firn_speculation_tokens_total{kind="accepted"}' in text
+    assert 'firn_tokens_total{kind="accepted"}' in text
+
+
+def test_a_prediction_is_taken_and_a_bad_one_refused(real: Real) -> None:
+    client = real.openai()
+    messages: Any = [{"role": "user", "content": "say something"}]
+
+    def chat(**more: Any) -> Any:
+        return client.chat.completions.create(
+            model="", messages=messages, max_tokens=40, temperature=0, **more
+        )
+
+    plain = chat(extra_body={"speculation": "off"}).choices[0].message.content
+    parts = [{"type": "text", "text": plain[:20]}, {"type": "text", "text": plain[20:]}]
+    for content in (plain, parts, "something else entirely", ""):
+        reply = chat(prediction={"type": "content", "content": content})
+        assert reply.choices[0].message.content == plain
+    bad: list[Any] = [
+        {"prediction": "text"},
+        {"prediction": {"type": "content", "content": 7}},
+        {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
+        {"speculation": "yes"},
+    ]
+    for extra in bad:
+        with pytest.raises(openai.BadRequestError):
+            chat(extra_body=extra)
+
+
+def test_exact_reuse_guesses_nothing_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "firn"):
+        exact = config(folder, cache=replace(MEMORY, reuse="exact"))
+        with serving(folder, config=exact) as real:
+            ask(real)
+            assert accepted(ask(real)) == 0
+            assert health(real) == {}
+    assert "no tokens are guessed" in caplog.text
+
+
+def test_a_draft_model_guesses(real: Real, folder: Path) -> None:
+    plain = ask(real, speculation="off", prompt="once upon a time")
+    small = config(folder, speculation="model", draft_model=str(folder))
+    with serving(folder, config=small) as running:
+        for _ in range(2):
+            reply = ask(running, prompt="once upon a time")
+            assert reply.choices[0].text == plain.choices[0].text
+        assert health(running)["accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ({"speculation": "model"}, "needs --draft-model"),
+        ({"speculation": "lookup", "draft_model": "x"}, "guesses nothing"),
+        ({"speculation": "mtp"}, "no prediction head"),
+    ],
+)
+def test_what_cannot_guess_is_refused(folder: Path, engine: dict[str, Any], why: str) -> None:
+    with pytest.raises(SetupError, match=why), serving(folder, config=config(folder, **engine)):
+        pass
+
+
+def test_a_draft_model_with_other_tokens_is_refused(folder: Path) -> None:
+    other = config(folder, draft_model="firn-demo")
+    with pytest.raises(SetupError, match="other tokens"), serving(folder, config=other):
+        pass
+
+
+def test_the_models_own_head_guesses(tmp_path: Path) -> None:
+    """Written beside the weights, as the model's makers do it: mlx-lm leaves it where it is."""
+    write_folder("glm4_moe", tmp_path)
+    head = random_head(build("glm4_moe"), "glm4_moe")
+    mx.save_safetensors(str(tmp_path / "model-head.safetensors"), as_published(head, "glm4_moe"))
+    with serving(tmp_path, config=config(tmp_path, speculation="off")) as real:
+        plain = ask(real)
+    with serving(tmp_path, config=config(tmp_path, speculation="mtp")) as real:
+        assert ask(real).choices[0].text == plain.choices[0].text
+        assert ask(real).choices[0].text == plain.choices[0].text
+        assert health(real)["drafted"] > 0
