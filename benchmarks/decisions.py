@@ -66,6 +66,7 @@ class Bench:
         self._folder = folder
         self._config, self._dtype = SHAPES[args.shape]
         self._rng = np.random.default_rng(7)
+        self._model: Any = None
         self.prompts = {n: self._tokens(n) for n in (N_TINY * 4, *args.lengths)}
 
     def engine(self, disk: str = "fast", *, memo: bool = True) -> tuple[BenchEngine, SlowDisk]:
@@ -78,7 +79,9 @@ class Bench:
             ssd=self._folder / "ssd",
             disk=slow,
             memo=self._folder / f"memo-{disk}" if memo else None,
+            model=self._model,
         )
+        self._model = made.weights
         return made, slow
 
     def store(self) -> None:

@@ -97,15 +97,18 @@ class BenchEngine:
         ssd_limit_nbytes: int = 64 << 30,
         disk: Disk | None = None,
         memo: Path | None = None,
+        model: Any = None,
         speculation: Callable[[], Speculation] | None = None,
     ) -> None:
-        """disk: the SSD's system calls. memo: where estimates outlive the engine. speculation: who
+        """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
+        made before: the weights of a large one take time and memory. speculation: who
         guesses tokens."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
         self._io: TierIo | None = None
         self._tier: SsdTier | None = None
+        self.weights: Any = None
 
         def parts() -> Parts:
             machine = devices.device()
@@ -113,13 +116,13 @@ class BenchEngine:
             threads = None
             if machine.kind == "cpu":
                 blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
-            model = random_model(config, dtype=dtype)
+            self.weights = model or random_model(config, dtype=dtype)
             if machine.kind == "cpu" and blas.library:
-                threads = Threads(blas.library, model)
-            probe = make_prompt_cache(model)
-            logits = model(mx.array([[0]]), cache=probe)
+                threads = Threads(blas.library, self.weights)
+            probe = make_prompt_cache(self.weights)
+            logits = self.weights(mx.array([[0]]), cache=probe)
             mx.eval(logits)
-            info = _info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
+            info = _info(self.weights, config, probe=probe, n_vocab=int(logits.shape[-1]))
             layout = Layout.of(probe)
             cache = PrefixTree(
                 layout,
@@ -138,9 +141,9 @@ class BenchEngine:
             capacity = machine.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
             runner = Runner(
-                model,
+                self.weights,
                 info,
-                make_layers=lambda: make_prompt_cache(model),
+                make_layers=lambda: make_prompt_cache(self.weights),
                 max_rows=MAX_ROWS,
                 threads=threads,
                 speculation=speculation() if speculation else None,

@@ -194,6 +194,9 @@ class Bus:
         self.n_out += 1
         return memoryview(np.array(array.view(mx.uint8)).tobytes())
 
+    def stage(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+        return [memoryview(bytes(b)) for b in buffers]
+
     def to_device(self, data: Any, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         self.n_in += 1
         flat = mx.array(np.array(data.view(np.uint8)))
@@ -212,7 +215,7 @@ def test_over_a_bus_a_record_is_one_copy_out_and_one_for_each_stack_in(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "device", lambda: bus)
         lent = host.lend(found)
-        again = host.from_host(lent.tensors, lent.places, lent.fetch())
+        again = host.from_host(lent.tensors, lent.places, host.staged(lent.fetch()))
     assert all_same(again, layers)
     assert (bus.n_out, bus.n_in) == (min(len(found.stacks), 1), len(found.stacks))
 

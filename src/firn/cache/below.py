@@ -22,7 +22,7 @@ from typing import Any
 from firn.cache.catalogue import Catalogue
 from firn.cache.container import Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
-from firn.cache.host import Lent, from_host, lend
+from firn.cache.host import Lent, from_host, lend, staged
 from firn.cache.io import Changes, Io, Wanted
 from firn.cache.nodes import Record
 from firn.cache.payload import Payload
@@ -349,6 +349,8 @@ class Below:
         """Called on an I/O thread: what became of an order is for the engine thread to take."""
 
         def done(result: Any) -> None:
+            if isinstance(result, Loaded):
+                result = Loaded(result.header, list(staged(result.buffers)))
             at = self._clock()
             self._put(lambda: take(result, at), is_order=is_order)
 
