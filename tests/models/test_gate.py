@@ -90,6 +90,19 @@ def test_one_slow_step_does_not_rule_out_drafts_for_ever() -> None:
     assert best_width(times, [hope], n_seats=1) > 1
 
 
+def test_steps_that_compile_their_kernels_say_nothing() -> None:
+    """On a GPU the first ones of every width take a hundred times as long."""
+    times = StepTimes()
+    for _ in range(20):
+        times.saw(1, 1, 1.0)
+    hope = Hope.of([0.8] * 16)
+    for width in WIDTHS[1:]:
+        for seconds in (100.0, 40.0, 1.2, 1.2, 30.0, 1.2):
+            times.saw(1, width, seconds)
+    assert times.of(1, 17) == pytest.approx(1.2)
+    assert best_width(times, [hope], n_seats=1) >= 9
+
+
 def test_guesses_that_take_time_must_be_worth_it() -> None:
     times, hope = measured(FLAT), Hope.of([0.7] * 8)
 

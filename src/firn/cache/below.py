@@ -36,8 +36,9 @@ BUSY_SHARE = 0.02
 MAX_CREDIT_S = 0.05
 PATIENCE_S = 2.0
 """So long records wait while somebody waits for a first token: that comes first."""
-POLL_BUSY_S = 0.005
-"""Results are taken in for so long between two steps while there is other work."""
+POLL_S = {Load.NONE: 0.05, Load.DECODING: 0.005, Load.PREFILLING: 0.03}
+"""Results are taken in for so long between two steps: who waits for a first token waits for them, too,
+and a chunk takes longer than that."""
 RESCAN_S = 10.0
 MAX_BATCHES = 64
 """Of what a scan tells: so many may wait to be taken in."""
@@ -219,7 +220,7 @@ class Below:
         self._io.defer_writes(load is Load.PREFILLING and not self._tree.leaving_nbytes)
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
-        yield from self.take_results(now + POLL_BUSY_S)
+        yield from self.take_results(now + POLL_S[load])
         while self._to_spill and (not busy or self._may_spill(load, now)):
             began = self._clock()
             if not self._spill_next():
