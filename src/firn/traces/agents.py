@@ -46,8 +46,11 @@ class Shape:
     sub_agents: float = 0.05
     sub_turns: float = 7.0
     branch: float = 0.03
+    task: tuple[int, int] = (100, 900)
+    """What a sub-agent is told."""
     once: float = 0.06
     """A short request beside the session, such as one for a title."""
+    short: tuple[int, int] = (300, 2_000)
     pause: float = 0.06
     """Somebody thinks, or eats, before the next turn."""
     resumed: float = 0.35
@@ -137,7 +140,8 @@ class AgentTraffic:
         beside: list[Entry] = []
         for _ in range(1 + int(rng.expovariate(1 / s.turns))):
             if rng.random() < s.once:
-                beside.append(self._ask(self._grown(Talk(0, []), rng.randint(300, 2_000)), at))
+                short = self._grown(Talk(0, []), rng.randint(*s.short))
+                beside.append(self._ask(short, at + rng.random()))
             if talk.n_tokens > s.context:
                 yield self._ask(self._grown(self._copy(talk), 300), at)  # asks for the summary
                 at += 20 + rng.expovariate(1 / 20)
@@ -166,7 +170,7 @@ class AgentTraffic:
         rng, s = self._rng, self._shape
         tools, found, end = rng.choice(self._sub_tools), list[Entry](), at
         for _ in range(rng.randint(1, 4)):
-            talk, now = self._grown(self._copy(tools), rng.randint(100, 900)), at
+            talk, now = self._grown(self._copy(tools), rng.randint(*s.task)), at
             for _ in range(1 + int(rng.expovariate(1 / s.sub_turns))):
                 found.append(self._ask(talk, now))
                 self._grown(talk, 20 + int(rng.expovariate(1 / s.step)))

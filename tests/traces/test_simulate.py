@@ -1,0 +1,59 @@
+"""The simulation does to every request what the cache does to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from firn.traces.agents import agent_trace
+from firn.traces.simulate import Setup, play
+from firn.traces.trace import Entry, Trace
+from tests.traces.played import BLOCK, play_for_real
+
+SMALL = {
+    "tools": (30, 60), "sub_tools": (10, 20), "project": (4, 12), "step": 8.0, "reply": 4.0,
+    "context": 160, "summary": (8, 20), "turns": 8.0, "task": (4, 12), "short": (4, 12),
+}  # fmt: skip
+
+
+def small_trace(seed: int, n_requests: int = 300) -> Trace:
+    """Agents with short memories: all that they do, in blocks of a few tokens."""
+    return Trace.of(agent_trace(n_requests, seed=seed, block=BLOCK, **SMALL), block=BLOCK)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.4, 2.0])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_memory_holds_what_the_cache_holds(seed: int, share: float) -> None:
+    trace = small_trace(seed)
+    n_blocks = int(trace.n_nodes * share)
+    expected = play_for_real(trace, memory_blocks=n_blocks)
+    assert play(trace, Setup("memory", "firn", n_blocks)).tolist() == expected
+
+
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_ssd_holds_what_the_cache_holds(seed: int, share: float) -> None:
+    trace = small_trace(seed, 120)
+    n_blocks = int(trace.n_nodes * share)
+    expected = play_for_real(trace, memory_blocks=1 << 20, ssd_blocks=n_blocks)
+    assert play(trace, Setup("ssd", "firn", n_blocks)).tolist() == expected
+
+
+@pytest.mark.parametrize("tier", ["memory", "ssd"])
+def test_without_limits_everything_comes_back(tier: str) -> None:
+    trace = small_trace(3)
+    setup = Setup(tier, "firn", trace.n_nodes)  # type: ignore[arg-type]
+    assert play(trace, setup).tolist() == trace.known.tolist()
+
+
+def test_least_recently_used_goes_first() -> None:
+    chains = [(1,), (2,), (1,), (3,), (1,), (2,)]
+    entries = [Entry(float(i), BLOCK + 1, 1, chain) for i, chain in enumerate(chains)]
+    found = play(Trace.of(entries, block=BLOCK), Setup("memory", "lru", 2))
+    assert found.tolist() == [0, 0, 1, 0, 1, 0]
+
+
+def test_a_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
+    chain = tuple(range(1, 11))
+    entries = [Entry(float(i), 10 * BLOCK + 1, 1, chain) for i in range(2)]
+    found = play(Trace.of(entries, block=BLOCK), Setup("memory", "firn", 4))
+    assert found.tolist() == [0, 4]
