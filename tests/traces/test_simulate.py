@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firn.traces.agents import agent_trace
-from firn.traces.simulate import Setup, play
+from firn.traces.simulate import MemoryStore, SsdStore, Store, play
 from firn.traces.trace import Entry, Trace
 from tests.traces.played import BLOCK, play_for_real
 
@@ -26,7 +26,7 @@ def test_memory_holds_what_the_cache_holds(seed: int, share: float) -> None:
     trace = small_trace(seed)
     n_blocks = int(trace.n_nodes * share)
     expected = play_for_real(trace, memory_blocks=n_blocks)
-    assert play(trace, Setup("memory", "firn", n_blocks)).tolist() == expected
+    assert play(MemoryStore(trace, n_blocks=n_blocks)).tolist() == expected
 
 
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
@@ -35,25 +35,24 @@ def test_an_ssd_holds_what_the_cache_holds(seed: int, share: float) -> None:
     trace = small_trace(seed, 120)
     n_blocks = int(trace.n_nodes * share)
     expected = play_for_real(trace, memory_blocks=1 << 20, ssd_blocks=n_blocks)
-    assert play(trace, Setup("ssd", "firn", n_blocks)).tolist() == expected
+    assert play(SsdStore(trace, n_blocks=n_blocks)).tolist() == expected
 
 
-@pytest.mark.parametrize("tier", ["memory", "ssd"])
-def test_without_limits_everything_comes_back(tier: str) -> None:
+@pytest.mark.parametrize("store", [MemoryStore, SsdStore])
+def test_without_limits_everything_comes_back(store: type[Store]) -> None:
     trace = small_trace(3)
-    setup = Setup(tier, "firn", trace.n_nodes)  # type: ignore[arg-type]
-    assert play(trace, setup).tolist() == trace.known.tolist()
+    assert play(store(trace, n_blocks=trace.n_nodes)).tolist() == trace.known.tolist()
 
 
 def test_least_recently_used_goes_first() -> None:
     chains = [(1,), (2,), (1,), (3,), (1,), (2,)]
     entries = [Entry(float(i), BLOCK + 1, 1, chain) for i, chain in enumerate(chains)]
-    found = play(Trace.of(entries, block=BLOCK), Setup("memory", "lru", 2))
+    found = play(MemoryStore(Trace.of(entries, block=BLOCK), n_blocks=2))
     assert found.tolist() == [0, 0, 1, 0, 1, 0]
 
 
 def test_a_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
     chain = tuple(range(1, 11))
     entries = [Entry(float(i), 10 * BLOCK + 1, 1, chain) for i in range(2)]
-    found = play(Trace.of(entries, block=BLOCK), Setup("memory", "firn", 4))
+    found = play(MemoryStore(Trace.of(entries, block=BLOCK), n_blocks=4))
     assert found.tolist() == [0, 4]

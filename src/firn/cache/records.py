@@ -166,9 +166,9 @@ class Records:
         finally:
             self.tree.unlease_record(record)
 
-    def used(self, node: Node, *, again: bool) -> None:
+    def used(self, node: Node) -> None:
         """The chain that ends here was just used: it is the last to go, in every tier."""
-        self.tree.use(node, again=again)
+        self.tree.use(node)
         for tier in self.tiers:
             tier.touch([r for n in node.path() for r in n.records.values()], node.key)
 

@@ -28,7 +28,7 @@ from firn.cache.parts import Part
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.values import Namespace
 
-HOUR_S, DAY_S = 3600.0, 86_400.0
+DAY_S = 86_400.0
 BLOCK_S = 2.0
 """In a tier a block counts as used so much earlier than its parent: no file system rounds by more."""
 N_REMEMBERED = 1 << 16
@@ -83,7 +83,7 @@ class Record:
 
 class Node:
     __slots__ = (
-        "_children", "expires_at", "key", "n_leases", "n_pins", "n_uses", "parent", "records",
+        "_children", "expires_at", "key", "n_leases", "n_pins", "parent", "records",
         "root", "start", "text", "used_at", "width",
     )  # fmt: skip
 
@@ -103,8 +103,6 @@ class Node:
         """Likewise."""
         self.used_at = 0.0
         """By the wall clock, for tiers remember it. Never before a child's."""
-        self.n_uses = 0
-        """How often something stored was resumed from here or below."""
         self.expires_at = math.inf
 
     @property
@@ -403,11 +401,10 @@ class Tree:
             return False
         return record.part is not self._chain or not record.node.n_leases
 
-    def use(self, node: Node, *, again: bool = False) -> None:
-        """The node and all above it were used just now. again: resumed from, not just made."""
+    def use(self, node: Node) -> None:
+        """The node and all above it were used just now."""
         now = self._wall()
         for n in _up(node):
-            n.n_uses += again
             n.used_at = max(n.used_at, now)
 
     def remember_use(self, node: Node, used_at: float) -> None:
@@ -420,12 +417,12 @@ class Tree:
     def rank(self, record: Record) -> float:
         """When a record counts as last used, by the wall clock: the lowest goes first, everywhere.
 
-        Value counts as time: every doubling of its uses as an hour; a window or state in the midst
-        of a chain, which only a branch asks for, as a day less. What carries the chain never ranks
-        below what it carries; of equals the deeper goes first, and so a chain goes from its end.
+        How often it was used counts for nothing: a long conversation that has ended was used more
+        often than a new one. A window or state in the midst of a chain, which only a branch asks for,
+        counts as used a day earlier. What carries the chain never ranks below what it carries; of
+        equals the deeper goes first, and so a chain goes from its end.
         """
-        node = record.node
-        at = node.used_at + HOUR_S * math.log2(1 + node.n_uses)
+        at = record.node.used_at
         if record.part is not self._chain and _is_inside(record):
             at -= DAY_S
         return at

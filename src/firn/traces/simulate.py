@@ -6,7 +6,8 @@ blocks, and of a run only the deepest can be the next to go, so that the heap ho
 same traces against the cache itself, request by request.
 
 Requests come one after the other, and what they compute is stored when they end. Only pages are
-modelled: the states of recurrent models lie at few places, which a trace does not tell.
+modelled: the states of recurrent models lie at few places, which a trace does not tell. What an SSD has
+counts even where it is so little of a prompt that the cache would not load it.
 """
 
 from __future__ import annotations
@@ -14,40 +15,27 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from firn.cache.below import N_TOUCHED, TOUCH_EVERY_S
-from firn.cache.tree import BLOCK_S, HOUR_S
+from firn.cache.tree import BLOCK_S
 from firn.traces.trace import Ints, Trace
 
-Order = Literal["firn", "lru"]
 Progress = Callable[[int], None]
 """Called now and then with the number of requests played."""
 TELL_EVERY = 4096
-MOST_USES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """One tier of so many blocks."""
-
-    tier: Literal["memory", "ssd"]
-    order: Order
-    n_blocks: int
-
-
-def play(trace: Trace, setup: Setup, *, progress: Progress = lambda n: None) -> Ints:
-    """How many blocks of each prompt the tier had when it was asked."""
-    store = (SsdStore if setup.tier == "ssd" else MemoryStore)(trace, setup)
-    depths = np.zeros(len(trace), dtype=np.int32)
-    for i in range(len(trace)):
+def play(store: Store, *, progress: Progress = lambda n: None) -> Ints:
+    """How many blocks of each prompt the store had when it was asked."""
+    n = len(store.trace)
+    depths = np.zeros(n, dtype=np.int32)
+    for i in range(n):
         depths[i] = store.take(i)
         if i % TELL_EVERY == 0:
             progress(i)
-    progress(len(trace))
+    progress(n)
     return depths
 
 
@@ -55,25 +43,20 @@ class Store:
     """The blocks that a tier holds. A run is the list of blocks that one request added, the deepest
     last; its place in the heap is that of its deepest block, or a lower one: places only rise."""
 
-    def __init__(self, trace: Trace, setup: Setup) -> None:
-        self._trace = trace
-        self._n_blocks = setup.n_blocks
-        self._counts_uses = setup.order == "firn"
+    def __init__(self, trace: Trace, *, n_blocks: int) -> None:
+        self.trace = trace
+        self._n_blocks = n_blocks
         self._held = np.zeros(trace.n_nodes, dtype=bool)
         self._n_held = 0
-        self._uses = np.zeros(trace.n_nodes, dtype=np.int32)
-        """How often something was resumed from here or below, since it is held."""
         self._heap: list[tuple[float, int, int, list[int]]] = []
         """(rank, -depth of the deepest, number of the request, run)."""
 
     def take(self, i: int) -> int:
         """Request i: what is held of its prompt, which is used; then the rest is stored."""
-        path = self._trace.path(i)
+        path = self.trace.path(i)
         there = self._held[path]
         n_there = len(path) if there.all() else int(there.argmin())
-        n_hit = min(n_there, int(self._trace.n_asked[i]))
-        if self._counts_uses and n_hit:
-            self._uses[path[:n_hit]] += 1
+        n_hit = min(n_there, int(self.trace.n_asked[i]))
         self._use(i, path, n_there, n_hit)
         if n_there < len(path):
             self._store(i, path, n_there)
@@ -92,7 +75,6 @@ class Store:
         """A run of blocks that begins at this depth."""
         if len(new):
             self._held[new] = True
-            self._uses[new] = 0
             self._n_held += len(new)
             run = new.tolist()
             entry = (self._rank(run[-1]), 1 - start - len(run), i, run)
@@ -116,22 +98,18 @@ class Store:
         else:
             heapq.heappop(self._heap)
 
-    def _value_s(self, node: int) -> float:
-        """As the tree's `rank` has it."""
-        return HOUR_S * math.log2(1 + int(self._uses[node])) if self._counts_uses else 0.0
-
 
 class MemoryStore(Store):
     """By the tree's rank; what a request that runs has used or made may not go."""
 
-    def __init__(self, trace: Trace, setup: Setup) -> None:
-        super().__init__(trace, setup)
+    def __init__(self, trace: Trace, *, n_blocks: int) -> None:
+        super().__init__(trace, n_blocks=n_blocks)
         self._last = np.full(trace.n_nodes, -1, dtype=np.int32)
         """The request that used a block last."""
         self._at: list[float] = trace.at.tolist()
 
     def _rank(self, node: int) -> float:
-        return self._at[self._last[node]] + self._value_s(node)
+        return self._at[self._last[node]]
 
     def _use(self, i: int, path: Ints, n_there: int, n_hit: int) -> None:
         self._last[path] = i
@@ -154,19 +132,20 @@ class SsdStore(Store):
     """By stamps, which say the rank of the last time that a chain was touched. Nothing goes for a
     block that ranks below it."""
 
-    def __init__(self, trace: Trace, setup: Setup) -> None:
-        super().__init__(trace, setup)
+    def __init__(self, trace: Trace, *, n_blocks: int) -> None:
+        super().__init__(trace, n_blocks=n_blocks)
         self._stamps = np.zeros(trace.n_nodes)
         self._touched: dict[int, float] = {}
+        """When a chain was touched, by its end."""
         lengths = trace.ends - trace.starts
-        self._depth_s = BLOCK_S * np.arange(int(lengths.max(initial=0)))
-        self._values = HOUR_S * np.log2(1.0 + np.arange(1024))
+        self._lower = BLOCK_S * np.arange(int(lengths.max(initial=0)))
+        """By depth: how much lower than its rank a stamp is."""
 
     def _rank(self, node: int) -> float:
         return float(self._stamps[node])
 
     def _use(self, i: int, path: Ints, n_there: int, n_hit: int) -> None:
-        now = float(self._trace.at[i])
+        now = float(self.trace.at[i])
         if n_hit and self._is_due(int(path[n_hit - 1]), now):
             self._touch(path[:n_hit], now)
         if len(path) and self._is_due(int(path[-1]), now):
@@ -181,17 +160,10 @@ class SsdStore(Store):
         return True
 
     def _touch(self, path: Ints, now: float) -> None:
-        stamps = now - self._depth_s[: len(path)]
-        if self._counts_uses and len(path):
-            uses = self._uses[path]
-            if uses[0] >= len(self._values):
-                stamps = stamps + HOUR_S * np.log2(1.0 + uses)
-            else:
-                stamps = stamps + self._values[uses]
-        self._stamps[path] = np.maximum(self._stamps[path], stamps)
+        self._stamps[path] = np.maximum(self._stamps[path], now - self._lower[: len(path)])
 
     def _store(self, i: int, path: Ints, start: int) -> None:
-        now = float(self._trace.at[i])
+        now = float(self.trace.at[i])
         n = 0
         for depth in range(start, len(path)):
             stamp = now - BLOCK_S * depth
