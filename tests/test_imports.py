@@ -21,7 +21,7 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "cache", "cli", "config", "core", "defaults", "demo", "engine", "fleet", "leaving",
-    "listening", "logs", "machine", "media", "models", "named", "options", "several", "text",
+    "listening", "logs", "machine", "media", "models", "named", "options", "several", "text", "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"core"},
     "media": {"core"},
     "cache": {"core"},
+    "traces": {"core", "cache"},
     "models": {"core", "machine"},
     "api": {"core", "text"},
     "engine": {"core", "cache"},
