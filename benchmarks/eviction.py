@@ -3,12 +3,12 @@
     .venv/bin/python benchmarks/eviction.py                       # traffic in the shape of agents
     .venv/bin/python benchmarks/eviction.py conversation_trace.jsonl    # any trace, such as Mooncake's
 
-For each share of all that the trace ever stores: the share of prompt tokens that come from memory, or from
-an SSD, by order.
+For each share of all that the trace ever stores: the share of prompt tokens that come from memory, or
+from an SSD, by order.
 
     last use   the cache's own: whatever was used longest ago, the end of a chain before its beginning
     uses       every doubling of the uses counts as an hour (firn's order until November 2026)
-    turns      what was resumed at its end counts as younger by half of the age at which blocks are evicted
+    turns      what was resumed at its end counts as younger by half of the age of what is evicted
     foresight  whatever is asked for again last: no order can do better by much
 """
 

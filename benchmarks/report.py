@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
-from firn.bench.report import (  # noqa: E402
+from firn.bench.report import (
     BenchError,
     Column,
     cli,

@@ -20,8 +20,9 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "cache", "cli", "config", "core", "defaults", "demo", "engine", "fleet", "leaving",
-    "listening", "logs", "machine", "media", "models", "named", "options", "several", "text", "traces",
+    "api", "app", "bench", "cache", "cli", "config", "core", "defaults", "demo", "engine", "fleet",
+    "leaving", "listening", "logs", "machine", "media", "models", "named", "options", "several",
+    "text", "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "media": {"core"},
     "cache": {"core"},
     "traces": {"core", "cache"},
+    "bench": {"core", "traces"},
     "models": {"core", "machine"},
     "api": {"core", "text"},
     "engine": {"core", "cache"},

@@ -79,9 +79,7 @@ class Target:
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise BenchError(f"{self.name or self.url}: the connection broke: {e!r}") from e
         if not reading.ended:
-            raise BenchError(
-                f"{self.name or self.url}: the stream ended without a finish_reason"
-            )
+            raise BenchError(f"{self.name or self.url}: the stream ended without a finish_reason")
         return reading.reply(time.perf_counter() - start)
 
     def _post(self, connection: http.client.HTTPConnection, body: str) -> http.client.HTTPResponse:

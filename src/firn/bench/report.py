@@ -84,7 +84,9 @@ def table(
                 ratios(rounds[names[0]], rounds[rival[c.key]], c.key) if c.better else []
                 for c in columns
             ]
-            cells = [_middle(each, shown=bool(c.better)) for each, c in zip(found, columns, strict=True)]
+            cells = [
+                _middle(each, shown=bool(c.better)) for each, c in zip(found, columns, strict=True)
+            ]
             lines.append([f"{names[0]} / {title_of_rival}", *cells])
             if any(len(each) > 1 for each in found):
                 lines.append(["  from - to", *map(_range, found)])

@@ -53,9 +53,7 @@ def run(
     """One round: every level, then the long prompt."""
     found: dict[str, Any] = {}
     for n in load.concurrency:
-        found[f"tok_s_{n}"] = at_concurrency(
-            target, n, n_requests=load.n_requests(n), turn=turn
-        )
+        found[f"tok_s_{n}"] = at_concurrency(target, n, n_requests=load.n_requests(n), turn=turn)
         on_part()
     if load.gap:
         found |= while_prefilling(target, turn=turn)

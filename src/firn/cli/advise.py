@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from firn.bench.report import grid
 from firn.cli.cache_work import out
 from firn.config import UsageError
 from firn.traces.advise import Advice, advise, suggested
@@ -110,32 +110,32 @@ def _show(trace: Trace, found: Advice, scale: Scale) -> None:
         f"{trace.block}.\n",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("memory", no_wrap=True)
-    for title in ("no SSD", *(f"SSD {scale.text(s)}" for s in found.ssd)):
-        table.add_column(title, justify="right", no_wrap=True)
+    rows = [["memory", "no SSD", *(f"SSD {scale.text(s)}" for s in found.ssd)]]
     for m in found.memory:
         cells = [f"{found.together[m, s]:.1%}" for s in found.ssd]
-        table.add_row(scale.text(m), f"{found.alone[m]:.1%}", *cells)
-    table.add_row("plain LRU", "", *(f"{found.lru[s]:.1%}" for s in found.ssd))
-    console.print(table)
+        rows.append([scale.text(m), f"{found.alone[m]:.1%}", *cells])
+    rows.append(["plain LRU", "", *(f"{found.lru[s]:.1%}" for s in found.ssd)])
+    console.print(grid(rows), highlight=False)
     console.print(f"\n{_words(found, scale)}", highlight=False)
 
 
 def _words(found: Advice, scale: Scale) -> str:
-    m, s = found.memory_knee, found.ssd_knee
+    m, s, first = found.memory_knee, found.ssd_knee, found.memory[0]
     best = max(found.unlimited, 1e-9)
-    first = found.memory[0]
     lines = [
-        f"Memory alone: {scale.text(m)} reuse {found.alone[m]:.1%}, "
-        f"{found.alone[m] / best:.0%} of what is possible; doubling it wins less than 1%.",
-        f"With {scale.text(first)} of memory: an SSD of {scale.text(s)} reuses "
-        f"{found.together[first, s]:.1%}, {found.together[first, s] / best:.0%} of it.",
+        f"Memory alone: {scale.text(m)} reuse {found.alone[m]:.1%}, {found.alone[m] / best:.0%} of what "
+        f"is possible; {_more(m == found.memory[-1])}",
+        f"An SSD beside {scale.text(first)} of memory: {scale.text(s)} reuse "
+        f"{found.together[first, s]:.1%}, {found.together[first, s] / best:.0%} of it; "
+        f"{_more(s == found.ssd[-1])}",
     ]
-    for size, sizes, what in ((m, found.memory, "memory"), (s, found.ssd, "SSD")):
-        if size == sizes[-1] and len(sizes) > 1:
-            lines.append(f"The largest {what} of the table is not too large: try larger ones.")
     return "\n".join(lines)
+
+
+def _more(is_largest: bool) -> str:
+    if is_largest:
+        return "it is the largest that was tried, and not too large."
+    return "doubling it would win less than 1% of the prompt tokens."
 
 
 def _json(trace: Trace, found: Advice, scale: Scale) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`firn cache`: names, flags and help texts. The work is in cache_view.py and cache_work.py.
 
-All commands but advise, which reads a trace, may be run on a folder that servers are using. Nothing heavy is imported here.
+All commands may be run on a folder that servers are using; advise reads a trace, and no folder.
+Nothing heavy is imported here.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -77,9 +78,7 @@ def advise(
     """Sizes in blocks. workers: processes, as many as there are cores where it is not said."""
     memory, ssd = sorted(set(memory)), sorted(set(ssd))
     runs = list(
-        dict.fromkeys(
-            [*(Run("memory", n) for n in (*memory, *ssd)), *(Run("ssd", n) for n in ssd)]
-        )
+        dict.fromkeys([*(Run("memory", n) for n in (*memory, *ssd)), *(Run("ssd", n) for n in ssd)])
     )
     depths = _play_all(trace, runs, progress, workers or os.cpu_count() or 1)
 
@@ -104,7 +103,7 @@ def knee(rates: Mapping[int, float]) -> int:
     """The smallest size from which on no doubling is worth it."""
     sizes = sorted(rates)
     best = sizes[-1]
-    for small, large in reversed(list(zip(sizes, sizes[1:], strict=False))):
+    for small, large in reversed(list(pairwise(sizes))):
         if (rates[large] - rates[small]) / np.log2(large / small) >= ENOUGH:
             return best
         best = small

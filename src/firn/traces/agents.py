@@ -1,10 +1,10 @@
 """Traffic in the shape of coding agents, made up from a seed: for benchmarks and tests.
 
-People work by day on projects of their own, with a few kinds of agents. A session grows turn by turn from
-a shared prompt of tools and system text; some turns send out sub-agents, which work for a while side by
-side and never come back; a session that has become too long is compacted to a summary and goes on from
-there; at times somebody steps back and goes on from an earlier turn; sessions of earlier days are taken
-up again. Between turns lie seconds, a walk, or a weekend.
+People work by day on projects of their own, with a few kinds of agents. A session grows turn by turn
+from a shared prompt of tools and system text; some turns send out sub-agents, which work for a while
+side by side and never come back; a session that has become too long is compacted to a summary and goes
+on from there; at times somebody steps back and goes on from an earlier turn; sessions of earlier days
+are taken up again. Between turns lie seconds, a walk, or a weekend.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Reading traces: firn's own, Mooncake's JSONL, and lists of agents' sessions.
 
-A line of Mooncake's has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`, one for
-each block of 512 tokens. firn's own lines are of the same form, with more fields, `block_tokens` among them.
+A line of Mooncake's has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`, one
+for each block of 512 tokens. firn's own lines are of the same form, with more fields, `block_tokens`
+among them.
 
-A session is a list of messages, or an object that has one. Every message of the assistant is one request,
-whose prompt is all that came before it. Tokens are estimated from the text, and so are times where none
-are given.
+A session is a list of messages, or an object that has one. Every message of the assistant is one
+request, whose prompt is all that came before it. Tokens are estimated from the text, and so are times
+where none are given.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ class MemoryStore(Store):
         self._at: list[float] = trace.at.tolist()
 
     def _rank(self, node: int) -> float:
-        return self._at[self._last[node]]
+        last: int = self._last[node]
+        return self._at[last]
 
     def _use(self, i: int, path: Ints, n_there: int, n_hit: int) -> None:
         self._last[path] = i
