@@ -66,6 +66,7 @@ from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
+from firn.traces.record import Recorder, open_trace, user_salt
 
 log = logging.getLogger("firn")
 
@@ -109,8 +110,11 @@ class Server:
     mailroom: Mailroom
     pool: ThreadPoolExecutor
     died: list[str]
+    recorder: Recorder | None = None
 
     def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
         self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
@@ -119,6 +123,8 @@ def build(config: Config) -> Server:
     """Load the model and wire everything to it. Raises SetupError."""
     folder = _model_folder(config)
     config = _heed_model(config, folder)
+    trace = config.log.record_trace
+    trace_fd = None if trace is None else open_trace(trace)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
@@ -147,6 +153,7 @@ def build(config: Config) -> Server:
     if model.unbatchable_why:
         log.warning("%s is served row by row: %s", name, model.unbatchable_why)
     pool = ThreadPoolExecutor(N_TOKENIZER_THREADS, thread_name_prefix="firn-tokenize")
+    recorder = None if trace_fd is None else _recorder(config, engine, trace_fd)
     grammars = Compiler(tokenizer, vocab_size=model.vocab_size)
     pool.submit(grammars.prepare)
     services = Services(
@@ -185,13 +192,25 @@ def build(config: Config) -> Server:
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
+        recorder=recorder,
         health_details=lambda: {"cache": health(engine.parts.cache)},
         extra_collectors=(
             CacheMetrics(lambda: snapshot(engine.parts.cache)),
             MemoryMetrics(devices.allocated_nbytes),
         ),
     )
-    return Server(services, engine, mailroom, pool, died)
+    return Server(services, engine, mailroom, pool, died, recorder)
+
+
+def _recorder(config: Config, engine: Engine, trace_fd: int) -> Recorder:
+    log.info("recording a trace: %s", config.log.record_trace)
+    return Recorder(
+        trace_fd,
+        model=engine.model.name,
+        block=config.cache.cache_block_tokens,
+        token_nbytes=engine.parts.budget.cost.per_token_nbytes,
+        salt=user_salt(default_cache_dir()),
+    )
 
 
 def _keys(config: Config) -> Keys:

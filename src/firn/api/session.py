@@ -53,6 +53,7 @@ from firn.core.values import (
     RawTokens,
     RequestId,
     Sampling,
+    Served,
     TokenArray,
     ToolChoice,
     ToolMode,
@@ -100,6 +101,9 @@ class Run:
     scores: list[TokenLogprob] = field(default_factory=list)
     """Of the prompt's tokens but the first, where they are shown; `ids` are all of them."""
     found: Admitted = NOT_ADMITTED
+    prompt: Prompt | None = None
+    reply: list[int] = field(default_factory=list)
+    """Tokens of its first choice. Like `prompt`, kept for a trace alone."""
     submitted: bool = False
     done: bool = False
 
@@ -189,6 +193,22 @@ class Session:
         """What the cache had for each prompt that was taken in."""
         return [r.found for r in self._runs.values() if r.found is not NOT_ADMITTED]
 
+    def served(self, *, at_s: float, first_s: float | None) -> Sequence[Served]:
+        """What a trace says of each request so far; nothing, where none is kept."""
+        return [
+            Served(
+                at_s=at_s,
+                prompt=run.prompt,
+                reply=tuple(run.reply),
+                n_reply=sum(reader.n_completion for reader in run.readers),
+                tiers=run.found.tiers,
+                first_s=first_s,
+                namespace=self._namespace,
+            )
+            for run in self._runs.values()
+            if run.submitted and run.prompt is not None
+        ]
+
     @property
     def unenforced(self) -> Sequence[str]:
         """Places of the requests that their replies are not held to, though they ask for it."""
@@ -248,6 +268,8 @@ class Session:
         model = services.engine.model
         prompt = make_prompt(services, request, self._namespace)
         run.n_prompt = len(prompt)
+        if services.recorder is not None:
+            run.prompt = prompt
         if request.echo:
             self._note_echo(run, prompt)
         for note in prompt.notes:
@@ -388,6 +410,8 @@ class Session:
             return  # made before the engine heard of the stop
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
+        if run.prompt is not None and choice == 0:
+            run.reply.append(token.id)
         reader = run.readers[choice]
         if run.budgets and run.budgets[choice].skips(token, reader):
             reader.n_completion += 1

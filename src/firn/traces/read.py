@@ -43,21 +43,10 @@ class Source:
 
 def read(path: Path, *, model: str | None = None) -> Source:
     """model: only its requests, of a trace with several. Raises TraceError, OSError."""
-    try:
-        return _read(path, model)
-    except UnicodeDecodeError as e:
-        raise TraceError(f"{path} is no text: {e}") from e
-
-
-def _read(path: Path, model: str | None) -> Source:
-    with path.open(encoding="utf-8") as file:
-        begin = file.read(1)
-    if begin == "[":
-        try:
-            sessions = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as e:
-            raise TraceError(f"{path} is not JSON: {e}") from e
-        return Source(SESSION_BLOCK, _of_sessions(sessions, str(path)))
+    with path.open("rb") as file:
+        whole = _list(file.read()) if file.read(1) == b"[" and not file.seek(0) else None
+    if whole is not None:
+        return Source(SESSION_BLOCK, _of_sessions(whole, str(path)))
     lines = _objects(path)
     first = next(lines, None)
     if first is None:
@@ -74,15 +63,25 @@ def _read(path: Path, model: str | None) -> Source:
     return Source(block, _of_lines(chain([first], lines), path, block, model))
 
 
+def _list(raw: bytes) -> list[Any] | None:
+    """A file that is one list: of sessions, or of one session's messages. None: it is not one."""
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        return None
+    is_session = found and isinstance(found[0], dict) and ("role" in found[0] or "from" in found[0])
+    return [found] if is_session else list(found)
+
+
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 found = json.loads(line)
             except ValueError as e:
-                if not line.endswith("\n"):
+                if number > 1 and not line.endswith(b"\n"):
                     return  # its writer was stopped in mid-line
                 raise TraceError(f"{path}, line {number} is not JSON: {e}") from e
             if not isinstance(found, dict | list):
