@@ -236,7 +236,7 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]])
 
 
 class _Tally:
-    """What the log line, the counters and the trace say about one call. Owned by the task that answers it."""
+    """What log line, counters and trace say about one call. Owned by the task that answers it."""
 
     def __init__(
         self, exchange: Exchange, session: Session, metrics: Metrics, recorder: Recorder | None

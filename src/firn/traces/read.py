@@ -44,7 +44,8 @@ class Source:
 def read(path: Path, *, model: str | None = None) -> Source:
     """model: only its requests, of a trace with several. Raises TraceError, OSError."""
     with path.open("rb") as file:
-        whole = _list(file.read()) if file.read(1) == b"[" and not file.seek(0) else None
+        begin = file.read(1)
+        whole = _list(begin + file.read()) if begin == b"[" else None
     if whole is not None:
         return Source(SESSION_BLOCK, _of_sessions(whole, str(path)))
     lines = _objects(path)

@@ -1,8 +1,8 @@
 """`--record-trace`: one line of JSON a request, in Mooncake's form with more fields (see read.py).
 
 No text and no token is written: blocks are named by hashes under a salt that lies in the user's cache
-folder and never in the trace, so that nobody who has the trace can try whether it holds a prompt. Requests
-with the same model and namespace share names; others never do.
+folder and never in the trace, so that nobody who has the trace can try whether it holds a prompt.
+Requests with the same model and namespace share names; others never do.
 
 Whoever serves a request hands its facts over and goes on; hashing and writing happen on a thread. What
 does not fit in the queue is dropped and counted. Several processes may append to one file: a line is one
