@@ -144,7 +144,8 @@ def test_the_table_grows_with_the_sizes(tmp_path: Path) -> None:
     assert found["memory_alone"] == sorted(found["memory_alone"])
     assert table[-1][-1] == pytest.approx(found["unlimited"])
     assert found["plain_lru"][-1] == pytest.approx(found["unlimited"])
-    shown = firn("cache", "advise", str(path), "--memory-gb", "1,2", "--ssd-gb", "4", "--token-bytes", "16384")  # fmt: skip
+    sizes = ("--memory-gb", "1,2", "--ssd-gb", "4", "--token-bytes", "16384")
+    shown = firn("cache", "advise", str(path), *sizes)
     assert shown.exit_code == 0, shown.output
     heads = [line.split("  ")[0] for line in shown.stdout.splitlines()]
     assert heads[3:7] == ["memory", "1 GiB", "2 GiB", "plain LRU"]
