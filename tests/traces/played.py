@@ -99,8 +99,10 @@ class Eager(Steady):
         return 1e-3
 
 
-def play_for_real(trace: Trace, *, memory_blocks: int, ssd_blocks: int = 0) -> list[int]:
-    """Blocks of each prompt that the cache had. With an SSD, memory is emptied after each request."""
+def play_for_real(
+    trace: Trace, *, memory_blocks: int, ssd_blocks: int = 0, keeps_memory: bool = True
+) -> list[int]:
+    """Blocks of each prompt that the cache had. keeps_memory: else it is emptied after each request."""
     now = [0.0]
     cache = tree(
         DENSE,
@@ -135,14 +137,14 @@ def play_for_real(trace: Trace, *, memory_blocks: int, ssd_blocks: int = 0) -> l
         row.consume(tokens[n_asked * BLOCK : len(path) * BLOCK])
         cache.commit(answer, row)
         cache.close_trail(answer, row)
-        if ssd_blocks:
+        cache.tick(Load.NONE)
+        if not keeps_memory:
             _empty_memory(cache)
     assert not cache.stats.faults
     return found
 
 
 def _empty_memory(cache: Any) -> None:
-    cache.tick(Load.NONE)
     cache.set_room(0)
     cache.tick(Load.NONE)
     cache.set_room(1 << 40)

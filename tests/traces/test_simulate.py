@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from firn.traces.agents import agent_trace
@@ -34,8 +35,19 @@ def test_memory_holds_what_the_cache_holds(seed: int, share: float) -> None:
 def test_an_ssd_holds_what_the_cache_holds(seed: int, share: float) -> None:
     trace = small_trace(seed, 120)
     n_blocks = int(trace.n_nodes * share)
-    expected = play_for_real(trace, memory_blocks=1 << 20, ssd_blocks=n_blocks)
+    expected = play_for_real(trace, memory_blocks=1 << 20, ssd_blocks=n_blocks, keeps_memory=False)
     assert play(SsdStore(trace, n_blocks=n_blocks)).tolist() == expected
+
+
+@pytest.mark.parametrize(("memory", "ssd"), [(0.03, 0.15), (0.1, 0.15), (0.05, 0.6)])
+def test_two_tiers_hold_what_the_better_one_holds(memory: float, ssd: float) -> None:
+    """To a hundredth: the cache writes again, when it leaves memory, what an SSD has lost meanwhile."""
+    trace = small_trace(2, 200)
+    n_memory, n_ssd = int(trace.n_nodes * memory), int(trace.n_nodes * ssd)
+    real = play_for_real(trace, memory_blocks=n_memory, ssd_blocks=n_ssd)
+    alone = play(MemoryStore(trace, n_blocks=n_memory)), play(SsdStore(trace, n_blocks=n_ssd))
+    assert np.maximum(*alone).sum() == pytest.approx(sum(real), rel=0.01)
+    assert sum(real) > alone[0].sum()
 
 
 @pytest.mark.parametrize("store", [MemoryStore, SsdStore])
