@@ -18,7 +18,7 @@ from firn.bench.report import BenchError, Column
 from firn.cli import make_cli
 from firn.config import CacheConfig, Config, LogConfig, ModelConfig
 from firn.traces.agents import agent_trace
-from firn.traces.read import read
+from firn.traces.read import line_of, read
 from firn.traces.trace import Entry
 from tests.api.live import serve
 from tests.api.real import serving
@@ -117,18 +117,7 @@ def test_advice_on_what_was_served(place: Place) -> None:
 
 
 def write_trace(path: Path, entries: list[Entry], block: int = 512) -> Path:
-    lines = [
-        {
-            "timestamp": e.at_s * 1000,
-            "input_length": e.n_prompt,
-            "output_length": e.n_reply,
-            "hash_ids": e.blocks,
-            "output_hash_ids": e.reply_blocks,
-            "block_tokens": block,
-        }
-        for e in entries
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(f"{line_of(e, block=block)}\n" for e in entries))
     return path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from firn.traces.read import SESSION_BLOCK, TURN_S, read
+from firn.traces.read import SESSION_BLOCK, TURN_S, line_of, read
 from firn.traces.trace import Entry, Trace, TraceError, coarser
 
 
@@ -129,6 +129,13 @@ def test_a_line_that_was_cut_off_ends_the_trace(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"timestamp": 1, "inp')
     assert len(entries(path)) == 1
+
+
+def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
+    entry = Entry(1.5, 1100, 600, (7, 8), (9,), (("ssd", 5),), 0.25, "m", 100)
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{line_of(entry, block=512)}\n")
+    assert entries(path) == [entry]
 
 
 def test_coarser_blocks_share_what_whole_ones_share() -> None:

@@ -1,5 +1,7 @@
 """Traffic in the shape of coding agents, made up from a seed: for benchmarks and tests.
 
+    python -m firn.traces.agents 20000 > trace.jsonl
+
 People work by day on projects of their own, with a few kinds of agents. A session grows turn by turn
 from a shared prompt of tools and system text; some turns send out sub-agents, which work for a while
 side by side and never come back; a session that has become too long is compacted to a summary and goes
@@ -9,12 +11,14 @@ are taken up again. Between turns lie seconds, a walk, or a weekend.
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from firn.traces.read import line_of
 from firn.traces.trace import Entry
 
 DAY_S = 86_400.0
@@ -210,3 +214,18 @@ def agent_trace(n_requests: int, *, seed: int = 0, block: int = 256, **shape: fl
     """The first requests of such traffic. shape: fields of Shape that differ."""
     traffic = AgentTraffic(replace(USUAL, **shape), seed=seed, block=block)  # type: ignore[arg-type]
     return [entry for entry, _ in zip(traffic, range(n_requests), strict=False)]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="Print a trace in the shape of coding agents.")
+    options.add_argument("requests", type=int)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--block", type=int, default=256, help="tokens")
+    options.add_argument("--token-bytes", type=int, default=0, help="what a token takes up")
+    args = options.parse_args()
+    for entry in agent_trace(args.requests, seed=args.seed, block=args.block):
+        print(line_of(replace(entry, token_nbytes=args.token_bytes), block=args.block))
+
+
+if __name__ == "__main__":
+    main()

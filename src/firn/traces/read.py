@@ -1,4 +1,4 @@
-"""Reading traces: firn's own, Mooncake's JSONL, and lists of agents' sessions.
+"""The forms of traces: firn's own, Mooncake's JSONL, and lists of agents' sessions.
 
 A line of Mooncake's has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`, one
 for each block of 512 tokens. firn's own lines are of the same form, with more fields, `block_tokens`
@@ -133,6 +133,24 @@ def _entry(line: Mapping[str, Any], block: int) -> Entry:
         model=str(line.get("model") or ""),
         token_nbytes=int(line.get("token_bytes") or 0),
     )
+
+
+def line_of(entry: Entry, *, block: int) -> str:
+    """An entry as a line that `read` understands."""
+    first_ms = None if entry.first_s is None else round(entry.first_s * 1000, 1)
+    found = {
+        "timestamp": round(entry.at_s * 1000),
+        "input_length": entry.n_prompt,
+        "output_length": entry.n_reply,
+        "hash_ids": entry.blocks,
+        "output_hash_ids": entry.reply_blocks,
+        "block_tokens": block,
+        "model": entry.model,
+        "cached": dict(entry.cached),
+        "first_token_ms": first_ms,
+        "token_bytes": entry.token_nbytes,
+    }
+    return json.dumps(found, separators=(",", ":"))
 
 
 def _unsigned(value: Any) -> int:
