@@ -124,3 +124,9 @@ def test_a_trace_has_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"--record-trace .*nowhere"):
         open_trace(tmp_path / "nowhere" / "trace.jsonl")
+
+
+def test_a_pipe_without_a_reader_keeps_no_start_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SetupError, match="--record-trace"):
+        open_trace(tmp_path / "pipe")

@@ -68,3 +68,10 @@ def test_a_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
     entries = [Entry(float(i), 10 * BLOCK + 1, 1, chain) for i in range(2)]
     found = play(MemoryStore(Trace.of(entries, block=BLOCK), n_blocks=4))
     assert found.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("store", [MemoryStore, SsdStore])
+def test_prompts_shorter_than_a_block_are_nothing(store: type[Store]) -> None:
+    trace = Trace.of([Entry(0, 3, 1, ()), Entry(1, 3, 1, ())], block=BLOCK)
+    assert play(store(trace, n_blocks=1)).tolist() == [0, 0]
+    assert trace.known.tolist() == [0, 0]

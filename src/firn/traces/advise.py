@@ -25,7 +25,7 @@ ENOUGH = 0.01
 """A doubling that reuses fewer of the prompt tokens is not worth it."""
 ALONE = 400_000
 """Requests, over all runs, below which other processes would cost more than they bring."""
-N_SIZES = 6
+N_SIZES = 5
 
 Progress = Callable[[int, int], None]
 """Runs that are over, and all of them."""

@@ -42,7 +42,9 @@ ID_BITS = 52
 def open_trace(path: Path) -> int:
     """A descriptor to append to; made readable for this user alone. Raises SetupError."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        # Not to wait for the other end, where it is a pipe.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(path, flags, 0o600)
     except OSError as e:
         raise SetupError(f"--record-trace {path}: {e.strerror}") from e
 
@@ -105,9 +107,8 @@ class Recorder:
             while (served := self._next()) is not None:
                 try:
                     self._write(served)
-                except (
-                    Exception
-                ) as e:  # the thread's outermost frame: serving goes on without a trace
+                except Exception as e:
+                    # The thread's outermost frame: serving goes on without a trace.
                     self._stop(repr(e))
 
     def _next(self) -> Served | None:
@@ -124,8 +125,9 @@ class Recorder:
         line = json.dumps(self._line(served), separators=(",", ":")).encode() + b"\n"
         if os.fstat(self._fd).st_size + len(line) > self._max_file_nbytes:
             self._stop(f"it has reached {self._max_file_nbytes >> 20} MiB")
-        else:
-            os.write(self._fd, line)
+            return
+        while line:
+            line = line[os.write(self._fd, line) :]
 
     def _stop(self, why: str) -> None:
         with self._changed:

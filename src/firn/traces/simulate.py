@@ -45,6 +45,8 @@ class Store:
 
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         self.trace = trace
+        self._cuts = list(zip(trace.starts.tolist(), trace.ends.tolist(), strict=True))
+        self._n_asked: list[int] = trace.n_asked.tolist()
         self._n_blocks = n_blocks
         self._held = np.zeros(trace.n_nodes, dtype=bool)
         self._n_held = 0
@@ -53,12 +55,17 @@ class Store:
 
     def take(self, i: int) -> int:
         """Request i: what is held of its prompt, which is used; then the rest is stored."""
-        path = self.trace.path(i)
+        start, end = self._cuts[i]
+        if start == end:
+            return 0
+        path = self.trace.nodes[start:end]
         there = self._held[path]
-        n_there = len(path) if there.all() else int(there.argmin())
-        n_hit = min(n_there, int(self.trace.n_asked[i]))
+        n_there = int(there.argmin())  # the first that is not, or the first of all
+        if there[n_there]:
+            n_there = end - start
+        n_hit = min(n_there, self._n_asked[i])
         self._use(i, path, n_there, n_hit)
-        if n_there < len(path):
+        if n_there < end - start:
             self._store(i, path, n_there)
         return n_hit
 
@@ -149,7 +156,7 @@ class SsdStore(Store):
         now = float(self.trace.at[i])
         if n_hit and self._is_due(int(path[n_hit - 1]), now):
             self._touch(path[:n_hit], now)
-        if len(path) and self._is_due(int(path[-1]), now):
+        if self._is_due(int(path[-1]), now):
             self._touch(path[:n_there], now)
 
     def _is_due(self, end: int, now: float) -> bool:
