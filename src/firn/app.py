@@ -193,6 +193,7 @@ def build(config: Config) -> Server:
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
         recorder=recorder,
+        allocated=devices.allocated_nbytes,
         health_details=lambda: {"cache": health(engine.parts.cache)},
         extra_collectors=(
             CacheMetrics(lambda: snapshot(engine.parts.cache)),

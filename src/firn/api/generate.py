@@ -15,6 +15,7 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from firn.api import large_json
+from firn.api.activity import Activity
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
 from firn.api.exchange import (
@@ -46,8 +47,14 @@ class Generate:
     that go on in the background."""
 
     def __init__(
-        self, dialect: Dialect, services: Services, metrics: Metrics, intake: Intake
+        self,
+        dialect: Dialect,
+        services: Services,
+        metrics: Metrics,
+        intake: Intake,
+        activity: Activity,
     ) -> None:
+        self._activity = activity
         self._dialect = dialect
         self._services = services
         self._intake = intake
@@ -100,6 +107,7 @@ class Generate:
             held.enter_context(quota)
             held.enter_context(contextlib.closing(session))
             held.enter_context(contextlib.closing(tally))
+            held.enter_context(self._activity.follow(exchange, session))
             held.enter_context(self._deadline(head))
             await session.start()
             if call.background:

@@ -99,6 +99,8 @@ class Services:
     read_documents: Gather | None = None
     recorder: Recorder | None = None
     """None: no trace is kept."""
+    allocated: Callable[[], Mapping[str, int]] = dict
+    """Bytes of device memory by kind, from any thread."""
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
 

@@ -95,6 +95,8 @@ class Run:
     """Places of the request that no grammar holds the reply to."""
     finished: set[int] = field(default_factory=set)
     n_prompt: int = 0
+    n_read: int = 0
+    """Of the prompt, reused tokens included."""
     echo: str | None = None
     """The prompt's text, where the reply begins with it."""
     ids: TokenArray | None = None
@@ -138,6 +140,7 @@ class Session:
             run = Run(RequestId(f"{id}-{i}" if i else id), request, first_choice=n_choices)
             self._runs[run.id] = run
             n_choices += request.n
+        self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self._on: dict[type[EngineEvent], Callable[[Run, Any, list[Event]], None]] = {
             Token: self._on_token,
@@ -176,6 +179,16 @@ class Session:
         n_reply = sum(r.n_completion for run in self._runs.values() for r in run.readers)
         begun = [run for run in self._runs.values() if run.found is not NOT_ADMITTED]
         return n_reply + sum(run.n_prompt - run.found.n_cached for run in begun)
+
+    @property
+    def n_read(self) -> int:
+        """Tokens of the prompts that were reused or computed so far."""
+        return sum(run.n_read for run in self._runs.values())
+
+    @property
+    def over(self) -> bool:
+        """The last event has come."""
+        return self._ended
 
     @property
     def n_scores(self) -> int:
@@ -455,13 +468,16 @@ class Session:
             self._say(run, event.choice, run.readers[event.choice].finish(event.reason), out)
 
     def _on_admitted(self, run: Run, event: Admitted, out: list[Event]) -> None:
-        run.found = event
+        run.found, run.n_read = event, event.n_cached
+        if self.admitted_at is None:
+            self.admitted_at = time.perf_counter()
         out.append(Resumed(event.n_cached))
 
     def _on_advanced(self, run: Run, event: Advanced, out: list[Event]) -> None:
         run.found = event.found
 
     def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
+        run.n_read = event.n_done
         if event.n_done < event.n_total:  # the first token says the rest
             out.append(Progress(event.n_done, event.n_total))
 
