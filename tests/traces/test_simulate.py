@@ -7,6 +7,7 @@ import pytest
 
 from firn.traces.agents import agent_trace
 from firn.traces.simulate import MemoryStore, SsdStore, Store, play
+from firn.traces.stack import play_all
 from firn.traces.trace import Entry, Trace
 from tests.traces.played import BLOCK, play_for_real
 
@@ -75,3 +76,13 @@ def test_prompts_shorter_than_a_block_are_nothing(store: type[Store]) -> None:
     trace = Trace.of([Entry(0, 3, 1, ()), Entry(1, 3, 1, ())], block=BLOCK)
     assert play(store(trace, n_blocks=1)).tolist() == [0, 0]
     assert trace.known.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_one_pass_for_all_sizes_says_the_same(seed: int) -> None:
+    trace = small_trace(seed, 600)
+    sizes = [1, 7, 40, 41, trace.n_nodes // 3, trace.n_nodes]
+    found = play_all(trace, sizes)
+    for size in sizes:
+        expected = play(MemoryStore(trace, n_blocks=size))
+        assert found[size].tolist() == expected.tolist(), size

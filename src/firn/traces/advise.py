@@ -15,10 +15,12 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from firn.traces.simulate import MemoryStore, SsdStore, Store, play
+from firn.traces.simulate import SsdStore, play
+from firn.traces.stack import play_all
 from firn.traces.trace import Ints, Trace
 
 ENOUGH = 0.01
@@ -33,13 +35,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One play. `store` is a name of STORES."""
+    """One pass over the trace: memories of several sizes, or one SSD."""
 
-    store: str
-    n_blocks: int
-
-
-STORES: Mapping[str, type[Store]] = {"memory": MemoryStore, "ssd": SsdStore}
+    tier: Literal["memory", "ssd"]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +76,10 @@ def advise(
 ) -> Advice:
     """Sizes in blocks. workers: processes, as many as there are cores where it is not said."""
     memory, ssd = sorted(set(memory)), sorted(set(ssd))
-    runs = list(
-        dict.fromkeys([*(Run("memory", n) for n in (*memory, *ssd)), *(Run("ssd", n) for n in ssd)])
-    )
+    runs = [Run("memory", (*memory, *ssd)), *(Run("ssd", (n,)) for n in ssd)]
     depths = _play_all(trace, runs, progress, workers or os.cpu_count() or 1)
+    of_memory = depths[runs[0]]
+    of_ssd = {n: depths[Run("ssd", (n,))][n] for n in ssd}
 
     def rate(found: Ints) -> float:
         return float(found.sum(dtype=np.int64)) * trace.block / max(trace.n_prompt_tokens, 1)
@@ -89,13 +88,9 @@ def advise(
         tuple(memory),
         tuple(ssd),
         unlimited=rate(trace.known),
-        alone={n: rate(depths[Run("memory", n)]) for n in memory},
-        together={
-            (m, s): rate(np.maximum(depths[Run("memory", m)], depths[Run("ssd", s)]))
-            for m in memory
-            for s in ssd
-        },
-        lru={n: rate(depths[Run("memory", n)]) for n in ssd},
+        alone={n: rate(of_memory[n]) for n in memory},
+        together={(m, s): rate(np.maximum(of_memory[m], of_ssd[s])) for m in memory for s in ssd},
+        lru={n: rate(of_memory[n]) for n in ssd},
     )
 
 
@@ -124,8 +119,8 @@ def suggested(trace: Trace, *, unit: float) -> tuple[list[int], list[int]]:
 
 def _play_all(
     trace: Trace, runs: Sequence[Run], progress: Progress, workers: int
-) -> dict[Run, Ints]:
-    done: dict[Run, Ints] = {}
+) -> dict[Run, dict[int, Ints]]:
+    done: dict[Run, dict[int, Ints]] = {}
     if workers == 1 or len(runs) * len(trace) < ALONE:
         for run in runs:
             done[run] = _play(trace, run)
@@ -142,9 +137,11 @@ def _play_all(
     return done
 
 
-def _play_saved(folder: str, run: Run) -> Ints:
+def _play_saved(folder: str, run: Run) -> dict[int, Ints]:
     return _play(Trace.load(Path(folder)), run)
 
 
-def _play(trace: Trace, run: Run) -> Ints:
-    return play(STORES[run.store](trace, n_blocks=run.n_blocks))
+def _play(trace: Trace, run: Run) -> dict[int, Ints]:
+    if run.tier == "memory":
+        return play_all(trace, run.sizes)
+    return {n: play(SsdStore(trace, n_blocks=n)) for n in run.sizes}

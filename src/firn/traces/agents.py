@@ -174,7 +174,7 @@ class AgentTraffic:
         rng, s = self._rng, self._shape
         tools, found, end = rng.choice(self._sub_tools), list[Entry](), at
         for _ in range(rng.randint(1, 4)):
-            talk, now = self._grown(self._copy(tools), rng.randint(*s.task)), at
+            talk, now = self._grown(self._copy(tools), rng.randint(*s.task)), at + rng.random()
             for _ in range(1 + int(rng.expovariate(1 / s.sub_turns))):
                 found.append(self._ask(talk, now))
                 self._grown(talk, 20 + int(rng.expovariate(1 / s.step)))
