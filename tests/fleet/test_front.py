@@ -209,6 +209,26 @@ def test_every_model_writes_to_the_trace(pair: Running, trace: Path) -> None:
     assert not set(blocks[DENSE]) & set(blocks[HYBRID]), "and models nothing"
 
 
+def test_who_watches_sees_every_model_and_loads_none(pair: Running) -> None:
+    assert right(ask(pair, DENSE))
+    seen: dict[str, Any] = {}
+    with pair.http().stream("GET", "/v1/activity") as response:
+        assert response.status_code == 200
+        event = ""
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                seen.setdefault(event, json.loads(line.removeprefix("data: ")))
+            if {"models", "state", "calls"} <= seen.keys():
+                break
+    states = {model["id"]: model["state"] for model in seen["models"]}
+    assert states.keys() == {DENSE, HYBRID}
+    assert states[DENSE] == "loaded"
+    assert seen["state"]["model"] in states
+    assert all(call["model"] in states and call["phase"] == "done" for call in seen["calls"])
+
+
 def _written(trace: Path) -> list[Entry]:
     return list(read(trace).entries) if trace.exists() and trace.stat().st_size else []
 

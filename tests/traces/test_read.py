@@ -38,6 +38,16 @@ def test_mooncakes_lines(tmp_path: Path) -> None:
     assert trace.working_set_tokens == 3 * 512
 
 
+def test_hashes_that_do_not_cover_what_lies_before(tmp_path: Path) -> None:
+    """The same hash behind another block is another block."""
+    chains = [(1, 2, 3), (9, 2, 3), (1, 2, 3), (9, 2, 3), (9, 2, 4), (2, 3), (2, 3, 3)]
+    trace = Trace.of([Entry(i, 99, 0, chain) for i, chain in enumerate(chains)], block=4)
+    assert trace.known.tolist() == [0, 0, 3, 3, 2, 0, 2]
+    assert trace.n_nodes == 3 + 3 + 1 + 2 + 1
+    names = write(tmp_path / "t.jsonl", mooncake(0, 1024, [-1, "x"]), mooncake(1, 512, [2**64 - 1]))
+    assert Trace.of(read(names).entries, block=512).known.tolist() == [0, 1]
+
+
 def test_requests_are_sorted_by_their_arrival(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", mooncake(9000, 512, [1]), mooncake(0, 1024, [1, 2]))
     trace = Trace.of(read(path).entries, block=512)

@@ -45,6 +45,7 @@ class CallView:
     """One call. Seconds are since its arrival, which is a Unix time; None: not yet."""
 
     id: str
+    model: str
     key: str
     """Whose it is: the first digits of the key's digest."""
     phase: Phase
@@ -66,6 +67,7 @@ class CallView:
 class _Followed:
     exchange: Exchange
     session: Session
+    model: str
     arrived_at: float
 
     def view(self, *, ended: bool = False) -> CallView:
@@ -76,6 +78,7 @@ class _Followed:
             tiers.update(dict(each.tiers))
         return CallView(
             id=self.exchange.id,
+            model=self.model,
             key=self.exchange.caller.own[:8],
             phase=self._phase(ended),
             arrived_at=round(self.arrived_at, 3),
@@ -107,7 +110,8 @@ def _since(began: float, then: float | None) -> float | None:
 class Activity:
     """Calls that go on, and the last that ended. Owner: the app, on the asyncio thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model = model
         self._open: dict[str, tuple[Namespace, _Followed]] = {}
         self._ended: deque[tuple[int, Namespace, CallView]] = deque(maxlen=N_ENDED)
         self._n_ended = 0
@@ -117,7 +121,7 @@ class Activity:
     def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
         """Around a call, while its session is open."""
         arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
-        call = _Followed(exchange, session, arrived_at)
+        call = _Followed(exchange, session, self._model, arrived_at)
         self._open[exchange.id] = exchange.caller.own, call
         try:
             yield

@@ -49,7 +49,7 @@ def create_app(services: Services) -> FastAPI:
         n_calls=services.quotas.n_calls,
         extra=services.extra_collectors,
     )
-    activity = Activity()
+    activity = Activity(services.engine.model.name)
     for dialect in dialects:
         endpoint = Generate(dialect, services, metrics, intake, activity)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))

@@ -16,7 +16,7 @@ import heapq
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 
 from firn.traces.read import line_of
 from firn.traces.trace import Entry
@@ -213,7 +213,7 @@ class AgentTraffic:
 def agent_trace(n_requests: int, *, seed: int = 0, block: int = 256, **shape: float) -> list[Entry]:
     """The first requests of such traffic. shape: fields of Shape that differ."""
     traffic = AgentTraffic(replace(USUAL, **shape), seed=seed, block=block)  # type: ignore[arg-type]
-    return [entry for entry, _ in zip(traffic, range(n_requests), strict=False)]
+    return list(islice(traffic, n_requests))
 
 
 def main() -> None:
@@ -223,7 +223,8 @@ def main() -> None:
     options.add_argument("--block", type=int, default=256, help="tokens")
     options.add_argument("--token-bytes", type=int, default=0, help="what a token takes up")
     args = options.parse_args()
-    for entry in agent_trace(args.requests, seed=args.seed, block=args.block):
+    traffic = AgentTraffic(seed=args.seed, block=args.block)
+    for entry in islice(traffic, args.requests):
         print(line_of(replace(entry, token_nbytes=args.token_bytes), block=args.block))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -126,8 +127,8 @@ def _entry(line: Mapping[str, Any], block: int) -> Entry:
         at_s=float(line["timestamp"]) / 1000,
         n_prompt=n_prompt,
         n_reply=n_reply,
-        blocks=tuple(map(_unsigned, names[:n_whole])),
-        reply_blocks=tuple(map(_unsigned, reply)),
+        blocks=_names(names[:n_whole]),
+        reply_blocks=_names(reply),
         cached=tuple((str(k), int(n)) for k, n in (line.get("cached") or {}).items()),
         first_s=None if first_ms is None else float(first_ms) / 1000,
         model=str(line.get("model") or ""),
@@ -151,6 +152,14 @@ def line_of(entry: Entry, *, block: int) -> str:
         "token_bytes": entry.token_nbytes,
     }
     return json.dumps(found, separators=(",", ":"))
+
+
+def _names(values: Sequence[Any]) -> tuple[int, ...]:
+    try:
+        array("Q", values)  # all of them are numbers that fit: the usual case, and fast
+        return tuple(values)
+    except (TypeError, OverflowError):
+        return tuple(map(_unsigned, values))
 
 
 def _unsigned(value: Any) -> int:

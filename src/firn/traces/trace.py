@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,17 +108,12 @@ class Trace:
     @classmethod
     def of(cls, entries: Iterable[Entry], *, block: int) -> Trace:
         """Raises TraceError when there is nothing in it."""
-        nodes, ends, at = array("i"), array("q"), array("d")
+        chains, ends, at = _Chains(), array("q"), array("d")
         n_prompt, n_asked = array("q"), array("i")
-        numbers: dict[int, int] = {}
         token_nbytes = 0
         for entry in entries:
-            parent = -1
-            for name in (*entry.blocks, *entry.reply_blocks):
-                # By its parent too: whether a trace's hashes cover what lies before is its maker's word.
-                parent = numbers.setdefault((parent + 1) << 64 | name, len(numbers))
-                nodes.append(parent)
-            ends.append(len(nodes))
+            chains.add((*entry.blocks, *entry.reply_blocks) if entry.reply_blocks else entry.blocks)
+            ends.append(len(chains.nodes))
             at.append(entry.at_s)
             n_prompt.append(entry.n_prompt)
             n_asked.append(len(entry.blocks))
@@ -135,12 +130,78 @@ class Trace:
             starts=first[order],
             ends=last[order],
             n_asked=np.array(n_asked, dtype=np.int32)[order],
-            nodes=np.array(nodes, dtype=np.int32),
-            n_nodes=len(numbers),
+            nodes=np.frombuffer(chains.nodes, dtype=np.int32) if chains.nodes else _NOTHING,
+            n_nodes=chains.n_nodes,
             token_nbytes=token_nbytes,
         )
 
 
+class _Chains:
+    """Blocks as numbers. Most of a chain was there before: that part is copied, not looked up.
+
+    By its parent too: whether a trace's hashes cover what lies before a block is its maker's word.
+    """
+
+    def __init__(self) -> None:
+        self.nodes = array("i")
+        """All chains, one behind the other."""
+        self._numbers: dict[int, int] = {}
+        """By hash: the first block that has it."""
+        self._others: dict[tuple[int, int], int] = {}
+        """By parent and hash: those that have the same one elsewhere."""
+        self._names, self._parents = array("Q"), array("i")
+        self._depths, self._born = array("i"), array("q")
+        """Of each block; where the chain begins that it was first in."""
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self._names)
+
+    def add(self, chain: Sequence[int]) -> None:
+        start = len(self.nodes)
+        known = self._known(chain)
+        self.nodes.extend(known)
+        parent = known[-1] if known else -1
+        for depth in range(len(known), len(chain)):
+            parent = self._child(parent, chain[depth], depth, start)
+            self.nodes.append(parent)
+
+    def _known(self, chain: Sequence[int]) -> array[int]:
+        """The numbers of the longest part that is there; found by halves, as hashes say."""
+        low, high, number = 0, len(chain), -1
+        while low < high:
+            middle = (low + high + 1) // 2
+            found = self._numbers.get(chain[middle - 1], -1)
+            if found >= 0 and self._depths[found] == middle - 1:
+                low, number = middle, found
+            else:
+                high = middle - 1
+        if number < 0:
+            return array("i")
+        start, names = self._born[number], self._names
+        path = self.nodes[start : start + low]
+        same = all(names[node] == name for node, name in zip(path, chain, strict=False))
+        return path if same else array("i")
+
+    def _child(self, parent: int, name: int, depth: int, start: int) -> int:
+        number = self._numbers.get(name)
+        if number is not None and self._parents[number] == parent:
+            return number
+        if number is not None and (other := self._others.get((parent, name))) is not None:
+            return other
+        made = len(self._names)
+        self._names.append(name)
+        self._parents.append(parent)
+        self._depths.append(depth)
+        self._born.append(start)
+        if number is None:
+            self._numbers[name] = made
+        else:
+            self._others[parent, name] = made
+        return made
+
+
+_NOTHING = np.zeros(0, dtype=np.int32)
 _ARRAYS = ("at", "n_prompt", "starts", "ends", "n_asked", "nodes")
 
 
