@@ -25,6 +25,7 @@ from typing import Any
 from report import BenchError
 
 from firn.bench.client import Message, Reply, Target, models
+from firn.bench.client import words as words  # where scripts expect it
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0

@@ -136,14 +136,14 @@ def _entry(line: Mapping[str, Any], block: int) -> Entry:
     )
 
 
-def line_of(entry: Entry, *, block: int) -> str:
-    """An entry as a line that `read` understands."""
+def line_of(entry: Entry, *, block: int, rest: int | None = None) -> str:
+    """An entry as a line that `read` understands. rest: the hash of a last block that is not whole."""
     first_ms = None if entry.first_s is None else round(entry.first_s * 1000, 1)
     found = {
         "timestamp": round(entry.at_s * 1000),
         "input_length": entry.n_prompt,
         "output_length": entry.n_reply,
-        "hash_ids": entry.blocks,
+        "hash_ids": entry.blocks if rest is None else (*entry.blocks, rest),
         "output_hash_ids": entry.reply_blocks,
         "block_tokens": block,
         "model": entry.model,

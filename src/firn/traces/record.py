@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import secrets
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from firn.core.errors import SetupError
 from firn.core.keys import KeyTokens, key_tokens
 from firn.core.values import Served
+from firn.traces.read import line_of
+from firn.traces.trace import Entry
 
 log = logging.getLogger("firn.traces")
 
@@ -122,7 +122,7 @@ class Recorder:
             return served
 
     def _write(self, served: Served) -> None:
-        line = json.dumps(self._line(served), separators=(",", ":")).encode() + b"\n"
+        line = f"{self._line(served)}\n".encode()
         if os.fstat(self._fd).st_size + len(line) > self._max_file_nbytes:
             self._stop(f"it has reached {self._max_file_nbytes >> 20} MiB")
             return
@@ -139,37 +139,37 @@ class Recorder:
         if is_news:
             log.warning("the trace goes on no further: %s", why)
 
-    def _line(self, served: Served) -> dict[str, Any]:
+    def _line(self, served: Served) -> str:
         prompt = key_tokens(served.prompt.ids, served.prompt.media)
         n_prompt, block = len(prompt), self._block
         root = self._hash(self._model.encode(), served.namespace.encode())
-        names = self._chain(root, np.append(prompt, np.array(served.reply, dtype=np.uint64)))
-        n_whole = n_prompt // block
-        hash_ids = [number for _, number in names[:n_whole]]
+        chain = self._chain(root, np.append(prompt, np.array(served.reply, dtype=np.uint64)))
+        n_whole, rest = n_prompt // block, None
         if n_prompt % block:
-            above = names[n_whole - 1][0] if n_whole else root
-            rest = prompt[n_whole * block :].astype("<u8", copy=False).tobytes()
-            hash_ids.append(_number(self._hash(above, rest)))
-        return {
-            "timestamp": round(served.at_s * 1000),
-            "input_length": n_prompt,
-            "output_length": served.n_reply,
-            "hash_ids": hash_ids,
-            "output_hash_ids": [number for _, number in names[n_whole:]],
-            "block_tokens": block,
-            "model": self._model,
-            "cached": dict(served.tiers),
-            "first_token_ms": None if served.first_s is None else round(served.first_s * 1000, 1),
-            "token_bytes": self._token_nbytes,
-        }
+            above = chain[n_whole - 1] if n_whole else root
+            raw = prompt[n_whole * block :].astype("<u8", copy=False).tobytes()
+            rest = _number(self._hash(above, raw))
+        names = tuple(map(_number, chain))
+        entry = Entry(
+            served.at_s,
+            n_prompt,
+            served.n_reply,
+            names[:n_whole],
+            names[n_whole:],
+            served.tiers,
+            served.first_s,
+            self._model,
+            self._token_nbytes,
+        )
+        return line_of(entry, block=block, rest=rest)
 
-    def _chain(self, root: bytes, tokens: KeyTokens) -> list[tuple[bytes, int]]:
-        """Digest and number of every whole block."""
+    def _chain(self, root: bytes, tokens: KeyTokens) -> list[bytes]:
+        """The digest of every whole block."""
         raw = tokens.astype("<u8", copy=False).tobytes()
-        step, parent, found = 8 * self._block, root, list[tuple[bytes, int]]()
+        step, parent, found = 8 * self._block, root, list[bytes]()
         for start in range(0, len(raw) - step + 1, step):
             parent = self._hash(parent, raw[start : start + step])
-            found.append((parent, _number(parent)))
+            found.append(parent)
         return found
 
     def _hash(self, *fields: bytes) -> bytes:
