@@ -18,7 +18,9 @@ from itertools import pairwise
 import numpy as np
 
 from firn.traces.simulate import TELL_EVERY, Progress
-from firn.traces.trace import Ints, Trace
+from firn.traces.trace import Ints, Longs, Trace
+
+_NONE: Longs = np.zeros(0, dtype=np.int64)
 
 
 def play_all(
@@ -49,11 +51,11 @@ class Stack:
         """Blocks by the request that used them last, as a binary indexed tree."""
         self._n_blocks = 0
 
-    def take(self, i: int) -> Ints:
+    def take(self, i: int) -> Longs:
         """The places of the prompt's blocks, as far as they are known, ascending; then it is used."""
         path = self._trace.path(i)
         if not len(path):
-            return path
+            return _NONE
         last = self._last[path]
         cuts = [0, *(np.flatnonzero(last[1:] != last[:-1]) + 1).tolist(), len(path)]
         places = np.empty(len(path), dtype=np.int64)

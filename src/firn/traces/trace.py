@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +102,9 @@ class Trace:
     def load(cls, folder: Path) -> Trace:
         """Mapped, not read: processes that load the same folder share its memory."""
         # As plain arrays over the mapped memory: cutting a memmap takes ten times as long.
-        arrays = {n: np.asarray(np.load(folder / f"{n}.npy", mmap_mode="r")) for n in _ARRAYS}
+        arrays: dict[str, Any] = {
+            n: np.asarray(np.load(folder / f"{n}.npy", mmap_mode="r")) for n in _ARRAYS
+        }
         numbers = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
         return cls(**arrays, **numbers)
 
