@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from firn.bench.report import grid
 from firn.cli.cache_work import out
 from firn.config import UsageError
-from firn.traces.advise import Advice, advise, suggested
+from firn.traces.advise import Advice, advise
 from firn.traces.read import read
 from firn.traces.trace import Trace, TraceError
 
@@ -59,9 +59,8 @@ def run(
     except OSError as e:
         raise TraceError(f"{path}: {e.strerror}") from e
     scale = Scale(trace, token_bytes or trace.token_nbytes)
-    memory, ssd = suggested(trace, unit=scale.blocks)
-    memory = _sizes("--memory-gb", memory_gb, scale) or memory
-    ssd = _sizes("--ssd-gb", ssd_gb, scale) or ssd
+    memory = _sizes("--memory-gb", memory_gb, scale)
+    ssd = _sizes("--ssd-gb", ssd_gb, scale)
     bar = Progress(
         TextColumn("playing {task.completed} of {task.total}"),
         BarColumn(),
@@ -75,6 +74,7 @@ def run(
             trace,
             memory=memory,
             ssd=ssd,
+            unit=scale.blocks,
             progress=lambda n, total: bar.update(task, completed=n, total=total),
             workers=workers or None,
         )

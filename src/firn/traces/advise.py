@@ -11,11 +11,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -27,18 +25,12 @@ ENOUGH = 0.01
 """A doubling that reuses fewer of the prompt tokens is not worth it."""
 ALONE = 400_000
 """Requests, over all runs, below which other processes would cost more than they bring."""
-N_SIZES = 5
+ENOUGH_MEMORY, ENOUGH_SSD = 0.99, 0.999
+"""Of what a cache without limits reuses: larger sizes are not worth a column."""
+N_BEFORE = 4
 
 Progress = Callable[[int, int], None]
 """Runs that are over, and all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One pass over the trace: memories of several sizes, or one SSD."""
-
-    tier: Literal["memory", "ssd"]
-    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +61,50 @@ class Advice:
 def advise(
     trace: Trace,
     *,
-    memory: Sequence[int],
-    ssd: Sequence[int],
+    memory: Sequence[int] = (),
+    ssd: Sequence[int] = (),
+    unit: float = 1.0,
     progress: Progress = lambda n, total: None,
     workers: int | None = None,
 ) -> Advice:
-    """Sizes in blocks. workers: processes, as many as there are cores where it is not said."""
-    memory, ssd = sorted(set(memory)), sorted(set(ssd))
-    runs = [Run("memory", (*memory, *ssd)), *(Run("ssd", (n,)) for n in ssd)]
-    depths = _play_all(trace, runs, progress, workers or os.cpu_count() or 1)
-    of_memory = depths[runs[0]]
-    of_ssd = {n: depths[Run("ssd", (n,))][n] for n in ssd}
+    """Sizes in blocks; where none are given, powers of two of the unit between which something happens.
+
+    unit: in blocks. workers: processes, as many as there are cores where it is not said.
+    """
 
     def rate(found: Ints) -> float:
         return float(found.sum(dtype=np.int64)) * trace.block / max(trace.n_prompt_tokens, 1)
 
+    unlimited = rate(trace.known)
+    of_memory = play_all(trace, [*_powers(trace, unit), *memory, *ssd])
+    curve = {n: rate(found) for n, found in of_memory.items()}
+    memory = sorted(set(memory)) or _around(curve, ENOUGH_MEMORY * unlimited)
+    ssd = sorted(set(ssd)) or _around(curve, ENOUGH_SSD * unlimited)
+    progress(1, 1 + len(ssd))
+    of_ssd = _play_all(
+        trace, ssd, lambda n: progress(1 + n, 1 + len(ssd)), workers or os.cpu_count() or 1
+    )
     return Advice(
         tuple(memory),
         tuple(ssd),
-        unlimited=rate(trace.known),
-        alone={n: rate(of_memory[n]) for n in memory},
+        unlimited=unlimited,
+        alone={n: curve[n] for n in memory},
         together={(m, s): rate(np.maximum(of_memory[m], of_ssd[s])) for m in memory for s in ssd},
-        lru={n: rate(of_memory[n]) for n in ssd},
+        lru={n: curve[n] for n in ssd},
     )
+
+
+def _powers(trace: Trace, unit: float) -> list[int]:
+    """Up to twice all that is ever stored."""
+    powers = [round(unit * 2.0**k) for k in range(-40, 60)]
+    return sorted({p for p in powers if 1 <= p <= 2 * max(trace.n_nodes, 1)} or {1})
+
+
+def _around(curve: Mapping[int, float], enough: float) -> list[int]:
+    """The sizes before the first that is enough, that one, and one more."""
+    sizes = sorted(curve)
+    last = next((i for i, size in enumerate(sizes) if curve[size] >= enough), len(sizes) - 1)
+    return sizes[max(last - N_BEFORE, 0) : last + 2]
 
 
 def knee(rates: Mapping[int, float]) -> int:
@@ -105,43 +118,26 @@ def knee(rates: Mapping[int, float]) -> int:
     return best
 
 
-def suggested(trace: Trace, *, unit: float) -> tuple[list[int], list[int]]:
-    """Sizes worth a look, in blocks: units by powers of two, for memory and for an SSD.
-
-    unit: blocks in one.
-    """
-    whole = max(trace.n_nodes, 1)
-    powers = [unit * 2.0**k for k in range(-20, 40)]
-    fitting = [round(p) for p in powers if whole / 256 <= p <= whole * 2 and round(p) >= 1]
-    sizes = sorted(set(fitting or [whole]))
-    return sizes[:N_SIZES], sizes[-N_SIZES:]
-
-
 def _play_all(
-    trace: Trace, runs: Sequence[Run], progress: Progress, workers: int
-) -> dict[Run, dict[int, Ints]]:
-    done: dict[Run, dict[int, Ints]] = {}
-    if workers == 1 or len(runs) * len(trace) < ALONE:
-        for run in runs:
-            done[run] = _play(trace, run)
-            progress(len(done), len(runs))
+    trace: Trace, sizes: Sequence[int], progress: Callable[[int], None], workers: int
+) -> dict[int, Ints]:
+    """SSDs of these sizes."""
+    done: dict[int, Ints] = {}
+    if workers == 1 or len(sizes) * len(trace) < ALONE:
+        for size in sizes:
+            done[size] = play(SsdStore(trace, n_blocks=size))
+            progress(len(done))
         return done
     with tempfile.TemporaryDirectory(prefix="firn-advise-") as folder:
         trace.save(Path(folder))
         # Started afresh: a copy of this process would carry its threads' locks along.
-        with ProcessPoolExecutor(min(workers, len(runs)), get_context("spawn")) as pool:
-            waiting = {pool.submit(partial(_play_saved, folder, run)): run for run in runs}
+        with ProcessPoolExecutor(min(workers, len(sizes)), get_context("spawn")) as pool:
+            waiting = {pool.submit(_play_saved, folder, size): size for size in sizes}
             for future in as_completed(waiting):
                 done[waiting[future]] = future.result()
-                progress(len(done), len(runs))
+                progress(len(done))
     return done
 
 
-def _play_saved(folder: str, run: Run) -> dict[int, Ints]:
-    return _play(Trace.load(Path(folder)), run)
-
-
-def _play(trace: Trace, run: Run) -> dict[int, Ints]:
-    if run.tier == "memory":
-        return play_all(trace, run.sizes)
-    return {n: play(SsdStore(trace, n_blocks=n)) for n in run.sizes}
+def _play_saved(folder: str, size: int) -> Ints:
+    return play(SsdStore(Trace.load(Path(folder)), n_blocks=size))
