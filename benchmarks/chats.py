@@ -21,20 +21,26 @@ by itself) or a number of MB; several may be given.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from disks import read_speed
 from report import BenchError, Column, cli, names, save, table
-from servers import Bare, Message, Reply, Server, kind_of, lab, model_folder, words
+from servers import Bare, Server, kind_of, lab, model_folder
 
+from firn.bench.chats import (
+    N_DOCUMENT_WORDS,
+    N_QUESTION_WORDS,
+    N_REPLY,
+    N_SYSTEM_WORDS,
+    Chats,
+    Workload,
+    p50,
+    warm_up,
+)
 from models import CONFIGS, session_nbytes
 
-N_SYSTEM_WORDS, N_DOCUMENT_WORDS, N_QUESTION_WORDS = 300, 250, 20
-N_REPLY = 16
 LARGE_MB = 512
 SETTLE_S = 2.0
 """Between the last answer and the stop: what a server writes behind may be written."""
@@ -49,71 +55,26 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What all servers are asked. `turns` counts those before the restart."""
-
-    n_sessions: int
-    turns: int
-
-    @property
-    def system(self) -> Message:
-        return {"role": "system", "content": words(N_SYSTEM_WORDS, seed="system")}
-
-    def user(self, session: int, turn: int) -> Message:
-        if turn == 0:
-            text = words(N_DOCUMENT_WORDS, seed=("document", session)) + " Summarise."
-        else:
-            text = words(N_QUESTION_WORDS, seed=("question", session, turn)) + " Go on."
-        return {"role": "user", "content": text}
-
-
 def run_server(name: str, model: Path, *, work: Workload, memory_mb: int) -> dict[str, Any]:
-    sessions = [[work.system] for _ in range(work.n_sessions)]
-    asked: list[list[Reply]] = []
+    chats = Chats(work)
     with Server.start(name, model, memory_mb=memory_mb) as server:
-        _warm_up(server)
-        for turn in range(work.turns):
-            asked.append(_turn(server, sessions, work=work, turn=turn))
+        warm_up(server.target)
+        for _ in range(work.turns):
+            chats.turn(server.target)
         time.sleep(SETTLE_S)
         startup_s = server.startup_s
     disk_nbytes = server.disk_nbytes()
     with Server.start(name, model, memory_mb=memory_mb, fresh=False) as server:
-        _warm_up(server)
-        again = _turn(server, sessions, work=work, turn=work.turns)
+        warm_up(server.target)
+        again = chats.turn(server.target)
         restarted_s = server.startup_s
-    first, later = asked[0], [r for replies in asked[1:] for r in replies]
-    return {
-        "cold_s": first[0].first_s,
-        "shared_s": _p50([r.first_s for r in first[1:]]),
-        "later_s": _p50([r.first_s for r in later]),
-        "restart_s": _p50([r.first_s for r in again]),
-        "later_new": _p50([float(r.n_prompt - r.n_cached) for r in later]),
-        "restart_new": _p50([float(r.n_prompt - r.n_cached) for r in again]),
+    return chats.result() | {
+        "restart_s": p50([r.first_s for r in again]),
+        "restart_new": p50([float(r.n_prompt - r.n_cached) for r in again]),
         "disk_mb": disk_nbytes / 1e6 if server.cache_folders else None,
         "startup_s": startup_s,
         "restarted_s": restarted_s,
-        "first_s": [[r.first_s for r in replies] for replies in (*asked, again)],
-        "prompt_tokens": [[r.n_prompt for r in replies] for replies in (*asked, again)],
-        "cached_tokens": [[r.n_cached for r in replies] for replies in (*asked, again)],
     }
-
-
-def _warm_up(server: Server) -> None:
-    server.chat([{"role": "user", "content": "Hello."}], 2)
-
-
-def _turn(
-    server: Server, sessions: list[list[Message]], *, work: Workload, turn: int
-) -> list[Reply]:
-    """One turn of every session, which grows by the question and the reply."""
-    replies = []
-    for i, messages in enumerate(sessions):
-        messages.append(work.user(i, turn))
-        reply = server.chat(messages, N_REPLY)
-        messages.append({"role": "assistant", "content": reply.text})
-        replies.append(reply)
-    return replies
 
 
 def run_floor(model: Path, *, work: Workload, disk_nbytes_per_s: float) -> dict[str, Any]:
@@ -126,18 +87,14 @@ def run_floor(model: Path, *, work: Workload, disk_nbytes_per_s: float) -> dict[
     }
     with Bare.start(model) as bare:
         result = bare.ask(request)
-    later_s = _p50(result["later_s"])
+    later_s = p50(result["later_s"])
     load_s = _session_nbytes(model.name, work) / disk_nbytes_per_s
     return {
         "cold_s": result["cold_s"],
-        "shared_s": _p50(result["first_s"]),
+        "shared_s": p50(result["first_s"]),
         "later_s": later_s,
         "restart_s": None if later_s is None else later_s + load_s,
     }
-
-
-def _p50(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def memory_mb(text: str, model: str, work: Workload) -> int:

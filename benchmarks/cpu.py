@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from report import BenchError, Column, cli, names, numbers, save, table
-from servers import Message, Reply, Server, kind_of, lab, model_folder, words
+from servers import Server, kind_of, lab, model_folder
 from throughput import at_concurrency
+
+from firn.bench.client import Message, Reply, words
 
 N_TOKENS = 2000
 N_REPLY = 48

@@ -1,41 +1,38 @@
-"""The servers under test: how each is started, stopped and talked to.
+"""The servers under test: how each is started and stopped. firn.bench talks to them.
 
-Real processes on a loopback port, spoken to over HTTP like any client would; nothing but the standard
-library is needed here. Each server has an environment in the lab folder (see setup.sh), a home and a
-cache folder of its own that are empty when it starts, and the same linear algebra library.
+Real processes on a loopback port; nothing but the standard library is needed here. Each server has an
+environment in the lab folder (see setup.sh), a home and a cache folder of its own that are empty when it
+starts, and the same linear algebra library.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import http.client
 import json
 import os
-import random
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from report import BenchError
 
+from firn.bench.client import Message, Reply, Target, models
+from firn.bench.client import words as words  # where scripts expect it
+
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
-N_ATTEMPTS = 3
 MIB = 1 << 20
 APC_BLOCKS_PER_MB = 16
 """mlx-vlm counts memory in blocks of 16 tokens; the dense model has 4 KiB a token."""
-WORDS = "amber basin cedar delta ember fjord grove haven inlet jetty knoll larch marsh north oxbow pines"
-
-Message = dict[str, str]
 
 
 def lab() -> Path:
@@ -166,113 +163,6 @@ def environment(*, preload: bool = True, **more: str) -> dict[str, str]:
     return env
 
 
-# --- talking -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One streamed answer. Times are perf_counter values, one for each piece of text."""
-
-    text: str
-    first_s: float
-    total_s: float
-    times: tuple[float, ...]
-    n_prompt: int
-    n_cached: int
-    n_completion: int
-
-
-def chat(
-    port: int,
-    model: str,
-    *,
-    messages: Sequence[Message],
-    max_tokens: int,
-    ignore_eos: bool = False,
-    on_piece: Callable[[float], object] = lambda now: None,
-    timeout_s: float = 300.0,
-) -> Reply:
-    """A greedy chat, streamed. Raises BenchError for anything but a whole answer."""
-    body = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **({"ignore_eos": True} if ignore_eos else {}),
-    }
-    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
-    start = time.perf_counter()
-    text, times, usage, first_s, ended = "", list[float](), dict[str, Any](), 0.0, False
-    try:
-        response = _post(connection, json.dumps(body))
-        if response.status != 200:
-            raise BenchError(f"the server answered {response.status}: {response.read()[:200]!r}")
-        for event in _events(response):
-            if "error" in event:
-                raise BenchError(f"the server broke off: {str(event['error'])[:200]}")
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or ():
-                piece = _text(choice.get("delta") or {})
-                ended = ended or bool(choice.get("finish_reason"))
-                if not piece and not ended:
-                    continue
-                now = time.perf_counter()
-                first_s = first_s or now - start
-                if piece:
-                    text += piece
-                    times.append(now)
-                    on_piece(now)
-    except (OSError, http.client.HTTPException, ValueError) as e:
-        raise BenchError(f"the connection broke: {e!r}") from e
-    finally:
-        connection.close()
-    if not ended:
-        raise BenchError("the stream ended without a finish_reason")
-    return Reply(
-        text,
-        first_s,
-        time.perf_counter() - start,
-        tuple(times),
-        n_prompt=usage.get("prompt_tokens") or 0,
-        n_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        n_completion=usage.get("completion_tokens") or len(times),
-    )
-
-
-def _post(connection: http.client.HTTPConnection, body: str) -> http.client.HTTPResponse:
-    """Asks again when the server will not have the connection: mlx-lm's takes five at a time."""
-    headers = {"content-type": "application/json"}
-    for attempt in range(N_ATTEMPTS):
-        try:
-            connection.request("POST", "/v1/chat/completions", body, headers)
-            return connection.getresponse()
-        except ConnectionResetError:
-            if attempt + 1 == N_ATTEMPTS:
-                raise
-            connection.close()
-    raise AssertionError
-
-
-def _events(lines: Iterator[bytes] | http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of each data line; comment lines and the end mark are passed over."""
-    for line in lines:
-        if line.startswith(b"data:") and not line.strip().endswith(b"[DONE]"):
-            yield json.loads(line[5:])
-
-
-def _text(delta: Mapping[str, Any]) -> str:
-    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return (delta.get("content") or "") + thought
-
-
-def words(n: int, *, seed: object) -> str:
-    """A text that no other seed has; about five tokens a word."""
-    rng = random.Random(str(seed))
-    return " ".join(f"{rng.choice(WORDS.split())}{rng.randrange(100)}" for _ in range(n))
-
-
 # --- running -------------------------------------------------------------------------------
 
 
@@ -283,8 +173,7 @@ class Server:
     name: str
     process: subprocess.Popen[bytes]
     port: int
-    model: str
-    """Its name in the API."""
+    target: Target
     startup_s: float
     cache_folders: tuple[Path, ...]
 
@@ -331,9 +220,10 @@ class Server:
             )
         port = int(str(values["port"]))
         folders = tuple(Path(f.format(**values)) for f in kind.cache_folders)
-        server = cls(name, process, port, str(model), 0.0, folders)
+        target = Target(f"http://{HOST}:{port}", str(model), name)
+        server = cls(name, process, port, target, 0.0, folders)
         try:
-            server.model = server._wait(model, log)
+            server.target = replace(target, model=server._wait(model, log))
         except BaseException:
             server.stop()
             raise
@@ -341,10 +231,7 @@ class Server:
         return server
 
     def chat(self, messages: Sequence[Message], max_tokens: int, **options: Any) -> Reply:
-        try:
-            return chat(self.port, self.model, messages=messages, max_tokens=max_tokens, **options)
-        except BenchError as e:
-            raise BenchError(f"{self.name}: {e}") from e
+        return self.target.chat(messages, max_tokens, **options)
 
     def disk_nbytes(self) -> int:
         """What its files take up, by their length."""
@@ -378,7 +265,7 @@ class Server:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise BenchError(f"{self.name} ended with {self.process.returncode}: see {log}")
-            listed = _listed(self.port)
+            listed = _listed(self.target.url)
             if listed is not None:
                 # mlx-lm lists all models on the machine; the one it serves is named like our folder.
                 ours = [name for name in listed if Path(name).name == model.name]
@@ -387,20 +274,12 @@ class Server:
         raise BenchError(f"{self.name} did not answer in {START_TIMEOUT_S:.0f} s: see {log}")
 
 
-def _listed(port: int) -> list[str] | None:
+def _listed(url: str) -> list[str] | None:
     """Names of the models; None: not up yet."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=2)
     try:
-        connection.request("GET", "/v1/models")
-        response = connection.getresponse()
-        body = response.read()
-        if response.status != 200:
-            return None
-        return [str(entry["id"]) for entry in json.loads(body).get("data", ()) if entry.get("id")]
-    except (OSError, http.client.HTTPException, ValueError):
+        return models(url, timeout_s=2)
+    except BenchError:
         return None
-    finally:
-        connection.close()
 
 
 def free_port() -> int:

@@ -13,74 +13,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from report import BenchError, Column, cli, names, numbers, save, table
-from servers import Bare, Message, Reply, Server, kind_of, lab, model_folder, words
+from report import BenchError, cli, names, numbers, save, table
+from servers import Bare, Server, kind_of, lab, model_folder
 
-N_WORDS, N_LONG_WORDS = 44, 890
-N_REPLY = 48
-N_DECODERS, N_DECODER_TOKENS = 8, 400
-N_BEFORE = 10
-"""Tokens of every decoder before the long prompt is sent."""
-
-
-def prompt(seed: object, n_words: int = N_WORDS) -> list[Message]:
-    return [{"role": "user", "content": words(n_words, seed=seed)}]
-
-
-def at_concurrency(server: Server, n_streams: int, *, n_requests: int, turn: object) -> float:
-    """Output tokens per second of all streams together."""
-
-    def ask(i: int) -> Reply:
-        return server.chat(prompt((turn, n_streams, i)), N_REPLY, ignore_eos=True)
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(n_streams) as pool:
-        replies = list(pool.map(ask, range(n_requests)))
-    return sum(r.n_completion for r in replies) / (time.perf_counter() - start)
-
-
-def while_prefilling(server: Server, *, turn: object) -> dict[str, float]:
-    """The longest pause of any decoder between the long prompt's arrival and its first token."""
-    times: list[list[float]] = [[] for _ in range(N_DECODERS)]
-
-    def decode(i: int) -> Reply:
-        return server.chat(
-            prompt((turn, "decoder", i)),
-            N_DECODER_TOKENS,
-            ignore_eos=True,
-            on_piece=times[i].append,
-        )
-
-    with ThreadPoolExecutor(N_DECODERS) as pool:
-        streams = [pool.submit(decode, i) for i in range(N_DECODERS)]
-        while min(len(t) for t in times) < N_BEFORE and not any(s.done() for s in streams):
-            time.sleep(0.01)
-        sent = time.perf_counter()
-        reply = server.chat(prompt((turn, "long"), N_LONG_WORDS), 8, ignore_eos=True)
-        first = sent + reply.first_s
-        for stream in streams:
-            stream.result()
-    gaps = [_longest_gap(t, sent, first) for t in times]
-    n_alive = sum(t[-1] >= first for t in times)
-    return {
-        "gap_s": max(gaps),
-        "long_first_s": reply.first_s,
-        "long_tokens": reply.n_prompt,
-        "decoders_left": n_alive,
-    }
-
-
-def _longest_gap(times: list[float], start: float, end: float) -> float:
-    """The longest pause that overlaps [start, end)."""
-    pairs = pairwise(times)
-    return max((b - a for a, b in pairs if b > start and a < end), default=0.0)
+from firn.bench.contest import rotated
+from firn.bench.throughput import (
+    N_LONG_WORDS,
+    N_REPLY,
+    Load,
+    at_concurrency,
+    columns,
+    prompt,
+    warm_up,
+    while_prefilling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +39,27 @@ class Contest:
 
     servers: dict[str, Server]
     bare: Bare | None
-    per_stream: int
-    """Requests of each stream in a turn; a single stream has twice as many, for the clock's sake."""
+    load: Load
 
     def warm_up(self) -> None:
         for i in range(3):
             for server in self.servers.values():
-                server.chat(prompt(("warm up", i)), N_REPLY)
+                warm_up(server.target, i)
             self._bare_speed(("warm up", i))
 
     def speeds(self, n_streams: int, *, turn: int) -> dict[str, float]:
-        n = self.per_stream * max(n_streams, 2)
+        n = self.load.n_requests(n_streams)
         found = {}
-        for name, server in _rotated(self.servers, turn):
-            found[name] = at_concurrency(server, n_streams, n_requests=n, turn=turn)
+        for name, server in rotated(list(self.servers.items()), turn):
+            found[name] = at_concurrency(server.target, n_streams, n_requests=n, turn=turn)
         if self.bare and n_streams == 1:
             found["bare"] = self._bare_speed(turn, n=n)
         return found
 
     def gaps(self, *, turn: int) -> dict[str, dict[str, float]]:
         found = {}
-        for name, server in _rotated(self.servers, turn):
-            found[name] = while_prefilling(server, turn=turn)
+        for name, server in rotated(list(self.servers.items()), turn):
+            found[name] = while_prefilling(server.target, turn=turn)
         if self.bare:
             request = {"kind": "long", "prompt": prompt((turn, "long"), N_LONG_WORDS)}
             found["bare"] = self.bare.ask(request)
@@ -120,20 +69,6 @@ class Contest:
         prompts = [prompt((turn, 1, i)) for i in range(n)]
         request = {"kind": "throughput", "prompts": prompts, "n_tokens": N_REPLY}
         return float(self.bare.ask(request)["tok_s_1"]) if self.bare else 0.0
-
-
-def _rotated(servers: dict[str, Server], turn: int) -> list[tuple[str, Server]]:
-    """Nobody is always first."""
-    items = list(servers.items())
-    k = turn % len(items)
-    return [*items[k:], *items[:k]]
-
-
-def columns(args: argparse.Namespace) -> list[Column]:
-    levels = [Column(f"tok_s_{n}", f"tok/s x{n}", 0, "more") for n in args.concurrency]
-    if args.no_gap:
-        return levels
-    return [*levels, Column("gap_s", "worst gap s"), Column("long_first_s", "long prompt s")]
 
 
 def main() -> None:
@@ -152,6 +87,7 @@ def main() -> None:
     args = options.parse_args()
     if args.rounds < 1 or args.requests < 1:
         raise BenchError("at least one round and one request, please")
+    load = Load(tuple(args.concurrency), args.requests, gap=not args.no_gap)
     model = model_folder(args.model)
     versions = {name: kind_of(name).versions() for name in args.servers}
     names_all = [*args.servers, *([] if args.no_bare else ["bare"])]
@@ -162,7 +98,7 @@ def main() -> None:
             for name in args.servers
         }
         bare = None if args.no_bare else running.enter_context(Bare.start(model))
-        contest = Contest(servers, bare, args.requests)
+        contest = Contest(servers, bare, load)
         contest.warm_up()
         for i in range(args.rounds):
             print(f"round {i + 1} of {args.rounds}", flush=True)
@@ -177,7 +113,7 @@ def main() -> None:
                 rounds[name].append(result)
     print()
     title = f"{model.name}, medians of rounds: {args.rounds}"
-    print(table(title, columns(args), rounds=rounds, references=["bare"]))
+    print(table(title, columns(load), rounds=rounds, references=["bare"]))
     print("\n".join(["", *versions.values()]))
     out = args.out or lab() / "throughput.json"
     save(out, "throughput", options=vars(args), result={"versions": versions, "rounds": rounds})

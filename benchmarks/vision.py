@@ -26,12 +26,14 @@ import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from report import BenchError, Column, cli, save, table
-from servers import Server, environment, free_port, lab, words
+from servers import Server, environment, free_port, lab
 
+from firn.bench.client import Target, words
 from models import COMMON, SPECIAL_TOKENS, VOCAB_SIZE, write_tokenizer
 
 SIDE = 448
@@ -201,9 +203,10 @@ def start(name: str, python: Path, model: Path) -> Server:
             [str(python), *command], stdout=out, stderr=subprocess.STDOUT, env=env,
             start_new_session=True,
         )  # fmt: skip
-    server = Server(name, process, port, str(model), 0.0, ())
+    target = Target(f"http://127.0.0.1:{port}", str(model), name)
+    server = Server(name, process, port, target, 0.0, ())
     try:
-        server.model = server._wait(model, log)
+        server.target = replace(target, model=server._wait(model, log))
     except BaseException:
         server.stop()
         raise

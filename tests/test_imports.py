@@ -20,9 +20,9 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "awake", "backups", "cache", "cli", "config", "core", "defaults", "demo", "engine",
-    "fleet", "leaving", "listening", "logs", "machine", "media", "memory", "models", "named", "options",
-    "reservations", "several", "speculating", "supervisors", "text",
+    "api", "app", "awake", "backups", "bench", "cache", "cli", "config", "core", "defaults", "demo",
+    "engine", "fleet", "leaving", "listening", "logs", "machine", "media", "memory", "models", "named",
+    "options", "reservations", "several", "speculating", "supervisors", "text", "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -42,6 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"core"},
     "media": {"core"},
     "cache": {"core"},
+    "traces": {"core", "cache"},
+    "bench": {"core", "traces"},
     "models": {"core", "machine"},
     "api": {"core", "text"},
     "engine": {"core", "cache"},

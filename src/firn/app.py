@@ -75,6 +75,7 @@ from firn.text.formats import detect
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
+from firn.traces.record import Recorder, open_trace, user_salt
 
 log = logging.getLogger("firn")
 
@@ -124,6 +125,7 @@ class Server:
     died: list[str]
     memory: MemoryWatch | None = None
     awake: Awake = field(default_factory=Awake)
+    recorder: Recorder | None = None
 
     def own_process(self) -> None:
         """This server is all that the process is for, and its engine what must not wait."""
@@ -136,6 +138,8 @@ class Server:
         self.engine.call(own)
 
     def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
         self.awake.close()
         if self.memory is not None:
             self.memory.stop()
@@ -150,6 +154,8 @@ def build(config: Config, *, front: int | None = None) -> Server:
     """
     folder = _model_folder(config)
     config = _heed_model(config, folder)
+    trace = config.log.record_trace
+    trace_fd = None if trace is None else open_trace(trace)
     name = config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
     trust = config.model.trust_remote_code
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
@@ -181,6 +187,7 @@ def build(config: Config, *, front: int | None = None) -> Server:
     if model.unbatchable_why:
         log.warning("%s is served row by row: %s", name, model.unbatchable_why)
     pool = ThreadPoolExecutor(N_TOKENIZER_THREADS, thread_name_prefix="firn-tokenize")
+    recorder = None if trace_fd is None else _recorder(config, engine, trace_fd)
     grammars = Compiler(tokenizer, vocab_size=model.vocab_size)
     pool.submit(grammars.prepare)
     services = Services(
@@ -219,6 +226,8 @@ def build(config: Config, *, front: int | None = None) -> Server:
             lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
+        recorder=recorder,
+        allocated=devices.allocated_nbytes,
         health_details=lambda: {
             "cache": health(engine.parts.cache),
             "speculation": speculating.view(engine.parts),
@@ -230,7 +239,7 @@ def build(config: Config, *, front: int | None = None) -> Server:
         ),
     )
     watch = _watch(engine, planned[0], front) if planned else None
-    return Server(services, engine, mailroom, pool, died, watch)
+    return Server(services, engine, mailroom, pool, died, watch, recorder=recorder)
 
 
 def _watch(engine: Engine, planned: Planned, front: int | None) -> MemoryWatch:
@@ -251,6 +260,17 @@ def _watch(engine: Engine, planned: Planned, front: int | None) -> MemoryWatch:
     )
     watch.start()
     return watch
+
+
+def _recorder(config: Config, engine: Engine, trace_fd: int) -> Recorder:
+    log.info("recording a trace: %s", config.log.record_trace)
+    return Recorder(
+        trace_fd,
+        model=engine.model.name,
+        block=config.cache.cache_block_tokens,
+        token_nbytes=engine.parts.budget.cost.per_token_nbytes,
+        salt=user_salt(default_cache_dir()),
+    )
 
 
 def _keys(config: Config) -> Keys:

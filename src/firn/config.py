@@ -358,6 +358,12 @@ class LogConfig:
     level: LogLevel = option(
         "info", "How much to log.", flag="--log-level", words={"warn": "warning"}
     )
+    record_trace: Path | None = option(
+        None,
+        "Append a line to this file for each request: time, lengths, salted hashes of blocks, tiers, "
+        "first token; no text. `firn cache advise` and `firn bench replay` read it.",
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, slots=True)

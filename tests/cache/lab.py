@@ -363,7 +363,6 @@ def _check_branch(node: Node) -> None:
     assert node.n_pins >= sum(c.n_pins for c in node.children)
     for child in node.children:
         assert node.used_at >= child.used_at or node.parent is None
-        assert node.n_uses >= child.n_uses
 
 
 def longest(tree: PrefixTree, root: Key, values: KeyTokens) -> int:

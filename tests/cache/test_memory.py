@@ -56,7 +56,7 @@ def put(
 
 
 def touch(cache: PrefixTree, blocks: Sequence[int]) -> None:
-    cache.records.used(node_of(cache, blocks), again=False)
+    cache.records.used(node_of(cache, blocks))
 
 
 def kept(cache: PrefixTree) -> set[int]:
@@ -94,17 +94,14 @@ def test_least_recently_used_as_a_list_would_have_it() -> None:
     check_tree(cache)
 
 
-def test_what_was_resumed_from_outlives_what_was_not() -> None:
+def test_how_often_something_was_used_counts_for_nothing() -> None:
     cache = memory(DENSE, 300)
     put(cache, [1])
-    cache.records.used(node_of(cache, [1]), again=True)
-    put(cache, [2])
-    put(cache, [3])
-    put(cache, [4])
-    assert kept(cache) == {1, 3, 4}, "a use again counts as an hour"
-    for i in range(5, 20):
+    for _ in range(50):
+        touch(cache, [1])
+    for i in (2, 3, 4):
         put(cache, [i])
-    assert 1 not in kept(cache), "and no longer"
+    assert kept(cache) == {2, 3, 4}, "a long conversation that has ended goes before a new one"
 
 
 def test_a_chain_goes_from_its_end() -> None:

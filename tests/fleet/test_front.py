@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,10 @@ import pytest
 
 from firn.demo.facts import make_session
 from firn.fleet.turns import State
+from firn.traces.read import read
+from firn.traces.trace import Entry
 from tests.fleet.fronts import Running, config, fronting
+from tests.metrics_table import documented, shown
 
 DENSE, HYBRID = "firn-demo", "firn-demo-hybrid"
 SESSION = make_session(3, n_facts=4, n_questions=4, kinds=("fact",), placement="system")
@@ -38,12 +42,18 @@ def right(reply: Any, n: int = 0) -> bool:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pair's requests are written down."""
+    return tmp_path_factory.mktemp("trace") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, trace: Path) -> Iterator[Running]:
     made = config(
         DENSE,
         HYBRID,
         tmp=tmp_path_factory.mktemp("pair"),
-        **{"fleet.aliases": [f"fast={HYBRID}"]},
+        **{"fleet.aliases": [f"fast={HYBRID}"], "log.record_trace": str(trace)},
     )
     with fronting(made) as front:
         yield front
@@ -176,7 +186,51 @@ def test_counters_and_statistics_have_the_models_name(pair: Running) -> None:
         assert any('tier="memory"' in x for x in held)
         assert any('tier="ssd"' in x for x in held)
         assert f'firn_mlx_bytes{{model="{name}",kind="active"}}' in text
+    table, _, of_the_front = documented()
+    named = shown(text)
+    assert named.keys() == table.keys()
+    for name, metric in named.items():
+        assert metric.labels <= table[name].labels | {"model"}, name
+    assert of_the_front
     assert http.get("/health").json()["models"] == {DENSE: "loaded", HYBRID: "loaded"}
+
+
+def test_every_model_writes_to_the_trace(pair: Running, trace: Path) -> None:
+    n_before = len(trace.read_bytes().splitlines()) if trace.exists() else 0
+    for name in (DENSE, HYBRID, DENSE):
+        assert right(ask(pair, name))
+    while len(entries := _written(trace)) < n_before + 3:
+        pass  # it is written behind
+    blocks = {
+        name: [b for e in entries if e.model == name for b in e.blocks] for name in (DENSE, HYBRID)
+    }
+    assert len(set(blocks[DENSE])) < len(blocks[DENSE]), "prompts share what they share"
+    assert blocks[HYBRID]
+    assert not set(blocks[DENSE]) & set(blocks[HYBRID]), "and models nothing"
+
+
+def test_who_watches_sees_every_model_and_loads_none(pair: Running) -> None:
+    assert right(ask(pair, DENSE))
+    seen: dict[str, Any] = {}
+    with pair.http().stream("GET", "/v1/activity") as response:
+        assert response.status_code == 200
+        event = ""
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                seen.setdefault(event, json.loads(line.removeprefix("data: ")))
+            if {"models", "state", "calls"} <= seen.keys():
+                break
+    states = {model["id"]: model["state"] for model in seen["models"]}
+    assert states.keys() == {DENSE, HYBRID}
+    assert states[DENSE] == "loaded"
+    assert seen["state"]["model"] in states
+    assert all(call["model"] in states and call["phase"] == "done" for call in seen["calls"])
+
+
+def _written(trace: Path) -> list[Entry]:
+    return list(read(trace).entries) if trace.exists() and trace.stat().st_size else []
 
 
 def test_stored_responses_are_found_again(pair: Running) -> None:

@@ -62,6 +62,31 @@ class CacheMetrics(Collector):
             for part, n in parts.items():
                 held.add_metric([tier, part], n)
         yield held
+        yield from _of_tiers(seen)
+
+
+def _of_tiers(seen: Mapping[str, Any]) -> Iterable[Metric]:
+    """What only the operator is shown: tiers are everybody's."""
+    if "limits" not in seen:
+        return
+    limits = GaugeMetricFamily("firn_cache_limit_bytes", "Most that a tier holds", labels=["tier"])
+    for tier, n in seen["limits"].items():
+        limits.add_metric([tier], n)
+    yield limits
+    operations = CounterMetricFamily(
+        "firn_tier_operations",
+        "What a tier below memory has done, by kind",
+        labels=["tier", "kind"],
+    )
+    moved = CounterMetricFamily(
+        "firn_tier_bytes", "Bytes that a tier has written, read, evicted", labels=["tier", "kind"]
+    )
+    for tier, counts in seen["operations"].items():
+        for kind, n in sorted(counts.items()):
+            is_bytes = kind.startswith("bytes_")
+            (moved if is_bytes else operations).add_metric([tier, kind.removeprefix("bytes_")], n)
+    yield operations
+    yield moved
 
 
 class MemoryMetrics(Collector):

@@ -15,6 +15,7 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from firn.api import large_json
+from firn.api.activity import Activity
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
 from firn.api.exchange import (
@@ -32,6 +33,7 @@ from firn.api.services import Services
 from firn.api.session import MANY_SCORES, Session
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, Started, TextDelta
+from firn.core.ports import Recorder
 from firn.core.values import Usage
 
 logger = logging.getLogger("firn.api")
@@ -45,8 +47,14 @@ class Generate:
     that go on in the background."""
 
     def __init__(
-        self, dialect: Dialect, services: Services, metrics: Metrics, intake: Intake
+        self,
+        dialect: Dialect,
+        services: Services,
+        metrics: Metrics,
+        intake: Intake,
+        activity: Activity,
     ) -> None:
+        self._activity = activity
         self._dialect = dialect
         self._services = services
         self._intake = intake
@@ -91,7 +99,7 @@ class Generate:
             namespace=exchange.namespace,
             new_tool_id=lambda: f"{self._dialect.tool_id_prefix}{uuid.uuid4().hex[:24]}",
         )
-        tally = _Tally(exchange, session, self._metrics)
+        tally = _Tally(exchange, session, self._metrics, self._services.recorder)
         with ExitStack() as held:
             quota = self._services.quotas.call(
                 exchange.caller.own, session, n_requests=len(call.requests)
@@ -99,6 +107,7 @@ class Generate:
             held.enter_context(quota)
             held.enter_context(contextlib.closing(session))
             held.enter_context(contextlib.closing(tally))
+            held.enter_context(self._activity.follow(exchange, session))
             held.enter_context(self._deadline(head))
             await session.start()
             if call.background:
@@ -235,12 +244,15 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]])
 
 
 class _Tally:
-    """What the log line and the counters say about one call. Owned by the task that answers it."""
+    """What log line, counters and trace say about one call. Owned by the task that answers it."""
 
-    def __init__(self, exchange: Exchange, session: Session, metrics: Metrics) -> None:
+    def __init__(
+        self, exchange: Exchange, session: Session, metrics: Metrics, recorder: Recorder | None
+    ) -> None:
         self.exchange = exchange
         self._session = session
         self._metrics = metrics
+        self._recorder = recorder
         self._reasons: list[str] = []
 
     def see(self, events: list[Event]) -> None:
@@ -268,6 +280,10 @@ class _Tally:
             text += f" finish={','.join(dict.fromkeys(self._reasons))}"
         self.exchange.summary = text
         self._metrics.count_call(self.exchange.caller.own, usage, first_token_s=first_s)
+        if self._recorder is not None:
+            at_s = time.time() - (now - self.exchange.began_at)
+            for served in self._session.served(at_s=at_s, first_s=first_s):
+                self._recorder.record(served)
 
 
 def _from_where(found: Sequence[Admitted]) -> str:

@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from firn import __version__
+from firn.api.activity import Activity, add_activity
 from firn.api.auth import Caller
 from firn.api.cache_metrics import CacheMetrics, own_snapshot
 from firn.api.cache_routes import CacheRoutes
@@ -48,8 +49,9 @@ def create_app(services: Services) -> FastAPI:
         n_calls=services.quotas.n_calls,
         extra=services.extra_collectors,
     )
+    activity = Activity(services.engine.model.name)
     for dialect in dialects:
-        endpoint = Generate(dialect, services, metrics, intake)
+        endpoint = Generate(dialect, services, metrics, intake, activity)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
         for extra in dialect.routes(services):
             add_extra(app, extra, services, intake)
@@ -64,6 +66,7 @@ def create_app(services: Services) -> FastAPI:
     if services.cache_admin is not None:
         CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
     add_models(app, services)
+    add_activity(app, services, activity)
     _add_probes(app, services, metrics)
     add_error_shapes(app, shapes)
     # The last one added is the outermost.

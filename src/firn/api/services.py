@@ -15,7 +15,7 @@ from firn.api.hosts import Hosts
 from firn.api.mailroom import Mailroom
 from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
-from firn.core.ports import CacheAdmin, Embedder, Engine, Tokenizer
+from firn.core.ports import CacheAdmin, Embedder, Engine, Recorder, Tokenizer
 from firn.core.values import (
     Defaults,
     GenerateRequest,
@@ -97,6 +97,10 @@ class Services:
     reranker: Reranker | None = None
     fetch_images: Gather | None = None
     read_documents: Gather | None = None
+    recorder: Recorder | None = None
+    """None: no trace is kept."""
+    allocated: Callable[[], Mapping[str, int]] = dict
+    """Bytes of device memory by kind, from any thread."""
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
 

@@ -53,6 +53,7 @@ from firn.core.values import (
     RawTokens,
     RequestId,
     Sampling,
+    Served,
     TokenArray,
     ToolChoice,
     ToolMode,
@@ -94,6 +95,8 @@ class Run:
     """Places of the request that no grammar holds the reply to."""
     finished: set[int] = field(default_factory=set)
     n_prompt: int = 0
+    n_read: int = 0
+    """Of the prompt, reused tokens included."""
     echo: str | None = None
     """The prompt's text, where the reply begins with it."""
     ids: TokenArray | None = None
@@ -102,6 +105,9 @@ class Run:
     found: Admitted = NOT_ADMITTED
     n_drafted: int = 0
     n_accepted: int = 0
+    prompt: Prompt | None = None
+    reply: list[int] = field(default_factory=list)
+    """Tokens of its first choice. Like `prompt`, kept for a trace alone."""
     submitted: bool = False
     done: bool = False
 
@@ -136,6 +142,7 @@ class Session:
             run = Run(RequestId(f"{id}-{i}" if i else id), request, first_choice=n_choices)
             self._runs[run.id] = run
             n_choices += request.n
+        self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self._on: dict[type[EngineEvent], Callable[[Run, Any, list[Event]], None]] = {
             Token: self._on_token,
@@ -178,6 +185,16 @@ class Session:
         return n_reply + sum(run.n_prompt - run.found.n_cached for run in begun)
 
     @property
+    def n_read(self) -> int:
+        """Tokens of the prompts that were reused or computed so far."""
+        return sum(run.n_read for run in self._runs.values())
+
+    @property
+    def over(self) -> bool:
+        """The last event has come."""
+        return self._ended
+
+    @property
     def n_scores(self) -> int:
         """Logprobs that the reply shows so far, those of the prompts included."""
         total = 0
@@ -192,6 +209,22 @@ class Session:
     def found(self) -> Sequence[Admitted]:
         """What the cache had for each prompt that was taken in."""
         return [r.found for r in self._runs.values() if r.found is not NOT_ADMITTED]
+
+    def served(self, *, at_s: float, first_s: float | None) -> Sequence[Served]:
+        """What a trace says of each request so far; nothing, where none is kept."""
+        return [
+            Served(
+                at_s=at_s,
+                prompt=run.prompt,
+                reply=tuple(run.reply),
+                n_reply=sum(reader.n_completion for reader in run.readers),
+                tiers=run.found.tiers,
+                first_s=first_s,
+                namespace=self._namespace,
+            )
+            for run in self._runs.values()
+            if run.submitted and run.prompt is not None
+        ]
 
     @property
     def unenforced(self) -> Sequence[str]:
@@ -252,6 +285,8 @@ class Session:
         model = services.engine.model
         prompt = make_prompt(services, request, self._namespace)
         run.n_prompt = len(prompt)
+        if services.recorder is not None:
+            run.prompt = prompt
         if request.echo:
             self._note_echo(run, prompt)
         for note in prompt.notes:
@@ -397,6 +432,8 @@ class Session:
             return  # made before the engine heard of the stop
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
+        if run.prompt is not None and choice == 0:
+            run.reply.append(token.id)
         reader = run.readers[choice]
         if run.budgets and run.budgets[choice].skips(token, reader):
             reader.n_completion += 1
@@ -440,13 +477,16 @@ class Session:
             self._say(run, event.choice, run.readers[event.choice].finish(event.reason), out)
 
     def _on_admitted(self, run: Run, event: Admitted, out: list[Event]) -> None:
-        run.found = event
+        run.found, run.n_read = event, event.n_cached
+        if self.admitted_at is None:
+            self.admitted_at = time.perf_counter()
         out.append(Resumed(event.n_cached))
 
     def _on_advanced(self, run: Run, event: Advanced, out: list[Event]) -> None:
         run.found = event.found
 
     def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
+        run.n_read = event.n_done
         if event.n_done < event.n_total:  # the first token says the rest
             out.append(Progress(event.n_done, event.n_total))
 

@@ -131,7 +131,11 @@ def snapshot(cache: object) -> dict[str, Any]:
     places = {MEMORY: tree.memory}
     places |= {t.name: held for t, held in zip(cache.records.tiers, tree.tiers, strict=True)}
     nbytes = {place: {p.value: n for p, n in held.nbytes.items()} for place, held in places.items()}
-    return {**cache.stats.view(), "bytes": nbytes}
+    usages = {t.name: t.usage() for t in cache.records.tiers}
+    limits = {MEMORY: cache.records.memory.limit_nbytes}
+    limits |= {name: usage.limit_nbytes for name, usage in usages.items()}
+    counts = {name: dict(usage.counts) for name, usage in usages.items()}
+    return {**cache.stats.view(), "bytes": nbytes, "limits": limits, "operations": counts}
 
 
 def health(cache: object) -> dict[str, Any]:

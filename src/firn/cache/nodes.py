@@ -68,7 +68,7 @@ class Record:
 
 class Node:
     __slots__ = (
-        "children", "expires_at", "key", "n_leases", "n_pins", "n_uses", "parent", "records",
+        "children", "expires_at", "key", "n_leases", "n_pins", "parent", "records",
         "root", "stamped", "start", "text", "used_at", "width",
     )  # fmt: skip
 
@@ -90,8 +90,6 @@ class Node:
         """By the wall clock, for tiers remember it. Never before a child's."""
         self.stamped = -math.inf
         """The stamp that tiers were told for its chain: always a step above a child's."""
-        self.n_uses = 0
-        """How often something stored was resumed from here or below."""
         self.expires_at = math.inf
 
     @property

@@ -207,7 +207,7 @@ class PrefixTree:
     def _mark_used(self, trail: CacheTrail) -> None:
         trail.loaded.clear()
         if trail.node.parent is not None:
-            self.records.used(trail.node, again=False)
+            self.records.used(trail.node)
 
     def _leave_node(self, trail: CacheTrail) -> None:
         self.records.unlease(trail.node)

@@ -175,9 +175,9 @@ class Records:
         finally:
             self.tree.unlease_record(record)
 
-    def used(self, node: Node, *, again: bool) -> None:
+    def used(self, node: Node) -> None:
         """The chain that ends here was just used: it is the last to go, in every tier."""
-        self.tree.use(node, again=again)
+        self.tree.use(node)
         if self.tiers:
             self._touch(self.tree.outdated(node, TOUCH_EVERY_S))
 

@@ -168,7 +168,7 @@ class Restorer:
     def resume(self, trail: CacheTrail, match: Match) -> Restored:
         """Let the trail go on from the match; the layers are filled when the row is made."""
         end = match.segments[-1].node
-        self._records.used(end, again=True)
+        self._records.used(end)
         whole = [s.node for s in match.segments if s.n_tokens == self._records.identity.block]
         if whole and whole[-1].end > trail.node.end:
             self._records.tree.move_lease(trail.node, whole[-1])

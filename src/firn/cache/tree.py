@@ -22,7 +22,7 @@ from firn.cache.parts import Part
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.values import Namespace
 
-HOUR_S, DAY_S = 3600.0, 86_400.0
+DAY_S = 86_400.0
 BLOCK_S = 2.0
 """In a tier a block counts as used so much earlier than its parent: no file system rounds by more."""
 N_REMEMBERED = 1 << 16
@@ -259,16 +259,12 @@ class Tree:
             return False
         return record.part is not self._chain or not record.node.n_leases
 
-    def use(self, node: Node, *, again: bool = False, late_s: float = 0.0) -> None:
-        """The node and all above it were used just now. again: resumed from, not just made.
-
-        late_s: what counts as just now.
-        """
+    def use(self, node: Node, *, late_s: float = 0.0) -> None:
+        """The node and all above it were used just now. late_s: what counts as just now."""
         now = self._wall()
         if now - node.used_at < late_s:
             return
         for n in node.up():
-            n.n_uses += again
             n.used_at = max(n.used_at, now)
 
     def remember_use(self, node: Node, used_at: float) -> None:
@@ -281,17 +277,15 @@ class Tree:
     def rank(self, record: Record) -> float:
         """When a record counts as last used, by the wall clock: the lowest goes first, everywhere.
 
-        Value counts as time: every doubling of its uses as an hour; a window or state in the midst
-        of a chain, which only a branch asks for, as a day less. What carries the chain never ranks
-        below what it carries; of equals the deeper goes first, and so a chain goes from its end.
+        How often it was used counts for nothing: a long conversation that has ended was used more
+        often than a new one. A window or state in the midst of a chain, which only a branch asks for,
+        counts as used a day earlier. What carries the chain never ranks below what it carries; of
+        equals the deeper goes first, and so a chain goes from its end.
         """
-        at = self._last_use(record.node)
+        at = record.node.used_at
         if record.part is not self._chain and _is_inside(record):
             at -= DAY_S
         return at
-
-    def _last_use(self, node: Node) -> float:
-        return node.used_at + HOUR_S * math.log2(1 + node.n_uses)
 
     def stamp(self, record: Record) -> float:
         """The rank as a tier keeps it, which knows no depths: a step lower with every block.
@@ -336,7 +330,7 @@ class Tree:
         raised: dict[Record, float] = {}
         least = -math.inf
         for n in node.path():
-            stamp = self._last_use(n) - BLOCK_S * (n.start // self.block)
+            stamp = n.used_at - BLOCK_S * (n.start // self.block)
             if stamp - n.stamped >= by_s or n.stamped < least:
                 n.stamped = least = stamp
                 raised.update((r, self.stamp(r)) for r in n.records.values())

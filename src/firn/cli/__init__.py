@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from firn import __version__
+from firn.cli.bench import bench_app
 from firn.cli.cache import ConfigFile, Dir, cache_app, cache_dir
 from firn.cli.flags import with_config
 from firn.cli.models import DEFAULT_URL, ApiKey, ModelsDir, Url, models_app, pull
@@ -64,6 +65,7 @@ def make_cli(start: Start | None = None) -> typer.Typer:
     cli.add_typer(models_app(_guarded), name="models")
     cli.add_typer(cache_app(_guarded), name="cache")
     cli.add_typer(service_app(_guarded), name="service")
+    cli.add_typer(bench_app(_guarded), name="bench")
     return cli
 
 

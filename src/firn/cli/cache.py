@@ -1,6 +1,7 @@
 """`firn cache`: names, flags and help texts. The work is in cache_view.py and cache_work.py.
 
-All commands may be run on a folder that servers are using. Nothing heavy is imported here.
+All commands may be run on a folder that servers are using; advise reads a trace, and no folder.
+Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def cache_app(guarded: Guard) -> typer.Typer:
         "clear": _clear,
         "export": _export,
         "import": _import,
+        "advise": _advise,
     }
     for name, command in commands.items():
         app.command(name)(guarded(command))
@@ -220,3 +222,47 @@ def _import(
     from firn.cli.cache_work import import_
 
     import_(_where(folder, config, key_file), file, namespace=namespace)
+
+
+def _advise(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="A trace: of `firn serve --record-trace`, of Mooncake's form, or sessions of agents "
+            "as JSON."
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Only this model's requests, of a trace with several.")
+    ] = None,
+    token_bytes: Annotated[
+        int,
+        typer.Option(
+            help="What a token takes in the cache, in bytes (otherwise what the trace says).",
+            min=0,
+            metavar="N",
+        ),
+    ] = 0,
+    memory_gb: Annotated[
+        str | None, typer.Option(help="Sizes of memory to try, in GiB.", metavar="X,Y,..")
+    ] = None,
+    ssd_gb: Annotated[
+        str | None, typer.Option(help="Sizes of an SSD to try, in GiB.", metavar="X,Y,..")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(help="Processes to use; 0 for one a core.", min=0, metavar="N")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how large the cache should be: play a trace against a table of sizes, without a model."""
+    from firn.cli.advise import run
+
+    run(
+        trace,
+        model=model,
+        token_bytes=token_bytes,
+        memory_gb=memory_gb,
+        ssd_gb=ssd_gb,
+        workers=workers,
+        as_json=as_json,
+    )

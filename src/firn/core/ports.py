@@ -22,6 +22,7 @@ from firn.core.values import (
     PreparedImage,
     Prompt,
     RequestId,
+    Served,
 )
 
 Delivery = tuple[RequestId, EngineEvent]
@@ -151,6 +152,14 @@ class Engine(Protocol):
         ...
 
     def health(self) -> EngineHealth: ...
+
+
+class Recorder(Protocol):
+    """Keeps a trace of what was served."""
+
+    def record(self, served: Served) -> None:
+        """Returns at once; may be called from any thread."""
+        ...
 
 
 # --- what the engine thread drives ---------------------------------------------------------

@@ -6,7 +6,7 @@ All of it is frozen. A dialect builds a `GenerateRequest`; `text.prompt` turns i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NewType
@@ -427,3 +427,21 @@ class Usage:
             self.n_drafted + other.n_drafted,
             self.n_accepted + other.n_accepted,
         )
+
+
+# --- what is told of a request when it is over -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that has ended, for a trace. at_s: when it arrived, as a Unix time. reply: the tokens of
+    its first choice; n_reply: of all. tiers: tokens that were reused, by where they came from. first_s:
+    until its first token, None where there was none."""
+
+    at_s: float
+    prompt: Prompt
+    reply: Sequence[int]
+    n_reply: int
+    tiers: tuple[tuple[str, int], ...]
+    first_s: float | None
+    namespace: Namespace

@@ -38,6 +38,7 @@ from firn.api.services import Limits
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.fleet import routes
+from firn.fleet.activity import add_activity
 from firn.fleet.catalogue import Catalogue
 from firn.fleet.child import Launch, launch
 from firn.fleet.files import check, folder_of
@@ -164,6 +165,7 @@ def build(
     routes.add_probes(app, fleet, relay, keys)
     routes.add_metrics(app, fleet, metrics)
     routes.add_cache(app, fleet, relay)
+    add_activity(app, fleet, relay)
     add_error_shapes(app, shapes)
     _add_layers(app, config, keys, shapes, metrics, intake)
     describe(app, dialects, with_keys=keys.required)

@@ -1,0 +1,236 @@
+"""/v1/activity: what the server is doing, as a stream of events for people who watch.
+
+    event: calls     those that began, went on or ended since the last one; at first all that are known
+    event: state     engine, cache and memory, when they have changed
+
+A call is looked at when somebody watches, and once when it ends: serving pays nothing for it. The
+operator sees everybody's calls, a key its own; nobody sees text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+from firn.api import sse
+from firn.api.auth import Caller
+from firn.api.exchange import Exchange, exchange_of
+from firn.api.services import Services
+from firn.api.session import Session
+from firn.core.errors import TryLater
+from firn.core.values import Namespace
+
+N_ENDED = 256
+"""Calls that ended are remembered, so many."""
+TICK_S = 0.25
+STATE_TICKS = 4
+QUIET_TICKS = 40
+"""After so many without news a comment line keeps the connection alive."""
+MAX_WATCHERS = 16
+
+Phase = Literal["queued", "reading", "decoding", "done", "failed", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallView:
+    """One call. Seconds are since its arrival, which is a Unix time; None: not yet."""
+
+    id: str
+    model: str
+    key: str
+    """Whose it is: the first digits of the key's digest."""
+    phase: Phase
+    arrived_at: float
+    admitted_s: float | None
+    first_token_s: float | None
+    ended_s: float | None
+    prompt_tokens: int
+    read_tokens: int
+    """Of the prompt, reused ones included."""
+    cached_tokens: int
+    tiers: dict[str, int]
+    reason: str
+    """Why not more was reused."""
+    reply_tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class _Followed:
+    exchange: Exchange
+    session: Session
+    model: str
+    arrived_at: float
+
+    def view(self, *, ended: bool = False) -> CallView:
+        session, began = self.session, self.exchange.began_at
+        usage, found = session.usage, session.found
+        tiers: Counter[str] = Counter()
+        for each in found:
+            tiers.update(dict(each.tiers))
+        return CallView(
+            id=self.exchange.id,
+            model=self.model,
+            key=self.exchange.caller.own[:8],
+            phase=self._phase(ended),
+            arrived_at=round(self.arrived_at, 3),
+            admitted_s=_since(began, session.admitted_at),
+            first_token_s=_since(began, session.first_token_at),
+            ended_s=_since(began, time.perf_counter()) if ended else None,
+            prompt_tokens=usage.n_prompt,
+            read_tokens=session.n_read,
+            cached_tokens=usage.n_cached,
+            tiers=dict(tiers),
+            reason=", ".join(dict.fromkeys(each.reason for each in found if each.reason)),
+            reply_tokens=usage.n_completion,
+        )
+
+    def _phase(self, ended: bool) -> Phase:
+        if self.exchange.fault is not None:
+            return "failed"
+        if ended:
+            return "done" if self.session.over else "gone"
+        if self.session.first_token_at is not None:
+            return "decoding"
+        return "queued" if self.session.admitted_at is None else "reading"
+
+
+def _since(began: float, then: float | None) -> float | None:
+    return None if then is None else round(then - began, 4)
+
+
+class Activity:
+    """Calls that go on, and the last that ended. Owner: the app, on the asyncio thread."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._open: dict[str, tuple[Namespace, _Followed]] = {}
+        self._ended: deque[tuple[int, Namespace, CallView]] = deque(maxlen=N_ENDED)
+        self._n_ended = 0
+        self.n_watchers = 0
+
+    @contextmanager
+    def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
+        """Around a call, while its session is open."""
+        arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
+        call = _Followed(exchange, session, self._model, arrived_at)
+        self._open[exchange.id] = exchange.caller.own, call
+        try:
+            yield
+        finally:
+            del self._open[exchange.id]
+            self._n_ended += 1
+            view = call.view(ended=True)
+            self._ended.append((self._n_ended, exchange.caller.own, view))
+
+    def news(self, seen: _Seen, caller: Caller) -> list[CallView]:
+        """What has changed since the last time that this one asked."""
+        found = [view for n, own, view in self._ended if n > seen.n_ended and _may(caller, own)]
+        seen.n_ended = self._n_ended
+        seen.calls = {id: view for id, view in seen.calls.items() if id in self._open}
+        for id, (own, call) in self._open.items():
+            view = call.view()
+            if _may(caller, own) and seen.calls.get(id) != view:
+                seen.calls[id] = view
+                found.append(view)
+        return found
+
+
+@dataclass(eq=False, slots=True)
+class _Seen:
+    """What one watcher was told."""
+
+    n_ended: int
+    calls: dict[str, CallView]
+
+
+def _may(caller: Caller, own: Namespace) -> bool:
+    return caller.operator or caller.own == own
+
+
+class TooManyWatchers(TryLater):
+    code = "too_many_watchers"
+
+    def __init__(self) -> None:
+        super().__init__("Too many people watch this server; close one of the pages.")
+
+
+def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
+    async def watch(request: Request) -> StreamingResponse:
+        if activity.n_watchers >= MAX_WATCHERS:
+            raise TooManyWatchers()
+        caller = exchange_of(request.scope).caller
+        headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
+        return StreamingResponse(_frames(services, activity, caller), headers=headers)
+
+    app.add_api_route(
+        "/v1/activity",
+        watch,
+        methods=["GET"],
+        summary="What is going on, as events",
+        response_class=StreamingResponse,
+        include_in_schema=False,  # a stream without an end: who tries every route out would wait
+    )
+
+
+async def _frames(services: Services, activity: Activity, caller: Caller) -> AsyncIterator[str]:
+    seen, shown, quiet, tick = _Seen(0, {}), "", 0, 0
+    activity.n_watchers += 1
+    try:
+        while not services.mailroom.draining:
+            frames = ""
+            calls = activity.news(seen, caller)
+            if calls or not tick:
+                frames += _frame("calls", [asdict(call) for call in calls])
+            if tick % STATE_TICKS == 0:
+                state = _frame("state", await _state(services, caller))
+                frames += state if state != shown else ""
+                shown = state
+            quiet = 0 if frames else quiet + 1
+            if quiet >= QUIET_TICKS:
+                frames, quiet = sse.KEEP_ALIVE, 0
+            if frames:
+                yield frames
+            tick += 1
+            await asyncio.sleep(TICK_S)
+    finally:
+        activity.n_watchers -= 1
+
+
+def _frame(event: str, value: Any) -> str:
+    return sse.named(event, json.dumps(value))
+
+
+async def _state(services: Services, caller: Caller) -> dict[str, Any]:
+    """As the caller may see it: how busy the machine is tells a key what others do."""
+    model = services.engine.model
+    found: dict[str, Any] = {
+        "model": model.name,
+        "context_length": model.context_length,
+        "operator": caller.operator,
+    }
+    if services.cache_admin is not None:
+        scope = None if caller.operator else caller.namespace
+        stats = await asyncio.wrap_future(services.cache_admin.stats(scope))
+        if not caller.operator:
+            stats.pop("admission", None)
+        found["cache"] = stats
+    if caller.operator:
+        health = services.engine.health()
+        found["engine"] = {
+            "alive": health.alive,
+            "waiting": health.n_waiting,
+            "prefilling": health.n_prefilling,
+            "decoding": health.n_decoding,
+        }
+        found["weights_bytes"] = model.weights_nbytes
+        found["mlx_bytes"] = dict(services.allocated())
+    return found

@@ -1,0 +1,25 @@
+"""Servers take turns, round after round: a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def in_turns(
+    servers: Mapping[str, T], rounds: int, play: Callable[[T, int], dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """`play` is called with a server and the number of the round: A B, then B A, and so on."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+    for i in range(rounds):
+        for name, server in rotated(list(servers.items()), i):
+            found[name].append(play(server, i))
+    return found
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """Nobody is always first."""
+    k = turn % len(items)
+    return [*items[k:], *items[:k]]

@@ -1,0 +1,172 @@
+"""A trace played against a server, with made-up text that shares prefixes as the trace does.
+
+A block of the trace becomes words that only its hash has, so that two prompts begin alike exactly as
+far as their chains of blocks do. What replies said is not in a trace: where a prompt of the trace goes
+on from a reply, its words are new to the server, which can reuse a little less here than it could then.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from firn.bench.client import Reply, Target, words
+from firn.bench.report import BenchError, Column
+from firn.traces.trace import Entry
+
+COLUMNS = (
+    Column("first_p50_s", "first p50 s", 3),
+    Column("first_p90_s", "p90 s", 3),
+    Column("first_p99_s", "p99 s", 3),
+    Column("reused", "reused", 3, "more"),
+    Column("possible", "possible", 3, ""),
+    Column("tok_s", "tok/s", 1, "more"),
+    Column("failed", "failed", 0, ""),
+)
+"""reused: share of the prompt tokens that the server reported as cached. possible: what a cache without
+limits would reuse of the same trace, in whole blocks."""
+N_PROBE = 100
+TOKENS_A_WORD = 5.0
+"""Where a server does not count."""
+KEPT_TEXTS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """speed: 1 as the trace has it, 2 twice as fast; 0 as fast as the streams can. streams: requests
+    under way at most. max_prompt, max_reply: tokens; longer ones are cut."""
+
+    speed: float = 1.0
+    streams: int = 8
+    max_prompt: int = 32_768
+    max_reply: int = 64
+
+
+class Playwright:
+    """Writes the prompts of one round. Thread-safe: it makes the same text for the same block."""
+
+    def __init__(self, block: int, *, tokens_a_word: float, salt: str) -> None:
+        self._tokens_a_word = tokens_a_word
+        self._salt = salt
+        self._n_words = max(round(block / tokens_a_word), 1)
+        self._text = lru_cache(KEPT_TEXTS)(self._block_text)
+
+    def prompt(self, entry: Entry, number: int, *, block: int) -> str:
+        rest = entry.n_prompt - len(entry.blocks) * block
+        n_own = max(round(rest / self._tokens_a_word), 1)
+        own = words(n_own, seed=(self._salt, "own", number))
+        return " ".join([*map(self._text, entry.blocks), own])
+
+    def _block_text(self, name: int) -> str:
+        return words(self._n_words, seed=(self._salt, name))
+
+
+def tokens_a_word(target: Target) -> float:
+    """As the server's tokenizer has it."""
+    lengths = [
+        target.chat([{"role": "user", "content": words(n, seed="how long")}], 1).n_prompt
+        for n in (N_PROBE, 2 * N_PROBE)
+    ]
+    found = (lengths[1] - lengths[0]) / N_PROBE
+    return found if found > 0 else TOKENS_A_WORD
+
+
+def cut(entries: Sequence[Entry], *, block: int, max_prompt: int) -> list[Entry]:
+    """Prompts of at most so many tokens, in the order of arrival."""
+    n_blocks = max(max_prompt // block, 1)
+    found = []
+    for entry in sorted(entries, key=lambda e: e.at_s):
+        n_prompt = min(entry.n_prompt, n_blocks * block)
+        kept = entry.blocks[: max(n_prompt // block, 0)]
+        found.append(replace(entry, n_prompt=n_prompt, blocks=kept, reply_blocks=()))
+    return found
+
+
+def run(
+    target: Target,
+    entries: Sequence[Entry],
+    *,
+    block: int,
+    pace: Pace,
+    salt: str,
+    on_reply: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """One round of the trace. Raises BenchError when nothing was answered."""
+    asked = cut(entries, block=block, max_prompt=pace.max_prompt)
+    writer = Playwright(block, tokens_a_word=tokens_a_word(target), salt=salt)
+    began, first_at = time.perf_counter(), asked[0].at_s
+    late: list[float] = []
+
+    def ask(i: int) -> Reply | BenchError:
+        entry = asked[i]
+        text = writer.prompt(entry, i, block=block)
+        if pace.speed:
+            due = began + (entry.at_s - first_at) / pace.speed
+            wait = due - time.perf_counter()
+            late.append(max(-wait, 0.0))
+            time.sleep(max(wait, 0.0))
+        messages = [{"role": "user", "content": text}]
+        try:
+            return target.chat(
+                messages, max(min(entry.n_reply, pace.max_reply), 1), ignore_eos=True
+            )
+        except BenchError as e:
+            return e
+        finally:
+            on_reply()
+
+    with ThreadPoolExecutor(pace.streams) as pool:
+        found = list(pool.map(ask, range(len(asked))))
+    replies = [r for r in found if isinstance(r, Reply)]
+    faults = [r for r in found if isinstance(r, BenchError)]
+    if not replies:
+        raise BenchError(f"no request of the trace was answered; the first: {faults[0]}")
+    took = time.perf_counter() - began
+    return _result(replies, asked, block=block, took_s=took) | {
+        "failed": len(faults),
+        "faults": sorted({str(e) for e in faults})[:5],
+        "late_s": max(late, default=0.0),
+    }
+
+
+def _result(
+    replies: Sequence[Reply], asked: Sequence[Entry], *, block: int, took_s: float
+) -> dict[str, Any]:
+    first = [r.first_s for r in replies]
+    n_prompt = sum(r.n_prompt for r in replies)
+    return {
+        "first_p50_s": percentile(first, 50),
+        "first_p90_s": percentile(first, 90),
+        "first_p99_s": percentile(first, 99),
+        "reused": sum(r.n_cached for r in replies) / n_prompt if n_prompt else None,
+        "possible": possible(asked, block=block),
+        "tok_s": sum(r.n_completion for r in replies) / took_s,
+        "took_s": took_s,
+        "requests": len(asked),
+        "first_s": first,
+        "prompt_tokens": [r.n_prompt for r in replies],
+        "cached_tokens": [r.n_cached for r in replies],
+    }
+
+
+def possible(entries: Sequence[Entry], *, block: int) -> float:
+    """What a cache without limits reuses of these prompts."""
+    seen: set[tuple[int, int]] = set()
+    n_known = 0
+    for entry in entries:
+        chain = list(enumerate(entry.blocks))
+        n = next((i for i, name in chain if (i, name) not in seen), len(chain))
+        n_known += n * block
+        seen.update(chain[n:])
+    return n_known / max(sum(e.n_prompt for e in entries), 1)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[round(share) - 1]

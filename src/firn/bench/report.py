@@ -1,0 +1,176 @@
+"""What every benchmark does at its end: a table with ratios, a JSON file, one line when it fails.
+
+A result is a list of rounds for each name, a round a plain dict of numbers. Tables show medians. The
+first name is the subject; its last lines compare it with the best of the others: the median of the
+ratios of each round, because what lies close together in time had the same machine, and below it the
+lowest and the highest of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from firn.core.errors import FirnError
+
+Round = Mapping[str, float | None]
+Rounds = Mapping[str, Sequence[Round]]
+
+
+class BenchError(FirnError):
+    """Something is missing or went wrong; its text is the one line that the user sees."""
+
+    code = "bench_error"
+
+
+def cli(main: Callable[[], None]) -> None:
+    """Run a script's main; a BenchError ends it with one line and a non-zero code."""
+    try:
+        main()
+    except BenchError as e:
+        print(f"{Path(sys.argv[0]).name}: {e}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`better`: which of two values wins; "" for numbers that are no contest."""
+
+    key: str
+    title: str
+    digits: int = 2
+    better: Literal["more", "less", ""] = "less"
+
+
+def medians(rounds: Sequence[Round], columns: Iterable[Column]) -> dict[str, float | None]:
+    """Of the rounds that have a value; None where none has."""
+    out: dict[str, float | None] = {}
+    for column in columns:
+        values = [v for r in rounds if (v := r.get(column.key)) is not None]
+        out[column.key] = statistics.median(values) if values else None
+    return out
+
+
+def table(
+    title: str,
+    columns: Sequence[Column],
+    *,
+    rounds: Rounds,
+    references: Sequence[str] = (),
+) -> str:
+    """Medians by name, then the subject against the best rival and against each reference."""
+    by_name = {name: medians(rs, columns) for name, rs in rounds.items() if rs}
+    lines = [
+        [name, *(_number(row[c.key], c.digits) for c in columns)] for name, row in by_name.items()
+    ]
+    names = [n for n in by_name if n not in references]
+    if names:
+        against = {n: {c.key: n for c in columns} for n in references if n in by_name}
+        if len(names) > 1:
+            best = {c.key: _best({n: by_name[n][c.key] for n in names[1:]}, c) for c in columns}
+            against = {"best rival": best, **against}
+        for title_of_rival, rival in against.items():
+            found = [
+                ratios(rounds[names[0]], rounds[rival[c.key]], c.key) if c.better else []
+                for c in columns
+            ]
+            cells = [
+                _middle(each, shown=bool(c.better)) for each, c in zip(found, columns, strict=True)
+            ]
+            lines.append([f"{names[0]} / {title_of_rival}", *cells])
+            if any(len(each) > 1 for each in found):
+                lines.append(["  from - to", *map(_range, found)])
+    spreads = [_spread([rs for rs in rounds.values() if len(rs) > 1], c.key) for c in columns]
+    if any(spreads):
+        lines.append(["spread of rounds", *spreads])
+    return f"{title}\n" + grid([["", *(c.title for c in columns)], *lines])
+
+
+def grid(rows: Sequence[Sequence[str]]) -> str:
+    """Columns in line: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def save(path: Path, benchmark: str, *, options: Mapping[str, Any], result: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = document(benchmark, options=options, result=result)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"all rounds: {path}")
+
+
+def document(benchmark: str, *, options: Mapping[str, Any], result: Any) -> dict[str, Any]:
+    """A result with what one must know to compare it."""
+    return {
+        "benchmark": benchmark,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "system": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+        },
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in options.items()},
+        "result": result,
+    }
+
+
+def names(text: str) -> list[str]:
+    """A comma-separated option."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in names(text)]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _best(values: Mapping[str, float | None], column: Column) -> str:
+    """The name that has the best value; any, if none has one."""
+    known = {name: v for name, v in values.items() if v is not None}
+    if not known:
+        return next(iter(values))
+    return (max if column.better == "more" else min)(known, key=lambda name: known[name])
+
+
+def ratios(ours: Sequence[Round], theirs: Sequence[Round], key: str) -> list[float]:
+    """Round by round, where both have a value."""
+    pairs = [(a.get(key), b.get(key)) for a, b in zip(ours, theirs, strict=True)]
+    return [a / b for a, b in pairs if a is not None and b]
+
+
+def _middle(found: Sequence[float], *, shown: bool) -> str:
+    if not shown:
+        return ""
+    return f"{statistics.median(found):.2f}" if found else "-"
+
+
+def _range(found: Sequence[float]) -> str:
+    return f"{min(found):.2f} - {max(found):.2f}" if found else ""
+
+
+def _spread(runs: Sequence[Sequence[Round]], key: str) -> str:
+    """The largest (max - min) / median over all names."""
+    found = []
+    for run in runs:
+        values = [v for r in run if (v := r.get(key)) is not None]
+        if len(values) > 1 and statistics.median(values):
+            found.append((max(values) - min(values)) / statistics.median(values))
+    return f"{max(found):.0%}" if found else ""

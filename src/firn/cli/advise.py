@@ -1,0 +1,158 @@
+"""`firn cache advise`: a trace read, played and told as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from firn.bench.report import grid
+from firn.cli.cache_work import out
+from firn.config import UsageError
+from firn.traces.advise import Advice, advise
+from firn.traces.read import read
+from firn.traces.trace import Trace, TraceError
+
+GIB = 1 << 30
+MILLION = 1_000_000
+
+
+class Scale:
+    """Sizes in the unit that is known: GiB where a token's bytes are, millions of tokens elsewhere."""
+
+    def __init__(self, trace: Trace, token_nbytes: int) -> None:
+        self.in_bytes = token_nbytes > 0
+        self._block = trace.block * (token_nbytes or 1)
+        self._unit = GIB if self.in_bytes else MILLION
+        self.blocks = self._unit / self._block
+        """In one unit."""
+        self.name = "GiB" if self.in_bytes else "M tokens"
+
+    def of(self, n_blocks: int) -> float:
+        return n_blocks * self._block / self._unit
+
+    def text(self, n_blocks: int) -> str:
+        value = self.of(n_blocks)
+        digits = max(0, 2 - math.floor(math.log10(value))) if 0 < value < 100 else 0
+        shown = f"{value:.{digits}f}"
+        return f"{shown.rstrip('0').rstrip('.') if '.' in shown else shown} {self.name}"
+
+
+def run(
+    path: Path,
+    *,
+    model: str | None,
+    token_bytes: int,
+    memory_gb: str | None,
+    ssd_gb: str | None,
+    workers: int,
+    as_json: bool,
+) -> None:
+    try:
+        source = read(path, model=model)
+        trace = Trace.of(source.entries, block=source.block)
+    except OSError as e:
+        raise TraceError(f"{path}: {e.strerror}") from e
+    scale = Scale(trace, token_bytes or trace.token_nbytes)
+    memory = _sizes("--memory-gb", memory_gb, scale)
+    ssd = _sizes("--ssd-gb", ssd_gb, scale)
+    bar = Progress(
+        TextColumn("playing {task.completed} of {task.total}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=None)
+        found = advise(
+            trace,
+            memory=memory,
+            ssd=ssd,
+            unit=scale.blocks,
+            progress=lambda n, total: bar.update(task, completed=n, total=total),
+            workers=workers or None,
+        )
+    if as_json:
+        print(json.dumps(_json(trace, found, scale), indent=2))
+    else:
+        _show(trace, found, scale)
+
+
+def _sizes(flag: str, text: str | None, scale: Scale) -> list[int]:
+    if text is None:
+        return []
+    if not scale.in_bytes:
+        raise UsageError(f"{flag}: the trace does not say what a token takes; add --token-bytes")
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 < v < math.inf for v in values):
+        raise UsageError(f"{flag} {text}: give sizes above 0, with commas between them")
+    return [max(round(v * scale.blocks), 1) for v in values]
+
+
+def _show(trace: Trace, found: Advice, scale: Scale) -> None:
+    console = out()
+    span_s = float(trace.at[-1] - trace.at[0])
+    span = f"{span_s / 86400:.1f} days" if span_s > 2 * 86400 else f"{span_s / 3600:.1f} hours"
+    whole = scale.text(trace.n_nodes)
+    console.print(
+        f"{len(trace):,} requests in {span}, {trace.n_prompt_tokens / MILLION:,.1f} M prompt tokens; "
+        f"all that they ever store is {whole}.\n"
+        f"A cache without limits reuses {found.unlimited:.1%} of the prompt tokens, in whole blocks of "
+        f"{trace.block}.\n",
+        highlight=False,
+    )
+    rows = [["memory", "no SSD", *(f"SSD {scale.text(s)}" for s in found.ssd)]]
+    for m in found.memory:
+        cells = [f"{found.together[m, s]:.1%}" for s in found.ssd]
+        rows.append([scale.text(m), f"{found.alone[m]:.1%}", *cells])
+    rows.append(["plain LRU", "", *(f"{found.lru[s]:.1%}" for s in found.ssd)])
+    console.print(grid(rows), highlight=False)
+    console.print(f"\n{_words(found, scale)}", highlight=False)
+
+
+def _words(found: Advice, scale: Scale) -> str:
+    m, s, first = found.memory_knee, found.ssd_knee, found.memory[0]
+    best = max(found.unlimited, 1e-9)
+    lines = [
+        f"Memory alone: {scale.text(m)} reuse {found.alone[m]:.1%}, {found.alone[m] / best:.0%} of what "
+        f"is possible; {_more(m == found.memory[-1])}",
+        f"An SSD beside {scale.text(first)} of memory: {scale.text(s)} reuse "
+        f"{found.together[first, s]:.1%}, {found.together[first, s] / best:.0%} of it; "
+        f"{_more(s == found.ssd[-1])}",
+    ]
+    return "\n".join(lines)
+
+
+def _more(is_largest: bool) -> str:
+    if is_largest:
+        return "it is the largest that was tried, and not too large."
+    return "doubling it would win less than 1% of the prompt tokens."
+
+
+def _json(trace: Trace, found: Advice, scale: Scale) -> dict[str, Any]:
+    def sizes(blocks: Sequence[int]) -> list[dict[str, float]]:
+        return [{"tokens": n * trace.block, scale.name: round(scale.of(n), 4)} for n in blocks]
+
+    return {
+        "requests": len(trace),
+        "prompt_tokens": trace.n_prompt_tokens,
+        "working_set_tokens": trace.working_set_tokens,
+        "block_tokens": trace.block,
+        "unlimited": found.unlimited,
+        "memory": sizes(found.memory),
+        "ssd": sizes(found.ssd),
+        "memory_alone": [found.alone[m] for m in found.memory],
+        "memory_and_ssd": [[found.together[m, s] for s in found.ssd] for m in found.memory],
+        "plain_lru": [found.lru[s] for s in found.ssd],
+        "memory_knee": sizes([found.memory_knee])[0],
+        "ssd_knee": sizes([found.ssd_knee])[0],
+    }

@@ -1,0 +1,149 @@
+"""`firn bench`: names, flags and help texts. The work is in bench_work.py and firn.bench."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from firn.cli.models import DEFAULT_URL, ApiKey, Url
+
+Guard = Callable[[Callable[..., None]], Callable[..., None]]
+
+Compare = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        "--compare",
+        help="Two servers in turns, with the ratios of the first to the second.",
+        metavar="URL URL",
+    ),
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="Model to ask for (otherwise the first that the server lists); twice with --compare, where "
+        "the names differ.",
+        metavar="NAME",
+    ),
+]
+Rounds = Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1, metavar="N")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write every round to this file; - for stdout.", metavar="FILE"),
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the result, as SVG.", metavar="FILE")
+]
+
+
+def bench_app(guarded: Guard) -> typer.Typer:
+    app = typer.Typer(
+        help="Measure any server that speaks OpenAI's chat API.",
+        no_args_is_help=True,
+        rich_markup_mode="markdown",
+    )
+    commands: dict[str, Callable[..., None]] = {
+        "chats": _chats,
+        "throughput": _throughput,
+        "replay": _replay,
+    }
+    for name, command in commands.items():
+        app.command(name)(guarded(command))
+    return app
+
+
+def _where(**given: Any) -> Any:
+    from firn.cli.bench_work import Where
+
+    return Where(**given)
+
+
+def _chats(
+    url: Url = DEFAULT_URL,
+    compare: Compare = None,
+    model: Models = None,
+    api_key: ApiKey = None,
+    rounds: Rounds = 3,
+    sessions: Annotated[int, typer.Option(help="Chats in rotation.", min=2, metavar="N")] = 6,
+    turns: Annotated[int, typer.Option(help="Of each chat.", min=2, metavar="N")] = 3,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """First tokens of chats that share a system prompt: cold, shared, later turns."""
+    from firn.cli.bench_work import chats
+
+    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
+    chats(where, rounds=rounds, sessions=sessions, turns=turns)
+
+
+def _throughput(
+    url: Url = DEFAULT_URL,
+    compare: Compare = None,
+    model: Models = None,
+    api_key: ApiKey = None,
+    rounds: Rounds = 3,
+    concurrency: Annotated[
+        str, typer.Option(help="Streams at once, with commas between.", metavar="N,M,..")
+    ] = "1,4,16",
+    requests: Annotated[
+        int, typer.Option(help="Of each stream in a round.", min=1, metavar="N")
+    ] = 3,
+    no_gap: Annotated[
+        bool, typer.Option("--no-gap", help="Leave out the long prompt among decoders.")
+    ] = False,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Tokens a second by streams, and the longest pause while a long prompt arrives."""
+    from firn.cli.bench_work import throughput
+
+    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
+    throughput(where, rounds=rounds, concurrency=concurrency, requests=requests, gap=not no_gap)
+
+
+def _replay(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="A trace: of `firn serve --record-trace`, of Mooncake's form, or sessions of agents "
+            "as JSON."
+        ),
+    ],
+    url: Url = DEFAULT_URL,
+    compare: Compare = None,
+    model: Models = None,
+    api_key: ApiKey = None,
+    rounds: Rounds = 1,
+    requests: Annotated[
+        int, typer.Option(help="The first so many; 0 for all.", min=0, metavar="N")
+    ] = 100,
+    speed: Annotated[
+        float,
+        typer.Option(
+            help="Times as fast as the trace; 0 as fast as the streams can.", min=0, metavar="X"
+        ),
+    ] = 0.0,
+    streams: Annotated[int, typer.Option(help="Requests at once.", min=1, metavar="N")] = 4,
+    max_prompt: Annotated[
+        int, typer.Option(help="Cut longer prompts, in tokens.", min=16, metavar="N")
+    ] = 32_768,
+    max_reply: Annotated[
+        int, typer.Option(help="Longest reply, in tokens.", min=1, metavar="N")
+    ] = 64,
+    trace_model: Annotated[
+        str | None,
+        typer.Option(help="Only this model's requests, of a trace with several.", metavar="NAME"),
+    ] = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Play a trace with made-up text that shares prefixes as the trace does."""
+    from firn.bench.replay import Pace
+    from firn.cli.bench_work import replay
+
+    where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
+    pace = Pace(speed, streams, max_prompt, max_reply)
+    replay(where, trace, rounds=rounds, requests=requests, pace=pace, trace_model=trace_model)

@@ -1,0 +1,173 @@
+"""What `firn bench` does: find the servers, play the rounds, show them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from firn.bench import chats as chats_bench
+from firn.bench import replay as replay_bench
+from firn.bench import throughput as throughput_bench
+from firn.bench.client import Target, target
+from firn.bench.contest import in_turns
+from firn.bench.plot import svg
+from firn.bench.report import BenchError, Column, document, numbers, table
+from firn.config import UsageError
+from firn.traces.read import read
+from firn.traces.trace import TraceError
+
+STDOUT = Path("-")
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which servers, and where the results go."""
+
+    url: str
+    compare: tuple[str, str] | None
+    models: Sequence[str] | None
+    api_key: str | None
+    json: Path | None
+    plot: Path | None
+
+    def targets(self) -> dict[str, Target]:
+        """By the name that the table shows. Raises BenchError when one does not answer."""
+        urls = list(self.compare or (self.url,))
+        given = list(self.models or [])
+        if len(given) > len(urls):
+            raise UsageError(f"--model {given[-1]}: there is no server that it is for")
+        wanted = (given * len(urls))[: len(urls)] if given else [None] * len(urls)
+        found = [
+            target(url, model=model, api_key=self.api_key)
+            for url, model in zip(urls, wanted, strict=True)
+        ]
+        if len(found) == 1:
+            return {found[0].model: found[0]}
+        if len(set(urls)) == 1:
+            return (
+                {t.model: t for t in found} if found[0].model != found[1].model else _twice(found)
+            )
+        return {t.url: t for t in found}
+
+
+def _twice(found: Sequence[Target]) -> dict[str, Target]:
+    """A server beside itself says how much is noise."""
+    return {f"{t.url} ({i})": t for i, t in enumerate(found, 1)}
+
+
+def chats(where: Where, *, rounds: int, sessions: int, turns: int) -> None:
+    def play(server: Target, number: int, tick: Tick) -> dict[str, Any]:
+        salt = chats_bench.new_salt()
+        work = chats_bench.Workload(sessions, turns, salt)
+        return chats_bench.run(server, work, on_reply=tick)
+
+    title = f"{sessions} chats of {turns} turns, medians of rounds: {rounds}"
+    _contest(where, "chats", title, chats_bench.COLUMNS, rounds, sessions * turns, play)
+
+
+def throughput(where: Where, *, rounds: int, concurrency: str, requests: int, gap: bool) -> None:
+    try:
+        levels = tuple(numbers(concurrency))
+    except ValueError:
+        levels = ()
+    if not levels or min(levels) < 1:
+        raise UsageError(f"--concurrency {concurrency}: give whole numbers above 0")
+    load = throughput_bench.Load(levels, requests, gap)
+    salt = chats_bench.new_salt()
+    warm: set[Target] = set()
+
+    def play(server: Target, number: int, tick: Tick) -> dict[str, Any]:
+        if server not in warm:
+            throughput_bench.warm_up(server, salt)
+            warm.add(server)
+        return throughput_bench.run(server, load, turn=(salt, number), on_part=tick)
+
+    title = f"medians of rounds: {rounds}"
+    columns = throughput_bench.columns(load)
+    _contest(where, "throughput", title, columns, rounds, len(levels) + gap, play)
+
+
+def replay(
+    where: Where,
+    path: Path,
+    *,
+    rounds: int,
+    requests: int,
+    pace: replay_bench.Pace,
+    trace_model: str | None,
+) -> None:
+    try:
+        source = read(path, model=trace_model)
+        entries = list(islice(source.entries, requests or None))
+    except OSError as e:
+        raise TraceError(f"{path}: {e.strerror}") from e
+    if not entries:
+        raise TraceError(f"There is no request in {path}.")
+
+    def play(server: Target, number: int, tick: Tick) -> dict[str, Any]:
+        salt = chats_bench.new_salt()
+        return replay_bench.run(
+            server, entries, block=source.block, pace=pace, salt=salt, on_reply=tick
+        )
+
+    title = f"{len(entries)} requests of {path.name}, medians of rounds: {rounds}"
+    _contest(where, "replay", title, replay_bench.COLUMNS, rounds, len(entries), play)
+
+
+def _contest(
+    where: Where,
+    benchmark: str,
+    title: str,
+    columns: Sequence[Column],
+    rounds: int,
+    steps: int,
+    play: Callable[[Target, int, Tick], dict[str, Any]],
+) -> None:
+    """steps: of one server in one round, for the progress."""
+    servers = where.targets()
+    with _progress(rounds * steps * len(servers)) as tick:
+        found = in_turns(servers, rounds, lambda server, i: play(server, i, tick))
+    text = table(title, columns, rounds=found)
+    print(text, file=sys.stderr if where.json == STDOUT else sys.stdout)
+    options = {k: str(v) for k, v in asdict(where).items() if v is not None and k != "api_key"}
+    content = document(benchmark, options=options, result={"rounds": found})
+    _write(where.json, json.dumps(content, indent=1) + "\n")
+    if where.plot is not None:
+        _write(where.plot, svg(f"firn bench {benchmark}: {title}", columns, rounds=found))
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        return
+    if path == STDOUT:
+        print(text, end="")
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise BenchError(f"{path}: {e.strerror}") from e
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Tick]:
+    """On stderr, and only on a terminal."""
+    bar = Progress(
+        TextColumn("{task.completed} of {task.total}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

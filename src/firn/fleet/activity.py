@@ -1,0 +1,135 @@
+"""/v1/activity of several models: the streams of those that are loaded, put together.
+
+    event: models    all models and their states, when they have changed
+    event: calls, event: state     as the models' own processes tell them; each names its model
+
+Watching keeps no model loaded, and loads none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Scope
+
+from firn.api import sse
+from firn.api.activity import MAX_WATCHERS, QUIET_TICKS, TICK_S, TooManyWatchers
+from firn.api.exchange import exchange_of
+from firn.fleet import proxy
+from firn.fleet.fleet import Fleet
+from firn.fleet.model import Model
+from firn.fleet.relay import Relay
+from firn.fleet.turns import State
+from firn.fleet.vouching import vouch
+
+MAX_WAITING = 256
+"""Frames of all models that wait for one watcher; then their processes wait."""
+
+
+class Watchers:
+    """How many there are. Owner: the front, on the asyncio thread."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+def add_activity(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
+    watchers = Watchers()
+
+    async def watch(request: Request) -> StreamingResponse:
+        if watchers.n >= MAX_WATCHERS:
+            raise TooManyWatchers()
+        headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
+        stream = _Stream(fleet, relay, request.scope, watchers)
+        return StreamingResponse(stream.frames(), headers=headers)
+
+    app.add_api_route(
+        "/v1/activity", watch, response_class=StreamingResponse, include_in_schema=False
+    )
+
+
+class _Stream:
+    """What one watcher is told. Owner: the task that answers it."""
+
+    def __init__(self, fleet: Fleet, relay: Relay, scope: Scope, watchers: Watchers) -> None:
+        self._fleet = fleet
+        self._relay = relay
+        self._scope = scope
+        self._watchers = watchers
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        self._watchers.n += 1
+        shown, quiet = b"", 0
+        try:
+            while not self._relay.draining:
+                self._attach()
+                models = _frame("models", self._models())
+                found = [models] if models != shown else []
+                shown = models
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S):
+                        found.append(await self._waiting.get())
+                while not self._waiting.empty():
+                    found.append(self._waiting.get_nowait())
+                quiet = 0 if found else quiet + 1
+                if quiet >= QUIET_TICKS:
+                    found, quiet = [sse.KEEP_ALIVE.encode()], 0
+                if found:
+                    yield b"".join(found)
+        finally:
+            self._watchers.n -= 1
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _models(self) -> list[dict[str, Any]]:
+        """How busy a model is tells a key what others do."""
+        operator = exchange_of(self._scope).caller.operator
+        found = []
+        for name, model in self._fleet.models.items():
+            closing = model.closed or model.unloading
+            state = State.DRAINING if closing else model.state
+            busy = {"active": model.n_active, "waiting": len(model.waiters)} if operator else {}
+            found.append(
+                {"id": name, "state": state.value, "bytes": model.footprint.nbytes, **busy}
+            )
+        return found
+
+    def _attach(self) -> None:
+        """Listen to whoever is loaded and not listened to yet."""
+        self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
+        for name, model in self._fleet.models.items():
+            if name not in self._tasks and self._fleet.peek(model) is not None:
+                self._tasks[name] = asyncio.create_task(self._listen(model))
+
+    async def _listen(self, model: Model) -> None:
+        child = self._fleet.peek(model)
+        if child is None:
+            return
+        exchange = exchange_of(self._scope)
+        request = proxy.Request("GET", b"/v1/activity", self._scope["headers"])
+        reply: proxy.Reply | None = None
+        try:
+            reply = await proxy.send(child.socket, request, vouch(exchange.caller, exchange.id))
+            await reply.head()
+            rest = b""
+            while reply.status == 200 and (piece := await reply.piece()):
+                *whole, rest = (rest + piece).split(b"\n\n")
+                for frame in whole:
+                    await self._waiting.put(frame + b"\n\n")
+        except proxy.Lost:
+            pass  # unloaded, or restarted: it is listened to again when it is back
+        finally:
+            if reply is not None:
+                reply.close()
+
+
+def _frame(event: str, value: Any) -> bytes:
+    return sse.named(event, json.dumps(value)).encode()

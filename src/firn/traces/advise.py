@@ -1,0 +1,143 @@
+"""How large a cache should be: a trace played against tables of sizes, in several processes.
+
+A tier is played by itself; of two tiers together a prompt gets what the better one has of it, because
+each holds chains from their beginnings.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from firn.traces.simulate import SsdStore, play
+from firn.traces.stack import play_all
+from firn.traces.trace import Ints, Trace
+
+ENOUGH = 0.01
+"""A doubling that reuses fewer of the prompt tokens is not worth it."""
+ALONE = 400_000
+"""Requests, over all runs, below which other processes would cost more than they bring."""
+ENOUGH_MEMORY, ENOUGH_SSD = 0.99, 0.999
+"""Of what a cache without limits reuses: larger sizes are not worth a column."""
+N_BEFORE = 4
+
+Progress = Callable[[int, int], None]
+"""Runs that are over, and all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Rates are shares of the prompt tokens. Sizes are in blocks, ascending."""
+
+    memory: tuple[int, ...]
+    ssd: tuple[int, ...]
+    unlimited: float
+    alone: Mapping[int, float]
+    """By memory: what it reuses without an SSD."""
+    together: Mapping[tuple[int, int], float]
+    """By memory and SSD."""
+    lru: Mapping[int, float]
+    """By size: one tier that goes by the last use to the second, and touches every block."""
+
+    @property
+    def memory_knee(self) -> int:
+        return knee(self.alone)
+
+    @property
+    def ssd_knee(self) -> int:
+        """Beside the smallest memory."""
+        first = self.memory[0]
+        return knee({size: self.together[first, size] for size in self.ssd})
+
+
+def advise(
+    trace: Trace,
+    *,
+    memory: Sequence[int] = (),
+    ssd: Sequence[int] = (),
+    unit: float = 1.0,
+    progress: Progress = lambda n, total: None,
+    workers: int | None = None,
+) -> Advice:
+    """Sizes in blocks; where none are given, powers of two of the unit between which something happens.
+
+    unit: in blocks. workers: processes, as many as there are cores where it is not said.
+    """
+
+    def rate(found: Ints) -> float:
+        return float(found.sum(dtype=np.int64)) * trace.block / max(trace.n_prompt_tokens, 1)
+
+    unlimited = rate(trace.known)
+    of_memory = play_all(trace, [*_powers(trace, unit), *memory, *ssd])
+    curve = {n: rate(found) for n, found in of_memory.items()}
+    memory = sorted(set(memory)) or _around(curve, ENOUGH_MEMORY * unlimited)
+    ssd = sorted(set(ssd)) or _around(curve, ENOUGH_SSD * unlimited)
+    progress(1, 1 + len(ssd))
+    of_ssd = _play_all(
+        trace, ssd, lambda n: progress(1 + n, 1 + len(ssd)), workers or os.cpu_count() or 1
+    )
+    return Advice(
+        tuple(memory),
+        tuple(ssd),
+        unlimited=unlimited,
+        alone={n: curve[n] for n in memory},
+        together={(m, s): rate(np.maximum(of_memory[m], of_ssd[s])) for m in memory for s in ssd},
+        lru={n: curve[n] for n in ssd},
+    )
+
+
+def _powers(trace: Trace, unit: float) -> list[int]:
+    """Up to twice all that is ever stored."""
+    powers = [round(unit * 2.0**k) for k in range(-40, 60)]
+    return sorted({p for p in powers if 1 <= p <= 2 * max(trace.n_nodes, 1)} or {1})
+
+
+def _around(curve: Mapping[int, float], enough: float) -> list[int]:
+    """The sizes before the first that is enough, that one, and one more."""
+    sizes = sorted(curve)
+    last = next((i for i, size in enumerate(sizes) if curve[size] >= enough), len(sizes) - 1)
+    return sizes[max(last - N_BEFORE, 0) : last + 2]
+
+
+def knee(rates: Mapping[int, float]) -> int:
+    """The smallest size from which on no doubling is worth it."""
+    sizes = sorted(rates)
+    best = sizes[-1]
+    for small, large in reversed(list(pairwise(sizes))):
+        if (rates[large] - rates[small]) / np.log2(large / small) >= ENOUGH:
+            return best
+        best = small
+    return best
+
+
+def _play_all(
+    trace: Trace, sizes: Sequence[int], progress: Callable[[int], None], workers: int
+) -> dict[int, Ints]:
+    """SSDs of these sizes."""
+    done: dict[int, Ints] = {}
+    if workers == 1 or len(sizes) * len(trace) < ALONE:
+        for size in sizes:
+            done[size] = play(SsdStore(trace, n_blocks=size))
+            progress(len(done))
+        return done
+    with tempfile.TemporaryDirectory(prefix="firn-advise-") as folder:
+        trace.save(Path(folder))
+        # Started afresh: a copy of this process would carry its threads' locks along.
+        with ProcessPoolExecutor(min(workers, len(sizes)), get_context("spawn")) as pool:
+            waiting = {pool.submit(_play_saved, folder, size): size for size in sizes}
+            for future in as_completed(waiting):
+                done[waiting[future]] = future.result()
+                progress(len(done))
+    return done
+
+
+def _play_saved(folder: str, size: int) -> Ints:
+    return play(SsdStore(Trace.load(Path(folder)), n_blocks=size))

@@ -1,0 +1,232 @@
+"""Traffic in the shape of coding agents, made up from a seed: for benchmarks and tests.
+
+    python -m firn.traces.agents 20000 > trace.jsonl
+
+People work by day on projects of their own, with a few kinds of agents. A session grows turn by turn
+from a shared prompt of tools and system text; some turns send out sub-agents, which work for a while
+side by side and never come back; a session that has become too long is compacted to a summary and goes
+on from there; at times somebody steps back and goes on from an earlier turn; sessions of earlier days
+are taken up again. Between turns lie seconds, a walk, or a weekend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+
+from firn.traces.read import line_of
+from firn.traces.trace import Entry
+
+DAY_S = 86_400.0
+WORK_BEGINS_S, WORK_S = 8 * 3600.0, 10 * 3600.0
+N_WORK_DAYS = 5
+"""Of a week: the others are idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Lengths are in tokens, probabilities are of one turn where nothing else is said."""
+
+    n_people: int = 6
+    n_projects: int = 3
+    """Of each."""
+    n_kinds: int = 3
+    sessions_per_day: float = 6.0
+    """That one person begins."""
+    tools: tuple[int, int] = (9_000, 18_000)
+    sub_tools: tuple[int, int] = (3_000, 7_000)
+    project: tuple[int, int] = (800, 4_000)
+    turns: float = 24.0
+    """Mean of a session. Each is a request: agents ask once for each call of a tool."""
+    step: float = 900.0
+    """Mean of what a turn adds: results of tools, files, questions."""
+    reply: float = 220.0
+    context: int = 100_000
+    summary: tuple[int, int] = (1_500, 5_000)
+    sub_agents: float = 0.05
+    sub_turns: float = 7.0
+    branch: float = 0.03
+    task: tuple[int, int] = (100, 900)
+    """What a sub-agent is told."""
+    once: float = 0.06
+    """A short request beside the session, such as one for a title."""
+    short: tuple[int, int] = (300, 2_000)
+    pause: float = 0.06
+    """Somebody thinks, or eats, before the next turn."""
+    resumed: float = 0.35
+    """A session that ended is taken up again, some days later; of a session."""
+
+
+@dataclass(eq=False)
+class Talk:
+    """One conversation: its tokens so far, as whole blocks and a rest."""
+
+    n_tokens: int
+    blocks: list[int]
+    turns: list[int] = field(default_factory=list)
+    """Tokens at the end of each."""
+
+
+USUAL = Shape()
+
+
+class AgentTraffic:
+    """Requests without end, in the order of their arrival. Owner: whoever iterates."""
+
+    def __init__(self, shape: Shape = USUAL, *, seed: int = 0, block: int = 256) -> None:
+        self._shape = shape
+        self._rng = random.Random(seed)
+        self._block = block
+        self._serial = count(1)
+        self._ties = count()
+        rng, s = self._rng, shape
+        self._tools = [self._grown(Talk(0, []), rng.randint(*s.tools)) for _ in range(s.n_kinds)]
+        self._sub_tools = [
+            self._grown(Talk(0, []), rng.randint(*s.sub_tools)) for _ in range(s.n_kinds)
+        ]
+        self._projects = [
+            [
+                self._grown(self._copy(rng.choice(self._tools)), rng.randint(*s.project))
+                for _ in range(s.n_projects)
+            ]
+            for _ in range(s.n_people)
+        ]
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Days after days; sessions are laid out when their day begins."""
+        waiting: list[tuple[float, int, Iterator[Entry], Entry]] = []
+
+        def push(session: Iterator[Entry]) -> None:
+            entry = next(session, None)
+            if entry is not None:
+                heapq.heappush(waiting, (entry.at_s, next(self._ties), session, entry))
+
+        later: dict[int, list[Iterator[Entry]]] = {}
+        for day in count():
+            if day % 7 < N_WORK_DAYS:
+                for session in later.pop(day, []):
+                    push(session)
+                for person in range(self._shape.n_people):
+                    for _ in range(self._poisson(self._shape.sessions_per_day)):
+                        push(self._session(person, day, later))
+            else:
+                later.setdefault(day + 1, []).extend(later.pop(day, []))
+            while waiting and waiting[0][0] < (day + 1) * DAY_S:
+                _, _, session, entry = heapq.heappop(waiting)
+                yield entry
+                push(session)
+
+    def _session(
+        self, person: int, day: int, later: dict[int, list[Iterator[Entry]]]
+    ) -> Iterator[Entry]:
+        rng = self._rng
+        at = day * DAY_S + WORK_BEGINS_S + rng.random() * WORK_S
+        project = rng.choice(self._projects[person])
+        talk = self._grown(self._copy(project), rng.randint(50, 400))
+        yield from self._work(talk, project, at)
+        if rng.random() < self._shape.resumed:
+            gone = 1 + int(rng.expovariate(0.7))
+            later.setdefault(day + gone, []).append(self._again(talk, project, day + gone))
+
+    def _again(self, talk: Talk, project: Talk, day: int) -> Iterator[Entry]:
+        while day % 7 >= N_WORK_DAYS:
+            day += 1
+        at = day * DAY_S + WORK_BEGINS_S + self._rng.random() * WORK_S
+        yield from self._work(talk, project, at)
+
+    def _work(self, talk: Talk, project: Talk, at: float) -> Iterator[Entry]:
+        """Turns until the person is done; what goes on beside them comes in between."""
+        rng, s = self._rng, self._shape
+        beside: list[Entry] = []
+        for _ in range(1 + int(rng.expovariate(1 / s.turns))):
+            if rng.random() < s.once:
+                short = self._grown(Talk(0, []), rng.randint(*s.short))
+                beside.append(self._ask(short, at + rng.random()))
+            if talk.n_tokens > s.context:
+                yield self._ask(self._grown(self._copy(talk), 300), at)  # asks for the summary
+                at += 20 + rng.expovariate(1 / 20)
+                summary = rng.randint(*s.summary)
+                fresh = self._grown(self._copy(project), summary)
+                talk.n_tokens, talk.blocks, talk.turns = fresh.n_tokens, fresh.blocks, []
+            if talk.turns and rng.random() < s.branch:
+                self._step_back(talk, rng.choice(talk.turns[-8:]))
+            self._grown(talk, 20 + int(rng.expovariate(1 / s.step)))
+            entry = self._ask(talk, at)
+            ready = sorted((e for e in beside if e.at_s <= at), key=lambda e: e.at_s)
+            beside = [e for e in beside if e.at_s > at]
+            yield from ready
+            yield entry
+            talk.turns.append(talk.n_tokens)
+            at += 2 + rng.expovariate(1 / 8)
+            if rng.random() < s.sub_agents:
+                found, at = self._sub_agents(at)
+                beside += found
+            if rng.random() < s.pause:
+                at += rng.lognormvariate(6.5, 1.2)
+        yield from sorted(beside, key=lambda e: e.at_s)
+
+    def _sub_agents(self, at: float) -> tuple[list[Entry], float]:
+        """One to four at once; the session waits for the last of them."""
+        rng, s = self._rng, self._shape
+        tools, found, end = rng.choice(self._sub_tools), list[Entry](), at
+        for _ in range(rng.randint(1, 4)):
+            talk, now = self._grown(self._copy(tools), rng.randint(*s.task)), at + rng.random()
+            for _ in range(1 + int(rng.expovariate(1 / s.sub_turns))):
+                found.append(self._ask(talk, now))
+                self._grown(talk, 20 + int(rng.expovariate(1 / s.step)))
+                now += 1 + rng.expovariate(1 / 5)
+            end = max(end, now)
+        return found, end
+
+    def _ask(self, talk: Talk, at: float) -> Entry:
+        """One request: the talk so far, then the reply, which becomes a part of it."""
+        blocks, n_prompt = tuple(talk.blocks), talk.n_tokens
+        n_reply = 10 + int(self._rng.expovariate(1 / self._shape.reply))
+        self._grown(talk, n_reply)
+        return Entry(at, n_prompt, n_reply, blocks, tuple(talk.blocks[len(blocks) :]))
+
+    def _grown(self, talk: Talk, n_tokens: int) -> Talk:
+        talk.n_tokens += n_tokens
+        while (len(talk.blocks) + 1) * self._block <= talk.n_tokens:
+            talk.blocks.append(next(self._serial))
+        return talk
+
+    def _step_back(self, talk: Talk, n_tokens: int) -> None:
+        talk.n_tokens = n_tokens
+        del talk.blocks[n_tokens // self._block :]
+        talk.turns = [n for n in talk.turns if n <= n_tokens]
+
+    def _copy(self, talk: Talk) -> Talk:
+        return Talk(talk.n_tokens, list(talk.blocks))
+
+    def _poisson(self, mean: float) -> int:
+        n, total = 0, self._rng.expovariate(1.0)
+        while total < mean:
+            n, total = n + 1, total + self._rng.expovariate(1.0)
+        return n
+
+
+def agent_trace(n_requests: int, *, seed: int = 0, block: int = 256, **shape: float) -> list[Entry]:
+    """The first requests of such traffic. shape: fields of Shape that differ."""
+    traffic = AgentTraffic(replace(USUAL, **shape), seed=seed, block=block)  # type: ignore[arg-type]
+    return list(islice(traffic, n_requests))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="Print a trace in the shape of coding agents.")
+    options.add_argument("requests", type=int)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--block", type=int, default=256, help="tokens")
+    options.add_argument("--token-bytes", type=int, default=0, help="what a token takes up")
+    args = options.parse_args()
+    traffic = AgentTraffic(seed=args.seed, block=args.block)
+    for entry in islice(traffic, args.requests):
+        print(line_of(replace(entry, token_nbytes=args.token_bytes), block=args.block))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""/v1/activity: what people see of calls while they go on, and of whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from firn.api import activity
+from firn.api.auth import Keys
+from tests.api.live import Live, serve
+
+
+class Events:
+    """A stream of events, read as far as a test wants."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._lines = response.iter_lines()
+
+    def next(self, wanted: str) -> Any:
+        """The next event of this name."""
+        event = ""
+        for line in self._lines:
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: ") and event == wanted:
+                return json.loads(line.removeprefix("data: "))
+        raise AssertionError("the stream has ended")
+
+    def call(self, phase: str) -> dict[str, Any]:
+        """The next call that is in this phase."""
+        while True:
+            for call in self.next("calls"):
+                if call["phase"] == phase:
+                    return dict(call)
+
+
+@contextmanager
+def watching(live: Live, key: str | None = None) -> Iterator[Events]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    with httpx.stream("GET", f"{live.url}/v1/activity", headers=headers, timeout=30) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield Events(response)
+
+
+def test_a_call_from_its_queue_to_its_end(live: Live) -> None:
+    live.engine.n_cached, live.engine.tiers = 3, (("ssd", 3),)
+    live.engine.reason = "diverged at token 3"
+    with watching(live) as events:
+        assert events.next("calls") == []
+        state = events.next("state")
+        assert state["model"] == "fake"
+        assert state["operator"] is True
+        live.engine.hold("queue")
+        stream = live.openai().chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "Hi"}], stream=True
+        )
+        queued = events.call("queued")
+        assert queued["prompt_tokens"] > 3
+        assert queued["admitted_s"] is None
+        live.engine.release("queue")
+        text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+        done = events.call("done")
+    assert text
+    assert done["id"] == queued["id"]
+    assert done["cached_tokens"] == 3
+    assert done["tiers"] == {"ssd": 3}
+    assert done["reason"] == "diverged at token 3"
+    assert done["reply_tokens"] > 0
+    assert 0 <= done["admitted_s"] <= done["first_token_s"] <= done["ended_s"]
+    assert "Hi" not in json.dumps(done)
+
+
+def test_who_comes_later_sees_what_was(live: Live) -> None:
+    client = live.openai()
+    for _ in range(2):
+        client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "Hi"}])
+    with watching(live) as events:
+        assert [call["phase"] for call in events.next("calls")] == ["done", "done"]
+
+
+def test_a_client_that_goes_away_and_a_request_that_fails(live: Live) -> None:
+    with watching(live) as events:
+        live.engine.hold("decode")
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            events.call("reading")
+        assert events.call("gone")["ended_s"] > 0
+        live.engine.release("decode")
+
+
+def test_a_key_sees_its_own_calls_and_the_operator_all() -> None:
+    with serve(keys=Keys(["alice", "bob"], admin=["root"])) as live:
+        for key in ("alice", "bob"):
+            client = live.openai(api_key=key)
+            client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "Hi"}]
+            )
+        with watching(live, "root") as events:
+            keys = {call["key"] for call in events.next("calls")}
+            assert len(keys) == 2
+            assert "engine" in events.next("state")
+        with watching(live, "alice") as events:
+            (call,) = events.next("calls")
+            assert call["key"] in keys
+            state = events.next("state")
+            assert not {"engine", "mlx_bytes"} & set(state)
+        refused = httpx.get(f"{live.url}/v1/activity")
+        assert refused.status_code == 401
+
+
+def test_there_is_an_end_to_watchers(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "MAX_WATCHERS", 1)
+    with watching(live) as events:
+        events.next("calls")
+        refused = httpx.get(f"{live.url}/v1/activity")
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "too_many_watchers"
+
+
+def test_a_server_that_stops_ends_the_stream(live: Live) -> None:
+    with watching(live) as events:
+        events.next("state")
+        live.on_loop(live.mailroom.drain)
+        with pytest.raises(AssertionError, match="the stream has ended"):
+            events.next("state")

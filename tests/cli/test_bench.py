@@ -1,0 +1,240 @@
+"""`firn bench` and `firn cache advise` as people run them, on a real server that records a trace."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from firn.bench import plot, replay, report
+from firn.bench.client import Target, words
+from firn.bench.report import BenchError, Column
+from firn.cli import make_cli
+from firn.config import CacheConfig, Config, LogConfig, ModelConfig
+from firn.traces.agents import agent_trace
+from firn.traces.read import line_of, read
+from firn.traces.trace import Entry
+from tests.api.live import serve
+from tests.api.real import serving
+
+MODEL = "firn-demo"
+
+
+def firn(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(make_cli(), list(arguments))
+
+
+@dataclass(frozen=True)
+class Place:
+    url: str
+    trace: Path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """The built-in model, with a cache and a trace."""
+    tmp = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp / "cache"))
+        config = Config(
+            model=ModelConfig(path=MODEL),
+            cache=CacheConfig(cache_memory_mb=256, cache_block_tokens=64, no_ssd_cache=True),
+            log=LogConfig(record_trace=tmp / "trace.jsonl"),
+        )
+        with serving(Path(MODEL), config=config) as real:
+            yield Place(real.url, tmp / "trace.jsonl")
+
+
+def test_chats_reuse_what_they_share(place: Place, tmp_path: Path) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    run = firn(
+        *("bench", "chats", "--url", place.url, "--rounds", "1", "--sessions", "2", "--turns", "2"),
+        *("--json", str(out), "--plot", str(picture)),
+    )
+    assert run.exit_code == 0, run.output
+    title, heads, row = run.stdout.splitlines()[:3]
+    assert title == "2 chats of 2 turns, medians of rounds: 1"
+    assert heads.split() == ["cold", "s", "shared", "s", "later", "s", "new/turn"]
+    assert row.startswith(MODEL)
+    (found,) = json.loads(out.read_text())["result"]["rounds"][MODEL]
+    (cold, shared), later = found["cached_tokens"]
+    assert cold < 64, "the salt makes every round new"
+    assert shared > 500, "the system prompt was known"
+    assert all(n > m for n, m in zip(later, found["prompt_tokens"][0], strict=True)), "all before"
+    assert ET.fromstring(picture.read_text()).tag.endswith("svg")
+
+
+def test_a_server_beside_itself(place: Place) -> None:
+    run = firn(
+        *("bench", "throughput", "--compare", place.url, place.url, "--rounds", "2"),
+        *("--concurrency", "1,2", "--requests", "1", "--no-gap", "--json", "-"),
+    )
+    assert run.exit_code == 0, run.output
+    rounds = json.loads(run.stdout)["result"]["rounds"]
+    assert list(rounds) == [f"{place.url} (1)", f"{place.url} (2)"]
+    assert all(len(done) == 2 and done[0]["tok_s_2"] > 0 for done in rounds.values())
+    assert f"{place.url} (1) / best rival" in run.stderr
+    assert "from - to" in run.stderr
+
+
+def test_what_was_served_can_be_played_again(place: Place, tmp_path: Path) -> None:
+    """The trace of a bench is a trace for a bench."""
+    firn("bench", "chats", "--url", place.url, "--rounds", "1", "--sessions", "2", "--turns", "2")
+    entries = list(read(place.trace).entries)
+    assert read(place.trace).block == 64
+    assert all(e.model == MODEL and e.token_nbytes > 0 for e in entries)
+    assert any(dict(e.cached).get("memory", 0) > 500 for e in entries)
+    assert all(e.first_s is not None and e.first_s > 0 for e in entries)
+    assert "amber" not in place.trace.read_text()
+    out = tmp_path / "replay.json"
+    run = firn(
+        *("bench", "replay", str(place.trace), "--url", place.url, "--requests", "12"),
+        *("--streams", "1", "--max-reply", "2", "--json", str(out)),
+    )
+    assert run.exit_code == 0, run.output
+    (found,) = json.loads(out.read_text())["result"]["rounds"][MODEL]
+    assert found["failed"] == 0
+    assert found["requests"] == 12
+    assert found["reused"] > 0.8 * found["possible"] > 0.1, found
+
+
+def test_advice_on_what_was_served(place: Place) -> None:
+    firn("bench", "chats", "--url", place.url, "--rounds", "1", "--sessions", "2", "--turns", "2")
+    run = firn("cache", "advise", str(place.trace), "--json")
+    assert run.exit_code == 0, run.output
+    found = json.loads(run.stdout)
+    assert found["unlimited"] == pytest.approx(max(found["memory_and_ssd"][-1]), abs=1e-9)
+    assert "GiB" in found["memory"][0], "the trace says what a token takes"
+
+
+# --- advice --------------------------------------------------------------------------------
+
+
+def write_trace(path: Path, entries: list[Entry], block: int = 512) -> Path:
+    path.write_text("".join(f"{line_of(e, block=block)}\n" for e in entries))
+    return path
+
+
+def test_the_table_grows_with_the_sizes(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "t.jsonl", agent_trace(400, seed=4, block=512))
+    run = firn("cache", "advise", str(path), "--token-bytes", "16384", "--json")
+    assert run.exit_code == 0, run.output
+    found = json.loads(run.stdout)
+    table = found["memory_and_ssd"]
+    for row, alone in zip(table, found["memory_alone"], strict=True):
+        assert row == sorted(row)
+        assert row[0] >= alone
+    assert found["memory_alone"] == sorted(found["memory_alone"])
+    assert table[-1][-1] == pytest.approx(found["unlimited"])
+    assert found["plain_lru"][-1] == pytest.approx(found["unlimited"])
+    sizes = ("--memory-gb", "1,2", "--ssd-gb", "4", "--token-bytes", "16384")
+    shown = firn("cache", "advise", str(path), *sizes)
+    assert shown.exit_code == 0, shown.output
+    heads = [line.split("  ")[0] for line in shown.stdout.splitlines()]
+    assert heads[3:7] == ["memory", "1 GiB", "2 GiB", "plain LRU"]
+    assert "of what is possible" in shown.stdout
+
+
+def test_processes_of_its_own_say_the_same(tmp_path: Path) -> None:
+    from firn.traces import advise
+    from firn.traces.trace import Trace
+
+    trace = Trace.of(agent_trace(300, seed=4, block=512), block=512)
+    sizes = {"memory": [50], "ssd": [100]}
+    alone = advise.advise(trace, **sizes, workers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advise, "ALONE", 0)
+        assert advise.advise(trace, **sizes, workers=2) == alone
+
+
+@pytest.mark.parametrize(
+    ("rates", "size"),
+    [
+        ({1: 0.1, 2: 0.5, 4: 0.9, 8: 0.904}, 4),
+        ({1: 0.1, 2: 0.5}, 2),
+        ({1: 0.9, 2: 0.9, 4: 0.9}, 1),
+        ({1: 0.1, 2: 0.1, 4: 0.5, 8: 0.5}, 4),
+        ({7: 0.3}, 7),
+    ],
+)
+def test_the_knee(rates: dict[int, float], size: int) -> None:
+    from firn.traces.advise import knee
+
+    assert knee(rates) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["cache", "advise", "nowhere.jsonl"], 1, "nowhere.jsonl: No such file"),
+        (["cache", "advise", "{trace}", "--ssd-gb", "3"], 2, "add --token-bytes"),
+        (["cache", "advise", "{trace}", "--ssd-gb", "x", "--token-bytes", "9"], 2, "sizes above 0"),
+        (["bench", "replay", "nowhere.jsonl"], 1, "nowhere.jsonl: No such file"),
+        (["bench", "chats", "--url", "http://127.0.0.1:9"], 1, "no server answers at"),
+        (["bench", "chats", "--url", "ftp://x"], 1, "is no address"),
+        (["bench", "throughput", "--concurrency", "0"], 2, "whole numbers above 0"),
+        (["bench", "chats", "--model", "a", "--model", "b"], 2, "no server that it is for"),
+    ],
+)
+def test_wrong_calls_are_one_line(
+    tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", [Entry(0, 600, 1, (1,))])
+    run = firn(*(a.format(trace=trace) for a in arguments))
+    assert run.exit_code == code, run.output
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("firn: ")
+    assert says in line
+
+
+# --- the parts -----------------------------------------------------------------------------
+
+
+def test_requests_that_fail_are_counted() -> None:
+    with serve() as live:
+        target = Target(live.url, "fake")
+        short, long = Entry(0, 16, 1, ()), Entry(1, 9000, 1, tuple(range(1, 19)))
+        pace = replay.Pace(speed=0, streams=2)
+        run = replay.run(target, [short, long], block=512, pace=pace, salt="a")
+        assert run["failed"] == 1
+        assert "400" in run["faults"][0]
+        with pytest.raises(BenchError, match="no request of the trace was answered"):
+            replay.run(target, [long], block=512, pace=pace, salt="a")
+
+
+def test_prompts_begin_alike_as_far_as_their_blocks_do() -> None:
+    writer = replay.Playwright(64, tokens_a_word=4.0, salt="s")
+    entries = [Entry(0, 200, 1, (1, 2, 3)), Entry(0, 200, 1, (1, 2, 4)), Entry(0, 200, 1, (5,))]
+    texts = [writer.prompt(e, i, block=64).split() for i, e in enumerate(entries)]
+    shared = [a == b for a, b in zip(texts[0], texts[1], strict=False)]
+    assert shared[:32] == [True] * 32, "16 words a block"
+    assert not all(shared[32:48])
+    assert texts[0][0] != texts[2][0] or texts[0][1] != texts[2][1]
+    assert replay.possible(entries, block=64) == 2 * 64 / 600
+
+
+def test_ratios_and_their_range() -> None:
+    rounds: dict[str, list[dict[str, Any]]] = {
+        "a": [{"s": 1.0}, {"s": 2.0}, {"s": 3.0}],
+        "b": [{"s": 2.0}, {"s": 2.0}, {"s": 2.0}],
+    }
+    column = Column("s", "seconds")
+    text = report.table("t", [column], rounds=rounds)
+    assert [line.split() for line in text.splitlines()[4:6]] == [
+        ["a", "/", "best", "rival", "1.00"],
+        ["from", "-", "to", "0.50", "-", "1.50"],
+    ]
+    picture = ET.fromstring(plot.svg("a < b", [column], rounds=rounds))
+    bars = [e for e in picture.iter() if e.tag.endswith("rect")]
+    assert len(bars) == 1 + 2 + 2, "the ground, two bars, two in the legend"
+
+
+def test_words_differ_by_their_seed() -> None:
+    assert words(20, seed=1) == words(20, seed=1)
+    assert words(20, seed=1) != words(20, seed=2)

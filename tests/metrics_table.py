@@ -1,0 +1,52 @@
+"""docs/metrics.md, as a table that can be compared with what a server shows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+DOCS = Path(__file__).parents[1] / "docs"
+HISTOGRAM = ("_bucket", "_count", "_sum")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A metric by the name that a query has."""
+
+    name: str
+    kind: str
+    labels: frozenset[str]
+
+
+def documented() -> tuple[dict[str, Named], set[str], set[str]]:
+    """All of them; the names that a key sees; those of the front of several models."""
+    found: dict[str, Named] = {}
+    of_a_key: set[str] = set()
+    of_the_front: set[str] = set()
+    for line in (DOCS / "metrics.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not cells[0].startswith("`firn_"):
+            continue
+        name = cells[0].strip("`")
+        assert name not in found, f"{name} is there twice"
+        found[name] = Named(name, cells[1], frozenset(re.findall(r"`(\w+)`", cells[2])))
+        if len(cells) == 4:
+            of_the_front.add(name)
+        elif cells[3] == "yes":
+            of_a_key.add(name)
+    return found, of_a_key, of_the_front
+
+
+def shown(text: str) -> dict[str, Named]:
+    """What /metrics says, without what the client library adds: when a counter was made."""
+    found: dict[str, Named] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.endswith("_created"):
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for s in family.samples for label in s.labels} - {"le"}
+        found[name] = Named(name, family.type, frozenset(labels))
+    return found

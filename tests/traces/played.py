@@ -1,0 +1,150 @@
+"""A trace played against the cache itself, request by request: what the simulation must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from firn.cache.container import Header, Loaded, Name
+from firn.cache.faults import Missing, TierFull
+from firn.cache.io import Changes, Done, Fetch, Wanted
+from firn.cache.tiers import Stored, Usage
+from firn.core.keys import KeyTokens
+from firn.core.ports import Load
+from firn.core.values import CacheControl, Namespace, Prompt
+from firn.traces.trace import Trace
+from tests.cache.lab import DENSE, LabLayer, LabRow, Steady, tree
+
+BLOCK = 4
+BLOCK_NBYTES = 2 * 4 * BLOCK
+"""Two arrays of 32-bit numbers: what the lab's plain attention keeps."""
+NOBODY = Namespace("")
+
+
+class RecordIo:
+    """Implements cache.io.Io by the contract of tiers, at once and with room for so many records."""
+
+    def __init__(self, n_records: int) -> None:
+        self._n_records = n_records
+        self._held: dict[Name, Loaded] = {}
+        self._stamps: dict[Name, float] = {}
+
+    def try_write(
+        self,
+        header: Header,
+        fetch: Fetch,
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Wanted = lambda: True,
+    ) -> bool:
+        name, evicted = header.name, ()
+        if len(self._held) >= self._n_records:
+            oldest = min(self._stamps, key=self._stamps.__getitem__)
+            if self._stamps[oldest] > used_at:
+                done(TierFull())
+                return True
+            del self._held[oldest], self._stamps[oldest]
+            evicted = (oldest,)
+        self._held[name] = Loaded(header, [memoryview(bytearray(b)) for b in fetch()])
+        self._stamps[name] = used_at
+        done(Stored(BLOCK_NBYTES, new=True, evicted=evicted))
+        return True
+
+    def has_room(self, nbytes: int) -> bool:
+        return True
+
+    def defer_writes(self, wanted: bool) -> None: ...
+
+    def read(
+        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = lambda: True
+    ) -> None:
+        done(self._held.get(name) or Missing())
+
+    def delete(self, names: Iterable[Name]) -> None:
+        for name in names:
+            self._held.pop(name, None)
+            self._stamps.pop(name, None)
+
+    def touch(self, stamps: Mapping[Name, float]) -> None:
+        for name, stamp in stamps.items():
+            if name in self._stamps:
+                self._stamps[name] = max(self._stamps[name], stamp)
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        done(None)
+
+    def usage(self) -> Usage:
+        return Usage(0, 1 << 20)
+
+    def close(self) -> None: ...
+
+
+class Eager(Steady):
+    """Every load pays."""
+
+    @property
+    def knows_prefill(self) -> bool:
+        return True
+
+    def knows_tier(self, tier: str) -> bool:
+        return True
+
+    def prefill_s(self, start: int, end: int) -> float:
+        return 1e6 * (end - start)
+
+    def load_s(self, tier: str, nbytes: int) -> float:
+        return 1e-3
+
+
+def play_for_real(
+    trace: Trace, *, memory_blocks: int, ssd_blocks: int = 0, keeps_memory: bool = True
+) -> list[int]:
+    """Blocks of each prompt that the cache had. keeps_memory: else it is emptied after each request."""
+    now = [0.0]
+    cache = tree(
+        DENSE,
+        block=BLOCK,
+        limit_nbytes=memory_blocks * BLOCK_NBYTES,
+        clock=lambda: now[0],
+        wall=lambda: now[0],
+    )
+    cache.records.estimates = Eager()
+    if ssd_blocks:
+        cache.add_tier("ssd", RecordIo(ssd_blocks), namespaces=[NOBODY], wake=lambda: None)
+    found = []
+    for i in range(len(trace)):
+        now[0] = float(trace.at[i])
+        path, n_asked = trace.path(i), int(trace.n_asked[i])
+        tokens = (path[:, None] * BLOCK + np.arange(1, BLOCK + 1)).ravel().astype(np.int64)
+        tokens = np.append(tokens, [(1 << 20) + i])  # a prompt's last token is always computed
+        trail = cache.open(Prompt(tokens[: n_asked * BLOCK + 1]), NOBODY, CacheControl())
+        while trail.racing:
+            cache.tick(Load.NONE)
+        row = LabRow(LabLayer([[]], DENSE))
+        restored = cache.restore(trail)
+        if restored is not None:
+            restored.fill([row.layer])
+            row.n_tokens = restored.n_tokens
+        found.append(trail.found.n_cached // BLOCK)
+        row.consume(tokens[row.n_tokens : n_asked * BLOCK])
+        cache.commit(trail, row)
+        reply = tokens[n_asked * BLOCK + 1 : -1].tolist()
+        answer = cache.fork(trail, reply)
+        cache.close_trail(trail, None)
+        row.consume(tokens[n_asked * BLOCK : len(path) * BLOCK])
+        cache.commit(answer, row)
+        cache.close_trail(answer, row)
+        cache.tick(Load.NONE)
+        if not keeps_memory:
+            _empty_memory(cache)
+    assert not cache.stats.faults
+    return found
+
+
+def _empty_memory(cache: Any) -> None:
+    cache.set_room(0)
+    cache.tick(Load.NONE)
+    cache.set_room(1 << 40)
