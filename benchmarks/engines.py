@@ -114,7 +114,7 @@ class BenchEngine:
             probe = make_prompt_cache(model)
             logits = model(mx.array([[0]]), cache=probe)
             mx.eval(logits)
-            info = _info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
+            info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
             layout = Layout.of(probe)
             cache = PrefixTree(
                 layout,
@@ -210,7 +210,7 @@ class BenchEngine:
             self._answers[request].take(event, now)
 
 
-def _info(model: Any, config: dict[str, Any], *, probe: list[Any], n_vocab: int) -> ModelInfo:
+def model_info(model: Any, config: dict[str, Any], *, probe: list[Any], n_vocab: int) -> ModelInfo:
     weights = [w for _, w in tree_flatten(model.parameters())]
     why_not = can_batch(probe)
     return ModelInfo(
