@@ -122,7 +122,7 @@ class BenchEngine:
             probe = make_prompt_cache(self.weights)
             logits = self.weights(mx.array([[0]]), cache=probe)
             mx.eval(logits)
-            info = _info(self.weights, config, probe=probe, n_vocab=int(logits.shape[-1]))
+            info = model_info(self.weights, config, probe=probe, n_vocab=int(logits.shape[-1]))
             layout = Layout.of(probe)
             cache = PrefixTree(
                 layout,
@@ -249,7 +249,7 @@ class BenchEngine:
             self._answers[request].take(event, now)
 
 
-def _info(model: Any, config: dict[str, Any], *, probe: list[Any], n_vocab: int) -> ModelInfo:
+def model_info(model: Any, config: dict[str, Any], *, probe: list[Any], n_vocab: int) -> ModelInfo:
     weights = [w for _, w in tree_flatten(model.parameters())]
     why_not = can_batch(probe)
     return ModelInfo(

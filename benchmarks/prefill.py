@@ -1,11 +1,15 @@
 """What prefill gains by room for the whole prompt, and by chunks that go by depth and company.
 
     python benchmarks/prefill.py [--shape tiny|1b|4b|8b] [--tokens 16384 65536] [--rounds 5] [--pause]
+    python benchmarks/prefill.py --bare [--shape ...] [--tokens ...] [--rounds ...]
 
 Three arms in one process, in turn, nothing cached: caches that grow by 256 tokens (as mlx-lm's do) and
 the usual chunks; room at once and the usual chunks; room at once and chunks by depth and company. Times
 are to the first token of a lone prompt. With --pause the last column is the longest pause of a stream
 that decodes while such a prompt is read, in the second arm and in the third.
+
+--bare: the runner alone, the first two arms in turn, processor time and peak memory. For a CPU that
+others use too.
 """
 
 from __future__ import annotations
@@ -13,19 +17,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from engines import BenchEngine
+from engines import BenchEngine, model_info
+from mlx_lm.models.cache import make_prompt_cache
 from report import cli, grid
 from ssd_device import QWEN3_8B
 
+from firn.config import default_cache_dir
+from firn.core.values import Prompt
 from firn.engine.chunks import ChunkSizes
+from firn.models import cpu, runner
 from firn.models import device as devices
-from firn.models import runner
-from models import CONFIGS
+from models import CONFIGS, random_model
 
 GIB = 1 << 30
 SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
@@ -123,13 +131,53 @@ def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) ->
     print(grid([head, *rows]))
 
 
+def bare(shape: str, lengths: list[int], rounds: int) -> None:
+    config, dtype = SHAPES[shape]
+    found = devices.device()
+    if found.kind == "cpu":
+        cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
+    model = random_model(config, dtype=dtype)
+    probe = make_prompt_cache(model)
+    logits = model(mx.array([[0]]), cache=probe)
+    mx.eval(logits)
+    info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
+    runs = runner.Runner(model, info, make_layers=lambda: make_prompt_cache(model), max_rows=1)
+    give = runner.give_room
+
+    def read(ids: list[int], *, room: bool) -> tuple[float, float]:
+        runner.give_room = give if room else lambda layers, n: None  # type: ignore[assignment]
+        prompt, row = Prompt(np.array(ids)), runs.start(None)
+        mx.reset_peak_memory()
+        began = time.process_time()
+        for end in range(found.prefill_chunk, len(ids), found.prefill_chunk):
+            runs.prefill(row, prompt, end)
+            runs.settle(row)
+        return time.process_time() - began, mx.get_peak_memory() / 2**20
+
+    for n_tokens in lengths:
+        make = prompts(n_tokens, int(config["vocab_size"]))
+        for _ in range(rounds):
+            (grown_s, grown), (roomy_s, roomy) = (
+                read(next(make), room=room) for room in (False, True)
+            )
+            print(
+                f"{n_tokens} tokens: in steps {grown_s:.2f} s and {grown:.0f} MiB at the peak, "
+                f"room {roomy_s:.2f} s and {roomy:.0f} MiB, gain {grown_s / roomy_s:.3f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pause", action="store_true")
+    parser.add_argument("--bare", action="store_true")
     args = parser.parse_args()
+    if args.bare:
+        bare(args.shape, args.tokens, args.rounds)
+        return
     measure(args.shape, args.tokens, args.rounds, pauses_too=args.pause)
 
 
