@@ -20,6 +20,7 @@ from firn.traces.trace import Trace, TraceError
 
 GIB = 1 << 30
 MILLION = 1_000_000
+SPANS = ((86_400, "days"), (3600, "hours"), (60, "minutes"))
 
 
 class Scale:
@@ -37,10 +38,10 @@ class Scale:
         return n_blocks * self._block / self._unit
 
     def text(self, n_blocks: int) -> str:
-        value = self.of(n_blocks)
-        digits = max(0, 2 - math.floor(math.log10(value))) if 0 < value < 100 else 0
-        shown = f"{value:.{digits}f}"
-        return f"{shown.rstrip('0').rstrip('.') if '.' in shown else shown} {self.name}"
+        value, name = self.of(n_blocks), self.name
+        if value < 1:  # down to a megabyte, or a thousand tokens
+            value, name = (value * 1024, "MiB") if self.in_bytes else (value * 1000, "K tokens")
+        return f"{value:.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
 
 
 def run(
@@ -101,7 +102,10 @@ def _sizes(flag: str, text: str | None, scale: Scale) -> list[int]:
 def _show(trace: Trace, found: Advice, scale: Scale) -> None:
     console = out()
     span_s = float(trace.at[-1] - trace.at[0])
-    span = f"{span_s / 86400:.1f} days" if span_s > 2 * 86400 else f"{span_s / 3600:.1f} hours"
+    span = next(
+        (f"{span_s / unit:.1f} {name}" for unit, name in SPANS if span_s >= 2 * unit),
+        f"{span_s:.0f} seconds",
+    )
     whole = scale.text(trace.n_nodes)
     console.print(
         f"{len(trace):,} requests in {span}, {trace.n_prompt_tokens / MILLION:,.1f} M prompt tokens; "
