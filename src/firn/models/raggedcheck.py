@@ -1,7 +1,8 @@
-"""Does this model take unequal numbers of tokens a row in one step? Asked of the model itself, at load.
+"""Does this model take back tokens, and unequal numbers of them in one step? Asked of itself, at load.
 
-Recurrent layers must honour the lengths that they are told, attention the masks and offsets of ragged
-caches. Where a model does not, its rows draft only while they are alone.
+A model whose caches cannot be set back drafts nothing. In groups recurrent layers must honour the
+lengths that they are told, attention the masks and offsets of ragged caches. Where a model does not, its
+rows draft only while they are alone.
 """
 
 from __future__ import annotations
@@ -19,15 +20,41 @@ FED = (3, 1, 2)
 """Of these tokens the last row takes some back, all of them where it cannot take back a part."""
 
 
+def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+    """None when a lone row can take tokens back, else what was seen."""
+    try:
+        worst = _lone_difference(model, make_layers)
+    except Exception as e:  # whatever it is, it would have been a request's fault
+        return f"a step cannot be taken back: {_first_line(e)}"
+    return f"a step that is taken back leaves traces ({worst:.1f})" if worst > FAR else None
+
+
 def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
     """None when rows may draft in groups, else what was seen."""
     try:
         worst = _difference(model, make_layers)
-    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
-        return f"a step of unequal rows fails: {str(e).splitlines()[0]}"
+    except Exception as e:
+        return f"a step of unequal rows fails: {_first_line(e)}"
     return (
         f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
+def _lone_difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
+    """Two tokens and two wrong ones, which are taken back; then the same again with the right ones."""
+    text = [(3 * j) % 50 + 1 for j in range(LENGTHS[0] + 4)]
+    n = LENGTHS[0]
+    cache = prefilled(model, make_layers(), text[:n])
+    alone = _alone(model, copy.deepcopy(cache), text[n:])
+    layers = ready(cache)
+    kept = 2 if is_rewindable(layers) else 0
+    first = _step(model, layers, [[*text[n : n + 2], 7, 9]], [kept])
+    second = _step(model, layers, [text[n + kept :]], [len(text) - n - kept])
+    return max(apart(alone[1], first[0][1]), apart(alone[-1], second[0][-1]))
 
 
 def _difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
