@@ -23,7 +23,7 @@ FED = (3, 1, 2)
 def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
     """None when a lone row can take tokens back, else what was seen."""
     try:
-        worst = _lone_difference(model, make_layers)
+        worst = _least(lambda seed: _lone_difference(model, make_layers, seed=seed))
     except Exception as e:  # whatever it is, it would have been a request's fault
         return f"a step cannot be taken back: {_first_line(e)}"
     return f"a step that is taken back leaves traces ({worst:.1f})" if worst > FAR else None
@@ -32,7 +32,7 @@ def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
 def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
     """None when rows may draft in groups, else what was seen."""
     try:
-        worst = _difference(model, make_layers)
+        worst = _least(lambda seed: _difference(model, make_layers, seed=seed))
     except Exception as e:
         return f"a step of unequal rows fails: {_first_line(e)}"
     return (
@@ -44,9 +44,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [repr(error)])[0]
 
 
-def _lone_difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
+def _least(difference: Callable[[int], float]) -> float:
+    """A near-tie in expert routing may flip one trial; what is wrong is off in all of them."""
+    first = difference(0)
+    return first if first <= FAR else min(first, difference(1))
+
+
+def _lone_difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
     """Two tokens and two wrong ones, which are taken back; then the same again with the right ones."""
-    text = [(3 * j) % 50 + 1 for j in range(LENGTHS[0] + 4)]
+    text = [(3 * j + seed) % 50 + 1 for j in range(LENGTHS[0] + 4)]
     n = LENGTHS[0]
     cache = prefilled(model, make_layers(), text[:n])
     alone = _alone(model, copy.deepcopy(cache), text[n:])
@@ -57,9 +63,9 @@ def _lone_difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
     return max(apart(alone[1], first[0][1]), apart(alone[-1], second[0][-1]))
 
 
-def _difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
+def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
     texts = [
-        [(7 * i + 3 * j) % 50 + 1 for j in range(n + fed + 1)]
+        [(7 * i + 3 * j + seed) % 50 + 1 for j in range(n + fed + 1)]
         for i, (n, fed) in enumerate(zip(LENGTHS, FED, strict=True))
     ]
     caches = [
@@ -80,9 +86,10 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
     return max(off)
 
 
-def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> list[mx.array]:
-    """Logits behind each of these tokens, read one by one."""
-    return [model(mx.array([[token]]), cache=layers)[0, -1] for token in ids]
+def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> mx.array:
+    """Logits behind each of these tokens, read in one piece: a large model's steps take their time."""
+    logits: mx.array = model(mx.array([list(ids)]), cache=layers)[0]
+    return logits
 
 
 def _step(
