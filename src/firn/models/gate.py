@@ -16,8 +16,11 @@ WIDTHS = (1, 2, 3, 5, 9, 17)
 """Tokens of a row in one step that are thought about; 1 is a step without drafts."""
 PRIOR_SLOPE = 0.1
 """Of a step's time, for each further token: until it was measured."""
-LEARNING_RATE, DRIFT_RATE = 0.3, 0.1
-"""Of what a step took more than thought; and how much of that, of a wide one, is the server's doing."""
+SLOWER_RATE, FASTER_RATE = 0.1, 0.3
+"""Of what a step took more, or less, than thought, so much is believed."""
+MAX_OFF = 4.0
+DRIFT_SHARE = 0.3
+"""How much of that, of a wide step, is put down to the server as a whole."""
 SETTLED = 8
 """After so many steps of a width, its time is known well enough to tell a slower server by it."""
 FORGETTING = 0.004
@@ -58,12 +61,13 @@ class StepTimes:
             return
         if width > 1 and n_seen == 1:  # a new shape may have to be prepared
             return
-        off = min(max(seconds / self.of(n_rows, width), 0.1), 10.0)
-        rate = max(LEARNING_RATE, 1.0 / n_seen)
+        off = min(max(seconds / self.of(n_rows, width), 0.1), MAX_OFF)
+        # A busy machine makes single steps much slower, and none much faster: slower is believed slowly.
+        rate = max(SLOWER_RATE, 0.5 / n_seen) if off > 1.0 else max(FASTER_RATE, 1.0 / n_seen)
         if width == 1:
             known.plain_s *= off**rate
             return
-        drift = DRIFT_RATE if n_seen > SETTLED else 0.0
+        drift = DRIFT_SHARE * rate if n_seen > SETTLED else 0.0
         known.factors[width] = self._factor(n_rows, width) * off ** (rate - drift)
         known.plain_s *= off**drift
 
