@@ -26,7 +26,7 @@ from firn.models.drafters.model import ModelDrafter
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.hub import HubRules
 from firn.models.mtp import MtpModel, with_head_layer
-from firn.models.raggedcheck import ragged_fault
+from firn.models.raggedcheck import ragged_fault, rewind_fault
 from firn.models.runner import Runner
 from firn.models.speculation import Speculation
 
@@ -108,6 +108,10 @@ def build(
         return Guessing()
     if exact:  # a step of several tokens is not to the bit what several steps are
         log.warning("no tokens are guessed (--speculation): reuse is exact")
+        return Guessing()
+    why = rewind_fault(loaded.model, loaded.make_layers)
+    if why:
+        log.warning("no tokens are guessed for %s (--speculation): %s", loaded.info.name, why)
         return Guessing()
     why = ragged_fault(loaded.model, loaded.make_layers) if loaded.info.batchable else None
     if why:

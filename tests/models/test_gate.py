@@ -34,7 +34,7 @@ def test_without_guesses_there_is_nothing_to_try() -> None:
 def test_sure_guesses_are_tried_where_width_is_cheap_and_not_where_it_is_dear() -> None:
     hope = Hope.of([0.95] * 16)
     assert best_width(measured(FLAT), [hope], n_seats=1) == 17
-    assert best_width(measured(STEEP), [hope], n_seats=1) == 1
+    assert best_width(measured(STEEP, n=60), [hope], n_seats=1) == 1
 
 
 def test_the_length_goes_by_how_long_guesses_hold() -> None:
@@ -78,11 +78,13 @@ def test_times_follow_a_machine_that_becomes_slower() -> None:
     assert times.of(1, 9) > 4.0, "as does what was not measured anew"
 
 
-def test_one_slow_step_does_not_rule_out_drafts_for_ever() -> None:
+def test_slow_steps_do_not_rule_out_drafts_for_ever() -> None:
     times = measured({1: 1.0, 9: 1.5})
-    for _ in range(5):
-        times.saw(1, 9, 30.0)
     hope = Hope.of([0.9] * 16)
+    times.saw(1, 9, 30.0)
+    assert best_width(times, [hope], n_seats=1) > 1, "one is no proof"
+    for _ in range(40):
+        times.saw(1, 9, 30.0)
     assert best_width(times, [hope], n_seats=1) != 9
     for _ in range(2000):
         times.forgive(1)
@@ -99,7 +101,7 @@ def test_steps_that_compile_their_kernels_say_nothing() -> None:
     for width in WIDTHS[1:]:
         for seconds in (100.0, 40.0, 1.2, 1.2, 30.0, 1.2):
             times.saw(1, width, seconds)
-    assert times.of(1, 17) == pytest.approx(1.2)
+    assert times.of(1, 17) < 1.8
     assert best_width(times, [hope], n_seats=1) >= 9
 
 

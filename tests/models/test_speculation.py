@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.values import RequestId, Sampling
 from firn.models.drafters.lookup import Lookup
-from firn.models.raggedcheck import ragged_fault
+from firn.models.raggedcheck import ragged_fault, rewind_fault
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import TIE, plain, prompt_of
 from tests.models.drafting import Bold, Knowing
@@ -318,5 +318,13 @@ def test_models_that_ignore_lengths_draft_alone(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_of_unequal_rows_is_tried_at_load(name: str) -> None:
     model = build(name)
+    assert rewind_fault(model, lambda: list(make_prompt_cache(model))) is None
     if name != "llama4":  # whose rows never share a step
         assert ragged_fault(model, lambda: list(make_prompt_cache(model))) is None
+
+
+def test_a_model_whose_steps_leave_traces_guesses_nothing() -> None:
+    model = build("phi3small")  # its blocks look ahead
+    why = rewind_fault(model, lambda: list(make_prompt_cache(model)))
+    assert why is not None
+    assert "traces" in why

@@ -8,19 +8,21 @@ Owner: the engine thread, through the speculation.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
 """Tokens of a row in one step that are thought about; 1 is a step without drafts."""
 PRIOR_SLOPE = 0.1
 """Of a step's time, for each further token: until it was measured."""
-LEARNING_RATE, DRIFT_RATE = 0.3, 0.1
-"""Of what a plain step took more than thought; and of that of a wide one, what is the server's doing."""
-N_PREPARING, N_KEPT = 2, 5
-"""The first steps of a width may compile kernels and are not counted; of the next ones, the median."""
+SLOWER_RATE, FASTER_RATE = 0.1, 0.3
+"""Of what a step took more, or less, than thought, so much is believed."""
+MAX_OFF = 4.0
+DRIFT_SHARE = 0.3
+"""How much of that, of a wide step, is put down to the server as a whole."""
+N_PREPARING = 2
+"""The first steps of a width may compile kernels, and are not counted."""
 SETTLED = 8
 """After so many steps of a width, its time is known well enough to tell a slower server by it."""
 FORGETTING = 0.004
@@ -42,8 +44,6 @@ class _Rows:
 
     plain_s: float
     factors: dict[int, float] = field(default_factory=dict)
-    seen: dict[int, deque[float]] = field(default_factory=dict)
-    """What the factors are the medians of."""
 
 
 class StepTimes:
@@ -61,15 +61,17 @@ class StepTimes:
         if known is None:
             self._rows[n_rows] = _Rows(seconds / _prior(n_rows, width), {1: 1.0})
             return
-        off = min(max(seconds / self.of(n_rows, width), 0.1), 10.0)
+        if width > 1 and n_seen <= N_PREPARING:
+            return
+        off = min(max(seconds / self.of(n_rows, width), 0.1), MAX_OFF)
+        # A busy machine makes single steps much slower, and none much faster: slower is believed slowly.
+        rate = max(SLOWER_RATE, 0.5 / n_seen) if off > 1.0 else max(FASTER_RATE, 1.0 / n_seen)
         if width == 1:
-            known.plain_s *= off ** max(LEARNING_RATE, 1.0 / n_seen)
-        elif n_seen > N_PREPARING:
-            seen = known.seen.setdefault(width, deque(maxlen=N_KEPT))
-            seen.append(seconds / known.plain_s)
-            known.factors[width] = median_low(seen)
-            if n_seen > N_PREPARING + SETTLED:
-                known.plain_s *= off**DRIFT_RATE
+            known.plain_s *= off**rate
+            return
+        drift = DRIFT_SHARE * rate if n_seen > SETTLED else 0.0
+        known.factors[width] = self._factor(n_rows, width) * off ** (rate - drift)
+        known.plain_s *= off**drift
 
     def of(self, n_rows: int, width: int) -> float:
         """Measured, or between two that were; only ratios of it mean something."""

@@ -55,6 +55,11 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         return self.base.args
 
     @property
+    def model(self) -> Any:
+        """The layers without the vocabulary's."""
+        return self.base.model
+
+    @property
     def hidden(self) -> mx.array:
         """Of the last call: (rows, tokens, width)."""
         assert self._hidden is not None

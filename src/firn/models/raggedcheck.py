@@ -1,7 +1,8 @@
-"""Does this model take unequal numbers of tokens a row in one step? Asked of the model itself, at load.
+"""Does this model take back tokens, and unequal numbers of them in one step? Asked of itself, at load.
 
-Recurrent layers must honour the lengths that they are told, attention the masks and offsets of ragged
-caches. Where a model does not, its rows draft only while they are alone.
+A model whose caches cannot be set back drafts nothing. In groups recurrent layers must honour the
+lengths that they are told, attention the masks and offsets of ragged caches. Where a model does not, its
+rows draft only while they are alone.
 """
 
 from __future__ import annotations
@@ -19,20 +20,52 @@ FED = (3, 1, 2)
 """Of these tokens the last row takes some back, all of them where it cannot take back a part."""
 
 
+def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+    """None when a lone row can take tokens back, else what was seen."""
+    try:
+        worst = _least(lambda seed: _lone_difference(model, make_layers, seed=seed))
+    except Exception as e:  # whatever it is, it would have been a request's fault
+        return f"a step cannot be taken back: {_first_line(e)}"
+    return f"a step that is taken back leaves traces ({worst:.1f})" if worst > FAR else None
+
+
 def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
     """None when rows may draft in groups, else what was seen."""
     try:
-        worst = _difference(model, make_layers)
-    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
-        return f"a step of unequal rows fails: {str(e).splitlines()[0]}"
+        worst = _least(lambda seed: _difference(model, make_layers, seed=seed))
+    except Exception as e:
+        return f"a step of unequal rows fails: {_first_line(e)}"
     return (
         f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
     )
 
 
-def _difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
+def _least(difference: Callable[[int], float]) -> float:
+    """A near-tie in expert routing may flip one trial; what is wrong is off in all of them."""
+    first = difference(0)
+    return first if first <= FAR else min(first, difference(1))
+
+
+def _lone_difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
+    """Two tokens and two wrong ones, which are taken back; then the same again with the right ones."""
+    text = [(3 * j + seed) % 50 + 1 for j in range(LENGTHS[0] + 4)]
+    n = LENGTHS[0]
+    cache = prefilled(model, make_layers(), text[:n])
+    alone = _alone(model, copy.deepcopy(cache), text[n:])
+    layers = ready(cache)
+    kept = 2 if is_rewindable(layers) else 0
+    first = _step(model, layers, [[*text[n : n + 2], 7, 9]], [kept])
+    second = _step(model, layers, [text[n + kept :]], [len(text) - n - kept])
+    return max(apart(alone[1], first[0][1]), apart(alone[-1], second[0][-1]))
+
+
+def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
     texts = [
-        [(7 * i + 3 * j) % 50 + 1 for j in range(n + fed + 1)]
+        [(7 * i + 3 * j + seed) % 50 + 1 for j in range(n + fed + 1)]
         for i, (n, fed) in enumerate(zip(LENGTHS, FED, strict=True))
     ]
     caches = [
@@ -53,9 +86,10 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]]) -> float:
     return max(off)
 
 
-def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> list[mx.array]:
-    """Logits behind each of these tokens, read one by one."""
-    return [model(mx.array([[token]]), cache=layers)[0, -1] for token in ids]
+def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> mx.array:
+    """Logits behind each of these tokens, read in one piece: a large model's steps take their time."""
+    logits: mx.array = model(mx.array([list(ids)]), cache=layers)[0]
+    return logits
 
 
 def _step(

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MAX_DRAFT = 16
 SURE, SURE_ODDS = -1, 0.999
 """The source of guesses that hardly can be wrong."""
+GRAMMAR, GRAMMAR_ODDS = -2, 0.95
+"""Of text that a grammar leaves no choice about; a model may cut it into other tokens."""
 MAX_DEAR, DEAR_WIDTH = 8, 5
 """Guesses that take time: how many there are, and at which width they are compared with others."""
 
@@ -202,12 +204,12 @@ class Speculation:
 
     def _look(self, row: Row, record: Record) -> None:
         """What comes next, as far as that can be told for nothing."""
-        sure = _forced(row)
+        sure, source = _forced(row), SURE
         if not sure and row.picker is not None and row.picker.constraint is not None:
-            sure = row.picker.constraint.forced()
+            sure, source = row.picker.constraint.forced(), GRAMMAR
         if sure:
             tokens = tuple(sure[:MAX_DRAFT])
-            record.next, record.source = Guess(tokens, (0,) * len(tokens)), SURE
+            record.next, record.source = Guess(tokens, (0,) * len(tokens)), source
             return
         record.next, record.source = NOTHING, 0
         if row.forced:  # soon, unless the caller thinks better of it before the row is there
@@ -290,13 +292,13 @@ class Speculation:
     def _dear_hope(self, row: Row, record: Record | None, n_pending: int) -> Hope | None:
         if self._dear is None or record is None or not record.is_ready or row.forced:
             return None
-        if record.source == SURE and record.next.tokens:
+        if record.source < 0 and record.next.tokens:
             return None
         odds = [self._chance(record, self._dear, i) for i in range(MAX_DEAR)]
         return Hope.of(odds, n_pending=n_pending)
 
     def _chance(self, record: Record, source: int, kind: int) -> float:
-        prior = self._drafters[source].odds(kind)
+        prior = GRAMMAR_ODDS if source == GRAMMAR else self._drafters[source].odds(kind)
         return record.odds.of((source, kind), self._odds.of((source, kind), prior))
 
     def _pass_over(self, group: Group) -> None:
