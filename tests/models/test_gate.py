@@ -10,7 +10,7 @@ from firn.models import gate
 from firn.models.gate import MIN_GAIN, WIDTHS, Hope, Odds, StepTimes
 
 
-def measured(cost: dict[int, float], *, n_rows: int = 1, n: int = 20) -> StepTimes:
+def measured(cost: dict[int, float], *, n_rows: int = 1, n: int = 30) -> StepTimes:
     """A machine on which a step of this width takes so long."""
     times = StepTimes()
     for _ in range(n):
