@@ -173,7 +173,7 @@ def _check(result: Any, wanted: type) -> None:
 def array_maker() -> Callable[[Any], Any] | None:
     """Bytes to arrays as the engine does it; None without MLX."""
     try:
-        from firn.cache.host import from_host
+        from firn.cache.arrays.host import from_host
     except ImportError:
         return None
     return lambda loaded: from_host(loaded.header.tensors, (), loaded.buffers)

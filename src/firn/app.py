@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import platform
-import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
@@ -31,45 +29,29 @@ from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
 from firn.api.speculation_metrics import SpeculationMetrics
 from firn.awake import Awake
-from firn.backups import leave_out
 from firn.cache.admin import CacheAdmin, health, snapshot
-from firn.cache.inventory import ModelNote, note_model
-from firn.cache.io import TierIo
-from firn.cache.layout import Layout
-from firn.cache.off import CacheOff
-from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.seal import load_seal
-from firn.cache.threads import IoThreads
-from firn.cache.tiers import TierOptions, discover
-from firn.config import CacheConfig, Config, default_cache_dir, with_model
-from firn.core.errors import SetupError, ShuttingDown, UnknownCacheLayer
-from firn.core.memory_plan import MIN_CAPACITY_NBYTES, ModelMemory
-from firn.core.ports import Pictures, PrefixCache, Tokenizer
+from firn.cache.prefix import PrefixTree
+from firn.caching import FLUSH_S, MIB
+from firn.config import Config, default_cache_dir, with_model
+from firn.core.errors import ShuttingDown
+from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
 from firn.defaults import of_model
-from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
+from firn.engine.loop import Parts
 from firn.leaving import leave, no_later_than
 from firn.listening import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
 from firn.machine import raise_descriptor_limit
 from firn.media.documents import Documents
-from firn.memory import MemoryWatch, Planned, beside_others, plan_server
-from firn.models import cpu, embedder, loader
+from firn.memory import MemoryWatch, Planned
 from firn.models import device as devices
-from firn.models.batch import BUFFER_TOKENS
-from firn.models.cpu.blas import Blas
-from firn.models.cpu.dtype import Choice as CpuDtype
-from firn.models.cpu.threads import Threads
+from firn.models import embedder, loader
 from firn.models.grammar import Compiler
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import score_of
-from firn.models.runner import Runner
-from firn.models.selfcheck import CHUNKS_MATTER
-from firn.models.transient import transient_of
-from firn.models.weight_memory import WeightMemory
+from firn.parts import Wanted, build_parts
 from firn.text import rerank
 from firn.text.formats import detect
 from firn.text.native import NativeParser
@@ -84,14 +66,11 @@ SWITCH_S = 0.001
 """How long a thread that computes in Python keeps another one waiting (Python's default: 5 ms)."""
 DRAIN_S = 20.0
 """How long a stopping server lets running requests go on before it cuts them."""
-FLUSH_S = 15.0
-"""How long a stopping server writes what is still in memory only."""
 STOP_S = 10.0
 LOOK_S = 60.0
 """How long a look at the memory waits for the engine."""
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
 """When a process that was told to stop is ended, if it has not ended by itself."""
-MIB, GIB = 1 << 20, 1 << 30
 
 
 def serve(config: Config) -> int:
@@ -175,10 +154,9 @@ def build(config: Config, *, front: int | None = None) -> Server:
     mailroom = Mailroom()
     died: list[str] = []
     planned: list[Planned] = []
+    wanted = Wanted(config, folder, name, _keys(config).namespaces, processor, front)
     engine = Engine(
-        lambda: _build_parts(
-            config, folder, name, processor, lambda: engine.wake(), front=front, planned=planned
-        ),
+        lambda: build_parts(wanted, lambda: engine.wake(), planned),
         mailroom.publish,
         on_death=lambda: died.append("engine"),
     )
@@ -346,251 +324,6 @@ def _model_folder(config: Config) -> Path:
     wanted = config.model
     rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
     return named.resolve(wanted.path, rules)
-
-
-def _build_parts(
-    config: Config,
-    folder: Path,
-    name: str,
-    processor: VisionProcessor | None,
-    wake: Callable[[], None],
-    *,
-    front: int | None,
-    planned: list[Planned],
-) -> Parts:
-    """On the engine thread, which owns every array from the start. `planned` gets the memory's plan."""
-    machine = devices.device()
-    before = beside_others(devices.look(machine), group=front)
-    limits = Limits(
-        max_rows=config.engine.max_concurrency,
-        max_queue=config.engine.max_queue,
-        prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
-        largest_chunk=config.engine.prefill_chunk or machine.largest_chunk,
-        max_step_s=config.engine.max_step_ms / 1000,
-    )
-    settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
-    exact = _wants_exact(config, str(settings["model_type"]), name)
-    limits = replace(limits, aligned=exact)
-    blas = _tune_cpu(config, exact=exact) if machine.kind == "cpu" else None
-    cpu_dtype = _cpu_dtype(config, blas)
-    if recipe is not None and embedder.needs_encoder(folder, settings):
-        return _encoder_parts(folder, recipe, name, limits, cpu_dtype)
-    loaded = loader.load(
-        folder,
-        served_name=name,
-        adapter=config.model.adapter,
-        trust_remote_code=config.model.trust_remote_code,
-        picture=processor.example.inputs if processor else None,
-        feature_nbytes=config.images.image_feature_cache_mb * MIB,
-        memory=WeightMemory(default_cache_dir()),
-        cpu_dtype=cpu_dtype,
-        max_context=config.engine.max_context or None,
-    )
-    loaded = speculating.with_head(config, loaded, exact=exact, cpu_dtype=cpu_dtype)
-    info, cost = loaded.info, _row_cost(loaded)
-    transient = transient_of(settings, device=machine.kind, dtype=info.dtype)
-    chunk = limits.prefill_chunk if exact else limits.largest_chunk
-
-    def planned_for(cost: RowCost, weights_nbytes: int) -> Planned:
-        rows = (cost.per_token_nbytes, cost.fixed_nbytes)
-        needs = ModelMemory(weights_nbytes, *rows, transient, info.context_length)
-        return plan_server(config, before, needs, chunk=chunk, exact=exact)
-
-    threads = Threads(blas.library, loaded.model) if blas and blas.library and not exact else None
-    guessing = speculating.build(
-        config,
-        loaded,
-        exact=exact,
-        cpu_dtype=cpu_dtype,
-        cache_nbytes=_cache_nbytes(config, planned_for(cost, info.weights_nbytes).alone_nbytes),
-        add_tiers=lambda cache, model: _add_tiers(
-            config, cache, model, IoThreads(), device=machine.kind, wake=wake
-        ),
-    )
-    cost = guessing.with_rows(cost)
-    planned.append(planned_for(cost, info.weights_nbytes + guessing.weights_nbytes))
-    runner = Runner(
-        loaded.model,
-        info,
-        make_layers=loaded.make_layers,
-        max_rows=config.engine.max_concurrency,
-        inputs=loaded.inputs,
-        threads=threads,
-        speculation=guessing.speculation,
-    )
-    plan = planned[0].plan
-    devices.set_limits(machine.kind, plan)
-    budget = Budget(
-        cost,
-        capacity_nbytes=plan.capacity_nbytes,
-        transient=transient,
-        chunk_nbytes=plan.chunk_nbytes,
-    )
-    cache = _build_cache(
-        config,
-        loaded,
-        planned[0].alone_nbytes,
-        exact_chunk=limits.prefill_chunk if exact else 0,
-        arithmetic=blas.identity if blas and exact else "",
-    )
-    if isinstance(cache, PrefixTree):
-        io = IoThreads(max_write_nbytes=plan.write_queue_nbytes)
-        _add_tiers(config, cache, info, io, device=machine.kind, wake=wake)
-        cache.set_room(budget.free_nbytes())
-    return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
-
-
-def _tune_cpu(config: Config, *, exact: bool) -> Blas:
-    return cpu.tune(config.engine.blas, exact=exact, memo=default_cache_dir() / "blas.json")
-
-
-def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
-    """Without a fast BLAS, float32 is as slow as the rest and twice as large."""
-    wanted = config.engine.cpu_dtype
-    if blas is None or (wanted == "auto" and blas.library is None):
-        return "model"
-    return wanted
-
-
-def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
-    try:
-        return embedder.read_recipe(folder)
-    except SetupError as e:
-        log.warning("no embeddings: %s", e)
-        return None
-
-
-def _decoder_embedder(
-    recipe: embedder.Recipe | None, loaded: loader.LoadedModel
-) -> embedder.TextEmbedder | None:
-    if recipe is None:
-        return None
-    try:
-        limit = loaded.info.context_length
-        return embedder.from_decoder(loaded.model, recipe, context_length=limit)
-    except SetupError as e:
-        log.warning("no embeddings: %s", e)
-        return None
-
-
-def _encoder_parts(
-    folder: Path, recipe: embedder.Recipe, name: str, limits: Limits, cpu_dtype: CpuDtype
-) -> Parts:
-    """Of a model that makes embeddings and nothing else."""
-    config = loader.read_config(folder)
-    embeds, info = embedder.load_encoder(
-        folder, recipe, config, served_name=name, cpu_dtype=cpu_dtype
-    )
-    runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
-    budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
-    return Parts(runner, CacheOff("an embedding model"), budget, limits, embedder=embeds)
-
-
-def _row_cost(loaded: loader.LoadedModel) -> RowCost:
-    try:
-        return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe), step_tokens=BUFFER_TOKENS)
-    except UnknownCacheLayer:
-        nbytes = sum(layer.nbytes for layer in loaded.probe)
-        return RowCost(nbytes // 256, nbytes)
-
-
-def _wants_exact(config: Config, architecture: str, name: str) -> bool:
-    """Whether prompts are cut and reused on prefill chunks only."""
-    why = CHUNKS_MATTER.get(architecture)
-    if why:
-        log.warning("%s is reused on prefill chunks only: %s", name, why)
-    return config.cache.reuse == "exact" or bool(why)
-
-
-def _build_cache(
-    config: Config,
-    loaded: loader.LoadedModel,
-    capacity_nbytes: int,
-    *,
-    exact_chunk: int,
-    arithmetic: str,
-) -> PrefixCache:
-    """arithmetic: what bits depend on beside the model, where bits count."""
-    wanted = config.cache
-    if wanted.disable_prefix_cache:
-        log.info("the prefix cache is off")
-        return CacheOff()
-    bits = wanted.kv_cache_quantization_bits if wanted.kv_cache_quantization else 0
-    if bits and wanted.reuse == "exact":
-        raise SetupError("--kv-cache-quantization changes what is restored: not with --reuse exact")
-    try:
-        layout = Layout.of(
-            loaded.probe, kv_bits=bits, kv_group_size=wanted.kv_cache_quantization_group_size
-        )
-    except UnknownCacheLayer as e:
-        log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
-        return CacheOff(str(e))
-    limit = _cache_nbytes(config, capacity_nbytes)
-    settings = CacheSettings(
-        limit_nbytes=limit,
-        block=wanted.cache_block_tokens,
-        exact_chunk=exact_chunk,
-    )
-    log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
-    return PrefixTree(
-        layout,
-        settings,
-        fingerprint=loaded.info.fingerprint,
-        dtype=f"{loaded.info.dtype} {arithmetic}".rstrip(),
-    )
-
-
-def _cache_nbytes(config: Config, capacity_nbytes: int) -> int:
-    """Memory for prefixes."""
-    wanted = config.cache
-    if wanted.disable_prefix_cache:
-        return 0
-    share = int(capacity_nbytes * wanted.cache_memory_percent)
-    return min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
-
-
-def _tiers(config: CacheConfig) -> dict[str, TierOptions]:
-    """What lies below memory, by the names of the modules in cache/tiers."""
-    if config.no_ssd_cache:
-        return {}
-    return {
-        "ssd": TierOptions(
-            str(config.ssd_cache_dir or default_cache_dir()),
-            int(config.ssd_cache_max_gb * GIB) or None,
-            int(config.ssd_write_budget_gb_per_day * GIB) or None,
-        )
-    }
-
-
-def _add_tiers(
-    config: Config,
-    cache: PrefixTree,
-    model: ModelInfo,
-    threads: IoThreads,
-    *,
-    device: str,
-    wake: Callable[[], None],
-) -> None:
-    key_file = config.cache.ssd_cache_key_file
-    seal = load_seal(key_file) if key_file else None
-    kinds, tiers = discover(), _tiers(config.cache)
-    if not tiers:
-        log.info("ssd cache: off (--no-ssd-cache)")
-    for name, options in tiers.items():
-        folder = Path(options.location)
-        leave_out(folder)
-        tier = kinds[name](options)
-        io = TierIo(tier, threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
-        where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
-        cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
-        cache.add_tier(name, io, namespaces=_keys(config).namespaces, wake=wake)
-        note_model(folder, model.fingerprint, ModelNote(model.name, model.path))
-        limit = io.usage().limit_nbytes / GIB
-        log.info("%s cache: %s, at most %.1f GiB (--no-ssd-cache: none)", name, folder, limit)
-
-
-def _flushing(n_left: int, nbytes_left: int) -> None:
-    log.info("writing the cache: %d records, %d MiB left", n_left, nbytes_left // MIB)
 
 
 # --- running -------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_vlm.models import cache as vlm_cache
 
+from firn.cache.arrays.payload import stacked
 from firn.cache.codecs import Arrays, At, LayerCodec, name_of, registry
 from firn.cache.codecs.pages import QuantizingKVCodec
-from firn.cache.payload import stacked
 
 N_ROWS, N_TOKENS = 3, 512
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from firn.cache import admin, commit, payload
+from firn.cache import admin, commit
+from firn.cache.arrays import payload
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.core.values import CacheControl, Namespace, Sampling

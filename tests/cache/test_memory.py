@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from firn.cache.arrays.payload import Payload
 from firn.cache.children import Text
 from firn.cache.memory import STATE_SHARE
 from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Part
-from firn.cache.payload import Payload
 from firn.cache.prefix import PrefixTree
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, records_of, tree

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from firn.cache import cuda, host, layout, places
+from firn.cache import places
+from firn.cache.arrays import cuda, host, payload
+from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
 from firn.cache.codecs import Arrays, At
 from firn.cache.commit import Cuts
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
-from firn.cache.payload import Payload, by_layer, evaluate, joined, stacked
 
 QUICK = settings(max_examples=40, deadline=None)
 SHAPES = st.sampled_from([(1, 2, 6, 4), (1, 1, 6, 3), (1, 2, 6, 1)])
@@ -151,8 +152,8 @@ def test_layers_are_filled_alike_many_at_a_time(
         part: [kinds.cut(part, live, At(0, 48), s, s + 16) for s in (0, 16, 32)]
         for part in (Part.PAGES, Part.WINDOW)
     }
-    monkeypatch.setattr(layout, "FILL_NBYTES", nbytes)
-    monkeypatch.setattr(layout, "_on_cpu", lambda: False)
+    monkeypatch.setattr(payload, "FILL_NBYTES", nbytes)
+    monkeypatch.setattr(payload, "_on_cpu", lambda: False)
     filled: list[Any] = [KVCache(), RotatingKVCache(max_size=512), KVCache()]
     for part, payloads in pieces.items():
         kinds.fill(part, filled, payloads, 48)

@@ -19,13 +19,13 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from firn.cache.arrays.host import Lent, from_host, lend, staged
+from firn.cache.arrays.payload import Payload
 from firn.cache.catalogue import Catalogue
 from firn.cache.container import Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
-from firn.cache.host import Lent, from_host, lend, staged
 from firn.cache.io import Changes, Io, Wanted
 from firn.cache.nodes import Record
-from firn.cache.payload import Payload
 from firn.cache.threads import Done
 from firn.cache.tiers import Stored, Usage
 from firn.cache.tree import Tree

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.children import Text
 from firn.cache.codecs import At
 from firn.cache.layout import Layout
 from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Part
-from firn.cache.payload import Payload, evaluate, joined
 from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Piece
 from firn.core.ports import LiveRow

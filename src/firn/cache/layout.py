@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
+from firn.cache.arrays.payload import Payload, by_layer, n_at_once, settle, stacked
 from firn.cache.codecs import At, LayerCodec, codec_for, leaves
 from firn.cache.codecs.pages import KVCodec, quantising
 from firn.cache.codecs.vlm import VlmKVCodec
 from firn.cache.parts import Needs, Part
-from firn.cache.payload import Payload, by_layer, stacked
 
 QUANTISABLE = (KVCodec, VlmKVCodec)
-FILL_NBYTES = 512 << 20
-"""A GPU fills so many bytes of layers at once: twice the memory meanwhile, and far fewer copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +60,14 @@ class Layout:
         """Fill the layers of one part from records, in temporal order."""
         pairs = zip(self.codecs, leaves(layers), strict=True)
         mine = [(codec, layer) for codec, layer in pairs if codec.part is part]
-        at_once = _n_at_once(payloads)
+        at_once = n_at_once(payloads)
         for i, pieces in enumerate(by_layer(payloads, at_once=at_once)):
             codec, layer = mine[i]
             codec.fill(layer, pieces, n_tokens)
             if at_once > 1 and (i + 1) % at_once == 0:
-                mx.eval([layer.state for _, layer in mine[i + 1 - at_once : i + 1]])
+                settle([layer for _, layer in mine[i + 1 - at_once : i + 1]])
 
     def row_cost(self, layers: Sequence[Any]) -> tuple[int, int]:
         """(bytes per token, fixed bytes) of a live row, seen on layers that hold a token."""
         pairs = list(zip(self.codecs, leaves(layers), strict=True))
         return sum(c.token_nbytes(x) for c, x in pairs), sum(c.fixed_nbytes(x) for c, x in pairs)
-
-
-def _n_at_once(payloads: Sequence[Payload]) -> int:
-    """Layers to fill together. A CPU has nothing of it: there a copy costs its bytes."""
-    if _on_cpu():
-        return 1
-    n_layers = payloads[0].n_layers
-    return max(FILL_NBYTES * n_layers // max(sum(p.nbytes for p in payloads), 1), 1)
-
-
-def _on_cpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.cpu))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
+from firn.cache.arrays.payload import Payload
 from firn.cache.below import (
     Arrived,
     Below,
@@ -31,7 +32,6 @@ from firn.cache.io import Entry, Io
 from firn.cache.memory import Memory
 from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Needs, Part
-from firn.cache.payload import Payload
 from firn.cache.stats import Stats
 from firn.cache.tiers import AHEAD_S, Gone
 from firn.cache.tree import Tree

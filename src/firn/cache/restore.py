@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from firn.cache.arrays.payload import Payload
 from firn.cache.below import Arrived, Below
 from firn.cache.faults import Damaged, Missing, TierError
 from firn.cache.layout import Layout
 from firn.cache.match import MEMORY, Match, Walk, points, walk
 from firn.cache.nodes import Node, Record
 from firn.cache.parts import Part
-from firn.cache.payload import Payload
 from firn.cache.plan import EVICTED, NOT_YET, SLOWER, SWITCHED_OFF, Plan, make_plan, why_not_more
 from firn.cache.records import Records
 from firn.cache.trail import CacheTrail, Loading, Piece

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from firn.cache.arrays.payload import Payload
 from firn.cache.children import Text
 from firn.cache.nodes import Mark, Node, Record, Root
-from firn.cache.payload import Payload
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl

@@ -29,6 +29,7 @@ from firn.api.hosts import EVERY, Hosts
 from firn.api.model_routes import model_object
 from firn.api.server import create_app
 from firn.api.services import Services
+from firn.caching import FLUSH_S
 from firn.config import Config
 from firn.core.errors import FirnError, ShuttingDown
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
@@ -47,7 +48,7 @@ from firn.models import device as devices
 log = logging.getLogger("firn.fleet")
 
 REPORT_S = PROGRESS_S = 0.5
-LEAVE_S = app.FLUSH_S + app.STOP_S + 5.0
+LEAVE_S = FLUSH_S + app.STOP_S + 5.0
 LIMITS = ConnectionLimits(max_open=1 << 20, max_heads=1 << 20)
 """The front has counted its clients already."""
 

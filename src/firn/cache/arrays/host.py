@@ -18,9 +18,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.cache import cuda
+from firn.cache.arrays import cuda
+from firn.cache.arrays.payload import Payload
 from firn.cache.container import TensorSpec
-from firn.cache.payload import Payload
 from firn.cache.places import Places
 
 CODES: dict[mx.Dtype, str] = {

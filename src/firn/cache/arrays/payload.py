@@ -14,11 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from firn.cache.codecs import TOKEN_AXIS, Arrays
 from firn.cache.places import Places, places_of
+
+FILL_NBYTES = 512 << 20
+"""A GPU fills so many bytes of layers at once: twice the memory meanwhile, and far fewer copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +115,20 @@ def evaluate(payloads: Iterable[Payload]) -> None:
     arrays = [stack for payload in payloads for stack in payload.stacks]
     if arrays:
         mx.eval(arrays)
+
+
+def settle(layers: Sequence[Any]) -> None:
+    """Compute layers that were filled now: what they were joined from can go then."""
+    mx.eval([layer.state for layer in layers])
+
+
+def n_at_once(payloads: Sequence[Payload]) -> int:
+    """Layers to fill together. A CPU has nothing of it: there a copy costs its bytes."""
+    if _on_cpu():
+        return 1
+    nbytes = max(sum(p.nbytes for p in payloads), 1)
+    return max(FILL_NBYTES * payloads[0].n_layers // nbytes, 1)
+
+
+def _on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))

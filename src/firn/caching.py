@@ -1,0 +1,123 @@
+"""The prefix cache of a model and the tiers below it, as the configuration wants them."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from firn.backups import leave_out
+from firn.cache.inventory import ModelNote, note_model
+from firn.cache.io import TierIo
+from firn.cache.layout import Layout
+from firn.cache.off import CacheOff
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.seal import load_seal
+from firn.cache.threads import IoThreads
+from firn.cache.tiers import TierOptions, discover
+from firn.config import CacheConfig, Config, default_cache_dir
+from firn.core.errors import SetupError, UnknownCacheLayer
+from firn.core.ports import PrefixCache
+from firn.core.values import ModelInfo, Namespace
+from firn.models.loader import LoadedModel
+
+log = logging.getLogger("firn")
+
+FLUSH_S = 15.0
+"""How long a stopping server writes what is still in memory only."""
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def build_cache(
+    config: Config,
+    loaded: LoadedModel,
+    capacity_nbytes: int,
+    *,
+    exact_chunk: int,
+    arithmetic: str,
+) -> PrefixCache:
+    """arithmetic: what bits depend on beside the model, where bits count."""
+    wanted = config.cache
+    if wanted.disable_prefix_cache:
+        log.info("the prefix cache is off")
+        return CacheOff()
+    bits = wanted.kv_cache_quantization_bits if wanted.kv_cache_quantization else 0
+    if bits and wanted.reuse == "exact":
+        raise SetupError("--kv-cache-quantization changes what is restored: not with --reuse exact")
+    try:
+        layout = Layout.of(
+            loaded.probe, kv_bits=bits, kv_group_size=wanted.kv_cache_quantization_group_size
+        )
+    except UnknownCacheLayer as e:
+        log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
+        return CacheOff(str(e))
+    limit = cache_nbytes(config, capacity_nbytes)
+    settings = CacheSettings(
+        limit_nbytes=limit,
+        block=wanted.cache_block_tokens,
+        exact_chunk=exact_chunk,
+    )
+    log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
+    return PrefixTree(
+        layout,
+        settings,
+        fingerprint=loaded.info.fingerprint,
+        dtype=f"{loaded.info.dtype} {arithmetic}".rstrip(),
+    )
+
+
+def cache_nbytes(config: Config, capacity_nbytes: int) -> int:
+    """Memory for prefixes."""
+    wanted = config.cache
+    if wanted.disable_prefix_cache:
+        return 0
+    share = int(capacity_nbytes * wanted.cache_memory_percent)
+    return min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
+
+
+def _tiers(config: CacheConfig) -> dict[str, TierOptions]:
+    """What lies below memory, by the names of the modules in cache/tiers."""
+    if config.no_ssd_cache:
+        return {}
+    return {
+        "ssd": TierOptions(
+            str(config.ssd_cache_dir or default_cache_dir()),
+            int(config.ssd_cache_max_gb * GIB) or None,
+            int(config.ssd_write_budget_gb_per_day * GIB) or None,
+        )
+    }
+
+
+def add_tiers(
+    config: Config,
+    cache: PrefixTree,
+    model: ModelInfo,
+    threads: IoThreads,
+    *,
+    device: str,
+    namespaces: Sequence[Namespace],
+    wake: Callable[[], None],
+) -> None:
+    """Put a cache on the tiers below memory. namespaces: whose records are looked for there."""
+    key_file = config.cache.ssd_cache_key_file
+    seal = load_seal(key_file) if key_file else None
+    kinds, tiers = discover(), _tiers(config.cache)
+    if not tiers:
+        log.info("ssd cache: off (--no-ssd-cache)")
+    for name, options in tiers.items():
+        folder = Path(options.location)
+        leave_out(folder)
+        tier = kinds[name](options)
+        io = TierIo(tier, threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
+        where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
+        cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
+        cache.add_tier(name, io, namespaces=namespaces, wake=wake)
+        note_model(folder, model.fingerprint, ModelNote(model.name, model.path))
+        limit = io.usage().limit_nbytes / GIB
+        log.info("%s cache: %s, at most %.1f GiB (--no-ssd-cache: none)", name, folder, limit)
+
+
+def _flushing(n_left: int, nbytes_left: int) -> None:
+    log.info("writing the cache: %d records, %d MiB left", n_left, nbytes_left // MIB)

@@ -1,0 +1,233 @@
+"""What the engine thread owns: the loaded model, its runner, its cache, its budget.
+
+Built there, for every array belongs to it from the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from firn import speculating
+from firn.cache.layout import Layout
+from firn.cache.off import CacheOff
+from firn.cache.prefix import PrefixTree
+from firn.cache.threads import IoThreads
+from firn.caching import MIB, add_tiers, build_cache, cache_nbytes
+from firn.config import Config, default_cache_dir
+from firn.core.errors import SetupError, UnknownCacheLayer
+from firn.core.memory_plan import MIN_CAPACITY_NBYTES, ModelMemory
+from firn.core.values import Namespace
+from firn.engine.budget import Budget, RowCost
+from firn.engine.loop import Limits, Parts
+from firn.memory import Planned, beside_others, plan_server
+from firn.models import cpu, embedder, loader
+from firn.models import device as devices
+from firn.models.batch import BUFFER_TOKENS
+from firn.models.cpu.blas import Blas
+from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.threads import Threads
+from firn.models.processor import VisionProcessor
+from firn.models.runner import Runner
+from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.transient import transient_of
+from firn.models.weight_memory import WeightMemory
+
+log = logging.getLogger("firn")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be loaded, and for whom.
+
+    front: the process that shares memory out among its models, where there is one.
+    """
+
+    config: Config
+    folder: Path
+    name: str
+    namespaces: Sequence[Namespace]
+    processor: VisionProcessor | None = None
+    front: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How this machine computes it."""
+
+    machine: devices.Device
+    limits: Limits
+    blas: Blas | None
+    cpu_dtype: CpuDtype
+
+    @property
+    def exact(self) -> bool:
+        return self.limits.aligned
+
+    @property
+    def chunk(self) -> int:
+        """The largest there can be."""
+        return self.limits.prefill_chunk if self.exact else self.limits.largest_chunk
+
+
+def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]) -> Parts:
+    """On the engine thread. `planned` gets the memory's plan. Raises SetupError."""
+    config, folder = wanted.config, wanted.folder
+    before = beside_others(devices.look(devices.device()), group=wanted.front)
+    settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
+    way = _way(config, str(settings["model_type"]), wanted.name)
+    if recipe is not None and embedder.needs_encoder(folder, settings):
+        return _encoder_parts(folder, recipe, wanted.name, way.limits, way.cpu_dtype)
+    loaded = _load(wanted, way)
+    info, cost = loaded.info, _row_cost(loaded)
+    transient = transient_of(settings, device=way.machine.kind, dtype=info.dtype)
+
+    def planned_for(cost: RowCost, weights_nbytes: int) -> Planned:
+        rows = (cost.per_token_nbytes, cost.fixed_nbytes)
+        needs = ModelMemory(weights_nbytes, *rows, transient, info.context_length)
+        return plan_server(config, before, needs, chunk=way.chunk, exact=way.exact)
+
+    put_on_tiers = partial(
+        add_tiers, config, device=way.machine.kind, namespaces=wanted.namespaces, wake=wake
+    )
+    guessing = speculating.build(
+        config,
+        loaded,
+        exact=way.exact,
+        cpu_dtype=way.cpu_dtype,
+        cache_nbytes=cache_nbytes(config, planned_for(cost, info.weights_nbytes).alone_nbytes),
+        add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
+    )
+    cost = guessing.with_rows(cost)
+    planned.append(planned_for(cost, info.weights_nbytes + guessing.weights_nbytes))
+    plan = planned[0].plan
+    devices.set_limits(way.machine.kind, plan)
+    budget = Budget(
+        cost,
+        capacity_nbytes=plan.capacity_nbytes,
+        transient=transient,
+        chunk_nbytes=plan.chunk_nbytes,
+    )
+    cache = build_cache(
+        config,
+        loaded,
+        planned[0].alone_nbytes,
+        exact_chunk=way.limits.prefill_chunk if way.exact else 0,
+        arithmetic=way.blas.identity if way.blas and way.exact else "",
+    )
+    if isinstance(cache, PrefixTree):
+        put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
+        cache.set_room(budget.free_nbytes())
+    runner = _runner(config, loaded, way, guessing)
+    return Parts(runner, cache, budget, way.limits, embedder=_decoder_embedder(recipe, loaded))
+
+
+def _way(config: Config, architecture: str, name: str) -> _Way:
+    machine, wanted = devices.device(), config.engine
+    exact = _wants_exact(config, architecture, name)
+    blas = _tune_cpu(config, exact=exact) if machine.kind == "cpu" else None
+    limits = Limits(
+        max_rows=wanted.max_concurrency,
+        max_queue=wanted.max_queue,
+        prefill_chunk=wanted.prefill_chunk or machine.prefill_chunk,
+        largest_chunk=wanted.prefill_chunk or machine.largest_chunk,
+        max_step_s=wanted.max_step_ms / 1000,
+        aligned=exact,
+    )
+    return _Way(machine, limits, blas, _cpu_dtype(config, blas))
+
+
+def _load(wanted: Wanted, way: _Way) -> loader.LoadedModel:
+    config, processor = wanted.config, wanted.processor
+    loaded = loader.load(
+        wanted.folder,
+        served_name=wanted.name,
+        adapter=config.model.adapter,
+        trust_remote_code=config.model.trust_remote_code,
+        picture=processor.example.inputs if processor else None,
+        feature_nbytes=config.images.image_feature_cache_mb * MIB,
+        memory=WeightMemory(default_cache_dir()),
+        cpu_dtype=way.cpu_dtype,
+        max_context=config.engine.max_context or None,
+    )
+    return speculating.with_head(config, loaded, exact=way.exact, cpu_dtype=way.cpu_dtype)
+
+
+def _runner(
+    config: Config, loaded: loader.LoadedModel, way: _Way, guessing: speculating.Guessing
+) -> Runner:
+    library = way.blas.library if way.blas and not way.exact else None
+    return Runner(
+        loaded.model,
+        loaded.info,
+        make_layers=loaded.make_layers,
+        max_rows=config.engine.max_concurrency,
+        inputs=loaded.inputs,
+        threads=Threads(library, loaded.model) if library else None,
+        speculation=guessing.speculation,
+    )
+
+
+def _tune_cpu(config: Config, *, exact: bool) -> Blas:
+    return cpu.tune(config.engine.blas, exact=exact, memo=default_cache_dir() / "blas.json")
+
+
+def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
+    """Without a fast BLAS, float32 is as slow as the rest and twice as large."""
+    wanted = config.engine.cpu_dtype
+    if blas is None or (wanted == "auto" and blas.library is None):
+        return "model"
+    return wanted
+
+
+def _embedding_recipe(folder: Path) -> embedder.Recipe | None:
+    try:
+        return embedder.read_recipe(folder)
+    except SetupError as e:
+        log.warning("no embeddings: %s", e)
+        return None
+
+
+def _decoder_embedder(
+    recipe: embedder.Recipe | None, loaded: loader.LoadedModel
+) -> embedder.TextEmbedder | None:
+    if recipe is None:
+        return None
+    try:
+        limit = loaded.info.context_length
+        return embedder.from_decoder(loaded.model, recipe, context_length=limit)
+    except SetupError as e:
+        log.warning("no embeddings: %s", e)
+        return None
+
+
+def _encoder_parts(
+    folder: Path, recipe: embedder.Recipe, name: str, limits: Limits, cpu_dtype: CpuDtype
+) -> Parts:
+    """Of a model that makes embeddings and nothing else."""
+    config = loader.read_config(folder)
+    embeds, info = embedder.load_encoder(
+        folder, recipe, config, served_name=name, cpu_dtype=cpu_dtype
+    )
+    runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
+    budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
+    return Parts(runner, CacheOff("an embedding model"), budget, limits, embedder=embeds)
+
+
+def _row_cost(loaded: loader.LoadedModel) -> RowCost:
+    try:
+        return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe), step_tokens=BUFFER_TOKENS)
+    except UnknownCacheLayer:
+        nbytes = sum(layer.nbytes for layer in loaded.probe)
+        return RowCost(nbytes // 256, nbytes)
+
+
+def _wants_exact(config: Config, architecture: str, name: str) -> bool:
+    """Whether prompts are cut and reused on prefill chunks only."""
+    why = CHUNKS_MATTER.get(architecture)
+    if why:
+        log.warning("%s is reused on prefill chunks only: %s", name, why)
+    return config.cache.reuse == "exact" or bool(why)
