@@ -22,7 +22,8 @@ SOURCES = Path(firn.__file__).parent
 EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
     "demo", "engine", "fleet", "leaving", "listening", "logs", "machine", "media", "memory", "models",
-    "named", "options", "parts", "reservations", "several", "speculating", "supervisors", "text", "traces",
+    "named", "options", "parts", "reservations", "several", "speculating", "supervisors", "text",
+    "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
