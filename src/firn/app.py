@@ -325,7 +325,7 @@ def _build_parts(
         max_rows=config.engine.max_concurrency,
         max_queue=config.engine.max_queue,
         prefill_chunk=config.engine.prefill_chunk or machine.prefill_chunk,
-        largest_chunk=config.engine.prefill_chunk or machine.largest_chunk,
+        largest_chunk=_largest_chunk(config, machine),
         max_step_s=config.engine.max_step_ms / 1000,
     )
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
@@ -354,7 +354,7 @@ def _build_parts(
         transient_of(settings, device=machine.kind, dtype=info.dtype),
         info.context_length,
     )
-    chunk = limits.prefill_chunk if exact else limits.largest_chunk
+    chunk = limits.prefill_chunk if exact else max(limits.largest_chunk, limits.prefill_chunk)
     planned.append(plan_server(config, before, needs, chunk=chunk, exact=exact))
     plan = planned[0].plan
     devices.set_limits(machine.kind, plan)
@@ -385,6 +385,13 @@ def _build_parts(
         _add_tiers(config, cache, info, io, device=machine.kind, wake=wake)
         cache.set_room(budget.free_nbytes())
     return Parts(runner, cache, budget, limits, embedder=_decoder_embedder(recipe, loaded))
+
+
+def _largest_chunk(config: Config, machine: devices.Device) -> int:
+    """A CPU has no watchdog, and large chunks gain nothing there: theirs vary only if a user asks."""
+    if machine.kind == "cpu" and not config.engine.max_step_ms:
+        return 0
+    return config.engine.prefill_chunk or machine.largest_chunk
 
 
 def _tune_cpu(config: Config, *, exact: bool) -> Blas:
