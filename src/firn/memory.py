@@ -46,6 +46,23 @@ class Planned:
     alone_nbytes: int
     """The capacity if nothing else ran on the machine."""
 
+    def tell(self) -> None:
+        """In the log; with a warning where the model is too large."""
+        plan = self.plan
+        parts = (
+            f"weights {plan.weights_nbytes // MIB}, requests and cache {plan.capacity_nbytes // MIB}, "
+            f"a prefill chunk {plan.chunk_nbytes // MIB}, buffers {plan.buffer_cache_nbytes // MIB}, "
+            f"writing {plan.write_queue_nbytes // MIB}"
+        )
+        log.info("memory, in MiB of %d: %s", plan.limit_nbytes // MIB, parts)
+        if not plan.fits:
+            log.warning(
+                "this model is too large: its weights take %.1f of the %.1f GiB that it may have. It "
+                "will be slow, or fail; `firn doctor MODEL` shows the budget",
+                plan.weights_nbytes / GIB,
+                plan.limit_nbytes / GIB,
+            )
+
     def reserved_nbytes(self, held_nbytes: int) -> int:
         """What this server cannot do without: all but stored prefixes, which give way."""
         plan, model = self.plan, self.model
@@ -62,22 +79,9 @@ class Planned:
 def plan_server(
     config: Config, machine: MachineMemory, model: ModelMemory, *, chunk: int, exact: bool
 ) -> Planned:
-    """The plan that a start goes by, told in the log; with a warning where the model is too large."""
+    """The plan that a start goes by."""
     wished = wishes(config, chunk=chunk, exact=exact)
     plan = plan_memory(machine, model, wished)
-    parts = (
-        f"weights {plan.weights_nbytes // MIB}, requests and cache {plan.capacity_nbytes // MIB}, "
-        f"a prefill chunk {plan.chunk_nbytes // MIB}, buffers {plan.buffer_cache_nbytes // MIB}, "
-        f"writing {plan.write_queue_nbytes // MIB}"
-    )
-    log.info("memory, in MiB of %d: %s", plan.limit_nbytes // MIB, parts)
-    if not plan.fits:
-        log.warning(
-            "this model is too large: its weights take %.1f of the %.1f GiB that it may have. It will "
-            "be slow, or fail; `firn doctor MODEL` shows the budget",
-            plan.weights_nbytes / GIB,
-            plan.limit_nbytes / GIB,
-        )
     alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
     return Planned(plan, model, wished, plan_memory(alone, model, wished).capacity_nbytes)
 

@@ -70,7 +70,8 @@ class _Way:
     @property
     def chunk(self) -> int:
         """The largest there can be."""
-        return self.limits.prefill_chunk if self.exact else self.limits.largest_chunk
+        usual = self.limits.prefill_chunk
+        return usual if self.exact else max(self.limits.largest_chunk, usual)
 
 
 def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]) -> Parts:
@@ -103,6 +104,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
     )
     cost = guessing.with_rows(cost)
     planned.append(planned_for(cost, info.weights_nbytes + guessing.weights_nbytes))
+    planned[0].tell()
     plan = planned[0].plan
     devices.set_limits(way.machine.kind, plan)
     budget = Budget(
@@ -133,11 +135,19 @@ def _way(config: Config, architecture: str, name: str) -> _Way:
         max_rows=wanted.max_concurrency,
         max_queue=wanted.max_queue,
         prefill_chunk=wanted.prefill_chunk or machine.prefill_chunk,
-        largest_chunk=wanted.prefill_chunk or machine.largest_chunk,
+        largest_chunk=_largest_chunk(config, machine),
         max_step_s=wanted.max_step_ms / 1000,
         aligned=exact,
     )
     return _Way(machine, limits, blas, _cpu_dtype(config, blas))
+
+
+def _largest_chunk(config: Config, machine: devices.Device) -> int:
+    """0: chunks are always the usual ones. On a CPU the time they take is mostly other programs' doing."""
+    wanted = config.engine
+    if machine.kind == "cpu" and not wanted.max_step_ms:
+        return 0
+    return wanted.prefill_chunk or machine.largest_chunk
 
 
 def _load(wanted: Wanted, way: _Way) -> loader.LoadedModel:
