@@ -193,11 +193,11 @@ def test_a_stop_ends_a_scan_that_waits() -> None:
     assert not io.thread.is_alive()
 
 
-def test_what_was_ordered_comes_before_what_a_scan_tells() -> None:
+def test_what_was_read_comes_before_what_a_scan_tells() -> None:
     io, made = opened()
     node = made._tree.child(made._catalogue.root(Namespace("")), Text(np.zeros(8, np.uint64)), 0, 8)
     record = made._tree.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
-    made._done(partial(made._was_read, record))(Missing())
+    made._done(partial(made._was_read, record), is_urgent=True)(Missing())
     assert isinstance(next(made.take_results(math.inf)), below.Lost)
     made.close()
     io.thread.join(20.0)

@@ -131,7 +131,8 @@ class Below:
         self._wake = wake
         self._clock = clock
         self._results: queue.PriorityQueue[tuple[int, int, Take]] = queue.PriorityQueue()
-        """To be called on the engine thread: orders first, for somebody waits for them."""
+        """To be called on the engine thread: reads first, for somebody waits for them. The rest in its
+        order: what a scan saw before a write is not true after it."""
         self._serial = count()
         self._room = threading.Semaphore(MAX_BATCHES)
         """For what a scan tells: it may be faster than the engine has time to hear of it."""
@@ -174,7 +175,7 @@ class Below:
         self._io.read(
             name_of(record),
             self._catalogue.tokens(record),
-            self._done(partial(self._was_read, record)),
+            self._done(partial(self._was_read, record), is_urgent=True),
             wanted=lambda: any(wanted() for wanted in list(askers)),
         )
 
@@ -240,9 +241,9 @@ class Below:
             while not self._closing:
                 if self._room.acquire(timeout=LOOK_UP_S):
                     break
-            self._put(lambda: self._was_seen(changes), is_order=False)
+            self._put(lambda: self._was_seen(changes))
 
-        self._io.scan(batch, self._done(self._was_scanned, is_order=False))
+        self._io.scan(batch, self._done(self._was_scanned))
 
     def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[News]:
         """What the I/O threads are done with. wait_s: for the first of it."""
@@ -346,19 +347,19 @@ class Below:
             self._lent[record] = _Lent(lent, stamp)
         return accepted
 
-    def _done(self, take: Callable[[Any, float], News | None], *, is_order: bool = True) -> Done:
+    def _done(self, take: Callable[[Any, float], News | None], *, is_urgent: bool = False) -> Done:
         """Called on an I/O thread: what became of an order is for the engine thread to take."""
 
         def done(result: Any) -> None:
             if isinstance(result, Loaded):
                 result = Loaded(result.header, list(staged(result.buffers)))
             at = self._clock()
-            self._put(lambda: take(result, at), is_order=is_order)
+            self._put(lambda: take(result, at), is_urgent=is_urgent)
 
         return done
 
-    def _put(self, take: Take, *, is_order: bool) -> None:
-        self._results.put((not is_order, next(self._serial), take))
+    def _put(self, take: Take, *, is_urgent: bool = False) -> None:
+        self._results.put((not is_urgent, next(self._serial), take))
         self._wake()
 
 

@@ -415,11 +415,12 @@ class Records:
 
     def _empty_trash(self) -> None:
         """Some records of cleared namespaces: their arrays, and their bytes in every tier."""
-        if not self._trash:
-            return
-        nodes = list(islice(self._trash[-1], N_TRASHED))
-        if not nodes:
-            self._trash.pop()
+        nodes: list[Node] = []
+        while self._trash and len(nodes) < N_TRASHED:
+            some = list(islice(self._trash[-1], N_TRASHED - len(nodes)))
+            if not some:
+                self._trash.pop()
+            nodes += some
         records = [r for node in nodes for r in node.records.values()]
         self._delete(records)
         for record in records:
