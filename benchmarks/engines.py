@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from firn.models import cpu
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
+from firn.models.mtp import Head, MtpModel, with_head_layer
 from firn.models.runner import Runner
 from firn.models.speculation import Speculation
 from models import random_model
@@ -95,10 +97,11 @@ class BenchEngine:
         ssd_limit_nbytes: int = 64 << 30,
         disk: Disk | None = None,
         memo: Path | None = None,
-        speculation: Callable[[], Speculation] | None = None,
+        speculation: Callable[[Any], Speculation] | None = None,
+        has_head: bool = False,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. speculation: who
-        guesses tokens."""
+        guesses tokens, given the model. has_head: the model has a prediction head."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -113,7 +116,11 @@ class BenchEngine:
             model = random_model(config, dtype=dtype)
             if machine.kind == "cpu" and blas.library:
                 threads = Threads(blas.library, model)
-            probe = make_prompt_cache(model)
+            make_layers: Callable[[], list[Any]] = partial(make_prompt_cache, model)
+            if has_head:
+                model = _with_head(model, config, dtype=dtype)
+                make_layers = with_head_layer(make_layers)
+            probe = make_layers()
             logits = model(mx.array([[0]]), cache=probe)
             mx.eval(logits)
             info = _info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
@@ -137,10 +144,10 @@ class BenchEngine:
             runner = Runner(
                 model,
                 info,
-                make_layers=lambda: make_prompt_cache(model),
+                make_layers=make_layers,
                 max_rows=MAX_ROWS,
                 threads=threads,
-                speculation=speculation() if speculation else None,
+                speculation=speculation(model) if speculation else None,
             )
             return Parts(runner, cache, budget, Limits(MAX_ROWS, 1000, machine.prefill_chunk))
 
@@ -241,6 +248,15 @@ class BenchEngine:
         now = time.perf_counter()
         for request, event in batch:
             self._answers[request].take(event, now)
+
+
+def _with_head(model: Any, config: dict[str, Any], *, dtype: mx.Dtype) -> MtpModel:
+    """With random weights, and a layer like the model's own."""
+    layer = random_model({**config, "num_hidden_layers": 1}, dtype=dtype).model.layers[0]
+    head = Head(layer, hidden_size=config["hidden_size"], eps=config["rms_norm_eps"])
+    head.set_dtype(dtype)
+    mx.eval(head.parameters())
+    return MtpModel(model, head)
 
 
 def _info(model: Any, config: dict[str, Any], *, probe: list[Any], n_vocab: int) -> ModelInfo:
