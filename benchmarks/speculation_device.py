@@ -25,7 +25,7 @@ from firn.core.values import Job
 from firn.models.batch import Row
 from firn.models.drafters import NOTHING, Guess
 from firn.models.drafters.mtp import MtpDrafter
-from firn.models.gate import Hope
+from firn.models.gate import Hope, Odds
 from firn.models.speculation import MAX_DEAR, MAX_DRAFT, Record, Speculation
 from models import COMMON, CONFIGS
 
@@ -127,6 +127,10 @@ class OracleSpeculation(Speculation):
         super().__init__(oracle)
         self.oracle = oracle
 
+    def forget(self) -> None:
+        """The oracle is another one from here on."""
+        self._odds = Odds()
+
     def _look(self, row: Row, record: Record) -> None:
         record.next, record.source = NOTHING, 0
         if self.oracle.is_free:
@@ -181,6 +185,7 @@ def run(args: argparse.Namespace) -> None:
         for n_streams in numbers(args.streams):
             for right in ACCEPTANCES:
                 oracle.right = right
+                engine.engine.call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]
                 pairs = []
                 for turn in range(args.rounds + 1):
                     both = {}
