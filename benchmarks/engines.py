@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from firn.models import cpu
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
+from firn.models.mtp import Head, MtpModel, with_head_layer
 from firn.models.runner import Runner
 from firn.models.speculation import Speculation
 from models import random_model
@@ -98,11 +100,12 @@ class BenchEngine:
         disk: Disk | None = None,
         memo: Path | None = None,
         model: Any = None,
-        speculation: Callable[[], Speculation] | None = None,
+        speculation: Callable[[Any], Speculation] | None = None,
+        has_head: bool = False,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
-        made before: the weights of a large one take time and memory. speculation: who
-        guesses tokens."""
+        made before: the weights of a large one take time and memory. speculation: who guesses tokens,
+        given the model. has_head: the model has a prediction head."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -119,10 +122,14 @@ class BenchEngine:
             self.weights = model or random_model(config, dtype=dtype)
             if machine.kind == "cpu" and blas.library:
                 threads = Threads(blas.library, self.weights)
-            probe = make_prompt_cache(self.weights)
-            logits = self.weights(mx.array([[0]]), cache=probe)
+            made, make_layers = self.weights, partial(make_prompt_cache, self.weights)
+            if has_head:
+                made = _with_head(made, config, dtype=dtype)
+                make_layers = with_head_layer(make_layers)
+            probe = make_layers()
+            logits = made(mx.array([[0]]), cache=probe)
             mx.eval(logits)
-            info = model_info(self.weights, config, probe=probe, n_vocab=int(logits.shape[-1]))
+            info = model_info(made, config, probe=probe, n_vocab=int(logits.shape[-1]))
             layout = Layout.of(probe)
             cache = PrefixTree(
                 layout,
@@ -141,12 +148,12 @@ class BenchEngine:
             capacity = machine.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
             runner = Runner(
-                self.weights,
+                made,
                 info,
-                make_layers=lambda: make_prompt_cache(self.weights),
+                make_layers=make_layers,
                 max_rows=MAX_ROWS,
                 threads=threads,
-                speculation=speculation() if speculation else None,
+                speculation=speculation(made) if speculation else None,
             )
             return Parts(runner, cache, budget, Limits(MAX_ROWS, 1000, machine.prefill_chunk))
 
@@ -247,6 +254,15 @@ class BenchEngine:
         now = time.perf_counter()
         for request, event in batch:
             self._answers[request].take(event, now)
+
+
+def _with_head(model: Any, config: dict[str, Any], *, dtype: mx.Dtype) -> MtpModel:
+    """With random weights, and a layer like the model's own."""
+    layer = random_model({**config, "num_hidden_layers": 1}, dtype=dtype).model.layers[0]
+    head = Head(layer, hidden_size=config["hidden_size"], eps=config["rms_norm_eps"])
+    head.set_dtype(dtype)
+    mx.eval(head.parameters())
+    return MtpModel(model, head)
 
 
 def model_info(model: Any, config: dict[str, Any], *, probe: list[Any], n_vocab: int) -> ModelInfo:

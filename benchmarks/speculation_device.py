@@ -2,7 +2,10 @@
 
 The model's weights are random and so is the reply, which is put in its mouth token by token; the model
 computes as ever. The oracle knows the reply and tells each token of it truly with probability p. What
-counts is tokens a second with the gate deciding how many guesses to try, over those without guesses.
+counts is tokens a second, with the gate deciding how many guesses to try, over those without guesses.
+
+With --head a prediction head does its work for each guess, and says what the oracle knows; in steps
+without guesses it runs along all the same, as a head does.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from report import grid, numbers, save
 from firn.core.values import Job
 from firn.models.batch import Row
 from firn.models.drafters import NOTHING, Guess
-from firn.models.speculation import MAX_DRAFT, Record, Speculation
+from firn.models.drafters.mtp import MtpDrafter
+from firn.models.gate import Hope, Odds
+from firn.models.speculation import MAX_DEAR, MAX_DRAFT, Record, Speculation
 from models import COMMON, CONFIGS
 
 QWEN3_4B: dict[str, Any] = COMMON | {
@@ -84,6 +89,37 @@ class Oracle:
         self._rows.clear()
 
 
+class OracleHead(Oracle):
+    """A prediction head computes its guesses as ever; what it says is what the oracle knows."""
+
+    is_free = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: MtpDrafter | None = None
+
+    def odds(self, kind: int) -> float:
+        return 0.7
+
+    def open(self, row: Hashable, job: Job) -> None:
+        super().open(row, job)
+        if self.head is not None:
+            self.head.open(row, job)
+
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        assert self.head is not None
+        guesses = []
+        for row, guess in zip(rows, self.head.guess(rows, n_most), strict=True):
+            known = self._guess(row, len(guess.tokens))
+            guesses.append(Guess(known.tokens, tuple(range(len(known.tokens)))))
+        return guesses
+
+    def close(self, row: Hashable) -> None:
+        super().close(row)
+        if self.head is not None:
+            self.head.close(row)
+
+
 class OracleSpeculation(Speculation):
     """The reply is forced here to make it known; the guesses are the oracle's all the same."""
 
@@ -91,8 +127,20 @@ class OracleSpeculation(Speculation):
         super().__init__(oracle)
         self.oracle = oracle
 
+    def forget(self) -> None:
+        """The oracle is another one from here on."""
+        self._odds = Odds()
+
     def _look(self, row: Row, record: Record) -> None:
-        record.next, record.source = self.oracle.guess([row], MAX_DRAFT)[0], 0
+        record.next, record.source = NOTHING, 0
+        if self.oracle.is_free:
+            record.next = self.oracle.guess([row], MAX_DRAFT)[0]
+
+    def _dear_hope(self, row: Row, record: Record | None, n_pending: int) -> Hope | None:
+        if record is None or not record.is_ready or self.oracle.is_free:
+            return None
+        odds = [self._chance(record, 0, i) for i in range(MAX_DEAR)]
+        return Hope.of(odds, n_pending=n_pending)
 
 
 def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guesses: bool) -> float:
@@ -117,19 +165,27 @@ def run(args: argparse.Namespace) -> None:
     config, dtype = SHAPES[args.shape]
     rows = [["streams", "right", "off tokens/s", "tokens/s", "ratio", "worst", "tokens a step"]]
     result = []
-    oracle = Oracle()
+    oracle = OracleHead() if args.head else Oracle()
+
+    def speculation(model: Any) -> OracleSpeculation:
+        if isinstance(oracle, OracleHead):
+            oracle.head = MtpDrafter(model)
+        return OracleSpeculation(oracle)
+
     began = time.perf_counter()
     with BenchEngine(
         config,
         dtype=dtype,
         memory_nbytes=1 << 30,
-        speculation=lambda: OracleSpeculation(oracle),
+        speculation=speculation,
+        has_head=args.head,
     ) as engine:
         print(f"the engine is up after {time.perf_counter() - began:.0f} s", flush=True)
         totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
         for n_streams in numbers(args.streams):
             for right in ACCEPTANCES:
                 oracle.right = right
+                engine.engine.call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]
                 pairs = []
                 for turn in range(args.rounds + 1):
                     both = {}

@@ -112,5 +112,6 @@ def test_options_reach_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     plan = plan_server(Config(engine=engine), MAC, MODEL, chunk=512, exact=False).plan
     assert (plan.headroom_nbytes, plan.wired_nbytes) == (20 * GIB, 4 * GIB)
     with caplog.at_level("WARNING", "firn"):
-        plan_server(Config(), MAC, replace(MODEL, weights_nbytes=60 * GIB), chunk=512, exact=False)
+        large = replace(MODEL, weights_nbytes=60 * GIB)
+        plan_server(Config(), MAC, large, chunk=512, exact=False).tell()
     assert "too large" in caplog.text

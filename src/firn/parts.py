@@ -143,7 +143,7 @@ def _way(config: Config, architecture: str, name: str) -> _Way:
 
 
 def _largest_chunk(config: Config, machine: devices.Device) -> int:
-    """0: chunks are always the usual ones. On a CPU the time they take is mostly other programs' doing."""
+    """0: chunks are always the usual ones. A CPU's times are mostly other programs' doing."""
     wanted = config.engine
     if machine.kind == "cpu" and not wanted.max_step_ms:
         return 0

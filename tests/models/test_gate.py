@@ -116,6 +116,19 @@ def test_guesses_that_take_time_must_be_worth_it() -> None:
     assert best(2.0) == 1
 
 
+def test_slow_guesses_are_asked_for_again_after_a_while() -> None:
+    times = gate.DraftTimes()
+    times.saw(1, 100.0)
+    assert times.of(1) == 0.0, "the first is no measure"
+    times.saw(1, 1.0)
+    times.saw(1, 50.0)
+    assert 1.0 < times.of(1) < 1.5
+    assert times.of(4) == times.of(1)
+    for _ in range(300):
+        times.forgive()
+    assert times.of(1) < 0.1
+
+
 def test_odds_are_learnt_and_forgotten() -> None:
     odds = Odds()
     assert odds.of((0, 3), 0.5) == 0.5

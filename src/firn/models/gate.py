@@ -33,7 +33,7 @@ MIN_GAIN = 1.05
 MEMORY = 300.0
 """Guesses of a kind that are remembered, as it were."""
 PRIOR_WEIGHT = 8.0
-FADING = 0.998
+FADING = 0.99
 Kind = tuple[int, int]
 """Which drafter, and which of its kinds of guesses."""
 
@@ -108,6 +108,32 @@ class StepTimes:
 
 def _prior(n_rows: int, width: int) -> float:
     return 1.0 + PRIOR_SLOPE * n_rows * (width - 1)
+
+
+class DraftTimes:
+    """Seconds that guesses take which are not free, for each token of so many rows."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._begun: set[int] = set()
+
+    def saw(self, n_rows: int, seconds: float) -> None:
+        if n_rows not in self._begun:  # the first has things to prepare
+            self._begun.add(n_rows)
+            return
+        known = self._seconds.get(n_rows, seconds)
+        rate = SLOWER_RATE if seconds > known else FASTER_RATE
+        self._seconds[n_rows] = known + rate * (min(seconds, MAX_OFF * known) - known)
+
+    def of(self, n_rows: int) -> float:
+        """As far as is known; of other numbers of rows, the least."""
+        least = min(self._seconds.values(), default=0.0)
+        return self._seconds.get(n_rows, least)
+
+    def forgive(self) -> None:
+        """None were asked for: what is known of them grows old."""
+        for n_rows in self._seconds:
+            self._seconds[n_rows] *= FADING
 
 
 @dataclass(eq=False, slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from firn.core.values import Job
 from firn.models.drafters import NOTHING, Drafter, Guess
-from firn.models.gate import Hope, Odds, StepTimes, best_width
+from firn.models.gate import DraftTimes, Hope, Odds, StepTimes, best_width
 from firn.models.ragged import MAX_FEED
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class Speculation:
         self._clock = clock
         self._odds = Odds()
         self._rows: dict[Row, Record] = {}
-        self._draft_s: dict[int, float] = {}
-        """By rows: how long the dear drafter takes for a token of each."""
+        self._draft_times = DraftTimes()
         self._heard_at: dict[int, float] = {}
         """By group: when its newest tokens came, unless something else was computed since."""
 
@@ -243,9 +242,7 @@ class Speculation:
             record.is_ready = bool(guess.tokens)
             record.next, record.source = guess, self._dear
             record.next = _within(row, guess)
-        per_token = took_s / max(n, 1)
-        known = self._draft_s.get(len(best.asks), per_token)
-        self._draft_s[len(best.asks)] = known + 0.3 * (per_token - known)
+        self._draft_times.saw(len(best.asks), took_s / max(n, 1))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -272,7 +269,7 @@ class Speculation:
             mixed.append(hope)
         best = best_width(self.times, free, n_seats=n_seats)
         if asks and self.times.knows(n_seats):
-            per_token = self._draft_s.get(len(asks), min(self._draft_s.values(), default=0.0))
+            per_token = self._draft_times.of(len(asks))
             with_dear = best_width(
                 self.times, mixed, n_seats=n_seats, draft_s=lambda width: per_token * (width - 1)
             )
@@ -304,6 +301,7 @@ class Speculation:
     def _pass_over(self, group: Group) -> None:
         self.times.forgive(len(group.seats))
         if self._dear is not None:
+            self._draft_times.forgive()
             kinds = [(self._dear, i) for i in range(MAX_DEAR)]
             self._odds.fade(kinds)
             for row in group.rows:
