@@ -25,7 +25,6 @@ from hypothesis.stateful import (
 
 from firn.cache import admin
 from firn.cache.parts import Part
-from firn.cache.plan import FEW_TOKENS
 from firn.core.ports import Load
 from firn.core.values import CacheControl, Namespace
 from firn.engine.scheduler import chunk_end
@@ -94,7 +93,7 @@ class Plain:
         last = len(ids) - 1
         if n >= last:
             return {""}
-        if is_refusing and self.best(ids, loads=True) - n > FEW_TOKENS:
+        if is_refusing and self.best(ids, loads=True) > n:
             return {"slower to load"}
         shared = self.n_shared(ids)
         limit = min(shared, last)

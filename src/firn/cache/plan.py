@@ -21,8 +21,6 @@ MAX_TARGETS = 64
 """Resume points that are weighed against each other."""
 MIN_GAIN = 0.02
 """A load must save this part of the time it would take without."""
-FEW_TOKENS = 32
-"""Not worth a word when they are stored and not loaded."""
 GRACE_S = 0.005
 """What a load may be late before computing begins."""
 UNKNOWN_PATIENCE_S = 0.03
@@ -73,7 +71,7 @@ def make_plan(
         if seconds < best_s:
             best, best_s = target, seconds
     if best is None:
-        return Plan(now, is_slower=n_most - front > FEW_TOKENS)
+        return Plan(now, is_slower=n_most > front)
     patience_s, busy_s = _patience(best, front, estimates)
     return Plan(
         now,
@@ -82,7 +80,7 @@ def make_plan(
         best.load_s,
         patience_s,
         busy_s,
-        is_slower=n_most - best.match.n_tokens > FEW_TOKENS,
+        is_slower=n_most > best.match.n_tokens,
     )
 
 
