@@ -1,6 +1,6 @@
 """Python's garbage collector beside a tree of half a million objects that live for hours.
 
-A full collection looks at every object there is, and all threads wait for it: a quarter of a second with
+A full collection looks at every object there is, and all threads wait for it: a tenth of a second with
 100,000 stored records. So it comes when the engine has nothing to do, and what is known to live long is
 taken out of its sight ("frozen"). Reference counts free that: only cycles need the collector, and the
 tree breaks its own.

@@ -52,9 +52,8 @@ SLACK_NBYTES = 2 * BLOCK_NBYTES
 """What a new name may add to folders."""
 MARGIN_NBYTES = 4 * BLOCK_NBYTES
 """Kept free for notes on models, which the tier does not write."""
-QUARANTINE_FILES = 32
-QUARANTINE_SHARE = 16
-"""At most this part of the limit."""
+QUARANTINE_FILES, QUARANTINE_SHARE = 32, 16
+"""At most so many, and at most this part of the limit."""
 HOUR_S = 3600
 SCAN_BATCH = 128
 SCAN_THREADS = 4
