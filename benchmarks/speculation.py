@@ -23,7 +23,9 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -192,6 +194,7 @@ def main() -> None:
 
         speculation_device.run(args)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and stop the servers on the way
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         flags = ("--no-ssd-cache", "--speculation")
