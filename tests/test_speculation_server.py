@@ -24,6 +24,7 @@ PROMPT = "def area(width, height):\n    return width * height\n"
 
 
 def config(path: Path, *, cache: CacheConfig = MEMORY, **engine: Any) -> Config:
+    engine = {"speculation": "auto", **engine}
     return Config(model=ModelConfig(path=str(path)), cache=cache, engine=EngineConfig(**engine))
 
 

@@ -207,7 +207,7 @@ class EngineConfig:
     )
     """0: by device."""
     speculation: Literal["auto", "off", "lookup", "model", "mtp"] = option(
-        "auto",
+        "off",
         "Guess several tokens a step and let the model check them; the text stays the same. lookup: "
         "what followed the same words in the prompt, the reply or an earlier reply; model: "
         "what --draft-model says; mtp: what the model's own prediction head says; auto: whatever there "

@@ -39,7 +39,9 @@ class Plan:
     loads: tuple[Record, ...] = ()
     """What is to be read, in this order."""
     load_s: float = 0.0
-    """How long that is thought to take."""
+    """How long that is thought to take..."""
+    compute_s: float = 0.0
+    """... and how long computing what it stands for."""
     patience_s: float = 0.0
     """So long computing waits for the loads, when nobody else has anything to do..."""
     busy_patience_s: float = 0.0
@@ -78,6 +80,7 @@ def make_plan(
         best.match,
         _from_the_back(best.missing),
         best.load_s,
+        best.compute_s,
         patience_s,
         busy_s,
         is_slower=n_most > best.match.n_tokens,

@@ -74,6 +74,8 @@ class Restorer:
             now + plan.patience_s,
             now + plan.busy_patience_s,
             now + max(MIN_DEADLINE_S, DEADLINE_FACTOR * plan.load_s),
+            compute_s=plan.compute_s,
+            start=max(plan.now.n_tokens, start),
             front=start,
         )
         for record in plan.loads:
@@ -86,6 +88,7 @@ class Restorer:
             return
         loading.missing.discard(record)
         loading.nbytes[tier.name] = loading.nbytes.get(tier.name, 0) + record.nbytes
+        loading.n_arrived += 1
         loading.last_at = news.at
         trail.loaded[record] = tier.name, news.arrays
         if not loading.missing:

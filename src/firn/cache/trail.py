@@ -10,9 +10,13 @@ import numpy as np
 from firn.cache.arrays.payload import Payload
 from firn.cache.children import Text
 from firn.cache.nodes import Mark, Node, Record, Root
+from firn.cache.plan import GRACE_S
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl
+
+MAX_LATE = 4
+"""How many records' time the next one may take: they come by several threads, in bursts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +38,35 @@ class Loading:
     patience_until: float
     busy_patience_until: float
     deadline: float
+    compute_s: float = 0.0
+    """What computing tokens [start, n_tokens) in its place would take."""
+    start: int = 0
     front: int = 0
     """What is computed meanwhile: records before it are of no more use. Read by I/O threads."""
     over: bool = False
     """Likewise."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """What has arrived, by tier."""
+    n_arrived: int = 0
     last_at: float = 0.0
 
     def wants(self, record: Record) -> bool:
         return not self.over and record.node.end > self.front
+
+    def wins(self, now: float) -> bool:
+        """Whether the rest comes, at the pace of what has come, in half the time of computing it.
+
+        Then a chunk that is begun now would only take the processor from the load, and not be over
+        when that is. Says no as soon as records fail to come at that pace.
+        """
+        if not self.n_arrived:
+            return False
+        pace_s = (self.last_at - self.began) / self.n_arrived
+        n_tokens = max(self.n_tokens - self.start, 1)
+        share = (self.n_tokens - max(self.front, self.start)) / n_tokens
+        if len(self.missing) * pace_s > share * self.compute_s / 2:
+            return False
+        return now - self.last_at < MAX_LATE * pace_s + GRACE_S
 
 
 @dataclass(eq=False)
@@ -102,7 +125,8 @@ class CacheTrail:
         if loading is None:
             return False
         until = loading.busy_patience_until if busy else loading.patience_until
-        return self.clock() < until
+        now = self.clock()
+        return now < until or loading.wins(now)
 
     def wants(self, n_tokens: int) -> bool:
         return self.writes and n_tokens - self.n_saved >= self.step

@@ -42,7 +42,7 @@ class Refused:
 Fate = Alias | Accepted | Refused
 
 _OTHER_DRAFTS = "these are heads for one model: see --draft-model for a small model that guesses"
-_ONE_TOKEN = "firn drafts by looking up what was said before, by itself: see --speculation"
+_ONE_TOKEN = "firn has drafters of its own: see --speculation"
 _SPARSE = "firn does not skip parts of a prompt; a prompt that was read before is not read again"
 _TABLES = "write a [models.NAME] table for each model in the TOML file of --config"
 _LAZY = "a model is loaded on first use where there are several, or with --keep-alive"

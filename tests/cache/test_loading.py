@@ -1,0 +1,49 @@
+"""A load that is under way: whether it is worth waiting for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from firn.cache.trail import MAX_LATE, Loading
+
+
+def loading(*, n_arrived: int, n_missing: int, last_at: float, front: int = 0) -> Loading:
+    missing: Any = set(range(n_missing))
+    return Loading(
+        16_000,
+        missing,
+        began=0.0,
+        patience_until=0.0,
+        busy_patience_until=0.0,
+        deadline=9.0,
+        compute_s=1.0,
+        front=front,
+        n_arrived=n_arrived,
+        last_at=last_at,
+    )
+
+
+def test_nothing_is_known_before_something_has_come() -> None:
+    assert not loading(n_arrived=0, n_missing=64, last_at=0.0).wins(0.0)
+
+
+@pytest.mark.parametrize(("pace_s", "wins"), [(0.005, True), (0.02, False)])
+def test_a_load_wins_that_takes_half_as_long_as_computing(pace_s: float, wins: bool) -> None:
+    """44 records are missing, and a second of computing."""
+    came_at = 20 * pace_s
+    under_way = loading(n_arrived=20, n_missing=44, last_at=came_at)
+    assert under_way.wins(came_at + pace_s) == wins
+
+
+def test_what_is_computed_already_is_no_reason_to_wait() -> None:
+    """Nearly all of it: the rest is computed sooner."""
+    under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, front=12_000)
+    assert not under_way.wins(0.1)
+
+
+def test_a_load_that_stalls_is_not_waited_for() -> None:
+    under_way = loading(n_arrived=20, n_missing=44, last_at=0.1)
+    assert under_way.wins(0.1 + 0.005 * MAX_LATE)
+    assert not under_way.wins(0.1 + 0.005 * MAX_LATE + 0.01)
