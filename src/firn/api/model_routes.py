@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +16,7 @@ from firn.core.errors import InvalidValue, ModelNotFound
 
 PAGE = 20
 MAX_PAGE = 1000
+Route = Callable[..., Awaitable[dict[str, Any]]]
 
 
 def add_models(app: FastAPI, services: Services) -> None:
@@ -28,6 +29,11 @@ def add_models(app: FastAPI, services: Services) -> None:
             raise ModelNotFound(model_id, services.engine.model.name)
         return model_object(services)
 
+    add_routes(app, models, model)
+
+
+def add_routes(app: FastAPI, models: Route, model: Route) -> None:
+    """`models`: all of them, in pages. `model`: the one with an id."""
     for method in ("GET", "HEAD"):
         app.add_api_route(
             "/v1/models",

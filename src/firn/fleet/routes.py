@@ -24,7 +24,7 @@ from firn.api.body import parse_object
 from firn.api.dialects import Asked, Extra
 from firn.api.exchange import exchange_of
 from firn.api.intake import Intake
-from firn.api.model_routes import PARAMETERS, page
+from firn.api.model_routes import add_routes, page
 from firn.api.ollama_routes import model_routes
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache, refuse_pages
@@ -113,18 +113,7 @@ def add_models(app: FastAPI, catalog: Catalog, relay: Relay) -> None:
     async def model(model_id: str) -> dict[str, Any]:
         return catalog.shown(relay.find(model_id))
 
-    for method in ("GET", "HEAD"):
-        app.add_api_route(
-            "/v1/models",
-            models,
-            methods=[method],
-            summary="What is served",
-            responses=error_responses(),
-            include_in_schema=method == "GET",
-            openapi_extra={"parameters": PARAMETERS},
-        )
-    missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
-    app.add_api_route("/v1/models/{model_id:path}", model, summary="One model", responses=missing)
+    add_routes(app, models, model)
 
 
 def add_loading(
