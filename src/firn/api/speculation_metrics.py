@@ -15,13 +15,12 @@ class SpeculationMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         seen = self._snapshot()
-        if not seen:
-            return
         steps = CounterMetricFamily(
             "firn_decode_steps", "Decode steps of groups of rows, by kind", labels=["kind"]
         )
-        steps.add_metric(["plain"], seen["steps"] - seen["draft_steps"])
-        steps.add_metric(["drafts"], seen["draft_steps"])
+        if seen:
+            steps.add_metric(["plain"], seen["steps"] - seen["draft_steps"])
+            steps.add_metric(["drafts"], seen["draft_steps"])
         yield steps
         tokens = CounterMetricFamily(
             "firn_speculation_tokens",
@@ -29,6 +28,6 @@ class SpeculationMetrics(Collector):
             "row_steps is how many there would be at one a step",
             labels=["kind"],
         )
-        for kind in ("drafted", "accepted", "taken", "row_steps"):
+        for kind in ("drafted", "accepted", "taken", "row_steps") if seen else ():
             tokens.add_metric([kind], seen[kind])
         yield tokens
