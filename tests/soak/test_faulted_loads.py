@@ -37,7 +37,9 @@ def n_stored(server: Child, talk: Session, n: int) -> int:
     """Tokens of a prompt that could be resumed from, or are not because computing them is faster."""
     body = {"messages": talk.messages(n), "max_tokens": 64}
     seen = httpx.post(f"{server.url}/v1/cache/probe", json=body).json()
-    return int(seen["shared_tokens"] if seen["reason"] == "slower to load" else seen["cached_tokens"])
+    return int(
+        seen["shared_tokens"] if seen["reason"] == "slower to load" else seen["cached_tokens"]
+    )
 
 
 @pytest.mark.soak
