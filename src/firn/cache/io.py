@@ -169,6 +169,7 @@ class TierIo:
         self._progress = progress
         self._foreign: set[str] = set()
         """Of another version, or encrypted with another key: such a record gives way to ours."""
+        self._told_foreign = False
         self._tally = Tally()
         self._lock = threading.Lock()
         self._doomed: deque[str] = deque()
@@ -277,6 +278,13 @@ class TierIo:
             if self.threads.closing:
                 return
             batch(some)
+        if self._foreign and not self._told_foreign:
+            self._told_foreign = True
+            log.info(
+                "%d records here are of another version of firn or another key: they are left alone, "
+                "and go by age",
+                len(self._foreign),
+            )
 
     def _changes(self) -> Iterator[Entry | Gone[Name]]:
         for change in self._tier.scan():
