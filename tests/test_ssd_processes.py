@@ -18,6 +18,7 @@ from firn.cache.tiers._folder import Disk, FolderLock
 from firn.demo.facts import Session, make_session
 from firn.demo.server import Child
 from tests.cache.tiers.test_ssd_folder import du
+from tests.soak.house import House as Servers
 
 GIB = 1 << 30
 LIMIT_GIB = 0.0007
@@ -78,26 +79,9 @@ class Gauge:
                 self.samples.append(du(self.folder))
 
 
-class House:
-    """Servers on one folder. Use as a context manager: none of them outlives it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "cache"
-        self._log = folder / "log"
-        self._servers: list[Child] = []
-
-    def __enter__(self) -> House:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for server in self._servers:
-            server.kill()
-
-    def start(self, *, limit_gib: float = LIMIT_GIB) -> Child:
-        flags = ("--ssd-cache-dir", str(self.folder), "--ssd-cache-max-gb", str(limit_gib))
-        server = Child("firn-demo", *flags, *FLAGS, log=self._log)
-        self._servers.append(server)
-        return server
+class House(Servers):
+    def start_small(self, *, limit_gib: float = LIMIT_GIB) -> Child:
+        return self.start("--ssd-cache-max-gb", str(limit_gib), *FLAGS)
 
     @property
     def temps(self) -> list[str]:
@@ -134,10 +118,10 @@ def test_two_servers_under_one_limit(tmp_path: Path) -> None:
     talks = sessions(N_SESSIONS)
     limit = int(LIMIT_GIB * GIB)
     with House(tmp_path) as house:
-        one = house.start()
+        one = house.start_small()
         assert ask(one, talks[0], 0).right
         house.settle(one)
-        two = house.start()
+        two = house.start_small()
         first = ask(two, talks[0], 0)
         assert first.right
         assert first.n_cached >= first.n_prompt - 16, "what the one has read the other has not"
@@ -159,7 +143,7 @@ def test_killed_in_the_midst_of_a_write(tmp_path: Path) -> None:
     """The first request to the next server hits what was whole, and the torn file is gone."""
     first, *others = sessions(80)
     with House(tmp_path) as house:
-        server = house.start(limit_gib=1)
+        server = house.start_small(limit_gib=1)
         assert ask(server, first, 0).right
         house.settle(server)
         with ThreadPoolExecutor(2) as pool:
@@ -170,7 +154,7 @@ def test_killed_in_the_midst_of_a_write(tmp_path: Path) -> None:
                 reply.cancel()
         torn = set(house.temps)
         assert torn, "it was to be killed in the midst of a write"
-        server = house.start(limit_gib=1)
+        server = house.start_small(limit_gib=1)
         again = ask(server, first, 1)
         assert again.right
         assert again.n_cached >= again.n_prompt * 0.8
