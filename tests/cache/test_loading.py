@@ -9,7 +9,15 @@ import pytest
 from firn.cache.trail import MAX_LATE, Loading
 
 
-def loading(*, n_arrived: int, n_missing: int, last_at: float, front: int = 0) -> Loading:
+def loading(
+    *,
+    n_arrived: int,
+    n_missing: int,
+    last_at: float,
+    front: int = 0,
+    taken_at: float | None = None,
+    engine_s: float = 0.0,
+) -> Loading:
     missing: Any = set(range(n_missing))
     return Loading(
         16_000,
@@ -22,6 +30,8 @@ def loading(*, n_arrived: int, n_missing: int, last_at: float, front: int = 0) -
         front=front,
         n_arrived=n_arrived,
         last_at=last_at,
+        taken_at=last_at if taken_at is None else taken_at,
+        engine_s=engine_s,
     )
 
 
@@ -47,3 +57,14 @@ def test_a_load_that_stalls_is_not_waited_for() -> None:
     under_way = loading(n_arrived=20, n_missing=44, last_at=0.1)
     assert under_way.wins(0.1 + 0.005 * MAX_LATE)
     assert not under_way.wins(0.1 + 0.005 * MAX_LATE + 0.01)
+
+
+def test_what_was_read_while_a_chunk_ran_is_no_stall() -> None:
+    """It was read long ago, and is taken in just now."""
+    under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, taken_at=0.4)
+    assert under_way.wins(0.41)
+
+
+def test_a_load_whose_arrays_take_the_engine_longer_than_computing_does_not_win() -> None:
+    under_way = loading(n_arrived=20, n_missing=44, last_at=0.1, engine_s=0.5)
+    assert not under_way.wins(0.1)

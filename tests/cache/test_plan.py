@@ -17,6 +17,7 @@ from tests.hash_runner import prompt_of as words
 BLOCK = 8
 N_BLOCKS = 4 * MAX_TARGETS
 N_SECONDS = BLOCK * N_BLOCKS
+CHUNK_S = 64.0
 EVERYONE = Namespace("")
 
 
@@ -39,7 +40,7 @@ class Told(Estimates):
         return float(end - start)
 
     def chunk_s(self, start: int) -> float:
-        return 64.0
+        return CHUNK_S
 
     def load_s(self, tier: str, nbytes: int) -> float:
         return self._load_s(nbytes)
@@ -102,10 +103,12 @@ def test_loading_that_costs_the_engine_what_computing_does_is_left_alone() -> No
     assert plan.is_slower
 
 
-def test_computing_waits_for_a_load_that_is_shorter_than_a_chunk() -> None:
+def test_computing_waits_for_a_load_that_wins() -> None:
     quick, _ = planned(lambda part: 20.0)
     assert 20.0 < quick.patience_s < 60.0
     assert quick.busy_patience_s == quick.patience_s
-    slow, _ = planned(lambda part: 200.0)
-    assert slow.patience_s == 0.0, "computing meanwhile wins some of it"
-    assert slow.busy_patience_s > 200.0, "unless that slows others down"
+    long, _ = planned(lambda part: 200.0)
+    assert long.patience_s == CHUNK_S, "by then its pace is known"
+    assert long.busy_patience_s > 200.0, "computing meanwhile would slow others down"
+    slow, _ = planned(lambda part: 0.6 * N_SECONDS)
+    assert slow.patience_s == slow.busy_patience_s == 0.0, "computing meanwhile wins some of it"

@@ -36,7 +36,7 @@ BUSY_SHARE = 0.02
 MAX_CREDIT_S = 0.05
 PATIENCE_S = 2.0
 """So long records wait while somebody waits for a first token: that comes first."""
-POLL_S = {Load.NONE: 0.05, Load.DECODING: 0.005, Load.PREFILLING: 0.03}
+POLL_S = {Load.NONE: 0.05, Load.DECODING: 0.005, Load.PREFILLING: 0.25, Load.BOTH: 0.03}
 """Results are taken in for so long between two steps: who waits for a first token waits for them, too,
 and a chunk takes longer than that."""
 RESCAN_S = 10.0
@@ -218,7 +218,7 @@ class Below:
     def poll(self, load: Load) -> Iterator[News]:
         """What happened below, and a share of the spilling. A fraction of both under load."""
         now, busy = self._clock(), load is not Load.NONE
-        self._io.defer_writes(load is Load.PREFILLING and not self._tree.leaving_nbytes)
+        self._io.defer_writes(load.prefilling and not self._tree.leaving_nbytes)
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         yield from self.take_results(now + POLL_S[load])
@@ -313,7 +313,7 @@ class Below:
             self.spill(record)
 
     def _may_spill(self, load: Load, now: float) -> bool:
-        if load is Load.PREFILLING and now - self._to_spill[0][1] < PATIENCE_S:
+        if load.prefilling and now - self._to_spill[0][1] < PATIENCE_S:
             return False
         return self._credit_s > 0
 

@@ -140,13 +140,19 @@ def _from_the_back(records: Iterable[Record]) -> tuple[Record, ...]:
 
 
 def _patience(target: _Target, front: int, estimates: Estimates) -> tuple[float, float]:
-    """To begin a chunk just before its tokens arrive would delay them by a chunk."""
+    """To begin a chunk just before its tokens arrive would delay them by a chunk.
+
+    A load that should take half the time of computing is waited for until a chunk could have been
+    computed: by then its pace is known.
+    """
     late = 2 * target.load_s + GRACE_S
     if not (estimates.knows_prefill and all(map(estimates.knows_tier, target.tiers))):
         return (min(late, UNKNOWN_PATIENCE_S),) * 2
-    alone = late if target.load_s < estimates.chunk_s(front) else 0.0
-    busy = late if target.load_s < target.compute_s / 2 else alone
-    return alone, busy
+    chunk_s = estimates.chunk_s(front)
+    if target.load_s < target.compute_s / 2:
+        return (late if target.load_s < chunk_s else min(late, chunk_s)), late
+    alone = late if target.load_s < chunk_s else 0.0
+    return alone, alone
 
 
 # --- why not more --------------------------------------------------------------------------

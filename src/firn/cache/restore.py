@@ -89,7 +89,8 @@ class Restorer:
         loading.missing.discard(record)
         loading.nbytes[tier.name] = loading.nbytes.get(tier.name, 0) + record.nbytes
         loading.n_arrived += 1
-        loading.last_at = news.at
+        loading.last_at, loading.taken_at = news.at, trail.clock()
+        loading.engine_s += news.array_s
         trail.loaded[record] = tier.name, news.arrays
         if not loading.missing:
             self.end_loading(trail)

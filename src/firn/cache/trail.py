@@ -49,6 +49,11 @@ class Loading:
     """What has arrived, by tier."""
     n_arrived: int = 0
     last_at: float = 0.0
+    """When the last record was read."""
+    taken_at: float = 0.0
+    """When the engine took it in..."""
+    engine_s: float = 0.0
+    """... and what all of them cost it."""
 
     def wants(self, record: Record) -> bool:
         return not self.over and record.node.end > self.front
@@ -61,12 +66,12 @@ class Loading:
         """
         if not self.n_arrived:
             return False
-        pace_s = (self.last_at - self.began) / self.n_arrived
+        pace_s = max(self.last_at - self.began, self.engine_s) / self.n_arrived
         n_tokens = max(self.n_tokens - self.start, 1)
         share = (self.n_tokens - max(self.front, self.start)) / n_tokens
         if len(self.missing) * pace_s > share * self.compute_s / 2:
             return False
-        return now - self.last_at < MAX_LATE * pace_s + GRACE_S
+        return now - self.taken_at < MAX_LATE * pace_s + GRACE_S
 
 
 @dataclass(eq=False)

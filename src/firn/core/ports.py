@@ -331,7 +331,12 @@ class Load(Enum):
     NONE = 0
     DECODING = 1
     PREFILLING = 2
-    """Somebody waits for a first token."""
+    """Somebody waits for a first token, and nobody for a next one."""
+    BOTH = 3
+
+    @property
+    def prefilling(self) -> bool:
+        return self in (Load.PREFILLING, Load.BOTH)
 
 
 class PrefixCache(Protocol):

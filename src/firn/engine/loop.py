@@ -99,7 +99,7 @@ class Loop:
     def _load(self) -> Load:
         # One token: it has just been handed over, and is on its way out.
         if self.tasks or self.waiting or any(len(c.tokens) < 2 for c in self.rows.values()):
-            return Load.PREFILLING
+            return Load.BOTH if self.rows else Load.PREFILLING
         return Load.DECODING if self.rows else Load.NONE
 
     def step(self) -> None:
