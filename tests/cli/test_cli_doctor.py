@@ -11,12 +11,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from rich.console import Console
 
 from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
-from firn.cli.doctor_budget import budget_rows, machine_of, model_of, verdict
+from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL
 from firn.core.memory_plan import Wishes
 from firn.machine import (
@@ -28,7 +29,8 @@ from firn.machine import (
     usable_cores,
     vm_stat_available,
 )
-from firn.models.inspect import CacheCost, DeviceReport, ModelReport
+from firn.models.cpu.dtype import widened_nbytes
+from firn.models.inspect import CacheCost, DeviceReport, ModelReport, inspect_folder
 
 GIB = 2**30
 MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
@@ -183,6 +185,45 @@ def test_the_budget_is_a_table_that_adds_up() -> None:
     printed = [f.text for f in describe_model(report, MAC, Memory(64 * GIB, 60 * GIB))]
     assert any(text.endswith("Metal's working set") for text in printed)
     assert any(text.endswith("a prefill chunk while it runs") for text in printed)
+
+
+@pytest.mark.parametrize(
+    ("device", "free_gib", "weights_gib", "token_nbytes"),
+    [
+        (LINUX, 30, 16, 2**20),
+        (LINUX, 20, 8, 2**19),  # too little memory: they stay as they are
+        (MAC, 30, 8, 2**19),
+    ],
+)
+def test_a_cpu_computes_in_float32(
+    device: DeviceReport, free_gib: int, weights_gib: int, token_nbytes: int
+) -> None:
+    report = ModelReport(
+        Path("m"), weights_nbytes=8 * GIB, float32_nbytes=16 * GIB, n_files=1, cache=COST
+    )
+    now = Memory(64 * GIB, free_gib * GIB)
+    computed = as_computed(report, device, now)
+    assert computed.weights_nbytes == weights_gib * GIB
+    assert computed.cache is not None
+    assert computed.cache.per_token_nbytes == token_nbytes
+    (told,) = (f.text for f in describe_model(report, device, now) if f.topic == "weights")
+    assert told.startswith("8.0 GiB in 1 file")
+    assert ("16.0 GiB in float32" in told) == (weights_gib == 16)
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_what_weights_take_in_float32(bits: int | None, tiny: Path, tmp_path: Path) -> None:
+    """As the widening itself counts."""
+    config = json.loads((tiny / "config.json").read_text())
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+        config["quantization"] = {"group_size": 32, "bits": bits}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    assert inspect_folder(tmp_path).float32_nbytes == widened_nbytes(model)
 
 
 # --- the machine ---------------------------------------------------------------------------

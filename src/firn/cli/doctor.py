@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firn import __version__
-from firn.cli.doctor_budget import budget_rows, machine_of, model_of, verdict
+from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
 from firn.core.memory_plan import Wishes
@@ -177,13 +177,18 @@ def look_at_model(name: str | None) -> Iterator[Finding]:
 
 def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> Iterator[Finding]:
     yield Finding("model", str(report.folder))
+    n_stored = report.weights_nbytes
     if report.architecture:
         known = f", known to {report.library}" if report.library else ""
         yield Finding("architecture", report.architecture + known)
     if report.weights_nbytes:
         files = "1 file" if report.n_files == 1 else f"{report.n_files} files"
         kind = f", {report.dtype}" if report.dtype else ""
-        yield Finding("weights", f"{size(report.weights_nbytes)} in {files}{kind}")
+        text = f"{size(report.weights_nbytes)} in {files}{kind}"
+        report = as_computed(report, device, now)
+        if report.weights_nbytes != n_stored:
+            text += f"; {size(report.weights_nbytes)} in float32 while it runs (--cpu-dtype)"
+        yield Finding("weights", text)
     if report.context_length:
         yield Finding("context", f"{report.context_length} tokens")
     if report.cache:

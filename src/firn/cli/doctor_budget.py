@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -38,6 +39,22 @@ def model_of(report: ModelReport) -> ModelMemory:
         report.transient or Transient(0),
         report.context_length,
     )
+
+
+def as_computed(report: ModelReport, device: DeviceReport, now: Memory) -> ModelReport:
+    """With the numbers of float32, where a CPU computes in it: twice the bytes, weights and cache."""
+    from firn.models.cpu.dtype import SHARE
+
+    wide = report.float32_nbytes
+    most = math.inf if now.available is None else SHARE * now.available
+    if device.kind != "CPU" or not report.weights_nbytes < wide <= most:
+        return report
+    cost = report.cache and replace(
+        report.cache,
+        per_token_nbytes=2 * report.cache.per_token_nbytes,
+        fixed_nbytes=2 * report.cache.fixed_nbytes,
+    )
+    return replace(report, weights_nbytes=wide, cache=cost)
 
 
 def verdict(machine: MachineMemory, model: ModelMemory, wishes: Wishes) -> tuple[MemoryPlan, bool]:

@@ -90,6 +90,8 @@ class ModelReport:
     architecture: str | None = None
     library: Literal["mlx-lm", "mlx-vlm"] | None = None
     weights_nbytes: int = 0
+    float32_nbytes: int = 0
+    """What the weights take where they are computed in float32."""
     n_files: int = 0
     dtype: str | None = None
     context_length: int | None = None
@@ -142,6 +144,7 @@ def inspect_folder(folder: Path) -> ModelReport:
         architecture=str(config["model_type"]),
         library=library,
         weights_nbytes=sum(t.nbytes for header in headers.values() for t in header.values()),
+        float32_nbytes=_float32_nbytes(config, headers),
         n_files=len(headers),
         dtype=_dtype(config, headers),
         context_length=_context_length(config),
@@ -287,6 +290,21 @@ def _dtype(config: Mapping[str, Any], headers: Mapping[str, _Header]) -> str | N
     if isinstance(packed, Mapping) and "bits" in packed:
         return f"{packed['bits']}-bit weights in groups of {packed.get('group_size')}, {plain}"
     return plain
+
+
+def _float32_nbytes(config: Mapping[str, Any], headers: Mapping[str, _Header]) -> int:
+    packed = config.get("quantization")
+    bits = packed.get("bits") if isinstance(packed, Mapping) else None
+    total = 0
+    for header in headers.values():
+        for tensor in header.values():
+            if tensor.dtype in ("BF16", "F16"):
+                total += 2 * tensor.nbytes
+            elif tensor.dtype == "U32" and isinstance(bits, int) and bits > 0:
+                total += tensor.nbytes * 32 // bits
+            else:
+                total += tensor.nbytes
+    return total
 
 
 # --- architecture --------------------------------------------------------------------------
