@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import gc
-from firn.cache.garbage import BUSY_EVERY_S, IDLE_EVERY_S, Garbage
+from firn.cache.garbage import BUSY_EVERY_S, IDLE_EVERY_S, MANY, WHOLE_EVERY_S, Garbage
 
 class Cycle:
     alive = 0
@@ -23,7 +26,9 @@ gc.callbacks.append(lambda phase, info: phase == "stop" and passes.append(info["
 garbage = Garbage(lambda: now)
 kept = [Cycle() for _ in range(200_000)]
 assert 2 not in passes, "a full collection of its own accord"
-garbage.keep()
+garbage.keep(n_new=MANY - 1)
+assert gc.get_freeze_count() < 200_000, "not for a few"
+garbage.keep(n_new=MANY)
 assert gc.get_freeze_count() > 200_000
 Cycle()
 assert Cycle.alive == 200_001
@@ -41,6 +46,20 @@ now += BUSY_EVERY_S
 garbage.tick(idle=False)
 assert Cycle.alive == 200_000, "some day even then"
 
+running = Cycle()
+now += IDLE_EVERY_S
+garbage.tick(idle=True)
+del running
+now += WHOLE_EVERY_S
+garbage.tick(idle=False)
+assert Cycle.alive == 200_001, "frozen while it was alive"
+now += IDLE_EVERY_S
+garbage.tick(idle=True)
+assert Cycle.alive == 200_001, "there was work since the last"
+now += IDLE_EVERY_S
+garbage.tick(idle=True)
+assert Cycle.alive == 200_000, "in the end it is found"
+
 for cycle in kept:
     cycle.me = None  # as the tree does
 del cycle
@@ -51,3 +70,39 @@ assert Cycle.alive == 0, "what is frozen is freed by its reference counts"
 
 def test_full_collections_come_when_there_is_time() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+
+
+TRIM = """
+import threading
+from firn.cache.garbage import IDLE_EVERY_S, Garbage
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+now = 0.0
+garbage = Garbage(lambda: now)
+made = threading.Event(), threading.Event()
+
+def other_thread():  # its memory is its own, in glibc
+    blocks = [bytearray(64 << 10) for _ in range(1000)]
+    last = bytearray(64 << 10)
+    del blocks
+    made[0].set()
+    made[1].wait()
+
+thread = threading.Thread(target=other_thread)
+thread.start()
+made[0].wait()
+before = resident()
+now = IDLE_EVERY_S
+garbage.tick(idle=True)
+assert resident() < before - (30 << 20), (before, resident())
+made[1].set()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others give it back at once")
+def test_free_memory_goes_back_to_the_system() -> None:
+    subprocess.run([sys.executable, "-c", TRIM], check=True, timeout=60)

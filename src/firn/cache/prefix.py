@@ -252,7 +252,7 @@ class PrefixTree:
                     for trail in list(self._racing):
                         self._restorer.lost(trail, news.record, news.error)
                 elif isinstance(news, Seen) and self._garbage is not None:
-                    self._garbage.keep()
+                    self._garbage.keep(n_new=len(news.changes))
         except Exception as e:
             self.records.failed("tick", e)
         for trail in list(self._racing):
