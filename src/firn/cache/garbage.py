@@ -3,10 +3,11 @@
 A full collection looks at every object there is, and all threads wait for it: a tenth of a second with
 100,000 stored records. So it comes when the engine has nothing to do, and what is known to live long is
 taken out of its sight ("frozen"). Reference counts free that: only cycles need the collector, and the
-tree breaks its own. What a request had at that moment is frozen with it, and may be a cycle later: so, once
-an hour, after a minute without work, the collector looks at everything.
+tree breaks its own. What a request had at that moment is frozen with it, and may be a cycle later: so,
+once an hour, after a minute without work, the collector looks at everything.
 
-What is freed goes back to the system then: glibc keeps it for the thread that had it, and a server has many.
+What is free goes back to the system then: glibc keeps it for the thread that had it, and a server has
+many.
 
 Owner: the engine thread. For a whole process: a server has one, tests have none.
 """
