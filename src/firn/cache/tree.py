@@ -274,6 +274,16 @@ class Tree:
                 return
             n.used_at = used_at
 
+    def set_reused(self, node: Node) -> list[Node]:
+        """The chain that ends here was used a second time; returns the nodes of which that is new."""
+        new: list[Node] = []
+        for n in node.path():
+            if n.reused:
+                break
+            n.reused = True
+            new.append(n)
+        return new[::-1]
+
     def rank(self, record: Record) -> float:
         """When a record counts as last used, by the wall clock: the lowest goes first, everywhere.
 
