@@ -33,7 +33,10 @@ N_ROUND = 16
 """Names in one round: as many as S3 is asked for at once."""
 N_STATES = 16
 """Positions where a state may lie, the last first."""
+N_RESUMES = 4
+"""Of these, the last for which windows are asked for."""
 N_WINDOWS = 64
+"""Blocks before a place that its windows may take."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,13 @@ def search(question: Question, find: Find) -> list[Entry]:
     seen = _chain(names, find)
     n_found = len(seen) and max(seen) + 1
     entries = [_block(question, i, carrier, _near(seen, i)) for i in range(n_found)]
-    if carrier is Part.PAGES and question.needs.window:
-        entries += _windows(question, n_found, find)
+    ends = [question.n_known + n_found]
     if question.needs.state:
-        entries += _states(question, n_found, find)
+        states = _states(question, n_found, find)
+        entries += [entry for p in states for entry in states[p]]
+        ends = [p // question.block for p in list(states)[-N_RESUMES:]]
+    if carrier is Part.PAGES and question.needs.window:
+        entries += _windows(question, ends, find)
     return entries
 
 
@@ -144,37 +150,40 @@ def _near(seen: Mapping[int, Found], i: int) -> Found:
 # --- what else a resume needs --------------------------------------------------------------
 
 
-def _windows(question: Question, n_found: int, find: Find) -> Iterator[Entry]:
-    """The windows before the end of the chain: only those are read."""
-    reach = -(-question.needs.window // question.block) + 1
-    places = range(max(n_found - min(reach, N_WINDOWS), 0), n_found)
-    names = {Name(question.keys[i], Part.WINDOW): i for i in places}
+def _windows(question: Question, ends: Sequence[int], find: Find) -> Iterator[Entry]:
+    """The windows before places where the prompt may resume, given in whole blocks."""
+    reach = min(-(-question.needs.window // question.block) + 1, N_WINDOWS)
+    places = sorted({i for end in ends for i in range(max(end - reach, 0), end)})
+    names = {Name(question.before(i + 1), Part.WINDOW): i for i in places}
     found = find(list(names)) if names else {}
     for name, i in names.items():
         if name in found:
-            yield _block(question, i, Part.WINDOW, found[name])
+            start = i * question.block
+            yield _entry(question, name, start, start + question.block, found[name])
 
 
-def _states(question: Question, n_found: int, find: Find) -> Iterator[Entry]:
-    """States on the chain, each with what a resume in the midst of a block needs beside it."""
+def _states(question: Question, n_found: int, find: Find) -> dict[int, list[Entry]]:
+    """States on the chain by their places, each with what a resume inside a block needs beside it."""
     end = (question.n_known + n_found + 1) * question.block
     keys = {p: _key_at(question, p) for p in [p for p in question.states if p < end][-N_STATES:]}
     found = find([Name(key, Part.STATE) for key in keys.values()]) if keys else {}
     there = {p: key for p, key in keys.items() if Name(key, Part.STATE) in found}
-    tails = [
-        Name(key, part)
+    tails = {
+        Name(key, part): p
         for p, key in there.items()
         if p % question.block
         for part in question.needs.by_block
-    ]
-    beside = find(tails) if tails else {}
+    }
+    beside = find(list(tails)) if tails else {}
+    entries: dict[int, list[Entry]] = {}
     for p, key in there.items():
         start = (p - 1) // question.block * question.block
-        for name in (Name(key, part) for part in question.needs.by_block):
-            if name in beside:
-                yield _entry(question, name, start, p, beside[name])
-        name = Name(key, Part.STATE)
-        yield _entry(question, name, start, p, found[name])
+        own = [name for name, at in tails.items() if at == p]
+        if all(name in beside for name in own):
+            entries[p] = [_entry(question, name, start, p, beside[name]) for name in own]
+            state = Name(key, Part.STATE)
+            entries[p].append(_entry(question, state, start, p, found[state]))
+    return entries
 
 
 def _alone(question: Question, find: Find) -> Iterator[Entry]:

@@ -228,7 +228,7 @@ class Restorer:
         """Whether the block behind the last committed one has come to memory: a cheap look."""
         node = trail.node
         ahead = next(node.children.closest(trail.prompt, node.end), None)
-        if ahead is None or not self._needs.by_block:
+        if ahead is None or not self._needs.pages:  # of windows only the last are read
             return ahead is not None
         there = (ahead[0].records.get(part) for part in self._needs.by_block)
         return any(r is not None and _at_hand(trail)(r) for r in there)
