@@ -126,6 +126,13 @@ def make_bucket(port: int, name: str = BUCKET) -> None:
 # --- one that is bad at it -----------------------------------------------------------------
 
 
+class _Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients hang up on a server that stalls."""
+
+
 @dataclass(eq=False)
 class BadS3:
     """Speaks enough S3 for a tier, and ignores conditions and ranges. `mood` spoils it further.
@@ -199,8 +206,7 @@ class BadS3:
                 if self.command != "HEAD":
                     self.wfile.write(data)
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Quiet(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 

@@ -86,7 +86,10 @@ def test_a_long_prompt_costs_a_few_dozen_names() -> None:
     for n_there in range(0, 391, 7):
         find = Asked(set(names[:n_there]))
         assert len(search(asked, find)) == n_there
-        most_names, most_rounds = max(most_names, sum(find.rounds)), max(most_rounds, len(find.rounds))
+        most_names, most_rounds = (
+            max(most_names, sum(find.rounds)),
+            max(most_rounds, len(find.rounds)),
+        )
     assert most_rounds <= 4
     assert most_names <= 11 + 2 * N_ROUND + 1
     cold = Asked(set())
@@ -175,7 +178,9 @@ def test_what_one_server_computed_another_resumes(kind: str) -> None:
         assert second.runner.n_prefilled <= len(PROMPT) - outcome.n_cached
         settle(second)
         second.check()
-        assert ask(second, [*PROMPT, 5, 6, 7]).n_cached >= outcome.n_cached, "by then it is in memory"
+        assert ask(second, [*PROMPT, 5, 6, 7]).n_cached >= outcome.n_cached, (
+            "by then it is in memory"
+        )
     assert sum(map(len, store.rounds)) <= 64
 
 
@@ -275,7 +280,9 @@ def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
         assert ask(other, [6, *PROMPT]).n_cached == 0
 
 
-def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("firn.cache.records.N_ELSEWHERE", 20)
     store = DictStore()
     with server(DENSE, store, limit_nbytes=1 << 12) as lab:
@@ -286,3 +293,20 @@ def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(monkeypatch: pytest.
         assert nodes < 100 < len(store.written)
         assert ask(lab, [200, *PROMPT]).n_cached > 90, "the store still has it"
         lab.check()
+
+
+def test_what_turns_out_damaged_while_it_is_computed_is_written_anew() -> None:
+    """It was thought to be there, so nobody wrote it; then its read failed."""
+    shared = dict[str, bytes]()
+    with server(DENSE, DictStore(shared)) as first:
+        ask(first, PROMPT)
+        settle(first)
+    good = dict(shared)
+    for name in shared:
+        shared[name] = b"?" * 100
+    with server(DENSE, DictStore(shared), clock=time.monotonic) as second:
+        ask(second, PROMPT)
+        settle(second)
+    with server(DENSE, DictStore(shared)) as third:
+        assert ask(third, PROMPT).n_cached == 96
+    assert set(shared) == set(good)

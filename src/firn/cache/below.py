@@ -9,6 +9,7 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.asking import Asked
 from firn.cache.catalogue import Catalogue
 from firn.cache.container import Loaded, Name
-from firn.cache.estimates import FIRST_LATENCY_S, Samples
+from firn.cache.estimates import FIRST_LATENCY_S, STALE_S, Samples
 from firn.cache.faults import TierError, TierFault, Unwanted
 from firn.cache.io import Changes, Entry, Io, Wanted
 from firn.cache.lookup import Question, search
@@ -148,8 +149,8 @@ class Below:
         self._wake = wake
         self.takes = takes
         self._clock = clock
-        self.ask_s = Samples(FIRST_LATENCY_S)
-        """How long a store takes to say what it has of a prompt."""
+        self._ask_s = Samples(FIRST_LATENCY_S)
+        self._asked_at = -math.inf
         self._results: queue.PriorityQueue[tuple[int, int, Take]] = queue.PriorityQueue()
         """To be called on the engine thread: reads first, for somebody waits for them. The rest in its
         order: what a scan saw before a write is not true after it."""
@@ -194,6 +195,12 @@ class Below:
     def asks(self) -> bool:
         """Whether records here are found by asking for them."""
         return self._asked is not None
+
+    @property
+    def ask_s(self) -> float | None:
+        """How long a store takes to say what it has of a prompt; None: not known, or not any more."""
+        is_stale = self._clock() - self._asked_at > STALE_S
+        return None if is_stale or not self._ask_s.known else self._ask_s.value
 
     def ask(self, question: Question) -> None:
         """Find out what a store has of a prompt; `poll` will tell."""
@@ -317,7 +324,8 @@ class Below:
     def _was_asked(self, question: Question, began: float, result: Any, at: float) -> News:
         if isinstance(result, TierError):
             return Answered(question, ())
-        self.ask_s.see(at - began)
+        self._ask_s.see(at - began)
+        self._asked_at = at
         return Answered(question, result)
 
     def _was_written(self, record: Record, result: Any, at: float) -> News:

@@ -383,6 +383,8 @@ class Records:
                 self.stats.faults[f"read: {error.reason}"] += 1
                 if not record.obtainable:
                     self.lose(record)
+                elif record.arrays is not None:
+                    self.spill([record])  # it was computed meanwhile, and is not there after all
             case Written(record, evicted):
                 self._written(tier, record, evicted)
             case Unwritten(record, error):

@@ -103,11 +103,11 @@ class Restorer:
             return
         question, n_now = self._question(trail)
         compute_s = self._records.estimates.prefill_s(n_now, len(trail.prompt))
-        stores = [tier for tier in stores if compute_s > 2 * tier.ask_s.value]
+        stores = [tier for tier in stores if compute_s > 2 * (tier.ask_s or 0.0)]
         if question.is_empty or not stores:
             return
-        slowest = max(stores, key=lambda tier: tier.ask_s.value).ask_s
-        patience = 2 * slowest.value + GRACE_S if slowest.known else UNKNOWN_PATIENCE_S
+        known = [tier.ask_s for tier in stores if tier.ask_s is not None]
+        patience = 2 * max(known) + GRACE_S if known else UNKNOWN_PATIENCE_S
         until = trail.clock() + min(patience, compute_s / 2, ASK_PATIENCE_S)
         trail.asking = Asking(question, {tier.number for tier in stores}, until)
         for tier in stores:

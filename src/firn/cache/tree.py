@@ -275,13 +275,22 @@ class Tree:
             n.used_at = used_at
 
     def set_reused(self, node: Node) -> list[Node]:
-        """The chain that ends here was used a second time; returns the nodes of which that is new."""
+        """The chain that ends here was used a second time; returns the nodes of which that is new.
+
+        States inside its blocks, which end tails of their own, count as well: what is asked next may
+        depart there.
+        """
         new: list[Node] = []
         for n in node.path():
             if n.reused:
                 break
             n.reused = True
+            assert n.parent is not None
+            tails = n.parent.children.prefixes(Text(n.tokens), 0, n.n_tokens)
+            new += [t for t in tails if Part.STATE in t.records and not t.reused]
             new.append(n)
+        for n in new:
+            n.reused = True
         return new[::-1]
 
     def rank(self, record: Record) -> float:

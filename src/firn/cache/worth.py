@@ -31,4 +31,4 @@ def is_findable(record: Record, block: int) -> bool:
     if record.node.n_tokens == block and record.part is not Part.STATE:
         return True
     state = record.node.records.get(Part.STATE)
-    return state is not None and state.mark >= Mark.REPLY_END
+    return state is not None and state.mark >= Mark.TURN

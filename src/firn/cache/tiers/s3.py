@@ -219,4 +219,4 @@ def _joined(pieces: Sequence[Buffer]) -> memoryview:
 def _line(error: Exception) -> str:
     """obstore's messages go on for a page."""
     text = str(error).partition("\n")[0]
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return text if len(text) <= 120 else f"{text[:120]}..."
