@@ -331,6 +331,11 @@ class CacheConfig:
         metavar="ADDRESS",
         secret=True,
     )
+    kv_events: str | None = option(
+        None,
+        "Publish which blocks are stored, for routers (tcp://127.0.0.1:5557); subscribers see tokens.",
+        metavar="ADDRESS",
+    )
     share_cache: bool = option(
         False, "One cache for all API keys (otherwise each key has a private one)."
     )

@@ -288,6 +288,8 @@ class PrefixTree:
     def close(self) -> None:
         self._remember(0.0)
         self.records.close()
+        if self.records.tree.announcer is not None:
+            self.records.tree.announcer.close()
 
     def _remember(self, every_s: float) -> None:
         now = self._clock()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
+from firn.cache.announce import Cleared
 from firn.cache.arrays.payload import Payload
 from firn.cache.below import (
     Answered,
@@ -346,6 +347,8 @@ class Records:
         Its records are let go of little by little, and those that a scan has yet to find as well.
         """
         nbytes = 0
+        if namespace is None and self.tree.announcer is not None:
+            self.tree.announcer.announce(Cleared())
         for name in self.catalogue.namespaces if namespace is None else [namespace]:
             root = self.catalogue.root(name)
             nbytes += root.memory.total_nbytes
