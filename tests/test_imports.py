@@ -22,8 +22,8 @@ SOURCES = Path(firn.__file__).parent
 EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
     "demo", "engine", "fleet", "kv_events", "leaving", "listening", "logs", "machine", "media", "memory",
-    "models", "named", "options", "parts", "reservations", "several", "speculating", "supervisors", "text",
-    "traces",
+    "models", "named", "options", "parts", "reservations", "several", "speculating", "supervisors",
+    "text", "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core", "cache"},
     "listening": {"api", "core", "machine"},
     "fleet": {
-        "api", "app", "caching", "config", "core", "demo", "engine", "leaving", "kv_events", "listening", "logs",
+        "api", "app", "caching", "config", "core", "demo", "engine", "leaving", "listening", "logs",
         "machine", "models", "text",
     },
     "named": {"config", "demo", "models"},
