@@ -99,6 +99,21 @@ def ask_all(label: str, store: Store, n_tokens: int) -> None:
         )
 
 
+def move(label: str, store: Store, mib: int) -> None:
+    """Records of this size to the store and back, one after the other."""
+    raw = np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).data
+    names = [f"{i:064x}.pages" for i in range(8)]
+    began = time.perf_counter()
+    for name in names:
+        store.write(name, [raw], used_at=time.time())
+    between = time.perf_counter()
+    for name in names:
+        assert len(store.read(name)) == len(raw)
+    ended = time.perf_counter()
+    to_s, back_s = (len(names) * mib / s for s in (between - began, ended - between))
+    print(f"{label:8} records of {mib} MiB, one thread: {to_s:.0f} MiB/s to it, {back_s:.0f} back")
+
+
 def list_redis(client: Any) -> int:
     n = 0
     cursor = None
@@ -115,6 +130,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument(
+        "--mib", type=int, default=36, help="of a record: 256 tokens of an 8B model"
+    )
     wanted = parser.parse_args()
     if why := stores.why_no_redis() or stores.why_no_s3():
         sys.exit(f"this needs a redis-server and moto: {why}")
@@ -131,8 +149,10 @@ def main() -> None:
         client.execute_command("DEBUG", "POPULATE", wanted.records, "other", 1024)
         seconds, n = timed(lambda: list_redis(client), n=1)
         print(f"redis    listing {n} records with their heads: {seconds:.1f} s, a process's start")
-        store = discover()["redis"](TierOptions(f"redis://127.0.0.1:{server.port}/0"))
+        extra = {"write_mb_per_s": "0"}
+        store = discover()["redis"](TierOptions(f"redis://127.0.0.1:{server.port}/0", extra=extra))
         assert isinstance(store, Store)
+        move("redis", store, wanted.mib)
         ask_all("redis", store, wanted.tokens)
     finally:
         server.kill()
@@ -143,9 +163,10 @@ def main() -> None:
         stores.make_bucket(s3.port)
         pages = -(-wanted.records // LIST_PAGE)
         print(f"s3       listing {wanted.records} keys: {pages} requests, one after the other")
-        extra = {"endpoint": f"http://127.0.0.1:{s3.port}"}
+        extra = {"endpoint": f"http://127.0.0.1:{s3.port}", "write_mb_per_s": "0"}
         store = discover()["s3"](TierOptions(f"s3://{stores.BUCKET}/bench", extra=extra))
         assert isinstance(store, Store)
+        move("s3 moto", store, wanted.mib)
         ask_all("s3 moto", store, wanted.tokens)
     finally:
         s3.kill()

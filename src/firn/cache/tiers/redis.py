@@ -30,6 +30,7 @@ from firn.core.errors import SetupError
 T = TypeVar("T")
 PIECE_NBYTES = 8 << 20
 """Redis answers nobody else while it copies a value: pieces keep that short."""
+READ_NBYTES = 1 << 20
 TTL_S = 7 * 86_400
 CONNECT_S = 2.0
 OWN = ("ttl_s", "prefix", "piece_kb")
@@ -225,6 +226,7 @@ def open_tier(options: TierOptions) -> StoreTier:
             options.location,
             socket_timeout=attempt_s,
             socket_connect_timeout=min(CONNECT_S, attempt_s),
+            socket_read_size=READ_NBYTES,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         )
