@@ -21,9 +21,9 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
-    "demo", "engine", "fleet", "leaving", "listening", "logs", "machine", "media", "memory", "models",
-    "named", "options", "parts", "reservations", "several", "speculating", "supervisors", "text",
-    "traces",
+    "demo", "engine", "fleet", "kv_events", "leaving", "listening", "logs", "machine", "media", "memory",
+    "models", "named", "options", "parts", "reservations", "several", "speculating", "supervisors",
+    "text", "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -54,8 +54,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "machine", "models", "text",
     },
     "named": {"config", "demo", "models"},
+    "kv_events": {"cache", "core"},
     "caching": {"backups", "cache", "config", "core", "models"},
-    "parts": {"cache", "caching", "config", "core", "engine", "memory", "models", "speculating"},
+    "parts": {
+        "cache", "caching", "config", "core", "engine", "kv_events", "memory", "models", "speculating",
+    },
     "speculating": {"cache", "config", "core", "engine", "models", "named"},
     "app": EVERYTHING - {"cli", "fleet"},
     "cli": EVERYTHING,
@@ -71,6 +74,11 @@ MAY_USE: dict[str, tuple[str, ...]] = {
     "PIL": ("media", "models"),
     "llguidance": ("models",),
     "tokenizers": ("models",),
+    "obstore": ("cache/tiers/s3",),
+    "boto3": ("cache/tiers/s3",),
+    "redis": ("cache/tiers/redis",),
+    "zmq": ("kv_events",),
+    "msgpack": ("kv_events",),
 }
 HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
 

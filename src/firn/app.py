@@ -187,6 +187,7 @@ def build(config: Config, *, front: int | None = None) -> Server:
             max_request_tokens=config.engine.max_request_tokens or None,
             timeout_s=config.server.timeout or None,
             requests_per_minute=config.server.rate_limit or None,
+            max_rows=config.engine.max_concurrency,
         ),
         defaults=config.sampling.defaults(),
         keys=_keys(config),

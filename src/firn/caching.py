@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from firn.backups import leave_out
+from firn.cache.asking import StoreIo
 from firn.cache.inventory import ModelNote, note_model
 from firn.cache.io import TierIo
 from firn.cache.layout import Layout
@@ -16,7 +17,9 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.seal import load_seal
 from firn.cache.threads import IoThreads
-from firn.cache.tiers import TierOptions, discover
+from firn.cache.tiers import Store, TierOptions, discover
+from firn.cache.tiers._address import parse_address
+from firn.cache.worth import spill_policy
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.ports import PrefixCache
@@ -27,6 +30,11 @@ log = logging.getLogger("firn")
 
 FLUSH_S = 15.0
 """How long a stopping server writes what is still in memory only."""
+STORE_FLUSH_S = 5.0
+"""Likewise, to a store."""
+N_STORE_THREADS = 8
+"""A store that hangs must not keep the disk's threads; many wait for answers at once."""
+STORE_QUEUE_NBYTES = 64 << 20
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -117,6 +125,14 @@ def add_tiers(
         note_model(folder, model.fingerprint, ModelNote(model.name, model.path))
         limit = io.usage().limit_nbytes / GIB
         log.info("%s cache: %s, at most %.1f GiB (--no-ssd-cache: none)", name, folder, limit)
+    for address in map(parse_address, config.cache.tiers):
+        store = kinds[address.kind](address.options)
+        assert isinstance(store, Store)
+        own_threads = IoThreads(N_STORE_THREADS, max_write_nbytes=STORE_QUEUE_NBYTES)
+        io = StoreIo(store, own_threads, seal=seal, flush_timeout_s=STORE_FLUSH_S)
+        takes = spill_policy(address.spill, cache.settings.block)
+        cache.add_tier(address.kind, io, namespaces=namespaces, wake=wake, takes=takes)
+        log.info("%s store: %s, spill %s", address.kind, address.shown, address.spill)
 
 
 def _flushing(n_left: int, nbytes_left: int) -> None:

@@ -321,7 +321,20 @@ class CacheConfig:
         high=1 << 20,
     )
     ssd_cache_key_file: Path | None = option(
-        None, "Encrypt the folder's records with the key in this file.", metavar="FILE"
+        None, "Encrypt the records of every tier with the key in this file.", metavar="FILE"
+    )
+    tiers: tuple[str, ...] = option(
+        (),
+        "Store that servers share, below the folder: s3://bucket/prefix or redis://host/0; repeat it "
+        "for both.",
+        flag="--tier",
+        metavar="ADDRESS",
+        secret=True,
+    )
+    kv_events: str | None = option(
+        None,
+        "Publish which blocks are stored, for routers (tcp://127.0.0.1:5557); subscribers see tokens.",
+        metavar="ADDRESS",
     )
     share_cache: bool = option(
         False, "One cache for all API keys (otherwise each key has a private one)."

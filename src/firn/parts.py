@@ -23,6 +23,7 @@ from firn.core.memory_plan import MIN_CAPACITY_NBYTES, ModelMemory
 from firn.core.values import Namespace
 from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Limits, Parts
+from firn.kv_events import EventPublisher
 from firn.memory import Planned, beside_others, plan_server
 from firn.models import cpu, embedder, loader
 from firn.models import device as devices
@@ -121,6 +122,8 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         arithmetic=way.blas.identity if way.blas and way.exact else "",
     )
     if isinstance(cache, PrefixTree):
+        if config.cache.kv_events is not None:
+            cache.records.tree.announcer = EventPublisher(config.cache.kv_events)
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
     runner = _runner(config, loaded, way, guessing)

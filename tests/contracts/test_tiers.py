@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ import pytest
 from firn.cache.container import Name
 from firn.cache.faults import Damaged, Missing, Refused, TierFull
 from firn.cache.parts import Part
-from firn.cache.tiers import PEEK_NBYTES, Gone, Seen, TierOptions, discover
+from firn.cache.tiers import PEEK_NBYTES, Gone, Seen, Store, TierOptions, discover
 from firn.core.keys import Key
-from tests import dict_tier
+from tests import dict_tier, stores
 from tests.cache.tiers.records import Direct, Record, assert_same, beside, chain, of_size, record
 
 MIB = 1 << 20
@@ -25,11 +26,57 @@ NOBODY = f"{'01' * 32}.pages"
 Opened = Callable[[int], Direct]
 
 KINDS = {**discover(), "dict": dict_tier.open_tier}
+STORES = {"redis", "s3"}
+"""What goes, and when, is their own affair: they have no limit here."""
 every_tier = pytest.mark.parametrize("kind", sorted(KINDS))
+every_store = pytest.mark.parametrize("kind", sorted(STORES))
+bounded_tier = pytest.mark.parametrize("kind", sorted(set(KINDS) - STORES))
+
+
+@pytest.fixture(scope="module")
+def redis_port() -> Iterator[int]:
+    if why := stores.why_no_redis():
+        pytest.skip(why)
+    server = stores.redis_server()
+    server.start()
+    yield server.port
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    if why := stores.why_no_s3():
+        pytest.skip(why)
+    server = stores.s3_server()
+    server.start()
+    stores.make_bucket(server.port)
+    yield server.port
+    server.kill()
 
 
 @pytest.fixture
-def opened(kind: str, tmp_path: Path) -> Opened:
+def where(
+    kind: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> TierOptions:
+    """A place of the test's own."""
+    if kind == "redis":
+        port = request.getfixturevalue("redis_port")
+        extra = {"prefix": uuid.uuid4().hex, "piece_kb": "64", "write_mb_per_s": "0"}
+        return TierOptions(f"redis://127.0.0.1:{port}/0", extra=extra)
+    if kind == "s3":
+        for name, value in stores.CREDENTIALS.items():
+            monkeypatch.setenv(name, value)
+        endpoint = f"http://127.0.0.1:{request.getfixturevalue('s3_port')}"
+        extra = {"endpoint": endpoint, "write_mb_per_s": "0"}
+        return TierOptions(f"s3://{stores.BUCKET}/{uuid.uuid4().hex}", extra=extra)
+    return TierOptions(str(tmp_path / "tier"))
+
+
+@pytest.fixture
+def opened(kind: str, where: TierOptions) -> Opened:
     """Each record is used a little later than the one before."""
     now = [time.time()]
 
@@ -38,7 +85,7 @@ def opened(kind: str, tmp_path: Path) -> Opened:
         return now[0]
 
     def open_tier(limit_nbytes: int) -> Direct:
-        return Direct(KINDS[kind](TierOptions(str(tmp_path / "tier"), limit_nbytes)), wall=wall)
+        return Direct(KINDS[kind](replace(where, limit_nbytes=limit_nbytes)), wall=wall)
 
     return open_tier
 
@@ -112,6 +159,41 @@ def test_what_is_set_aside_is_never_seen_again(opened: Opened) -> None:
     assert tier.holds(one)
 
 
+# --- stores --------------------------------------------------------------------------------
+
+
+@every_store
+def test_a_store_says_which_names_it_has(opened: Opened) -> None:
+    first, second = opened(0).tier, opened(0).tier
+    assert isinstance(first, Store)
+    assert isinstance(second, Store)
+    names = [f"{i:064x}.pages" for i in range(40)]
+    began = time.time()
+    for name in names[::2]:
+        first.write(name, [b"x" * int(name[:64], 16)], used_at=time.time())
+    found = {one.name: one for one in second.find(names)}
+    assert set(found) == set(names[::2])
+    assert [found[n].nbytes for n in names[::2]] == list(range(0, 40, 2))
+    assert all(abs(one.written_at - began) < 60 for one in found.values())
+    assert list(second.find([])) == []
+    first.delete(names[0])
+    assert [one.name for one in second.find(names[:3])] == [names[2]]
+
+
+@every_store
+def test_a_large_record_comes_back_whole(opened: Opened) -> None:
+    tier = opened(0)
+    one = of_size(1_000_000)
+    assert tier.write(one).new
+    assert tier.holds(one)
+    assert not opened(0).write(one).new
+    (found,) = tier.tier.find([str(one.name)])  # type: ignore[attr-defined]
+    assert found.nbytes == len(tier.tier.read(str(one.name)))
+    tier.touch([one])
+    tier.delete(one)
+    assert not tier.holds(one)
+
+
 # --- records -------------------------------------------------------------------------------
 
 
@@ -134,11 +216,9 @@ def test_parts_of_a_block_are_records_of_their_own(opened: Opened) -> None:
     pages = record()
     state = beside(pages, Part.STATE)
     write_all(tier, [pages, state])
-    assert tier.usage().n_files == {"pages": 1, "state": 1}
     tier.delete(pages)
     assert not tier.holds(pages)
     assert tier.holds(state)
-    assert tier.usage().n_files == {"state": 1}
     assert tier.usage().counts["deletes"] == 1
 
 
@@ -172,7 +252,7 @@ def test_other_tokens_under_the_same_name_are_not_served(opened: Opened) -> None
 # --- the limit -----------------------------------------------------------------------------
 
 
-@every_tier
+@bounded_tier
 def test_the_limit_holds_and_the_least_recently_used_goes(opened: Opened) -> None:
     limit = 4 * MIB
     tier = opened(limit)
@@ -190,7 +270,7 @@ def test_the_limit_holds_and_the_least_recently_used_goes(opened: Opened) -> Non
     assert tier.scan() == [], "the caller knows"
 
 
-@every_tier
+@bounded_tier
 def test_what_was_used_stays_and_no_stamp_is_lowered(opened: Opened) -> None:
     tier = opened(4 * MIB)
     used, *others = [of_size(300_000, i) for i in range(40)]
@@ -202,7 +282,7 @@ def test_what_was_used_stays_and_no_stamp_is_lowered(opened: Opened) -> None:
     assert tier.holds(used)
 
 
-@every_tier
+@bounded_tier
 def test_a_chain_goes_from_its_end(opened: Opened) -> None:
     tier = opened(4 * MIB)
     old = chain(6, nbytes=300_000)
@@ -214,7 +294,7 @@ def test_a_chain_goes_from_its_end(opened: Opened) -> None:
     assert not any(there)
 
 
-@every_tier
+@bounded_tier
 def test_a_window_or_state_goes_before_the_pages_it_needs(opened: Opened) -> None:
     tier = opened(4 * MIB)
     pages = of_size(300_000)
@@ -228,7 +308,7 @@ def test_a_window_or_state_goes_before_the_pages_it_needs(opened: Opened) -> Non
     assert not any(tier.holds(r) for r in others)
 
 
-@every_tier
+@bounded_tier
 def test_a_long_chain_does_not_eat_its_own_head(opened: Opened) -> None:
     """Nothing goes for a record that was used less recently than what would have to go."""
     tier = opened(4 * MIB)
@@ -245,7 +325,7 @@ def test_a_long_chain_does_not_eat_its_own_head(opened: Opened) -> None:
     assert tier.usage().drops == {"full": refused}
 
 
-@every_tier
+@bounded_tier
 def test_too_large_a_record_is_refused_and_costs_nothing(opened: Opened) -> None:
     tier = opened(2 * MIB)
     small = of_size(100_000)
@@ -256,7 +336,17 @@ def test_too_large_a_record_is_refused_and_costs_nothing(opened: Opened) -> None
     assert tier.usage().drops == {"full": 1}
 
 
-@every_tier
+@bounded_tier
+def test_files_are_counted_by_part(opened: Opened) -> None:
+    tier = opened(64 * MIB)
+    pages = record()
+    write_all(tier, [pages, beside(pages, Part.STATE)])
+    assert tier.usage().n_files == {"pages": 1, "state": 1}
+    tier.delete(pages)
+    assert tier.usage().n_files == {"state": 1}
+
+
+@bounded_tier
 def test_many_threads_at_once(opened: Opened) -> None:
     limit = 6 * MIB
     tier = opened(limit)

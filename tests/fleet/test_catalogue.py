@@ -103,6 +103,10 @@ def test_what_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
         Catalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path / "none")))
     with pytest.raises(SetupError, match="holds no model"):
         Catalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path)))
+    events = {"cache__kv_events": "tcp://127.0.0.1:5557"}
+    for more in ({"fleet__models_dir": str(tmp_path)}, {}):
+        with pytest.raises(SetupError, match="an address each"):
+            Catalogue(made(tmp_path, "", "a/X", "b/Y", **events, **more))
     for spec in Catalogue(made(tmp_path, "", "./nowhere", "nothing")):
         with pytest.raises(SetupError, match="no model folder"):
             check(spec)

@@ -38,6 +38,8 @@ class Exchange:
     """Taken of the room for bodies."""
     fault: FirnError | None = None
     """Why it was refused, or ended badly."""
+    session: str = ""
+    """The conversation it belongs to."""
     passed_on: bool = False
     """Another process has answered it, and logs it."""
 

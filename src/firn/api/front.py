@@ -8,6 +8,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from firn.api.affinity import HEADER
 from firn.api.auth import Keys
 from firn.api.body import ClientGone
 from firn.api.exchange import SCOPE_KEY, Exchange, ServerFault, Shapes, exchange_of, send_error
@@ -20,6 +21,8 @@ logger = logging.getLogger("firn.api")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """For supervisors: no key needed, and no log line above DEBUG."""
+POLLED = frozenset({"/metrics", "/v1/loads"})
+"""By programs, every few seconds: no log line above DEBUG either."""
 CROWDED_KEY = "firn.crowded"
 """Set in the scope of a connection that is one too many: it is for those paths."""
 MAX_WHY_CHARS = 300
@@ -62,7 +65,8 @@ class Front:
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *tags]}
+                told = [*tags, *_session(exchange)]
+                message = {**message, "headers": [*message.get("headers", ()), *told]}
             await send(message)
 
         try:
@@ -83,7 +87,7 @@ class Front:
         path, known = scope["path"], scope["path"] in self._routes
         route, own = path if known else "other", exchange.caller.own
         self._metrics.count_request(own, route, exchange.status, gone=exchange.gone)
-        quiet = path in OPEN_PATHS or path == "/metrics" or exchange.passed_on
+        quiet = path in OPEN_PATHS or path in POLLED or exchange.passed_on
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %s %s %.3fs%s%s%s",
@@ -119,6 +123,10 @@ class HostGate:
                 await send_error(send, error, self._shapes.of(scope["path"]))
             return
         await self._app(scope, receive, send)
+
+
+def _session(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    return [(HEADER, exchange.session.encode())] if exchange.session else []
 
 
 def _why(fault: FirnError | None) -> str:

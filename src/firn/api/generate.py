@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from firn.api import large_json
 from firn.api.activity import Activity
+from firn.api.affinity import session_of
 from firn.api.body import ClientGone, decoded
 from firn.api.dialects import Call, Dialect, Head
 from firn.api.exchange import (
@@ -65,6 +66,9 @@ class Generate:
         exchange = exchange_of(scope)
         try:
             call = await self._decode(scope, receive, exchange)
+            if call.requests:
+                own = exchange.caller.own
+                exchange.session = session_of(scope["headers"], call.requests[0], own)
             await while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
             exchange.fault = error

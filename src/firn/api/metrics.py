@@ -47,6 +47,8 @@ class Counters:
         for collector in collectors:
             self.registry.register(collector)
 
+        self.n_generated = 0
+
     def request(self, route: str, status: int, *, gone: bool) -> None:
         self._requests.labels(route, str(status)).inc()
         if gone:
@@ -56,6 +58,7 @@ class Counters:
         self._tokens.labels("prompt").inc(usage.n_prompt)
         self._tokens.labels("cached").inc(usage.n_cached)
         self._tokens.labels("completion").inc(usage.n_completion)
+        self.n_generated += usage.n_completion
         self._tokens.labels("reasoning").inc(usage.n_reasoning)
         self._tokens.labels("drafted").inc(usage.n_drafted)
         self._tokens.labels("accepted").inc(usage.n_accepted)
@@ -86,6 +89,11 @@ class Metrics:
     def count_call(self, own: Namespace, usage: Usage, *, first_token_s: float | None) -> None:
         for counters in (self._everything, self._of(own)):
             counters.call(usage, first_token_s=first_token_s)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens of all replies that have ended."""
+        return self._everything.n_generated
 
     def render(self) -> bytes:
         """For the operator."""

@@ -32,6 +32,7 @@ from firn.api.ollama_routes import ollama_routes
 from firn.api.openapi import describe
 from firn.api.rate import RateLimit
 from firn.api.rerank_routes import rerank_routes
+from firn.api.router_routes import RouterRoutes
 from firn.api.services import Services
 from firn.api.token_routes import token_routes
 from firn.core.errors import FirnError
@@ -65,6 +66,7 @@ def create_app(services: Services) -> FastAPI:
         add_extra(app, extra, services, intake)
     if services.cache_admin is not None:
         CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
+    RouterRoutes(services, metrics, max_rows=limits.max_rows).add_to(app)
     add_models(app, services)
     add_activity(app, services, activity)
     _add_probes(app, services, metrics)
@@ -80,7 +82,13 @@ def create_app(services: Services) -> FastAPI:
             allow_origins=list(services.allow_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
+            expose_headers=[
+                "x-request-id",
+                "request-id",
+                "retry-after",
+                "x-firn-unenforced",
+                "x-session",
+            ],
         )
     app.add_middleware(HostGate, hosts=services.hosts, shapes=shapes)
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))

@@ -53,14 +53,15 @@ class Limits:
     """max_tokens: the length of a reply whose request names none. max_request_tokens: the most that
     one may name. max_calls: accepted at once, in whatever stage. timeout_s: of one request.
     requests_per_minute: of one client. body_nbytes: of one request; bodies_nbytes: of all together.
-    keep_alive_s: silence after which a stream gets a comment line. stale_after_s: an engine that took
-    no step for so long is not ready. None: no limit."""
+    max_rows: requests that generate at once. keep_alive_s: silence after which a stream gets a comment
+    line. stale_after_s: an engine that took no step for so long is not ready. None: no limit."""
 
     max_tokens: int = 4096
     max_request_tokens: int | None = None
     timeout_s: float | None = None
     requests_per_minute: int | None = None
     max_calls: int = 1024
+    max_rows: int = 32
     body_nbytes: int = 64 * 2**20
     bodies_nbytes: int = 1024 * 2**20
     keep_alive_s: float = 5.0

@@ -9,11 +9,12 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -21,10 +22,13 @@ from typing import Any
 
 from firn.cache.arrays.host import Lent, from_host, lend, staged
 from firn.cache.arrays.payload import Payload
+from firn.cache.asking import Asked
 from firn.cache.catalogue import Catalogue
 from firn.cache.container import Loaded, Name
+from firn.cache.estimates import FIRST_LATENCY_S, STALE_S, Samples
 from firn.cache.faults import TierError, TierFault, Unwanted
-from firn.cache.io import Changes, Io, Wanted
+from firn.cache.io import Changes, Entry, Io, Wanted
+from firn.cache.lookup import Question, search
 from firn.cache.nodes import Record
 from firn.cache.threads import Done
 from firn.cache.tiers import Stored, Usage
@@ -90,11 +94,19 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """What a store has of a prompt; nothing if it could not say."""
+
+    question: Question
+    entries: Sequence[Entry]
+
+
+@dataclass(frozen=True, slots=True)
 class Scanned:
     """A scan is over; the first has told of everything."""
 
 
-News = Arrived | Lost | Written | Unwritten | Seen | Scanned
+News = Arrived | Lost | Written | Unwritten | Seen | Answered | Scanned
 Take = Callable[[], News | None]
 
 
@@ -104,6 +116,10 @@ class _Lent:
 
     payload: Lent
     stamp: float
+
+
+def takes_all(record: Record) -> bool:
+    return True
 
 
 class Below:
@@ -116,20 +132,25 @@ class Below:
         *,
         stamp: Callable[[Record], float],
         wake: Callable[[], None],
+        takes: Callable[[Record], bool] = takes_all,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """stamp: what a record is to be written with.
+        """stamp: what a record is to be written with. takes: whether it is to be written here at all.
 
         `wake` is called from an I/O thread when there is something to poll.
         """
         self.name = name
         self.number = tree.add_tier()
         self._io = io
+        self._asked = io if isinstance(io, Asked) else None
         self._tree = tree
         self._catalogue = catalogue
         self._stamp = stamp
         self._wake = wake
+        self.takes = takes
         self._clock = clock
+        self._ask_s = Samples(FIRST_LATENCY_S)
+        self._asked_at = -math.inf
         self._results: queue.PriorityQueue[tuple[int, int, Take]] = queue.PriorityQueue()
         """To be called on the engine thread: reads first, for somebody waits for them. The rest in its
         order: what a scan saw before a write is not true after it."""
@@ -169,6 +190,23 @@ class Below:
         askers.append(wanted)
         if len(askers) == 1:
             self._read(record)
+
+    @property
+    def asks(self) -> bool:
+        """Whether records here are found by asking for them."""
+        return self._asked is not None
+
+    @property
+    def ask_s(self) -> float | None:
+        """How long a store takes to say what it has of a prompt; None: not known, or not any more."""
+        is_stale = self._clock() - self._asked_at > STALE_S
+        return None if is_stale or not self._ask_s.known else self._ask_s.value
+
+    def ask(self, question: Question) -> None:
+        """Find out what a store has of a prompt; `poll` will tell."""
+        assert self._asked is not None
+        take = partial(self._was_asked, question, self._clock())
+        self._asked.ask(partial(search, question), self._done(take, is_urgent=True))
 
     def _read(self, record: Record) -> None:
         askers = self._loading[record]
@@ -282,6 +320,13 @@ class Below:
             return None
         self._tree.set_gone(record, self.number)
         return Lost(record, result)
+
+    def _was_asked(self, question: Question, began: float, result: Any, at: float) -> News:
+        if isinstance(result, TierError):
+            return Answered(question, ())
+        self._ask_s.see(at - began)
+        self._asked_at = at
+        return Answered(question, result)
 
     def _was_written(self, record: Record, result: Any, at: float) -> News:
         lent = self._lent.pop(record)

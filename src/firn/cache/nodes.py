@@ -68,7 +68,7 @@ class Record:
 
 class Node:
     __slots__ = (
-        "children", "expires_at", "key", "n_leases", "n_pins", "parent", "records",
+        "children", "expires_at", "key", "n_leases", "n_pins", "parent", "records", "reused",
         "root", "stamped", "start", "text", "used_at", "width",
     )  # fmt: skip
 
@@ -91,6 +91,8 @@ class Node:
         self.stamped = -math.inf
         """The stamp that tiers were told for its chain: always a step above a child's."""
         self.expires_at = math.inf
+        self.reused = False
+        """Somebody has resumed from it, or from something below it."""
 
     @property
     def tokens(self) -> KeyTokens:

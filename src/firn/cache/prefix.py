@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firn.cache import checkpoints, memo
-from firn.cache.below import Arrived, Lost, Seen
+from firn.cache.below import Answered, Arrived, Lost, Seen, takes_all
 from firn.cache.catalogue import Identity
 from firn.cache.children import Text
 from firn.cache.commit import Committer
@@ -21,6 +21,7 @@ from firn.cache.garbage import Garbage
 from firn.cache.io import Io
 from firn.cache.layout import Layout
 from firn.cache.match import Match
+from firn.cache.nodes import Record
 from firn.cache.off import BlankTrail
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
@@ -84,11 +85,20 @@ class PrefixTree:
         return self.records.stats
 
     def add_tier(
-        self, name: str, io: Io, *, namespaces: Sequence[Namespace], wake: Callable[[], None]
+        self,
+        name: str,
+        io: Io,
+        *,
+        namespaces: Sequence[Namespace],
+        wake: Callable[[], None],
+        takes: Callable[[Record], bool] = takes_all,
     ) -> None:
-        """Put a tier below memory, and below those that are there. `wake` gets the engine to tick."""
+        """Put a tier below memory, and below those that are there. `wake` gets the engine to tick.
+
+        takes: which records are written there.
+        """
         self.records.catalogue.know(namespaces)
-        self.records.add_tier(name, io, wake=wake)
+        self.records.add_tier(name, io, wake=wake, takes=takes)
 
     def keep_estimates(self, path: Path) -> None:
         """Begin with what an earlier process learned, and leave what this one learns."""
@@ -110,7 +120,8 @@ class PrefixTree:
             return BlankTrail()
         try:
             self._restorer.begin(trail)
-            if trail.racing:
+            self._restorer.ask(trail)
+            if trail.pending:
                 self._racing.add(trail)
         except Exception as e:  # what is in memory can be restored all the same
             self.records.failed("open", e)
@@ -251,12 +262,16 @@ class PrefixTree:
                 elif isinstance(news, Lost):
                     for trail in list(self._racing):
                         self._restorer.lost(trail, news.record, news.error)
+                elif isinstance(news, Answered):
+                    for trail in list(self._racing):
+                        self._restorer.answered(trail, tier, news)
                 elif isinstance(news, Seen) and self._garbage is not None:
                     self._garbage.keep(n_new=len(news.changes))
         except Exception as e:
             self.records.failed("tick", e)
         for trail in list(self._racing):
-            if self._restorer.give_up(trail) or not trail.racing:
+            self._restorer.give_up(trail)
+            if not trail.pending:
                 self._racing.discard(trail)
 
     @property
@@ -273,6 +288,8 @@ class PrefixTree:
     def close(self) -> None:
         self._remember(0.0)
         self.records.close()
+        if self.records.tree.announcer is not None:
+            self.records.tree.announcer.close()
 
     def _remember(self, every_s: float) -> None:
         now = self._clock()
@@ -341,7 +358,7 @@ class PrefixTree:
         trail.kind = _kind(match, n_prompt)
         restored = self._restorer.resume(trail, match) if match.n_tokens else None
         self._restorer.passed(trail, match.n_tokens)
-        if not trail.racing:
+        if trail.loading is None:
             self._restorer.unlease(trail)
         why = self._restorer.why(trail, match.n_tokens)
         trail.found = Admitted(match.n_tokens, tuple(tiers.items()), why)
@@ -363,6 +380,7 @@ class PrefixTree:
 
     def _stop_racing(self, trail: CacheTrail) -> None:
         self._restorer.end_loading(trail)
+        trail.asking = None
         self._racing.discard(trail)
 
     def _count(self, trail: CacheTrail) -> None:

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
+from firn.cache.announce import Cleared
 from firn.cache.arrays.payload import Payload
 from firn.cache.below import (
+    Answered,
     Arrived,
     Below,
     Lost,
@@ -23,6 +25,7 @@ from firn.cache.below import (
     Unwritten,
     Written,
     name_of,
+    takes_all,
 )
 from firn.cache.catalogue import Catalogue, Identity
 from firn.cache.container import Name
@@ -52,6 +55,8 @@ TOUCH_EVERY_S = 60.0
 """Stamps in tiers that are less out of date are left as they are."""
 N_EXPIRED = 64
 """Nodes whose time is over that are forgotten between two steps."""
+N_ELSEWHERE = 1 << 16
+"""Records that only stores have and that are kept in mind: a store can be asked again."""
 N_TRASHED = 256
 """Nodes of a cleared namespace that are let go of between two steps."""
 
@@ -71,7 +76,7 @@ class Records:
         self.clock = clock
         carrier = Part.PAGES if needs.pages else Part.WINDOW
         self.tree = Tree(identity.block, chain=carrier, clock=clock, wall=wall)
-        self._wall = wall
+        self.wall = wall
         self.catalogue = Catalogue(identity, needs, self.tree, wall=wall)
         self.memory = Memory(self.tree, limit_nbytes=limit_nbytes, evict=self._evict)
         self.tiers: list[Below] = []
@@ -80,16 +85,32 @@ class Records:
         self._trash: list[Iterator[Node]] = []
         self._in_doubt: list[tuple[Record, int]] | None = None
         """Committed since the last confirmation, with the tiers that had it; None: nobody confirms."""
+        self._elsewhere: dict[Record, None] = {}
+        """In their order; those that came back since are in here, too."""
         self._put_off: dict[int, list[News]] = {}
         """By tier: what was told while the engine waited for a write."""
 
-    def add_tier(self, name: str, io: Io, *, wake: Callable[[], None]) -> None:
-        """Spill there from now on; what is stored there is learned as a scan finds it.
+    def add_tier(
+        self,
+        name: str,
+        io: Io,
+        *,
+        wake: Callable[[], None],
+        takes: Callable[[Record], bool] = takes_all,
+    ) -> None:
+        """Spill there from now on what it takes; what is stored there is learned as a scan finds it.
 
         That takes milliseconds for most: worth waiting for, so that the first request hits.
         """
         below = Below(
-            name, io, self.tree, self.catalogue, stamp=self._stamp, wake=wake, clock=self.clock
+            name,
+            io,
+            self.tree,
+            self.catalogue,
+            stamp=self._stamp,
+            wake=wake,
+            takes=takes,
+            clock=self.clock,
         )
         self.tiers.append(below)
         below.scan()
@@ -158,7 +179,8 @@ class Records:
         for record in records:
             if self.tiers and record.arrays is not None and self._spills(record):
                 for tier in self.tiers:
-                    if not (record.stored | record.writing) >> tier.number & 1:
+                    on_its_way = (record.stored | record.writing) >> tier.number & 1
+                    if not on_its_way and tier.takes(record):
                         tier.spill(record)
 
     def loaded(self, record: Record, arrays: Payload) -> None:
@@ -180,6 +202,11 @@ class Records:
         self.tree.use(node)
         if self.tiers:
             self._touch(self.tree.outdated(node, TOUCH_EVERY_S))
+
+    def proved(self, node: Node) -> None:
+        """Somebody resumed from the chain that ends here: stores take only what was used again."""
+        for n in self.tree.set_reused(node):
+            self.spill(n.records.values())
 
     def _stamp(self, record: Record) -> float:
         """What a tier is to write with it; what it depends on is stamped above it first."""
@@ -224,14 +251,25 @@ class Records:
         missing = [
             tier
             for tier in self.tiers
-            if not record.stored >> tier.number & 1 and self._spills(record)
+            if not record.stored >> tier.number & 1 and self._spills(record) and tier.takes(record)
         ]
         if missing and not record.stored and self._leave(record, missing):
             return
         self.tree.release(record)
+        if any(tier.asks for tier in self.tiers):
+            self._elsewhere[record] = None
         if not record.obtainable and not record.writing:
             self.tree.remember_evicted(record.node)
             self.lose(record)
+
+    def _forget_elsewhere(self) -> None:
+        """Let go of the oldest of what only stores have."""
+        while len(self._elsewhere) > N_ELSEWHERE:
+            record = next(iter(self._elsewhere))
+            del self._elsewhere[record]
+            near = any(not tier.asks and tier.has(record) for tier in self.tiers)
+            if record.arrays is None and not (near or record.n_leases or record.writing):
+                self.lose(record)
 
     def _leave(self, record: Record, tiers: Sequence[Below]) -> bool:
         """Let a tier have it first. False: none takes it."""
@@ -309,6 +347,8 @@ class Records:
         Its records are let go of little by little, and those that a scan has yet to find as well.
         """
         nbytes = 0
+        if namespace is None and self.tree.announcer is not None:
+            self.tree.announcer.announce(Cleared())
         for name in self.catalogue.namespaces if namespace is None else [namespace]:
             root = self.catalogue.root(name)
             nbytes += root.memory.total_nbytes
@@ -322,6 +362,7 @@ class Records:
     def poll(self, load: Load) -> Iterator[tuple[Below, News]]:
         """Bring the tree up to date with what the tiers tell; what was read comes out here."""
         self._empty_trash()
+        self._forget_elsewhere()
         for tier in self.tiers:
             for news in chain(self._take_put_off(tier), tier.poll(load)):
                 self.note(tier, news)
@@ -339,10 +380,14 @@ class Records:
             case Arrived(record, arrays, _, array_s):
                 self.estimates.saw_arrays(record.nbytes, array_s)
                 self.loaded(record, arrays)
+                if tier.number:
+                    self.spill([record])  # the faster tiers above should have it, too
             case Lost(record, error):
                 self.stats.faults[f"read: {error.reason}"] += 1
                 if not record.obtainable:
                     self.lose(record)
+                elif record.arrays is not None:
+                    self.spill([record])  # it was computed meanwhile, and is not there after all
             case Written(record, evicted):
                 self._written(tier, record, evicted)
             case Unwritten(record, error):
@@ -351,6 +396,8 @@ class Records:
                 self._left(record)
             case Seen(changes):
                 self._learn_all((tier, change) for change in changes)
+            case Answered(_, entries):
+                self._learn_all((tier, entry) for entry in entries)
             case Scanned():
                 self.catalogue.forget_most_strays()
 
@@ -398,7 +445,9 @@ class Records:
                 continue
             record = self.tree.add(node, label.part, nbytes=entry.nbytes, mark=Mark(label.mark))
             self.tree.set_stored(record, tier.number)
-            stamp = entry.used_at if entry.used_at < self._wall() + AHEAD_S else 0.0
+            if tier.asks:
+                self._elsewhere[record] = None
+            stamp = entry.used_at if entry.used_at < self.wall() + AHEAD_S else 0.0
             self.tree.remember_use(node, self.tree.unstamp(record, stamp))
             raised |= self.tree.stamped(record, stamp)
             self.extend_life(node, None)

@@ -9,25 +9,40 @@ Owner: the engine thread, through the prefix cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
+from firn.cache import checkpoints
 from firn.cache.arrays.payload import Payload
-from firn.cache.below import Arrived, Below
+from firn.cache.below import Answered, Arrived, Below
 from firn.cache.faults import Damaged, Missing, TierError
 from firn.cache.layout import Layout
+from firn.cache.lookup import Question
 from firn.cache.match import MEMORY, Match, Walk, points, walk
 from firn.cache.nodes import Node, Record
-from firn.cache.parts import Part
-from firn.cache.plan import EVICTED, NOT_YET, SLOWER, SWITCHED_OFF, Plan, make_plan, why_not_more
+from firn.cache.parts import Needs, Part
+from firn.cache.plan import (
+    EVICTED,
+    GRACE_S,
+    NOT_YET,
+    SLOWER,
+    SWITCHED_OFF,
+    UNKNOWN_PATIENCE_S,
+    Plan,
+    make_plan,
+    why_not_more,
+)
 from firn.cache.records import Records
-from firn.cache.trail import CacheTrail, Loading, Piece
+from firn.cache.trail import Asking, CacheTrail, Loading, Piece
 from firn.core.events import Admitted
 from firn.core.ports import Restored
 
 MAX_PLANS = 3
 """A load that fails is planned again, so often."""
+ASK_PATIENCE_S = 0.25
+"""Computing waits no longer than this for a store to say what it has."""
 MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request computed at the same time."""
@@ -80,6 +95,68 @@ class Restorer:
         )
         for record in plan.loads:
             self._tier_of(record).load(record, _wanted(loading, record))
+
+    def ask(self, trail: CacheTrail) -> None:
+        """Find out what shared stores have of the prompt, beyond what is known here."""
+        stores = [tier for tier in self._records.tiers if tier.asks]
+        if not (stores and trail.control.read):
+            return
+        question, n_now = self._question(trail)
+        compute_s = self._records.estimates.prefill_s(n_now, len(trail.prompt))
+        stores = [tier for tier in stores if compute_s > 2 * (tier.ask_s or 0.0)]
+        if question.is_empty or not stores:
+            return
+        known = [tier.ask_s for tier in stores if tier.ask_s is not None]
+        patience = 2 * max(known) + GRACE_S if known else UNKNOWN_PATIENCE_S
+        until = trail.clock() + min(patience, compute_s / 2, ASK_PATIENCE_S)
+        trail.asking = Asking(question, {tier.number for tier in stores}, until)
+        for tier in stores:
+            tier.ask(question)
+
+    def answered(self, trail: CacheTrail, tier: Below, news: Answered) -> None:
+        """A store has said what it has, and the tree knows of it: plan again with that."""
+        asking = trail.asking
+        if asking is None or asking.question is not news.question:
+            return
+        asking.tiers.discard(tier.number)
+        if not asking.tiers:
+            trail.asking = None
+        if news.entries:
+            self.end_loading(trail)
+            self.begin(trail, start=trail.node.end)
+
+    def _question(self, trail: CacheTrail) -> tuple[Question, int]:
+        """What is to be asked, and where the prompt could resume without an answer."""
+        way, identity = self._walk(trail), self._records.identity
+        n_now = next(points(way, self._needs, lambda record: record.obtainable)).n_tokens
+        known = _known(way, self._needs)
+        limit = way.before(len(way.text) - 1)
+        states: Sequence[int] = ()
+        if self._needs.state:
+            grid, ends = self._needs.grid, {*trail.boundaries, *trail.hints}
+            ends |= checkpoints.due(
+                trail.boundaries,
+                len(way.text),
+                n_restored=0,
+                n_shared=0,
+                hints=trail.hints,
+                grid=grid,
+            ).keys()
+            states = sorted({p - p % grid for p in ends if n_now < p - p % grid <= limit})
+        question = Question(
+            root=trail.root.key,
+            fingerprint=identity.fingerprint,
+            layout=identity.layout,
+            namespace=trail.root.namespace,
+            block=identity.block,
+            needs=self._needs,
+            text=way.text,
+            known=[node.key for node in known],
+            limit=limit,
+            states=states,
+            now=self._records.wall(),
+        )
+        return question, n_now
 
     def arrived(self, trail: CacheTrail, tier: Below, news: Arrived) -> None:
         record = news.record
@@ -152,7 +229,7 @@ class Restorer:
         """Whether the block behind the last committed one has come to memory: a cheap look."""
         node = trail.node
         ahead = next(node.children.closest(trail.prompt, node.end), None)
-        if ahead is None or not self._needs.by_block:
+        if ahead is None or not self._needs.pages:  # of windows only the last are read
             return ahead is not None
         there = (ahead[0].records.get(part) for part in self._needs.by_block)
         return any(r is not None and _at_hand(trail)(r) for r in there)
@@ -173,6 +250,7 @@ class Restorer:
         """Let the trail go on from the match; the layers are filled when the row is made."""
         end = match.segments[-1].node
         self._records.used(end)
+        self._records.proved(end)
         whole = [s.node for s in match.segments if s.n_tokens == self._records.identity.block]
         if whole and whole[-1].end > trail.node.end:
             self._records.tree.move_lease(trail.node, whole[-1])
@@ -275,6 +353,16 @@ class Restorer:
             self._layout.fill(Part.WINDOW, layers, pieces, n)
         if match.state is not None:
             self._layout.fill(Part.STATE, layers, [payloads[match.state.node, Part.STATE]], n)
+
+
+def _known(way: Walk, needs: Needs) -> list[Node]:
+    """The whole blocks that can be had: where something of one cannot, a store is asked for it."""
+    carrier = needs.by_block[:1]
+    there = takewhile(
+        lambda node: all(p in node.records and node.records[p].obtainable for p in carrier),
+        way.path,
+    )
+    return list(there)
 
 
 def _at_hand(trail: CacheTrail) -> Callable[[Record], bool]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from firn.cache.arrays.payload import Payload
 from firn.cache.children import Text
+from firn.cache.lookup import Question
 from firn.cache.nodes import Mark, Node, Record, Root
 from firn.cache.plan import GRACE_S
 from firn.core.events import Admitted
@@ -75,6 +76,15 @@ class Loading:
 
 
 @dataclass(eq=False)
+class Asking:
+    """Stores that were asked what they have of the prompt, and until when that is worth waiting for."""
+
+    question: Question
+    tiers: set[int]
+    until: float
+
+
+@dataclass(eq=False)
 class CacheTrail:
     """
     # [0, node.end) committed   [node.end, row.n_tokens) not yet   [n_prompt, ...) the reply
@@ -101,6 +111,7 @@ class CacheTrail:
     leased: list[Record] = field(default_factory=list)
     """What it is about to resume from."""
     loading: Loading | None = None
+    asking: Asking | None = None
     loaded: dict[Record, tuple[str, Payload]] = field(default_factory=dict)
     """What was loaded for it, and from where: kept here too, so that nothing can evict it before use."""
     at_hand: frozenset[Record] = frozenset()
@@ -122,13 +133,22 @@ class CacheTrail:
     @property
     def racing(self) -> bool:
         """Something is on its way that would let it skip a part of its prompt."""
-        return self.loading is not None
+        return self.loading is not None or self._hopes
+
+    @property
+    def pending(self) -> bool:
+        """Something may come for it yet, even if it is not waited for any more."""
+        return self.loading is not None or self.asking is not None
+
+    @property
+    def _hopes(self) -> bool:
+        return self.asking is not None and self.clock() < self.asking.until
 
     def waits(self, *, busy: bool) -> bool:
         """Whether what is on its way should come sooner than another chunk is computed."""
         loading = self.loading
         if loading is None:
-            return False
+            return self._hopes
         until = loading.busy_patience_until if busy else loading.patience_until
         now = self.clock()
         return now < until or loading.wins(now)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from firn.cache.children import Children, Text
+from firn.cache.announce import Announcer, Removed, StoredBlock
+from firn.cache.children import NARROW, Children, Text
 from firn.cache.nodes import NO_CHILDREN, Held, Mark, Node, Record, Root
 from firn.cache.parts import Part
 from firn.core.keys import Key, KeyTokens, child_key
@@ -58,6 +59,8 @@ class Tree:
         self.memory = Held()
         self.leaving_nbytes = 0
         self.tiers: list[Held] = []
+        self.announcer: Announcer | None = None
+        """Is told which whole blocks there are."""
 
     def add_tier(self) -> int:
         """Another place below memory; returns its number."""
@@ -158,6 +161,10 @@ class Tree:
             if not node.records:
                 node.root.n_stored_tokens += node.n_tokens
             record = node.records[part] = Record(node, part, nbytes, mark)
+            if self.announcer is not None and self._is_block(record):
+                parent = node.parent
+                above = parent.key if parent is not None and parent.parent is not None else None
+                self.announcer.announce(StoredBlock(node.key, above, node.text, node.width))
         return record
 
     def hold(self, record: Record, arrays: Any, *, nbytes: int) -> None:
@@ -222,6 +229,12 @@ class Tree:
         if not record.alive:
             return
         del node.records[record.part]
+        if (
+            self.announcer is not None
+            and self._is_block(record)
+            and self._by_key.get(node.key, node) is node  # else it was cleared, and is back
+        ):
+            self.announcer.announce(Removed(node.key))
         if not node.records:
             node.root.n_stored_tokens -= node.n_tokens
         self.prune(node)
@@ -273,6 +286,25 @@ class Tree:
             if n.used_at >= used_at:
                 return
             n.used_at = used_at
+
+    def set_reused(self, node: Node) -> list[Node]:
+        """The chain that ends here was used a second time; returns the nodes of which that is new.
+
+        States inside its blocks, which end tails of their own, count as well: what is asked next may
+        depart there.
+        """
+        new: list[Node] = []
+        for n in node.path():
+            if n.reused:
+                break
+            n.reused = True
+            assert n.parent is not None
+            tails = n.parent.children.prefixes(Text(n.tokens), 0, n.n_tokens)
+            new += [t for t in tails if Part.STATE in t.records and not t.reused]
+            new.append(n)
+        for n in new:
+            n.reused = True
+        return new[::-1]
 
     def rank(self, record: Record) -> float:
         """When a record counts as last used, by the wall clock: the lowest goes first, everywhere.
@@ -427,6 +459,11 @@ class Tree:
     def is_current(self, record: Record) -> bool:
         """Whether the record is still in the tree. May be asked from any thread."""
         return record.alive and self.is_attached(record.node.root)
+
+    def _is_block(self, record: Record) -> bool:
+        """Whether it carries a chain over a whole block of text."""
+        whole = record.node.n_tokens == self.block and record.node.width == NARROW
+        return whole and record.part is self._chain
 
     def _count_memory(self, record: Record, sign: int) -> None:
         root = record.node.root

@@ -46,6 +46,7 @@ class Catalogue:
         if self._folder is not None and not self._folder.is_dir():
             raise SetupError(f"--models-dir: there is no folder {self._folder}")
         self._fixed = _by_name(_named_models(config))
+        _check_events(config, self._fixed.values())
         self._found: dict[str, ModelSpec] = {}
         self._aliases: dict[str, str] = {}
         self.rescan()
@@ -141,6 +142,16 @@ def _by_name(specs: Iterable[ModelSpec]) -> dict[str, ModelSpec]:
             )
         found[spec.name] = spec
     return found
+
+
+def _check_events(config: Config, specs: Iterable[ModelSpec]) -> None:
+    """Each model's process binds an address of its own. Raises SetupError."""
+    addresses = [a for spec in specs if (a := spec.config.cache.kv_events) is not None]
+    to_come = config.fleet.models_dir is not None and config.cache.kv_events is not None
+    if to_come or len(addresses) != len(set(addresses)):
+        raise SetupError(
+            "--kv-events: several models need an address each; give kv_events in [models.NAME]"
+        )
 
 
 def _spec(config: Config, name: str, path: str) -> ModelSpec:

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from firn.cache.faults import Missing, Refused, TierError, TierFault, TierFull
 
@@ -19,11 +19,13 @@ __all__ = [
     "AHEAD_S",
     "PEEK_NBYTES",
     "Buffer",
+    "Found",
     "Gone",
     "Missing",
     "Refused",
     "Seen",
     "Status",
+    "Store",
     "Stored",
     "Tier",
     "TierError",
@@ -66,6 +68,17 @@ class Seen:
     """The record's length."""
     used_at: float
     """Its stamp, as a Unix time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record that a store has, of those it was asked for."""
+
+    name: str
+    nbytes: int
+    """The record's length."""
+    written_at: float
+    """Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +172,19 @@ class Tier(Protocol):
 
     def usage(self) -> Usage:
         """Does not touch the disk or the network: may be called from any thread."""
+        ...
+
+
+@runtime_checkable
+class Store(Tier, Protocol):
+    """A tier that many servers share: too large to be told of, so it is asked.
+
+    Its `scan` tells nothing. It has no limit of its own here and evicts nothing for a write: what goes,
+    and when, is the store's affair.
+    """
+
+    def find(self, names: Sequence[str]) -> Sequence[Found]:
+        """Which of these are there. Raises TierFault."""
         ...
 
 

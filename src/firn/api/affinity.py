@@ -1,0 +1,43 @@
+"""Which conversation a call belongs to, for routers that keep one on one server: the header x-session.
+
+A client may name its conversation. Where it does not, the name follows from how the conversation
+begins, so that every turn of it has the same. Either way the response says it, and the next request can
+send it along. It changes nothing here: the cache looks at tokens, not at names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+from firn.core.values import Chat, GenerateRequest, Namespace
+
+HEADER = b"x-session"
+N_CHARS = 2000
+"""Of each message: how it begins."""
+_is_name = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
+
+
+def session_of(
+    headers: Iterable[tuple[bytes, bytes]], request: GenerateRequest, owner: Namespace
+) -> str:
+    """'' where nothing can be said."""
+    for name, value in headers:
+        if name == HEADER and _is_name(value):
+            return value.decode("ascii")
+    return _derived(request, owner)
+
+
+def _derived(request: GenerateRequest, owner: Namespace) -> str:
+    source = request.source
+    if not isinstance(source, Chat):
+        return ""
+    digest = hashlib.blake2b(digest_size=12, person=b"firn-session")
+    digest.update(owner.encode())
+    for message in source.messages:
+        digest.update(f"\0{message.role}\0".encode())
+        digest.update(message.text[:N_CHARS].encode("utf-8", "surrogatepass"))
+        if message.role == "user":
+            return f"s-{digest.hexdigest()}"
+    return ""

@@ -1,0 +1,47 @@
+"""A shared store behind threads: as any tier, and it can be asked which records it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from firn.cache.container import Name
+from firn.cache.io import TierIo
+from firn.cache.seal import Seal
+from firn.cache.threads import Done, IoThreads
+from firn.cache.tiers import Found, Store
+
+Find = Callable[[Sequence[Name]], Mapping[Name, Found]]
+"""Which of these records a store has. Called on an I/O thread; raises TierFault."""
+
+
+@runtime_checkable
+class Asked(Protocol):
+    """What `Io` has besides, where records are found by asking for them."""
+
+    def ask(self, search: Callable[[Find], Any], done: Done) -> None:
+        """Run a search on an I/O thread; done(what it returns | TierError)."""
+        ...
+
+
+class StoreIo(TierIo):
+    """Implements Io and Asked. Owner: the cache, on the engine thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        threads: IoThreads,
+        *,
+        seal: Seal | None = None,
+        flush_timeout_s: float = 10.0,
+    ) -> None:
+        super().__init__(store, threads, seal=seal, flush_timeout_s=flush_timeout_s)
+        self._store = store
+
+    def ask(self, search: Callable[[Find], Any], done: Done) -> None:
+        self.threads.read(lambda: search(self._find), done)
+
+    def _find(self, names: Sequence[Name]) -> dict[Name, Found]:
+        by_text = {str(name): name for name in names}
+        found = self._store.find([text for text in by_text if text not in self._foreign])
+        return {by_text[one.name]: one for one in found if one.name in by_text}

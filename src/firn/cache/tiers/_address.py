@@ -1,0 +1,45 @@
+"""What `--tier` says: which kind of store, where, and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+from firn.cache.tiers import TierOptions
+from firn.core.errors import SetupError
+
+KINDS = {"s3": "s3", "redis": "redis", "rediss": "redis"}
+"""The module in this folder that speaks each scheme."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    kind: str
+    options: TierOptions
+    shown: str
+    """For people: without a password, and without settings."""
+    spill: str
+    """Which records go there."""
+
+
+def parse_address(text: str) -> Address:
+    """Raises SetupError."""
+    try:
+        parts = urlsplit(text)
+        settings = parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
+    except ValueError:
+        raise SetupError("--tier: that is no address; write s3://bucket/prefix") from None
+    if parts.scheme not in KINDS:
+        known = ", ".join(f"{scheme}://" for scheme in KINDS)
+        raise SetupError(f"--tier: an address begins with one of {known}")
+    if not parts.hostname:
+        raise SetupError(f"--tier: {parts.scheme}:// is followed by a name")
+    place = parts._replace(query="", fragment="")
+    host = parts.netloc.rpartition("@")[2]
+    extra = dict(settings)
+    return Address(
+        KINDS[parts.scheme],
+        TierOptions(place.geturl(), extra=extra),
+        place._replace(netloc=host).geturl(),
+        extra.get("spill", "proved"),
+    )

@@ -1,0 +1,38 @@
+"""How many bytes a second may go to a store: a bucket that fills with time. Thread-safe."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+BURST_S = 1.0
+"""What was not used for so long may be used at once."""
+
+
+class Bandwidth:
+    def __init__(
+        self,
+        bytes_per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """0: no limit."""
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = clock() - BURST_S
+        """When everything that was taken so far will have been sent, at this rate."""
+
+    def take(self, nbytes: int) -> None:
+        """Wait for what was taken before; a large piece is let through and waited for afterwards."""
+        if not self._bytes_per_s:
+            return
+        with self._lock:
+            now = self._clock()
+            begins = max(self._free_at, now - BURST_S)
+            self._free_at = begins + nbytes / self._bytes_per_s
+        if begins > now:
+            self._sleep(begins - now)

@@ -1,0 +1,68 @@
+"""Calls to a store over a network: within a deadline, tried again with jitter, behind a circuit breaker.
+
+A call gets half the deadline, and is begun again only in the first half: so two attempts at most take
+all of it, and failures that come at once are tried more often. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from firn.cache.faults import TierError, TierFault
+from firn.cache.tiers._breaker import CircuitBreaker
+
+T = TypeVar("T")
+N_TRIES = 3
+FIRST_PAUSE_S = 0.05
+
+
+class Hopeless(TierFault):
+    """A fault that a second attempt cannot mend: wrong credentials, no such bucket."""
+
+
+class Calls:
+    def __init__(
+        self,
+        breaker: CircuitBreaker,
+        *,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.breaker = breaker
+        self.attempt_s = deadline_s / 2
+        """What one attempt may take. Whoever makes it sees to that."""
+        self._clock = clock
+        self._sleep = sleep
+        self._jitter = jitter
+
+    def run(self, attempt: Callable[[], T]) -> T:
+        """Raises what the attempt raises; a TierFault only when it is too late to try again."""
+        self.breaker.check()
+        began = self._clock()
+        n_tries = 0
+        while True:
+            try:
+                result = attempt()
+            except TierFault as fault:
+                n_tries += 1
+                # Full jitter: servers that failed together do not come back together.
+                pause_s = FIRST_PAUSE_S * 2**n_tries * self._jitter()
+                is_late = self._clock() - began + pause_s > self.attempt_s
+                if n_tries >= N_TRIES or is_late or isinstance(fault, Hopeless):
+                    self.breaker.failed(fault, for_good=isinstance(fault, Hopeless))
+                    raise
+                self._sleep(pause_s)
+            except TierError:  # an answer: not there, full, damaged
+                self.breaker.worked()
+                raise
+            except BaseException:
+                self.breaker.ended()
+                raise
+            else:
+                self.breaker.worked()
+                return result

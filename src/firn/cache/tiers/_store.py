@@ -1,0 +1,176 @@
+"""A tier in a store that many servers share, over a network: what S3 and Redis have in common.
+
+The store's own calls are five, of one attempt each (`Objects`). Here they get a deadline, retries, a
+circuit breaker and a bandwidth, and are counted. A store is never listed: it is asked for names
+(`find`), which follow from a prompt's tokens. What leaves it, and when, is the store's own affair: a
+lifecycle rule, a time to live, maxmemory. So it has no limit here, and evicts nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from firn.cache.faults import Missing, Refused, TierFault
+from firn.cache.tiers import Buffer, Found, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers._bandwidth import Bandwidth
+from firn.cache.tiers._breaker import CircuitBreaker
+from firn.cache.tiers._calls import Calls
+from firn.cache.tiers._health import Tally
+from firn.core.errors import SetupError
+
+MIB = 1 << 20
+DEADLINE_S, WRITE_MB_PER_S = 5.0, 64.0
+N_BAD = 1 << 12
+"""Damaged records whose names are remembered."""
+
+
+class Objects(Protocol):
+    """One attempt each, of bounded time. Raise Missing, Refused, TierFault, Hopeless."""
+
+    def get(self, name: str, n: int | None) -> memoryview: ...
+
+    def find(self, names: Sequence[str]) -> Iterable[Found]:
+        """Those that are there, in any order."""
+        ...
+
+    def put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
+        """False: it is there already, and nothing was written."""
+        ...
+
+    def touch(self, names: Sequence[str]) -> None: ...
+
+    def delete(self, name: str) -> bool:
+        """Whether it was there, as far as the store tells."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What may follow the question mark in the address of any store."""
+
+    deadline_s: float = DEADLINE_S
+    write_mb_per_s: float = WRITE_MB_PER_S
+
+    @classmethod
+    def of(cls, options: TierOptions, own: Iterable[str]) -> StoreSettings:
+        """own: settings that only this kind of store has. Raises SetupError."""
+        known = {"deadline_s", "write_mb_per_s", "spill", *own}
+        if unknown := sorted(set(options.extra) - known):
+            raise SetupError(
+                f"--tier: {unknown[0]} is no setting; there are {', '.join(sorted(known))}"
+            )
+        return cls(
+            number(options, "deadline_s", DEADLINE_S, low=0.1),
+            number(options, "write_mb_per_s", WRITE_MB_PER_S, low=0),
+        )
+
+
+def number(options: TierOptions, name: str, default: float, *, low: float) -> float:
+    """Raises SetupError."""
+    text = options.extra.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise SetupError(f"--tier: {name}={text} is not a number") from None
+    if not low <= value < 1e12:
+        raise SetupError(f"--tier: {name}={text} is out of range; {low:g} is the least")
+    return value
+
+
+class StoreTier:
+    """Implements tiers.Store. Thread-safe."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        settings: StoreSettings,
+        breaker: CircuitBreaker,
+        *,
+        bandwidth: Bandwidth | None = None,
+    ) -> None:
+        self._objects = objects
+        self._calls = Calls(breaker, deadline_s=settings.deadline_s)
+        self._bandwidth = bandwidth or Bandwidth(settings.write_mb_per_s * MIB)
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._bad: dict[str, None] = {}
+        """Damaged, and perhaps still there: not to be read until they are written anew."""
+        self._nbytes = 0
+
+    def scan(self) -> Iterator[Seen | Gone[str]]:
+        """Nothing: there may be a million records, of other models and other tenants."""
+        return iter(())
+
+    def find(self, names: Sequence[str]) -> list[Found]:
+        asked = [name for name in names if name not in self._bad]
+        if not asked:
+            return []
+        found = self._calls.run(lambda: list(self._objects.find(asked)))
+        self._tally.add(finds=1, names_asked=len(asked), names_found=len(found))
+        return found
+
+    def read(self, name: str, n: int | None = None) -> memoryview:
+        if name in self._bad:
+            raise Missing
+        try:
+            data = self._calls.run(lambda: self._objects.get(name, n))
+        except Missing:
+            self._tally.add(missing=1)
+            raise
+        except TierFault:
+            self._tally.add(read_faults=1)
+            raise
+        self._tally.add(reads=1, bytes_read=len(data))
+        return data
+
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+        is_bad = name in self._bad
+        try:
+            if self._calls.breaker.status.state == "ok":
+                self._bandwidth.take(nbytes)
+            is_new = self._calls.run(lambda: self._objects.put(name, pieces, replace=is_bad))
+        except (Refused, TierFault) as e:
+            self._tally.drop(e.reason)
+            raise
+        with self._lock:
+            self._bad.pop(name, None)
+            self._nbytes += nbytes if is_new else 0
+        if not is_new:
+            return Stored(0, new=False)
+        self._tally.add(writes=1, bytes_written=nbytes)
+        return Stored(nbytes, new=True)
+
+    def touch(self, stamps: Mapping[str, float]) -> None:
+        try:
+            self._calls.run(lambda: self._objects.touch(list(stamps)))
+        except TierFault:
+            return  # the status says so; a stamp that is too low costs a miss at worst
+        self._tally.add(touches=len(stamps))
+
+    def delete(self, name: str, *, keep: bool = False) -> None:
+        """keep: a store has no place to set things aside for people, so it is deleted as well."""
+        if keep:
+            with self._lock:
+                self._bad[name] = None
+                while len(self._bad) > N_BAD:
+                    del self._bad[next(iter(self._bad))]
+            self._tally.add(quarantined=1)
+        if self._calls.run(lambda: self._objects.delete(name)):
+            self._tally.add(deletes=1)
+
+    def usage(self) -> Usage:
+        """nbytes: what this process has written. How full a store is, it alone knows."""
+        return Usage(
+            self._nbytes,
+            0,
+            status=self._calls.breaker.status,
+            n_quarantined=len(self._bad),
+            counts=self._tally.counts,
+            drops=self._tally.drops,
+        )

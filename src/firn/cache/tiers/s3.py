@@ -1,0 +1,222 @@
+"""The S3 tier: one object a record, in any store that speaks S3's language, through obstore.
+
+    s3://bucket/prefix?endpoint=https://...&region=...&deadline_s=5&write_mb_per_s=64
+
+    <prefix>/<2 hex>/<name>.safetensors    the same bytes as a file of the SSD tier
+
+Written once, by a put that fails where the name is taken; a store that ignores the condition overwrites
+a record with one that is as good. Objects are read whole. Stamps are not kept: let a lifecycle rule of
+the bucket delete what is old. Credentials come from the environment or, with boto3 installed, from
+wherever the AWS tools would take them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from firn.cache.faults import Missing, TierFault
+from firn.cache.tiers import Buffer, Found, TierOptions
+from firn.cache.tiers._breaker import CircuitBreaker
+from firn.cache.tiers._calls import Hopeless
+from firn.cache.tiers._store import StoreSettings, StoreTier
+from firn.core.errors import SetupError
+
+T = TypeVar("T")
+N_FINDERS = 16
+"""Names that are asked for at once: S3 answers one a request."""
+CONNECT_S = 2.0
+LATE_SHARE = 0.9
+"""A call that fails after this much of its time was too slow; obstore has one class for all faults."""
+OWN = ("endpoint", "region", "anonymous")
+
+
+class S3Objects:
+    """Implements _store.Objects. Thread-safe."""
+
+    def __init__(self, store: Any, library: Any, *, attempt_s: float) -> None:
+        self._store = store
+        self._attempt_s = attempt_s
+        self._library = library
+        self._finders = ThreadPoolExecutor(N_FINDERS, thread_name_prefix="firn-s3")
+        self._is_conditional = True
+
+    def get(self, name: str, n: int | None) -> memoryview:
+        def whole() -> memoryview:
+            result = self._library.get(self._store, _path(name))
+            data = memoryview(result.bytes())
+            if len(data) != result.meta["size"]:
+                raise TierFault("cut short", f"{len(data)} of {result.meta['size']} bytes")
+            return data
+
+        return self._named(whole)[:n]
+
+    def find(self, names: Sequence[str]) -> Iterator[Found]:
+        if len(names) == 1:
+            found: Iterator[Found | None] = map(self._head, names)
+        else:
+            found = self._finders.map(self._head, names)
+        return (one for one in found if one is not None)
+
+    def _head(self, name: str) -> Found | None:
+        try:
+            meta = self._named(lambda: self._library.head(self._store, _path(name)))
+        except Missing:
+            return None
+        return Found(name, meta["size"], meta["last_modified"].timestamp())
+
+    def put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
+        data = _joined(pieces)
+
+        def put(mode: str) -> None:
+            path = _path(name)
+            try:
+                self._named(
+                    lambda: self._library.put(
+                        self._store, path, data, mode=mode, use_multipart=False
+                    )
+                )
+            except Missing as e:
+                raise Hopeless("no such bucket") from e
+
+        if replace:
+            put("overwrite")
+            return True
+        if self._is_conditional:
+            try:
+                put("create")
+                return True
+            except _Taken:
+                return False
+            except _Unsupported:
+                self._is_conditional = False
+        if self._head(name) is not None:
+            return False
+        put("overwrite")
+        return True
+
+    def touch(self, names: Sequence[str]) -> None:
+        """S3 keeps no time of use."""
+
+    def delete(self, name: str) -> bool:
+        was_there = self._head(name) is not None
+        if was_there:
+            self._named(lambda: self._library.delete(self._store, _path(name)))
+        return was_there
+
+    def _named(self, call: Callable[[], T]) -> T:
+        """Run it; what goes wrong gets one of our names."""
+        errors, began = self._library.exceptions, time.monotonic()
+        try:
+            return call()
+        except FileNotFoundError as e:
+            raise Missing from e
+        except errors.AlreadyExistsError as e:
+            raise _Taken("taken") from e
+        except errors.NotSupportedError as e:
+            raise _Unsupported("not supported", _line(e)) from e
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as e:
+            raise Hopeless("no permission", _line(e)) from e
+        except (errors.BaseError, OSError) as e:
+            is_late = time.monotonic() - began > LATE_SHARE * self._attempt_s
+            raise TierFault("too slow" if is_late else "store failed", _line(e)) from e
+
+
+class _Taken(TierFault):
+    """The name is taken."""
+
+
+class _Unsupported(TierFault):
+    """The store has no conditional writes."""
+
+
+def open_tier(options: TierOptions) -> StoreTier:
+    """Raises SetupError."""
+    settings = StoreSettings.of(options, OWN)
+    try:
+        import obstore
+        from obstore.store import S3Store
+    except ImportError as e:
+        raise SetupError(
+            "--tier s3://... needs the package obstore: pip install 'firn[s3]'."
+        ) from e
+    where = urlsplit(options.location)
+    if where.scheme != "s3" or not where.hostname:
+        raise SetupError(f"--tier {options.location}: write s3://bucket/prefix")
+    endpoint = options.extra.get("endpoint") or _endpoint_of_environment()
+    config: dict[str, Any] = {"virtual_hosted_style_request": endpoint is None}
+    if endpoint:
+        config["endpoint"] = endpoint
+    if region := options.extra.get("region"):
+        config["region"] = region
+    if options.extra.get("anonymous", "").lower() in ("1", "true", "yes"):
+        config["skip_signature"] = True
+    else:
+        config |= _credentials()
+    attempt_s = timedelta(seconds=settings.deadline_s / 2)
+    try:
+        store = S3Store(
+            where.netloc,
+            prefix=where.path.strip("/") or None,
+            client_options={
+                "allow_http": bool(endpoint and endpoint.startswith("http://")),
+                "timeout": attempt_s,
+                "connect_timeout": min(timedelta(seconds=CONNECT_S), attempt_s),
+            },
+            retry_config={"max_retries": 0, "retry_timeout": attempt_s},
+            **config,
+        )
+    except (obstore.exceptions.BaseError, ValueError, TypeError) as e:
+        raise SetupError(f"--tier {options.location}: {_line(e)}") from e
+    return StoreTier(
+        S3Objects(store, obstore, attempt_s=settings.deadline_s / 2), settings, CircuitBreaker("s3")
+    )
+
+
+def _endpoint_of_environment() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
+def _credentials() -> dict[str, Any]:
+    """Static ones of the environment are obstore's own affair; the rest of the chain is boto3's."""
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        return {}
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return {}  # obstore looks at roles of instances, containers and web identities by itself
+    try:
+        return {"credential_provider": Boto3CredentialProvider(boto3.Session())}
+    except ValueError as e:
+        raise SetupError(
+            "--tier s3://...: no AWS credentials were found; add ?anonymous=1 for a store without."
+        ) from e
+
+
+def _path(name: str) -> str:
+    return f"{name[:2]}/{name}.safetensors"
+
+
+def _joined(pieces: Sequence[Buffer]) -> memoryview:
+    """In one piece, for one put. Not a bytearray: that would be filled with zeros first."""
+    views = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
+    whole = np.empty(sum(view.nbytes for view in views), dtype=np.uint8)
+    at = 0
+    for view in views:
+        whole[at : at + view.nbytes] = np.frombuffer(view, dtype=np.uint8)
+        at += view.nbytes
+    return whole.data
+
+
+def _line(error: Exception) -> str:
+    """obstore's messages go on for a page."""
+    text = str(error).partition("\n")[0]
+    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -1,0 +1,113 @@
+"""`firn cache advise --servers N`: a trace played against a fleet, told as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from firn.bench.report import grid
+from firn.cli.cache_work import out
+from firn.traces.fleet import ROUTINGS, Played, Routing, play_fleet
+from firn.traces.trace import Trace
+
+SHARES = (0.125, 0.5, 2.0)
+"""Sizes of a server's own tiers where none are given: shares of its part of all that is stored."""
+Key = tuple[Routing, bool, int]
+MIB = 1 << 20
+
+
+def show_fleet(
+    trace: Trace,
+    *,
+    n_servers: int,
+    sizes: Sequence[int],
+    ttl_s: float,
+    block_nbytes: int,
+    text: Any,
+    as_json: bool,
+) -> None:
+    """sizes: in blocks, of each server. text: how a size is written."""
+    sizes = sizes or [max(round(s * trace.n_nodes / n_servers), 1) for s in SHARES]
+    found: dict[Key, Played] = {}
+    for routing in ROUTINGS:
+        for has_store in (False, True):
+            for size in sizes:
+                found[routing, has_store, size] = play_fleet(
+                    trace,
+                    n_servers=n_servers,
+                    n_blocks=size,
+                    routing=routing,
+                    ttl_s=ttl_s if has_store else None,
+                )
+    if as_json:
+        print(json.dumps(_json(trace, found, n_servers, ttl_s, block_nbytes), indent=2))
+        return
+    unlimited = float(trace.known.sum()) * trace.block / max(trace.n_prompt_tokens, 1)
+    console = out()
+    console.print(
+        f"{len(trace):,} requests to {n_servers} servers; one with everything would reuse "
+        f"{unlimited:.1%} of the prompt tokens.\n",
+        highlight=False,
+    )
+    console.print(grid(_rows(found, sizes, text)), highlight=False)
+    for line in _words(trace, found, sizes, block_nbytes, text):
+        console.print(line, highlight=False)
+
+
+def _rows(found: dict[Key, Played], sizes: Sequence[int], text: Any) -> list[list[str]]:
+    rows = [["routing", "store", *(f"{text(size)} each" for size in sizes), "busiest"]]
+    for routing in ROUTINGS:
+        for has_store in (False, True):
+            played = [found[routing, has_store, size] for size in sizes]
+            cells = [f"{p.reused:.1%}" for p in played]
+            rows.append([routing, "yes" if has_store else "no", *cells, f"{played[0].busiest:.2f}"])
+    return rows
+
+
+def _words(
+    trace: Trace, found: dict[Key, Played], sizes: Sequence[int], block_nbytes: int, text: Any
+) -> list[str]:
+    """What goes to and fro between a fleet and its store."""
+    lines = [""]
+    span_s = max(float(trace.at[-1] - trace.at[0]), 1.0)
+    for routing in ROUTINGS:
+        played = found[routing, True, sizes[0]]
+        reads, writes = played.n_read / len(trace), played.n_written / len(trace)
+        line = f"{routing}, {text(sizes[0])} each: "
+        line += f"a prompt reads {reads:.1f} blocks and writes {writes:.1f}"
+        if block_nbytes:
+            read_s, write_s = (
+                n * block_nbytes / span_s / MIB for n in (played.n_read, played.n_written)
+            )
+            line += f" ({read_s:.1f} and {write_s:.1f} MiB/s on average)"
+        lines.append(f"{line}; the store holds up to {text(played.n_kept)}.")
+    return lines
+
+
+def _json(
+    trace: Trace, found: dict[Key, Played], n_servers: int, ttl_s: float, block_nbytes: int
+) -> dict[str, Any]:
+    return {
+        "requests": len(trace),
+        "prompt_tokens": trace.n_prompt_tokens,
+        "block_tokens": trace.block,
+        "block_bytes": block_nbytes,
+        "servers": n_servers,
+        "store_ttl_s": ttl_s,
+        "runs": [
+            {
+                "routing": routing,
+                "store": has_store,
+                "server_blocks": size,
+                "reused": played.reused,
+                "local": played.local,
+                "from_store": played.from_store,
+                "blocks_read": played.n_read,
+                "blocks_written": played.n_written,
+                "blocks_kept": played.n_kept,
+                "busiest": played.busiest,
+            }
+            for (routing, has_store, size), played in found.items()
+        ],
+    }

@@ -1,0 +1,150 @@
+"""KV events for routers, in the form that vLLM publishes: ZeroMQ and msgpack.
+
+    PUB     topic, sequence number (8 bytes, big-endian), [time, [event, ...], 0]
+    ROUTER  a sequence number asks for what was published since; the answer ends with number -1
+
+    ["BlockStored", [hash], parent hash or None, [token, ...], block size, None, "GPU"]
+    ["BlockRemoved", [hash], "GPU"]    ["AllBlocksCleared"]
+
+Whole blocks that can be resumed from here, in memory or below it. Events hold the prompts' tokens: who
+may read them may read the prompts, so the address should be one that only routers reach.
+
+Owner: the server. The engine thread leaves events in a queue; a thread of its own sends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from firn.cache.announce import Announcement, Cleared, Removed, StoredBlock
+from firn.cache.children import tokens_of
+from firn.core.errors import SetupError
+
+log = logging.getLogger("firn")
+
+TOPIC = b"kv-events"
+MEDIUM = "GPU"
+MAX_QUEUE = 100_000
+"""Events that wait to be sent; more are dropped, and subscribers are told to forget everything."""
+MAX_BATCH = 256
+N_REPLAYED = 10_000
+"""Batches that can be asked for again."""
+BATCH_S, POLL_MS = 0.02, 50
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+
+
+class EventPublisher:
+    """Implements announce.Announcer."""
+
+    def __init__(self, address: str) -> None:
+        """address: tcp://host:port; replays are answered at the next port. Raises SetupError."""
+        try:
+            import msgpack
+            import zmq
+        except ImportError as e:
+            raise SetupError(
+                "--kv-events needs the packages pyzmq and msgpack: pip install 'firn[events]'."
+            ) from e
+        self._pack, self._zmq = msgpack.packb, zmq
+        self._queue: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
+        self._n_lost = 0
+        self._stop = threading.Event()
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=N_REPLAYED)
+        self._seq = 0
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
+        try:
+            self._pub.bind(address)
+            self._replay.bind(_next_port(address))
+        except (zmq.ZMQError, ValueError) as e:
+            self._context.destroy(linger=0)
+            raise SetupError(f"--kv-events {address}: {e}") from e
+        self._thread = threading.Thread(target=self._run, name="firn-kv-events", daemon=True)
+        self._thread.start()
+
+    def announce(self, event: Announcement) -> None:
+        """From the engine thread; does not wait."""
+        if self._queue.qsize() >= MAX_QUEUE:
+            self._n_lost += 1
+            return
+        self._queue.put(event)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(2.0)
+        self._context.destroy(linger=0)
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                events = self._take()
+                if events:
+                    self._send(events)
+                while self._replay.poll(0 if events else POLL_MS):
+                    self._answer()
+            except Exception as e:  # the thread's outermost frame
+                if not self._stop.is_set():
+                    log.warning("KV events failed: %r", e, exc_info=e)
+
+    def _take(self) -> list[Announcement]:
+        """What is there; some more come together."""
+        events: list[Announcement] = []
+        if self._n_lost:
+            log.warning("%d KV events were dropped: subscribers begin anew", self._n_lost)
+            self._n_lost = 0
+            events.append(Cleared())
+        try:
+            while len(events) < MAX_BATCH:
+                events.append(self._queue.get(timeout=BATCH_S if events else 0.0001))
+        except queue.Empty:
+            pass
+        return events
+
+    def _send(self, events: Sequence[Announcement]) -> None:
+        payload: bytes = self._pack([time.time(), [_wire(event) for event in events], 0])
+        self._sent.append((self._seq, payload))
+        self._pub.send_multipart([TOPIC, self._seq.to_bytes(8, "big"), payload])
+        self._seq += 1
+
+    def _answer(self) -> None:
+        client, *rest = self._replay.recv_multipart()
+        start = int.from_bytes(rest[-1][:8], "big") if rest else 0
+        for seq, payload in list(self._sent):
+            if seq >= start:
+                self._replay.send_multipart([client, b"", seq.to_bytes(8, "big"), payload])
+        self._replay.send_multipart([client, b"", END_SEQ, b""])
+
+
+def _wire(event: Announcement) -> list[Any]:
+    match event:
+        case StoredBlock(key, parent, text, width):
+            tokens = tokens_of(text, width).tolist()
+            above = None if parent is None else _hash(parent)
+            return ["BlockStored", [_hash(key)], above, tokens, len(tokens), None, MEDIUM]
+        case Removed(key):
+            return ["BlockRemoved", [_hash(key)], MEDIUM]
+        case Cleared():
+            return ["AllBlocksCleared"]
+
+
+def _hash(key: bytes) -> int:
+    """Routers take 64 bits."""
+    return int.from_bytes(key[:8], "big")
+
+
+def _next_port(address: str) -> str:
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or parts.port is None:
+        raise ValueError("write tcp://host:port")
+    host = parts.netloc.rpartition(":")[0]
+    return f"tcp://{host}:{parts.port + 1}"

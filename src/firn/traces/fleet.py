@@ -1,0 +1,156 @@
+"""A trace played against several servers behind a router, with a store that they share or without.
+
+Each server keeps an SSD's worth of blocks of its own, in the cache's own order (simulate.py). The store
+takes what was used a second time and keeps it for so long after its last use; what a server reads there
+it keeps, too. The router is one of two: whoever's turn it is, or the server that was sent most of the
+prompt before, unless it has more than its share to do. One process, request by request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Literal
+
+import numpy as np
+
+from firn.traces.simulate import TELL_EVERY, Progress, SsdStore
+from firn.traces.trace import Ints, Trace
+
+Routing = Literal["round robin", "cache-aware"]
+ROUTINGS: tuple[Routing, ...] = ("round robin", "cache-aware")
+MATCH_SHARE = 0.3
+"""A prompt of which less is known anywhere goes to who has least to do."""
+MAX_LOAD = 1.5
+"""Nobody is sent more while he has so many times the mean to do..."""
+MIN_LOAD_BLOCKS = 200
+"""... and this much more than it."""
+MEMORY_S = 60.0
+"""What was computed longer ago does not count as load: it fades with this time."""
+Choose = Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What became of a trace. Rates are shares of the prompt tokens; counts are in blocks."""
+
+    local: float
+    """Reused from the server's own tiers."""
+    from_store: float
+    """Reused besides, from the store."""
+    n_read: int
+    n_written: int
+    n_kept: int
+    """In the store, at most."""
+    busiest: float
+    """What the busiest server computed, as a multiple of the mean."""
+
+    @property
+    def reused(self) -> float:
+        return self.local + self.from_store
+
+
+def play_fleet(
+    trace: Trace,
+    *,
+    n_servers: int,
+    n_blocks: int,
+    routing: Routing,
+    ttl_s: float | None = None,
+    progress: Progress = lambda n: None,
+) -> Played:
+    """n_blocks: of each server. ttl_s: how long the store keeps what nobody uses; None: no store."""
+    servers = [SsdStore(trace, n_blocks=n_blocks) for _ in range(n_servers)]
+    store = SharedStore(trace, ttl_s) if ttl_s is not None else None
+    router = _Router(trace, n_servers)
+    turns = cycle(range(n_servers))
+    n_local = n_more = 0
+    computed = np.zeros(n_servers, dtype=np.int64)
+    for i in range(len(trace)):
+        server = next(turns) if routing == "round robin" else router.choose(i)
+        n_hit = servers[server].take(i)
+        n_got = store.take(i, n_hit) if store is not None else 0
+        n_local += n_hit
+        n_more += n_got
+        n_computed = int(trace.n_asked[i]) - n_hit - n_got
+        computed[server] += n_computed
+        router.sent(i, server, n_computed)
+        if i % TELL_EVERY == 0:
+            progress(i)
+    progress(len(trace))
+    if store is not None:
+        store.look(float(trace.at[-1]))
+    tokens = max(trace.n_prompt_tokens, 1)
+    return Played(
+        n_local * trace.block / tokens,
+        n_more * trace.block / tokens,
+        n_read=n_more,
+        n_written=store.n_written if store else 0,
+        n_kept=store.n_most if store else 0,
+        busiest=float(computed.max() / max(computed.mean(), 1)),
+    )
+
+
+class SharedStore:
+    """Blocks that were used again, each for so long after its last use. Owner: one play."""
+
+    def __init__(self, trace: Trace, ttl_s: float) -> None:
+        self._trace = trace
+        self._ttl_s = ttl_s
+        self._used_at = np.full(trace.n_nodes, -math.inf)
+        self.n_written = 0
+        self.n_most = 0
+        self._looked_at = -math.inf
+
+    def take(self, i: int, n_local: int) -> int:
+        """How many blocks it gives to a server that has so many itself; what was used is stored."""
+        trace, now = self._trace, float(self._trace.at[i])
+        prompt = trace.path(i)[: trace.n_asked[i]]
+        there = now - self._used_at[prompt] <= self._ttl_s
+        n_there = len(there) if there.all() else int(there.argmin())
+        n_used = max(n_local, n_there)
+        used = prompt[:n_used]
+        self.n_written += int(np.count_nonzero(~there[:n_used]))
+        self._used_at[used] = now
+        if now - self._looked_at > self._ttl_s / 8:
+            self.look(now)
+        return max(n_there - n_local, 0)
+
+    def look(self, now: float) -> None:
+        """How much there is: now and then, for it costs as much as there is."""
+        self._looked_at = now
+        held = int(np.count_nonzero(now - self._used_at <= self._ttl_s))
+        self.n_most = max(self.n_most, held)
+
+
+class _Router:
+    """Knows where it has sent each block last, and what everybody has to do. Owner: one play."""
+
+    def __init__(self, trace: Trace, n_servers: int) -> None:
+        self._trace = trace
+        self._owner: Ints = np.full(trace.n_nodes, -1, dtype=np.int32)
+        self._load = np.zeros(n_servers)
+        self._at = 0.0
+
+    def choose(self, i: int) -> int:
+        at = float(self._trace.at[i])
+        self._load *= math.exp(-max(at - self._at, 0.0) / MEMORY_S)
+        self._at = at
+        prompt = self._trace.path(i)[: self._trace.n_asked[i]]
+        idle = int(self._load.argmin())
+        if not len(prompt):
+            return idle
+        unknown = self._owner[prompt] < 0
+        n_known = len(prompt) if not unknown.any() else int(unknown.argmax())
+        if n_known < MATCH_SHARE * len(prompt):
+            return idle
+        owner = int(self._owner[prompt[n_known - 1]])
+        load, mean = self._load[owner], self._load.mean()
+        is_busy = load > MAX_LOAD * mean and load > mean + MIN_LOAD_BLOCKS
+        return idle if is_busy else owner
+
+    def sent(self, i: int, server: int, n_computed: int) -> None:
+        self._owner[self._trace.path(i)] = server
+        self._load[server] += n_computed

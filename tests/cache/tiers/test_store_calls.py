@@ -1,0 +1,181 @@
+"""Deadlines, retries, the circuit breaker and the bandwidth of stores, on a clock set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from firn.cache.faults import Missing, TierFault
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers._address import parse_address
+from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
+from firn.cache.tiers._breaker import MAX_S, N_FAILURES, CircuitBreaker
+from firn.cache.tiers._calls import N_TRIES, Calls, Hopeless
+from firn.cache.tiers._store import StoreSettings
+from firn.core.errors import SetupError
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+    slept: list[float] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@dataclass
+class Store:
+    """A store that fails so often, and so slowly."""
+
+    clock: Clock
+    fails: int = 0
+    takes_s: float = 0.0
+    error: Callable[[], Exception] = lambda: TierFault("unreachable")
+    n_calls: int = 0
+
+    def __call__(self) -> str:
+        self.n_calls += 1
+        self.clock.now += self.takes_s
+        if self.fails:
+            self.fails -= 1
+            raise self.error()
+        return "well"
+
+
+def made(clock: Clock, *, deadline_s: float = 4.0) -> tuple[Calls, CircuitBreaker]:
+    breaker = CircuitBreaker("s3", clock=clock, wall=clock, jitter=lambda: 0.5)
+    calls = Calls(
+        breaker, deadline_s=deadline_s, clock=clock, sleep=clock.sleep, jitter=lambda: 0.5
+    )
+    return calls, breaker
+
+
+def test_a_fault_is_tried_again_and_forgotten() -> None:
+    clock = Clock()
+    calls, breaker = made(clock)
+    store = Store(clock, fails=N_TRIES - 1)
+    assert calls.run(store) == "well"
+    assert store.n_calls == N_TRIES
+    assert clock.slept == sorted(clock.slept), "each pause is longer than the one before"
+    assert breaker.status.state == "ok"
+
+
+def test_the_deadline_holds_however_slow_each_attempt_is() -> None:
+    clock = Clock()
+    calls, _ = made(clock, deadline_s=4.0)
+    store = Store(clock, fails=99, takes_s=calls.attempt_s)
+    began = clock.now
+    with pytest.raises(TierFault):
+        calls.run(store)
+    assert clock.now - began <= 4.0
+
+
+def test_what_is_not_there_is_an_answer() -> None:
+    clock = Clock()
+    calls, breaker = made(clock)
+    for _ in range(2 * N_FAILURES):
+        store = Store(clock, fails=1, error=Missing)
+        with pytest.raises(Missing):
+            calls.run(store)
+        assert store.n_calls == 1
+    assert breaker.status.state == "ok"
+
+
+def test_the_circuit_opens_probes_with_one_call_and_closes() -> None:
+    clock = Clock()
+    calls, breaker = made(clock)
+    store = Store(clock, fails=10**6)
+    for _ in range(N_FAILURES):
+        with pytest.raises(TierFault, match="unreachable"):
+            calls.run(store)
+    assert breaker.status.state == "paused"
+    before = store.n_calls
+    with pytest.raises(TierFault, match="circuit open"):
+        calls.run(store)
+    assert store.n_calls == before, "it is left alone"
+    pauses = []
+    for _ in range(10):
+        opened = clock.now
+        while True:
+            try:
+                breaker.check()
+                break
+            except TierFault:
+                clock.now += 0.25
+        with pytest.raises(TierFault, match="circuit open"):
+            breaker.check()  # one call finds out, the others wait for what it says
+        pauses.append(clock.now - opened)
+        breaker.failed(TierFault("unreachable"))
+    assert pauses == sorted(pauses)
+    assert pauses[-1] <= MAX_S + 0.25
+    clock.now += 2 * MAX_S
+    store.fails = 0
+    assert calls.run(store) == "well"
+    assert breaker.status.state == "ok"
+    assert calls.run(store) == "well"
+
+
+def test_wrong_credentials_are_tried_once() -> None:
+    clock = Clock()
+    calls, breaker = made(clock)
+    store = Store(clock, fails=9, error=lambda: Hopeless("no permission"))
+    with pytest.raises(Hopeless):
+        calls.run(store)
+    assert store.n_calls == 1
+    assert breaker.status.state == "paused"
+
+
+def test_a_call_that_breaks_lets_the_next_probe_through() -> None:
+    clock = Clock()
+    calls, breaker = made(clock)
+    breaker.failed(Hopeless("no permission"), for_good=True)
+    clock.now += 2 * MAX_S
+    with pytest.raises(ZeroDivisionError):
+        calls.run(lambda: 1 // 0)
+    assert calls.run(Store(clock)) == "well"
+
+
+def test_bytes_flow_at_the_rate_that_was_set() -> None:
+    clock = Clock()
+    bandwidth = Bandwidth(1000.0, clock=clock, sleep=clock.sleep)
+    began = clock.now
+    for _ in range(50):
+        bandwidth.take(200)
+    assert clock.now - began == pytest.approx(50 * 200 / 1000 - BURST_S, abs=0.3)
+    unbounded = Bandwidth(0, clock=clock, sleep=clock.sleep)
+    before = clock.now
+    unbounded.take(10**12)
+    assert clock.now == before
+
+
+# --- addresses -----------------------------------------------------------------------------
+
+
+def test_an_address_is_a_place_and_settings() -> None:
+    found = parse_address("rediss://me:pass%23word@host:7000/2?ttl_s=60&spill=all")
+    assert found.kind == "redis"
+    assert found.options == TierOptions(
+        "rediss://me:pass%23word@host:7000/2", extra={"ttl_s": "60", "spill": "all"}
+    )
+    assert found.shown == "rediss://host:7000/2"
+    assert found.spill == "all"
+    assert parse_address("s3://bucket/some/prefix").spill == "proved"
+
+
+def test_settings_are_numbers_within_reason() -> None:
+    def of(**extra: str) -> StoreSettings:
+        return StoreSettings.of(TierOptions("s3://x", extra=extra), ("region",))
+
+    assert of(deadline_s="2", region="eu").deadline_s == 2.0
+    assert of(write_mb_per_s="0").write_mb_per_s == 0.0
+    for bad in ({"deadline_s": "nan"}, {"deadline_s": "0"}, {"colour": "red"}, {"deadline_s": ""}):
+        with pytest.raises(SetupError):
+            of(**bad)

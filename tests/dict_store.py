@@ -1,0 +1,47 @@
+"""The trivial store: a dict that several servers share, and that says what it has when it is asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from firn.cache.faults import TierFault
+from firn.cache.tiers import Buffer, Found, Gone, Seen, Stored
+from tests.dict_tier import DictTier
+
+
+class DictStore(DictTier):
+    """Implements tiers.Store. `rounds`: the names it was asked for, at a time."""
+
+    def __init__(self, records: dict[str, bytes] | None = None) -> None:
+        super().__init__(1 << 40, records)
+        self.rounds: list[list[str]] = []
+        self.written: list[str] = []
+        self.gate: threading.Event | None = None
+        """Questions wait for it."""
+        self.is_down = False
+
+    def scan(self) -> Iterator[Seen | Gone[str]]:
+        return iter(())
+
+    def find(self, names: Sequence[str]) -> list[Found]:
+        self.rounds.append(list(names))
+        if self.gate is not None:
+            self.gate.wait(60)
+        self._check()
+        there = ((name, self._records.get(name)) for name in names)
+        return [Found(name, len(raw), time.time()) for name, raw in there if raw is not None]
+
+    def read(self, name: str, n: int | None = None) -> memoryview:
+        self._check()
+        return super().read(name, n)
+
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+        self._check()
+        self.written.append(name)
+        return super().write(name, pieces, used_at=used_at)
+
+    def _check(self) -> None:
+        if self.is_down:
+            raise TierFault("unreachable")

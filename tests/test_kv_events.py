@@ -1,0 +1,160 @@
+"""What a router that speaks vLLM's KV events hears, through a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from firn.core.errors import SetupError
+from firn.core.values import Namespace
+from firn.kv_events import END_SEQ, TOPIC, EventPublisher
+from tests.cache.lab import DENSE, LabEngine, tree
+from tests.stores import free_port
+
+zmq = pytest.importorskip("zmq", reason="the package pyzmq is not installed")
+msgpack = pytest.importorskip("msgpack", reason="the package msgpack is not installed")
+
+BLOCK = 8
+WAIT_MS = 30_000
+PROMPT = [(7 * i) % 89 + 1 for i in range(50)]
+
+
+class Router:
+    """Keeps what it hears as an index of blocks: by hash, with parent and tokens."""
+
+    def __init__(self, port: int) -> None:
+        self._context = zmq.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        self._sub.connect(f"tcp://127.0.0.1:{port}")
+        self._port = port
+        self.blocks: dict[int, tuple[int | None, list[int]]] = {}
+        self.seqs: list[int] = []
+
+    def hear(self) -> None:
+        """The next batch."""
+        assert self._sub.poll(WAIT_MS), "nothing is published"
+        topic, seq, payload = self._sub.recv_multipart()
+        assert topic == TOPIC
+        self.seqs.append(int.from_bytes(seq, "big"))
+        self.apply(payload)
+
+    def apply(self, payload: bytes) -> None:
+        at, events, rank = msgpack.unpackb(payload)
+        assert (at > 1e9, rank) == (True, 0)
+        for kind, *fields in events:
+            if kind == "BlockStored":
+                hashes, parent, tokens, size, lora, medium = fields
+                assert (len(hashes), len(tokens), lora, medium) == (1, size, None, "GPU")
+                self.blocks[hashes[0]] = parent, tokens
+            elif kind == "BlockRemoved":
+                self.blocks.pop(fields[0][0], None)
+            else:
+                assert [kind, *fields] == ["AllBlocksCleared"]
+                self.blocks.clear()
+
+    def chains(self) -> list[list[int]]:
+        """Every stored prefix that nothing goes on from, as tokens."""
+        parents = {parent for parent, _ in self.blocks.values()}
+
+        def tokens(block: int | None) -> list[int]:
+            if block is None:
+                return []
+            parent, own = self.blocks[block]
+            return tokens(parent) + own
+
+        return sorted(tokens(block) for block in self.blocks if block not in parents)
+
+    def replay(self, start: int) -> int:
+        """Ask again for what was published since; how many batches came."""
+        asked, n = self._context.socket(zmq.DEALER), 0
+        asked.connect(f"tcp://127.0.0.1:{self._port + 1}")
+        asked.send_multipart([b"", start.to_bytes(8, "big")])
+        while True:
+            assert asked.poll(WAIT_MS), "no answer"
+            _, seq, payload = asked.recv_multipart()
+            if seq == END_SEQ:
+                asked.close(0)
+                return n
+            self.apply(payload)
+            n += 1
+
+    def __enter__(self) -> Router:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def publishing(**options: Any) -> Iterator[tuple[LabEngine, Router]]:
+    port = free_port()
+    publisher = EventPublisher(f"tcp://127.0.0.1:{port}")
+    cache = tree(DENSE, block=BLOCK, **options)
+    cache.records.tree.announcer = publisher
+    with Router(port) as router, LabEngine(DENSE, cache=cache) as lab:
+        while not router.seqs:  # a subscriber that has just come hears nothing for a moment
+            lab.between_steps(lambda: cache.records.clear(None))
+            if router._sub.poll(50):
+                router.hear()
+        yield lab, router
+
+
+def until(router: Router, chains: list[list[int]]) -> None:
+    while router.chains() != sorted(chains):
+        router.hear()
+
+
+def test_blocks_come_and_go() -> None:
+    with publishing() as (lab, router):
+        outcome = lab.submit(PROMPT, 8).wait()
+        said = [*PROMPT, *outcome.tokens()][: (len(PROMPT) + 8) // BLOCK * BLOCK]
+        until(router, [said])
+        branch = [*PROMPT[:16], *range(200, 230)]
+        more = lab.submit(branch, 8).wait()
+        both = [said, [*branch, *more.tokens()][: (len(branch) + 8) // BLOCK * BLOCK]]
+        until(router, both)
+        assert len(router.blocks) < sum(len(c) // BLOCK for c in both), "what they share is one"
+        lab.between_steps(lambda: lab.tree.records.clear(Namespace("")))
+        until(router, [])
+        lab.submit(PROMPT, 8).wait()
+        until(router, [said])
+        assert router.seqs == list(range(router.seqs[0], router.seqs[-1] + 1))
+
+
+def test_what_is_evicted_is_told() -> None:
+    with publishing(limit_nbytes=1 << 11) as (lab, router):
+        for i in range(6):
+            lab.submit([100 + i, *PROMPT], 1).wait()
+        stored = lab.between_steps(
+            lambda: {
+                int.from_bytes(n.key[:8], "big")
+                for n in lab.tree.records.tree.nodes()
+                if n.n_tokens == BLOCK
+            }
+        )
+        while set(router.blocks) != stored:
+            router.hear()
+        assert 0 < len(stored) < 36
+
+
+def test_a_subscriber_that_missed_something_asks_again() -> None:
+    port = free_port()
+    publisher = EventPublisher(f"tcp://127.0.0.1:{port}")
+    cache = tree(DENSE, block=BLOCK)
+    cache.records.tree.announcer = publisher
+    with Router(port) as late, LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(PROMPT, 1).wait()
+        while len(late.blocks) < len(PROMPT) // BLOCK:
+            late.replay(0)
+        assert late.chains() == [PROMPT[:48]]
+        assert late.replay(10**6) == 0
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1", "ipc:///tmp/x", "nonsense"])
+def test_a_bad_address_is_one_line(address: str) -> None:
+    with pytest.raises(SetupError, match="--kv-events"):
+        EventPublisher(address)

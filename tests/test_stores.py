@@ -1,0 +1,355 @@
+"""Real servers on a real redis-server and a real S3 server: two on one store, and stores that fail.
+
+The built-in model reads facts out of a document, so every answer is right or wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from firn.cache.prefix import PrefixTree
+from firn.config import CacheConfig, Config, ModelConfig
+from firn.core.errors import SetupError
+from firn.demo.facts import Session
+from firn.engine.loop import Parts
+from tests import stores
+from tests.api.real import Real, serving
+from tests.harness import Eager
+from tests.soak.house import Answer, ask, sessions
+
+WAIT_S = 60.0
+QUICK = "deadline_s=0.6"
+needs_redis = pytest.mark.skipif(bool(stores.why_no_redis()), reason=stores.why_no_redis() or "-")
+needs_s3 = pytest.mark.skipif(bool(stores.why_no_s3()), reason=stores.why_no_s3() or "-")
+KINDS = [pytest.param("redis", marks=needs_redis), pytest.param("s3", marks=needs_s3)]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in model computes sooner than a store answers: here it waits to see."""
+    monkeypatch.setattr("firn.cache.restore.UNKNOWN_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("firn.cache.restore.ASK_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("firn.cache.below.RESCAN_S", 0.1)
+    for name, value in stores.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Callable[[str], str]]:
+    """The address of a store of this kind, with a prefix of its own. Servers start when asked for."""
+    ports: dict[str, int] = {}
+    with ExitStack() as stack:
+
+        def address(kind: str) -> str:
+            if kind not in ports:
+                server = stores.redis_server() if kind == "redis" else stores.s3_server()
+                server.start()
+                stack.callback(server.kill)
+                if kind == "s3":
+                    stores.make_bucket(server.port)
+                ports[kind] = server.port
+            return address_of(kind, ports[kind])
+
+        yield address
+
+
+def address_of(kind: str, port: int, *more: str) -> str:
+    words = "&".join(more)
+    if kind == "redis":
+        return f"redis://127.0.0.1:{port}/0?prefix={uuid4().hex}&{words}".rstrip("&")
+    endpoint = f"endpoint=http://127.0.0.1:{port}"
+    return f"s3://{stores.BUCKET}/{uuid4().hex}?{endpoint}&{words}".rstrip("&")
+
+
+@dataclass(frozen=True)
+class Machine:
+    real: Real
+
+    def ask(self, session: Session, n: int) -> Answer:
+        return ask(self.real.url, session, n)
+
+    def store(self) -> dict[str, Any]:
+        stats = httpx.get(f"{self.real.url}/v1/cache/stats", timeout=WAIT_S).json()
+        (name,) = set(stats["tiers"]) & {"s3", "redis"}
+        found: dict[str, Any] = stats[name] | {"hits": stats["tokens"]["by_tier"].get(name, 0)}
+        return found
+
+    def until(self, what: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        until = time.monotonic() + WAIT_S
+        while not what(found := self.store()):
+            assert time.monotonic() < until, found
+            time.sleep(0.01)
+        return found
+
+    def settle(self) -> None:
+        """Until nothing is on its way to the store."""
+
+        def is_busy(parts: Parts) -> bool:
+            cache = parts.cache
+            assert isinstance(cache, PrefixTree)
+            below = cache.records.tiers[-1]
+            nodes = cache.records.tree.nodes()
+            writing = any(r.writing for n in nodes for r in n.records.values())
+            return bool(below._to_spill or writing or below._results.qsize())
+
+        until = time.monotonic() + WAIT_S
+        while self.real.server.engine.call(is_busy).result(WAIT_S):
+            assert time.monotonic() < until
+
+
+@contextmanager
+def machine(
+    folder: Path | None, *addresses: str, model: str = "firn-demo", **more: Any
+) -> Iterator[Machine]:
+    """folder: of its SSD tier; None for no such tier."""
+    cache = CacheConfig(
+        no_ssd_cache=folder is None,
+        ssd_cache_dir=folder,
+        cache_block_tokens=16,
+        cache_memory_mb=64,
+        tiers=addresses,
+        **more,
+    )
+    config = Config(model=ModelConfig(path=model), cache=cache)
+    with serving(Path(), config=config) as real:
+
+        def eager(parts: Parts) -> None:
+            assert isinstance(parts.cache, PrefixTree)
+            parts.cache.records.estimates = Eager()
+
+        real.server.engine.call(eager).result(WAIT_S)
+        yield Machine(real)
+
+
+# --- two servers, one store ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        pytest.param("redis", "firn-demo-hybrid", marks=needs_redis),
+        pytest.param("s3", "firn-demo", marks=needs_s3),
+    ],
+)
+def test_what_one_computed_the_other_resumes(
+    kind: str, model: str, place: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Two folders, one store. What was asked once stays at home; the second turn proves its worth."""
+    address = place(kind)
+    (talk,) = sessions(1)
+    with machine(tmp_path / "a", address, model=model) as first:
+        assert first.ask(talk, 0).right
+        first.settle()
+        assert first.store()["folder"]["counts"].get("writes", 0) == 0
+        assert first.ask(talk, 1).right
+        first.settle()
+        assert first.store()["folder"]["counts"]["writes"] > 3
+    with machine(tmp_path / "b", address, model=model) as second:
+        answer = second.ask(talk, 2)
+        assert answer.right
+        assert answer.n_cached > answer.n_prompt // 2
+        assert second.store()["hits"] >= answer.n_cached - 16
+        again = second.ask(talk, 3)
+        assert again.right
+        assert again.n_cached > answer.n_cached
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_instead_of_the_ssd_and_encrypted(
+    kind: str, place: Callable[[str], str], tmp_path: Path
+) -> None:
+    key, other = tmp_path / "key", tmp_path / "other"
+    key.write_text("11" * 32)
+    other.write_text("22" * 32)
+    address = f"{place(kind)}&spill=all"
+    (talk,) = sessions(1, first=7)
+    with machine(None, address, ssd_cache_key_file=key) as first:
+        assert first.ask(talk, 0).right
+        first.settle()
+    with machine(None, address, ssd_cache_key_file=key) as second:
+        answer = second.ask(talk, 0)
+        assert (answer.right, answer.n_cached > answer.n_prompt // 2) == (True, True)
+    if kind == "redis":
+        with machine(None, address, ssd_cache_key_file=other) as third:
+            answer = third.ask(talk, 0)
+            assert (answer.right, answer.n_cached) == (True, 0)
+
+
+# --- stores that fail ----------------------------------------------------------------------
+
+
+@needs_redis
+def test_redis_dies_hangs_and_comes_back(tmp_path: Path) -> None:
+    server = stores.redis_server()
+    server.start()
+    address = address_of("redis", server.port, "spill=all", QUICK)
+    talks = sessions(6, first=20)
+    try:
+        with machine(None, address) as one:
+            assert one.ask(talks[0], 0).right
+            one.settle()
+            server.kill()
+            assert one.ask(talks[1], 0).right
+            one.until(lambda s: s["folder"]["state"] == "paused")
+            assert one.ask(talks[2], 0).right
+            server.start()
+            one.until(lambda s: s["folder"]["state"] == "ok")
+            one.settle()
+            with server.paused():
+                assert one.ask(talks[3], 0).right
+                one.until(lambda s: s["folder"]["state"] == "paused")
+                assert one.ask(talks[4], 0).right
+            one.until(lambda s: s["folder"]["state"] == "ok")
+            assert one.ask(talks[3], 1).right
+    finally:
+        server.kill()
+
+
+@needs_redis
+def test_a_redis_that_is_full_refuses_and_one_that_evicts_misses(tmp_path: Path) -> None:
+    full = stores.redis_server("--maxmemory", "1500kb", "--maxmemory-policy", "noeviction")
+    tight = stores.redis_server("--maxmemory", "1500kb", "--maxmemory-policy", "allkeys-lru")
+    talks = sessions(4, first=30)
+    try:
+        for server in (full, tight):
+            server.start()
+        with machine(None, address_of("redis", full.port, "spill=all")) as one:
+            for talk in talks:
+                assert one.ask(talk, 0).right
+            one.settle()
+            found = one.store()["folder"]
+            assert found["drops"].get("full", 0) > 0
+            assert found["state"] == "ok", "it reads as well as ever"
+        address = address_of("redis", tight.port, "spill=all")
+        with machine(None, address) as one:
+            for talk in talks:
+                assert one.ask(talk, 0).right
+            one.settle()
+            assert one.store()["folder"]["drops"].get("full", 0) == 0
+        with machine(None, address) as one:
+            for talk in talks:
+                assert one.ask(talk, 1).right
+    finally:
+        full.kill()
+        tight.kill()
+
+
+@needs_redis
+def test_a_wrong_password_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = stores.redis_server("--requirepass", "secret-word")
+    server.start()
+    (talk,) = sessions(1, first=40)
+    address = f"redis://:wrong-word@127.0.0.1:{server.port}/0?spill=all"
+    try:
+        with machine(None, address) as one:
+            assert one.ask(talk, 0).right
+            found = one.until(lambda s: s["folder"]["state"] == "paused")
+            assert found["folder"]["reason"].startswith("no permission")
+        warnings = [r for r in caplog.records if "is left alone" in r.getMessage()]
+        assert len(warnings) == 1
+        assert "wrong-word" not in caplog.text
+    finally:
+        server.kill()
+
+
+@needs_redis
+def test_keys_live_as_long_as_they_are_told_and_a_use_renews_them(tmp_path: Path) -> None:
+    import redis
+
+    server = stores.redis_server()
+    server.start()
+    (talk,) = sessions(1, first=50)
+    try:
+        with machine(None, f"redis://127.0.0.1:{server.port}/0?ttl_s=1000&spill=all") as one:
+            assert one.ask(talk, 0).right
+            one.settle()
+        client = redis.Redis(port=server.port)
+        keys = client.keys("firn:*")
+        assert len(keys) > 3
+        assert all(0 < client.ttl(key) <= 1000 for key in keys)
+    finally:
+        server.kill()
+
+
+@needs_s3
+def test_a_bad_s3_server_costs_hits_and_nothing_else(tmp_path: Path) -> None:
+    """It ignores conditions and ranges, as some do; then it does worse, and then it is good again."""
+    talks = sessions(8, first=60)
+    with stores.BadS3() as bad:
+        address = address_of("s3", bad.port, "spill=all", QUICK)
+        with machine(None, address) as first:
+            for talk in talks[:3]:
+                assert first.ask(talk, 0).right
+            first.settle()
+        with machine(None, address) as second:
+            answer = second.ask(talks[0], 1)
+            assert (answer.right, answer.n_cached > answer.n_prompt // 2) == (True, True)
+            for mood, talk in (("lies", talks[1]), ("short", talks[2])):
+                bad.mood = mood
+                answer = second.ask(talk, 1)
+                assert (answer.right, answer.n_cached < answer.n_prompt // 2) == (True, True), mood
+            assert second.store()["folder"]["counts"]["damaged"] > 0
+            for i, mood in enumerate(("full", "forbids", "stalls")):
+                bad.released.clear()
+                bad.mood = mood
+                assert second.ask(talks[3 + i], 0).right
+                second.until(lambda s: s["folder"]["state"] == "paused")
+                assert second.ask(talks[3 + i], 1).right
+                bad.mood = ""
+                bad.released.set()
+                second.until(lambda s: s["folder"]["state"] == "ok")
+            second.settle()
+        with machine(None, address) as third:
+            answer = third.ask(talks[1], 2)
+            assert answer.right
+            assert answer.n_cached > answer.n_prompt // 2, "what was damaged was written anew"
+
+
+@needs_s3
+def test_s3_is_killed_and_comes_back(tmp_path: Path) -> None:
+    server = stores.s3_server()
+    server.start()
+    stores.make_bucket(server.port)
+    talks = sessions(2, first=70)
+    try:
+        with machine(None, address_of("s3", server.port, "spill=all", QUICK)) as one:
+            assert one.ask(talks[0], 0).right
+            server.kill()
+            assert one.ask(talks[1], 0).right
+            one.until(lambda s: s["folder"]["state"] == "paused")
+            server.start()  # empty, and without the bucket
+            assert one.ask(talks[0], 1).right
+            stores.make_bucket(server.port)
+            one.until(lambda s: s["folder"]["state"] == "ok")
+            assert one.ask(talks[1], 1).right
+    finally:
+        server.kill()
+
+
+# --- addresses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("http://host/x", "begins with one of"),
+        ("s3:///prefix", "is followed by a name"),
+        ("s3://bucket?spill=most", "neither proved nor all"),
+        pytest.param("s3://bucket?colour=red", "colour is no setting", marks=needs_s3),
+        pytest.param("redis://host/0?ttl_s=soon", "is not a number", marks=needs_redis),
+        pytest.param("redis://host/0?deadline_s=0", "out of range", marks=needs_redis),
+        ("redis://host/0?nonsense", "no address"),
+    ],
+)
+def test_a_bad_address_is_one_line(address: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=why), machine(None, address):
+        pass
