@@ -1,0 +1,120 @@
+"""What a step of several tokens takes on this device: by width, by rows, and by whether its shape is new.
+
+    PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17] [--steps 24]
+
+    plain     one token a row, the next step prepared while the device computes; `alone` waits for each
+    new       several tokens, all accepted: attention sees another number of columns at each step
+    again     the same lengths once more
+    padded    columns in blocks of 256 and a mask, as steps with drafts have them on CUDA
+
+host: until the step is dispatched. all: until its tokens are read. Medians in ms, and the longest step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from report import cli, grid, numbers
+
+from firn.models.padding import in_blocks
+from firn.models.rewind import Step, ready
+from models import random_model
+from speculation_device import SHAPES
+
+N_PROMPT = 512
+
+
+class Bench:
+    def __init__(self, model: Any, *, n_rows: int, n_steps: int) -> None:
+        self.model, self.n_rows, self.n_steps = model, n_rows, n_steps
+        self.vocab = model.args.vocab_size
+
+    def caches(self, *, block: int = 0) -> list[Any]:
+        """With a prompt in them. block: as a group that drafts has them."""
+        rows = []
+        for i in range(self.n_rows):
+            layers = make_prompt_cache(self.model)
+            prompt = mx.arange(N_PROMPT - i) * (7 + i) % self.vocab
+            self.model(prompt[None], cache=layers)
+            mx.eval([c.state for c in layers])
+            rows.append(layers)
+        if self.n_rows == 1:
+            return rows[0]
+        layers = [KVCache.merge(list(same)) for same in zip(*rows, strict=True)]
+        return ready(layers, block=block) if block else layers
+
+    def plain(self, *, in_flight: bool) -> list[tuple[float, float]]:
+        layers, tokens, found = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
+        before = tokens
+        heard = time.perf_counter()
+        for _ in range(2 * self.n_steps):
+            began = time.perf_counter()
+            tokens = mx.argmax(self.model(tokens[:, None], cache=layers)[:, -1], axis=-1)
+            mx.async_eval(tokens)
+            host = time.perf_counter() - began
+            (before if in_flight else tokens).tolist()
+            before = tokens
+            found.append((host, time.perf_counter() - heard))
+            heard = time.perf_counter()
+        return found[self.n_steps :]
+
+    def wide(self, width: int, *, block: int, layers: list[Any]) -> list[tuple[float, float]]:
+        found = []
+        ids = [list(range(1, width + 1))] * self.n_rows
+        for _ in range(self.n_steps):
+            began = time.perf_counter()
+            step = Step(layers, [width] * self.n_rows, width)
+            logits = self.model(mx.array(ids), cache=in_blocks(layers, max(block, 1)))
+            tokens = mx.argmax(logits, axis=-1)
+            mx.async_eval(tokens)
+            host = time.perf_counter() - began
+            tokens.tolist()
+            step.settle([width] * self.n_rows)
+            found.append((host, time.perf_counter() - began))
+        return found
+
+
+def run(args: argparse.Namespace) -> None:
+    config, dtype = SHAPES[args.shape]
+    model = random_model(config, dtype=dtype)
+    rows = [["rows", "width", "", "host", "all", "longest", "first"]]
+
+    def show(n: int, width: int, what: str, measure: Callable[[], list[tuple[float, float]]]) -> None:
+        hosts, alls = zip(*measure(), strict=True)
+        ms = [1000 * statistics.median(x) for x in (hosts, alls)] + [1000 * max(alls), 1000 * alls[0]]
+        rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms)])
+        print(" ".join(rows[-1]), flush=True)
+
+    for n in numbers(args.rows):
+        bench = Bench(model, n_rows=n, n_steps=args.steps)
+        show(n, 1, "plain", lambda: bench.plain(in_flight=True))
+        show(n, 1, "alone", lambda: bench.plain(in_flight=False))
+        for width in numbers(args.widths):
+            block = 256
+            show(n, width, "padded", lambda: bench.wide(width, block=block, layers=bench.caches(block=block)))
+            if n == 1:
+                layers = bench.caches()
+                show(n, width, "new", lambda: bench.wide(width, block=0, layers=layers))
+                for layer in layers:
+                    layer.trim(width * args.steps)
+                show(n, width, "again", lambda: bench.wide(width, block=0, layers=layers))
+    print(grid(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="4b")
+    parser.add_argument("--rows", default="1,8")
+    parser.add_argument("--widths", default="2,5,9,17,32")
+    parser.add_argument("--steps", type=int, default=24)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    cli(main)
