@@ -22,11 +22,14 @@ from engines import BenchEngine
 from report import grid, numbers, save
 
 from firn.core.values import Job
-from firn.models.batch import Row
+from firn.models import device as devices
+from firn.models.batch import Group, Launched, Row
 from firn.models.drafters import NOTHING, Guess
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.gate import Hope, Odds
 from firn.models.speculation import MAX_DEAR, MAX_DRAFT, Record, Speculation
+from firn.models.traits import TRAITS
+from firn.models.verify import Taken, Verification
 from models import COMMON, CONFIGS
 
 QWEN3_4B: dict[str, Any] = COMMON | {
@@ -124,12 +127,30 @@ class OracleSpeculation(Speculation):
     """The reply is forced here to make it known; the guesses are the oracle's all the same."""
 
     def __init__(self, oracle: Oracle) -> None:
-        super().__init__(oracle)
+        super().__init__(oracle, traits=TRAITS[devices.device().kind])
         self.oracle = oracle
+        self.step_ms: dict[str, list[float]] = {}
 
     def forget(self) -> None:
         """The oracle is another one from here on."""
         self._odds = Odds()
+
+    def _time(self, group: Group, taken: Sequence[Taken], step: Launched | Verification) -> None:
+        pace = self._paces.get(id(group))
+        if pace is not None:
+            wide = f"x{step.width}" if isinstance(step, Verification) else ""
+            kind = wide or ("drained" if self._drains else "back" if pace.n_wide else "plain")
+            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.heard_at))
+        super()._time(group, taken, step)
+
+    def told(self) -> str:
+        """How many steps of each kind there were since this was last asked, and how long they took."""
+        kinds, self.step_ms = self.step_ms, {}
+        each = [
+            f"{kind}: {len(ms)} of {statistics.median(ms):.1f} ms, longest {max(ms):.0f}"
+            for kind, ms in sorted(kinds.items())
+        ]
+        return "; ".join([*each, f"allowance {self.allowance.steps:.1f}"])
 
     def _look(self, row: Row, record: Record) -> None:
         record.next, record.source = NOTHING, 0
@@ -216,7 +237,8 @@ def run(args: argparse.Namespace) -> None:
                         f"{per_step:.2f}",
                     ]
                 )
-                print(" ".join(rows[-1]), flush=True)
+                told = engine.engine.call(lambda parts: parts.runner.speculation.told())  # type: ignore[attr-defined]
+                print(" ".join(rows[-1]), "|", told.result(), flush=True)
                 result.append({"streams": n_streams, "right": right, "ratios": ratios})
     print(grid(rows))
     if args.out:

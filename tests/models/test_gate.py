@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from firn.models import gate
-from firn.models.gate import N_STALE, N_UNSEEN, START, Allowance, Hope, Odds, StepTimes
+from firn.models.gate import N_STALE, N_UNSEEN, Allowance, Hope, Odds, StepTimes
 from firn.models.traits import TRAITS, Traits
 from tests.models.simulated import Machine, gain
 
@@ -156,7 +156,7 @@ def test_losses_shut_drafts_out_until_they_are_earned_again() -> None:
         return best.width
 
     assert width() > 1
-    allowance.settle(-START - 1.0)
+    allowance.settle(-100.0)
     assert width() == 1
     for _ in range(120):
         allowance.earn()

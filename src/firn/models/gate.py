@@ -35,8 +35,11 @@ MAX_EPISODE = 16.0
 MIN_GAIN = 1.05
 """What is expected of drafts, to give up steps in flight for them; and of more of them, once begun."""
 MIN_MORE = 1.02
-EARNED, START, MOST = 0.01, 2.0, 6.0
-"""Plain steps that drafts may lose: for each plain step, at the start, and at any time."""
+EARNED, START, MOST, LEAST = 0.01, 2.0, 20.0, -1.0
+"""Plain steps that drafts may lose: for each plain step, at the start, and at any time. What they lose
+beyond the least is forgiven."""
+N_SURE = 3
+"""Measurements that outvote what was thought before."""
 MAX_OFF = 4.0
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
 """Of what guesses took more, or less, than thought, so much is believed."""
@@ -66,6 +69,12 @@ class Recent:
         if self._values:
             self._values.popleft()
             self._median = None
+
+    def believed(self, prior: float) -> float:
+        """Of few measurements, single ones may be far off."""
+        if len(self._values) >= N_SURE:
+            return self.median
+        return statistics.median([*self._values, *[prior] * (N_SURE - len(self._values))])
 
     @property
     def median(self) -> float:
@@ -110,9 +119,9 @@ class StepTimes:
         rows.n_seen[width] += 1
         if rows.n_seen[width] <= self._traits.n_preparing or not rows.plain:
             return None
-        price = seconds / rows.plain.median
+        price, most = seconds / rows.plain.median, MAX_OFF * self.price(n_rows, width)
         rows.wide.setdefault(width, Recent()).saw(price)
-        return min(price, MAX_OFF * rows.wide[width].median)
+        return min(price, most)
 
     def saw_episode(self, n_rows: int, n_steps: int, extra_s: float) -> float:
         """Drafts were tried so many times in a row; going over to them and back took so much more."""
@@ -145,7 +154,7 @@ class StepTimes:
     def change(self, n_rows: int) -> float:
         """What going over to wide steps and back costs each of them."""
         seen = self._of(n_rows).change
-        return (seen.median if seen else PRIOR_CHANGE) / max(self._episode, 1.0)
+        return seen.believed(PRIOR_CHANGE) / max(self._episode, 1.0)
 
     def is_measured(self, n_rows: int, width: int) -> bool:
         return bool(self._of(n_rows).wide.get(self._traits.shape(width)))
@@ -155,7 +164,8 @@ class StepTimes:
         if width == 1:
             return 1.0
         width = self._traits.shape(width)
-        seen = {w: r.median for w, r in self._of(n_rows).wide.items() if r}
+        wide = self._of(n_rows).wide
+        seen = {w: r.believed(self._prior(n_rows, w)) for w, r in wide.items() if r}
         if width in seen:
             return seen[width]
         below = max((w for w in seen if w < width), default=1)
@@ -184,7 +194,7 @@ class Allowance:
 
     def settle(self, gain: float) -> None:
         """A step of drafts, or a change to them and back, has brought so much, or lost it."""
-        self.steps = min(self.steps + gain, MOST)
+        self.steps = max(min(self.steps + gain, MOST), LEAST)
 
     def covers(self, loss: float) -> bool:
         return self.steps > 0.0 and self.steps >= min(loss, START)
