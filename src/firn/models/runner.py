@@ -104,6 +104,7 @@ class Runner:
         The logits are computed only where somebody wants to know how likely the tokens were.
         """
         start = row.n_tokens
+        self._look_back(row, prompt)
         self._before = mx.get_active_memory(), mx.get_peak_memory()
         give_room(row.layers, len(prompt))
         self._prepare(end - start)
@@ -135,6 +136,7 @@ class Runner:
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row for each choice, all with this row's past, each with its own sampler."""
         end_room(row.layers)
+        self._look_back(row, job.prompt)
         rows = [row, *(fork(row) for _ in indices[1:])]
         shift = self._inputs.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
@@ -340,6 +342,12 @@ class Runner:
             self.speculation.end()
         mx.synchronize()
         mx.clear_streams()
+
+    def _look_back(self, row: Row, prompt: Prompt) -> None:
+        """Behind a restored past: what a prediction head goes on from."""
+        if self._mtp is not None and row.n_tokens and not row.hidden and not prompt.media:
+            hidden = self._mtp.look_back(int(prompt.ids[row.n_tokens - 1]), row.layers)
+            row.hidden = [] if hidden is None else [HiddenAt(hidden, 0, 0)]
 
     def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
         """What a prediction head goes on from."""
