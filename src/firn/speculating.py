@@ -63,7 +63,7 @@ def with_head(
         return loaded
     folder, info = Path(loaded.info.path), loaded.info
     settings = loader.read_config(folder)
-    if info.vision or not mtp_load.has_head(folder, settings):
+    if not mtp_load.has_head(folder, settings):
         if wanted == "mtp":
             raise SetupError(
                 f"--speculation mtp: {info.name} has no prediction head that is known here"

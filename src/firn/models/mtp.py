@@ -25,6 +25,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from firn.models.rewind import TRIMMED, kind, leaves
+from firn.models.vision import VisionModel
 
 STATE = "ArraysCache"
 
@@ -56,16 +57,24 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.base = base
         self.head = head
+        self._pictures = isinstance(base, VisionModel)
         self._hidden: mx.array | None = None
 
     @property
     def args(self) -> Any:
-        return self.base.args
+        return self._text.args
 
     @property
     def model(self) -> Any:
         """The layers without the vocabulary's."""
-        return self.base.model
+        return self._text.model
+
+    @property
+    def _text(self) -> Any:
+        """The part that says tokens."""
+        if self._pictures:
+            return self.base.model.language_model
+        return self.base["language_model"] if "language_model" in self.base else self.base
 
     @property
     def hidden(self) -> mx.array:
@@ -74,18 +83,18 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         return self._hidden
 
     def __call__(
-        self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None
+        self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None, **inputs: Any
     ) -> mx.array:
         """carry: (rows, width), the hidden states behind the tokens before these, where no layer keeps
-        them."""
+        them. inputs: what a model of pictures takes beside ids."""
         own, last, state = split(cache)
-        hidden = self.base.model(ids, own)
+        hidden, embeds = self._read(ids, own, inputs)
         if state is not None and state[0] is not None:
             carry = state[0][:, 0]
         if carry is None:
             carry = mx.zeros_like(hidden[:, 0])
         before = mx.concatenate([carry[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
-        self.head(before, self._embed(ids), last)
+        self.head(before, embeds, last)
         self._hidden = hidden
         if state is not None:
             state[0] = _newest(hidden, state)
@@ -100,7 +109,7 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         if state is not None:
             found: mx.array | None = state[0]
             return found
-        if not all(kind(layer) in TRIMMED and layer.offset for layer in own):
+        if self._pictures or not all(kind(c) in TRIMMED and c.offset for c in own):
             return None
         for layer in own:
             layer.trim(1)
@@ -112,12 +121,22 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         out = self.head(hidden, self._embed(ids), cache)
         return self._logits(out), out
 
+    def _read(
+        self, ids: mx.array, own: list[Any], inputs: dict[str, Any]
+    ) -> tuple[mx.array, mx.array]:
+        """Hidden states and embeddings, side by side."""
+        if not self._pictures:
+            return self.base.model(ids, own), self._embed(ids)
+        embeds = inputs.get("inputs_embeds")
+        hidden = self.base.hidden(ids, own, **inputs)
+        return hidden, self._embed(ids) if embeds is None else embeds
+
     def _embed(self, ids: mx.array) -> mx.array:
-        found: mx.array = self.base.model.embed_tokens(ids)
+        found: mx.array = self._text.model.embed_tokens(ids)
         return found
 
     def _logits(self, hidden: mx.array) -> mx.array:
-        text = getattr(self.base, "language_model", self.base)
+        text = self._text
         out: mx.array
         if "lm_head" in text:
             out = text.lm_head(hidden)

@@ -345,7 +345,7 @@ class Runner:
 
     def _look_back(self, row: Row, prompt: Prompt) -> None:
         """Behind a restored past: what a prediction head goes on from."""
-        if self._mtp is not None and row.n_tokens and not row.hidden and not prompt.media:
+        if self._mtp is not None and row.n_tokens and not row.hidden:
             hidden = self._mtp.look_back(int(prompt.ids[row.n_tokens - 1]), row.layers)
             row.hidden = [] if hidden is None else [HiddenAt(hidden, 0, 0)]
 

@@ -148,9 +148,11 @@ def test_what_the_head_goes_on_from_survives_a_hit(name: str) -> None:
 # --- reading it from files -----------------------------------------------------------------
 
 
-def as_published(head: Head, name: str) -> dict[str, mx.array]:
+def as_published(
+    head: Head, name: str, *, config: dict[str, Any] | None = None
+) -> dict[str, mx.array]:
     """The head's tensors as the model's makers name and cut them."""
-    config = ZOO[name].config
+    config = config or ZOO[name].config
     text = config.get("text_config", config)
     family = FAMILIES[config["model_type"]]
     prefix = family.prefix.format(n=text["num_hidden_layers"])
