@@ -129,6 +129,17 @@ def test_what_spoke_against_drafts_is_forgotten_bit_by_bit() -> None:
     assert best_width(times, [KEEN]) > 1
 
 
+def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> None:
+    times = measured({9: 1.2, 17: 4.0}, traits=CUDA)
+
+    def width(*, hopeful: bool) -> int:
+        best = gate.best_width(times, [KEEN], n_seats=1, widths=WIDTHS, hopeful=hopeful)
+        return best.width
+
+    assert width(hopeful=False) == 9
+    assert width(hopeful=True) == 17
+
+
 def test_a_plain_step_is_looked_at_now_and_then() -> None:
     times = measured(FLAT)
     for _ in range(N_UNSEEN):

@@ -175,6 +175,16 @@ class StepTimes:
         low, share = seen.get(below, 1.0), (width - below) / (above - below)
         return low + share * (seen[above] - low)
 
+    def hoped(self, n_rows: int, width: int) -> float:
+        """Its price if a wider step is dearer than a narrower one only as devices have it: what was
+        measured of it may be out of date, or have been one slow step."""
+        shapes = sorted({self._traits.shape(w) for w in self._traits.widths if 1 < w < width})
+        own = self._prior(n_rows, self._traits.shape(width))
+        best = self.price(n_rows, width)
+        for shape in shapes:
+            best = min(best, self.price(n_rows, shape) * own / self._prior(n_rows, shape))
+        return best
+
     def _prior(self, n_rows: int, width: int) -> float:
         traits = self._traits
         return 1.0 + (traits.flat + traits.slope * n_rows * (width - 1) if width > 1 else 0.0)
@@ -291,13 +301,14 @@ def best_width(
     n_seats: int,
     widths: Sequence[int],
     flows: bool = False,
+    hopeful: bool = False,
     allowance: Allowance | None = None,
     draft_s: Callable[[int], float] = lambda width: 0.0,
 ) -> Best:
     """The width that brings the most tokens a second; 1 where no drafts pay.
 
     A row drafts what the width leaves beside the tokens that it must be fed. flows: a step is in flight,
-    which is given up for drafts. draft_s: how long the guesses for a step of this width take.
+    which is given up for drafts. hopeful: try what may have become cheaper. draft_s: how long the guesses for a step of this width take.
     """
     least = max(h.n_pending for h in hopes)
     best = Best(1, (MIN_GAIN if flows else MIN_MORE) / times.price(n_seats, least))
@@ -307,7 +318,7 @@ def best_width(
     for width in widths:
         if width <= least:
             continue
-        price = times.price(n_seats, width)
+        price = (times.hoped if hopeful else times.price)(n_seats, width)
         loss = 0.0 if times.is_measured(n_seats, width) else price - 1.0
         if allowance is not None and not allowance.covers(loss):
             continue

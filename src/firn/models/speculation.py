@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from firn.models.batch import Group, Launched, Row
     from firn.models.verify import Taken
 
-MAX_DRAFT = 16
+MAX_DRAFT = MAX_FEED - 1
 SURE, SURE_ODDS = -1, 0.999
 """The source of guesses that hardly can be wrong."""
 GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 """Of text that a grammar leaves no choice about; a model may cut it into other tokens."""
+HOPE_EVERY = 16
+"""One step with drafts in so many is of a width that may have become cheaper than it was."""
 MAX_DEAR, DEAR_WIDTH = 8, 5
 """Guesses that take time: how many there are, and at which width they are compared with others."""
 
@@ -323,6 +325,7 @@ class Speculation:
             n_seats=n_seats,
             widths=self.traits.widths,
             flows=flows,
+            hopeful=self.totals.n_draft_steps % HOPE_EVERY == HOPE_EVERY - 1,
             allowance=self.allowance,
         )
         best = choose(free)

@@ -37,9 +37,9 @@ TRAITS: dict[Kind, Traits] = {
     "cuda": Traits(
         slope=0.003,
         flat=0.25,
-        widths=(1, 2, 3, 5, 9, 17),
+        widths=(1, 2, 3, 5, 9, 17, 32),
         shapes=(9, 17, 32),
-        block=256,
+        block=512,
         n_preparing=2,
     ),
 }
