@@ -217,13 +217,15 @@ class DraftTimes:
         self._seconds: dict[int, float] = {}
         self._begun: set[int] = set()
 
-    def saw(self, n_rows: int, seconds: float) -> None:
-        if n_rows not in self._begun:  # the first has things to prepare
+    def saw(self, n_rows: int, seconds: float) -> bool:
+        """Whether it says something: the first has things to prepare."""
+        if n_rows not in self._begun:
             self._begun.add(n_rows)
-            return
+            return False
         known = self._seconds.get(n_rows, seconds)
         rate = SLOWER_RATE if seconds > known else FASTER_RATE
         self._seconds[n_rows] = known + rate * (min(seconds, MAX_OFF * known) - known)
+        return True
 
     def of(self, n_rows: int) -> float:
         """As far as is known; of other numbers of rows, the least."""

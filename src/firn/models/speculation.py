@@ -42,6 +42,8 @@ GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 """Of text that a grammar leaves no choice about; a model may cut it into other tokens."""
 HOPE_EVERY = 16
 """One step with drafts in so many is of a width that may have become cheaper than it was."""
+MAX_CHARGE = 4.0
+"""Plain steps that guesses for one step can have taken: more was the machine's doing."""
 MAX_DEAR, DEAR_WIDTH = 8, 5
 """Guesses that take time: how many there are, and at which width they are compared with others."""
 
@@ -290,7 +292,10 @@ class Speculation:
             record.is_ready = bool(guess.tokens)
             record.next, record.source = guess, self._dear
             record.next = _within(row, guess)
-        self._draft_times.saw(len(best.asks), took_s / max(n, 1))
+        group = best.asks[0].group
+        n_seats = len(group.seats) if group else 0
+        if self._draft_times.saw(len(best.asks), took_s / max(n, 1)) and self.times.knows(n_seats):
+            self.allowance.settle(-min(took_s / self.times.plain_s(n_seats), MAX_CHARGE))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
