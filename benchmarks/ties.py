@@ -1,6 +1,7 @@
 """How often guesses change a greedy reply: steps of other shapes round differently, and a tie may fall.
 
-    .venv/bin/python benchmarks/ties.py [--models firn-demo,firn-demo-hybrid,smollm2] [--replies 20] [--tokens 120]
+    .venv/bin/python benchmarks/ties.py [--models firn-demo,firn-demo-hybrid,smollm2]
+        [--replies 20] [--tokens 120]
 
 Each reply is made twice by one engine, one token a step and with guesses of eight tokens that are right
 nine times in ten (they are the first reply's), at each step, whether that pays or not. A reply counts up
@@ -85,7 +86,9 @@ def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
     found = []
     for i in range(n):
         if name.startswith("firn-demo"):
-            session = make_session(i, n_facts=12, n_questions=6, kinds=("fact",), placement="system")
+            session = make_session(
+                i, n_facts=12, n_questions=6, kinds=("fact",), placement="system"
+            )
             said = [(m["role"], m["content"]) for m in session.messages(i % 6)]
         else:
             said = [("user", list(ASKS.values())[i % len(ASKS)](i))]
@@ -103,7 +106,9 @@ def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
     def speculation(model: Any) -> Speculation:
         return Always(known)
 
-    build = partial(BenchEngine, config, dtype=mx.float32, memory_nbytes=1 << 28, model=loaded.model)
+    build = partial(
+        BenchEngine, config, dtype=mx.float32, memory_nbytes=1 << 28, model=loaded.model
+    )
     with build(speculation=speculation) as engine:
         asks = prompts(name, folder, n_replies)
         ask = partial(engine.ask, read=False, write=False)

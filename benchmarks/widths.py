@@ -1,11 +1,11 @@
-"""What a step of several tokens takes on this device: by width, by rows, and by whether its shape is new.
+"""What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
 
     PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17] [--steps 24]
 
     plain     one token a row, the next step prepared while the device computes; `alone` waits for each
     new       several tokens, all accepted: attention sees another number of columns at each step
     again     the same lengths once more
-    padded    columns in blocks of 256 and a mask, as steps with drafts have them on CUDA
+    padded    columns in blocks of 512 and a mask, as steps with drafts have them on CUDA
 
 host: until the step is dispatched. all: until its tokens are read. Medians in ms, and the longest step.
 """
@@ -15,19 +15,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from report import cli, grid, numbers
+from speculation_device import SHAPES
 
 from firn.models.padding import in_blocks
 from firn.models.rewind import Step, ready
 from models import random_model
-from speculation_device import SHAPES
 
-N_PROMPT = 512
+N_PROMPT, BLOCK = 512, 512
 
 
 class Bench:
@@ -85,25 +84,30 @@ def run(args: argparse.Namespace) -> None:
     model = random_model(config, dtype=dtype)
     rows = [["rows", "width", "", "host", "all", "longest", "first"]]
 
-    def show(n: int, width: int, what: str, measure: Callable[[], list[tuple[float, float]]]) -> None:
-        hosts, alls = zip(*measure(), strict=True)
-        ms = [1000 * statistics.median(x) for x in (hosts, alls)] + [1000 * max(alls), 1000 * alls[0]]
+    def show(n: int, width: int, what: str, steps: list[tuple[float, float]]) -> None:
+        hosts, alls = zip(*steps, strict=True)
+        ms = [1000 * statistics.median(x) for x in (hosts, alls)] + [
+            1000 * max(alls),
+            1000 * alls[0],
+        ]
         rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms)])
         print(" ".join(rows[-1]), flush=True)
 
     for n in numbers(args.rows):
         bench = Bench(model, n_rows=n, n_steps=args.steps)
-        show(n, 1, "plain", lambda: bench.plain(in_flight=True))
-        show(n, 1, "alone", lambda: bench.plain(in_flight=False))
+        show(n, 1, "plain", bench.plain(in_flight=True))
+        show(n, 1, "alone", bench.plain(in_flight=False))
         for width in numbers(args.widths):
-            block = 256
-            show(n, width, "padded", lambda: bench.wide(width, block=block, layers=bench.caches(block=block)))
-            if n == 1:
-                layers = bench.caches()
-                show(n, width, "new", lambda: bench.wide(width, block=0, layers=layers))
-                for layer in layers:
-                    layer.trim(width * args.steps)
-                show(n, width, "again", lambda: bench.wide(width, block=0, layers=layers))
+            show(
+                n, width, "padded", bench.wide(width, block=BLOCK, layers=bench.caches(block=BLOCK))
+            )
+            if n > 1:
+                continue
+            layers = bench.caches()
+            show(n, width, "new", bench.wide(width, block=0, layers=layers))
+            for layer in layers:
+                layer.trim(width * args.steps)
+            show(n, width, "again", bench.wide(width, block=0, layers=layers))
     print(grid(rows))
 
 

@@ -1,8 +1,8 @@
 """A machine that exists on paper: what its host and its device take for a step, and a clock.
 
 The speculation is the real one; the engine's loop is told in a few lines: a plain step stays in flight
-while the next is prepared, a step of several tokens is waited for. So what the gate makes of a machine is
-seen in tokens a second, without one.
+while the next is prepared, a step of several tokens is waited for. So what the gate makes of a machine
+is seen in tokens a second, without one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Machine:
     """One step in ten takes so many times longer."""
 
     def device(self, width: int, rng: random.Random) -> float:
-        price = 1.0 if width == 1 else float(np.interp(width, list(self.wide), [*self.wide.values()]))
+        price = (
+            1.0 if width == 1 else float(np.interp(width, list(self.wide), [*self.wide.values()]))
+        )
         slow = 1.0 + self.noise * (rng.random() < 0.1)
         return self.device_s * price * slow
 

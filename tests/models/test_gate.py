@@ -66,7 +66,7 @@ def test_the_length_goes_by_how_long_guesses_hold() -> None:
 
 
 def test_a_step_in_flight_is_given_up_only_for_more_than_that_costs() -> None:
-    times, some = measured({w: 1.5 for w in WIDTHS[1:]}, change=2.0), Hope.of([0.5] * 16)
+    times, some = measured(dict.fromkeys(WIDTHS[1:], 1.5), change=2.0), Hope.of([0.5] * 16)
     assert best_width(times, [some], flows=False) > 1, "2 tokens for 1.5"
     assert best_width(times, [some], flows=True) == 1, "2 tokens for 1.5, and 1 for the change"
     assert best_width(times, [KEEN], flows=True) > 1
@@ -122,7 +122,7 @@ def test_single_slow_steps_say_nothing() -> None:
 
 
 def test_what_spoke_against_drafts_is_forgotten_bit_by_bit() -> None:
-    times = measured({w: 30.0 for w in WIDTHS[1:]})
+    times = measured(dict.fromkeys(WIDTHS[1:], 30.0))
     assert best_width(times, [KEEN]) == 1
     for _ in range(9 * N_STALE):
         times.passed_over(1)

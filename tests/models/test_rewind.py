@@ -68,7 +68,10 @@ def test_rejected_tokens_leave_no_bit(name: str, n_rows: int, block: int) -> Non
     right = [text(i, n + FED)[n:] for i, n in enumerate(lengths)]
     partly = is_rewindable(layers)
     kept = RIGHT[:n_rows] if partly else (0,) * n_rows
-    wrong = [[*r[: max(k, 1)], *[60 + i] * (FED - max(k, 1))] for i, (r, k) in enumerate(zip(right, kept, strict=True))]
+    wrong = [
+        [*r[: max(k, 1)], *[60 + i] * (FED - max(k, 1))]
+        for i, (r, k) in enumerate(zip(right, kept, strict=True))
+    ]
     other = copy.deepcopy(layers)
     before = held(layers, layout, lengths)
     assert before

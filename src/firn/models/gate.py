@@ -310,7 +310,8 @@ def best_width(
     """The width that brings the most tokens a second; 1 where no drafts pay.
 
     A row drafts what the width leaves beside the tokens that it must be fed. flows: a step is in flight,
-    which is given up for drafts. hopeful: try what may have become cheaper. draft_s: how long the guesses for a step of this width take.
+    which is given up for drafts. hopeful: try what may have become cheaper. draft_s: how long the
+    guesses for a step of this width take.
     """
     least = max(h.n_pending for h in hopes)
     best = Best(1, (MIN_GAIN if flows else MIN_MORE) / times.price(n_seats, least))

@@ -3,8 +3,8 @@
     hidden state behind token t-1, embedding of token t  ->  head  ->  guess of token t+1
 
 The head is a part of the forward pass, and its KV one more cache of plain attention behind the others:
-batched, set back, stored and restored as they are. So is the hidden state that it goes on from, in models
-that have states of their own:
+batched, set back, stored and restored as they are. So is the hidden state that it goes on from, in
+models that have states of their own:
 
     layers   [the model's ...][the head's KV][the hidden state behind the newest token]
 
@@ -74,7 +74,7 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         """The part that says tokens."""
         if self._pictures:
             return self.base.model.language_model
-        return self.base["language_model"] if "language_model" in self.base else self.base
+        return self.base.get("language_model", self.base)
 
     @property
     def hidden(self) -> mx.array:

@@ -1,8 +1,8 @@
 """What a kind of device thinks of steps of several tokens, before anything is measured on it.
 
 CUDA: a step takes about as long as its launches, however many tokens it has; but attention to several
-tokens at once is planned anew for each shape, which takes longer than many steps. So there the steps come
-in few widths, and see a multiple of `block` columns, the last ones masked.
+tokens at once is planned anew for each shape, which takes longer than many steps. So there the steps
+come in few widths, and see a multiple of `block` columns, the last ones masked.
 """
 
 from __future__ import annotations
