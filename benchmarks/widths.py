@@ -1,6 +1,6 @@
 """What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
 
-    PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17] [--steps 24]
+    PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17] [--steps 24] [--parts]
 
     plain     one token a row, the next step prepared while the device computes; `alone` waits for each
     new       several tokens, all accepted: attention sees another number of columns at each step
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -79,8 +80,61 @@ class Bench:
         return found
 
 
+def parts(config: dict[str, Any], dtype: mx.Dtype, *, widths: list[int], n_steps: int) -> None:
+    """What the products and the attention of all layers take by themselves, with one row."""
+    n, size, wide = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
+    heads, kv, d = (config[f"{k}"] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shapes = [(heads * d, size), (kv * d, size), (kv * d, size), (size, heads * d)]
+    shapes += [(wide, size), (wide, size), (size, wide)]
+    weights = [[mx.random.normal(x, dtype=dtype) for x in shapes] for _ in range(n)]
+    keys = [mx.random.normal((1, kv, 1024, d), dtype=dtype) for _ in range(n)]
+    mx.eval(weights, keys)
+
+    def products(width: int) -> list[mx.array]:
+        x = {k: mx.random.normal((1, width, k), dtype=dtype) for k in {size, wide, heads * d}}
+        return [x[w.shape[1]] @ w.T for layer in weights for w in layer]
+
+    def attention(width: int, how: str) -> list[mx.array]:
+        q = mx.random.normal((1, heads, width, d), dtype=dtype)
+        mask: Any = None
+        if how == "causal":
+            mask = "causal"
+        elif how != "open":
+            mask = mx.arange(1024)[None] <= mx.arange(900, 900 + width)[:, None]
+        if how == "additive":
+            mask = mx.where(mask, 0.0, -mx.inf).astype(dtype)
+        if how != "by hand":
+            return [
+                mx.fast.scaled_dot_product_attention(q, k, k, scale=0.1, mask=mask) for k in keys
+            ]
+        q = q.reshape(1, kv, heads // kv * width, d)
+        seen = mx.where(mask, 0.0, -mx.inf).astype(dtype)
+        seen = mx.concatenate([seen] * (heads // kv))
+        return [mx.softmax(0.1 * q @ k.swapaxes(-1, -2) + seen, axis=-1) @ k for k in keys]
+
+    def timed(what: str, make: Callable[[], list[mx.array]]) -> None:
+        host, whole = [], []
+        for _ in range(n_steps):
+            began = time.perf_counter()
+            out = make()
+            mx.async_eval(out)
+            host.append(time.perf_counter() - began)
+            mx.eval(out)
+            whole.append(time.perf_counter() - began)
+        ms = [1000 * statistics.median(x) for x in (host, whole)]
+        print(f"{what}: host {ms[0]:.1f} all {ms[1]:.1f}", flush=True)
+
+    for width in [1, *widths]:
+        timed(f"{width} products", lambda width=width: products(width))  # type: ignore[misc]
+        for how in ("open", "causal", "mask", "additive", "by hand"):
+            timed(f"{width} attention {how}", lambda w=width, h=how: attention(w, h))  # type: ignore[misc]
+
+
 def run(args: argparse.Namespace) -> None:
     config, dtype = SHAPES[args.shape]
+    if args.parts:
+        parts(config, dtype, widths=numbers(args.widths), n_steps=args.steps)
+        return
     model = random_model(config, dtype=dtype)
     rows = [["rows", "width", "", "host", "all", "longest", "first"]]
 
@@ -117,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--widths", default="2,5,9,17,32")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--parts", action="store_true", help="products and attention by themselves")
     run(parser.parse_args())
 
 

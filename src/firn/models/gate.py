@@ -190,7 +190,10 @@ class StepTimes:
         return 1.0 + (traits.flat + traits.slope * n_rows * (width - 1) if width > 1 else 0.0)
 
     def _of(self, n_rows: int) -> _Rows:
-        return self._rows.setdefault(n_rows, _Rows())
+        rows = self._rows.get(n_rows)
+        if rows is None:
+            rows = self._rows[n_rows] = _Rows()
+        return rows
 
 
 @dataclass(eq=False, slots=True)

@@ -42,6 +42,7 @@ GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 """Of text that a grammar leaves no choice about; a model may cut it into other tokens."""
 HOPE_EVERY = 16
 """One step with drafts in so many is of a width that may have become cheaper than it was."""
+WEAK_ODDS, N_REST = 0.4, 3
 MAX_CHARGE = 4.0
 """Plain steps that guesses for one step can have taken: more was the machine's doing."""
 MAX_DEAR, DEAR_WIDTH = 8, 5
@@ -52,13 +53,15 @@ MAX_DEAR, DEAR_WIDTH = 8, 5
 class Record:
     """One row's guesses. `next` is what the drafter `source` guessed behind its newest known token.
 
-    is_ready: the drafter whose guesses take time has read the row's text.
+    is_ready: the drafter whose guesses take time has read the row's text. rest: tokens until somebody
+    looks for free guesses again.
     """
 
     odds: Odds = field(default_factory=Odds)
     next: Guess = NOTHING
     source: int = 0
     is_ready: bool = False
+    rest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class Speculation:
         self._drafters = drafters
         self._free = [i for i, d in enumerate(drafters) if d.is_free]
         self._dear = next((i for i, d in enumerate(drafters) if not d.is_free), None)
+        self._max_draft = min(traits.widths[-1] - 1, MAX_DRAFT)
         self.in_groups = in_groups
         self._clock = clock
         self._odds = Odds()
@@ -150,7 +154,12 @@ class Speculation:
                 break
         for drafter in self._drafters:
             drafter.took(row, tokens)
-        self._look(row, record)
+        record.next, record.source = NOTHING, 0
+        if record.rest:
+            record.rest -= 1
+        else:
+            self._look(row, record)
+            record.rest = self._rest(row, record)
 
     def close(self, row: Row) -> None:
         if self._rows.pop(row, None) is not None:
@@ -264,10 +273,19 @@ class Speculation:
         if row.forced:  # soon, unless the caller thinks better of it before the row is there
             return
         for i in self._free:
-            guess = self._drafters[i].guess([row], MAX_DRAFT)[0]
+            guess = self._drafters[i].guess([row], self._max_draft)[0]
             if guess.tokens:
                 record.next, record.source = guess, i
                 return
+
+    def _rest(self, row: Row, record: Record) -> int:
+        """Looking takes the host's time: where guesses are weak, or none, it is done now and then."""
+        is_bound = row.forced or (row.picker is not None and row.picker.constraint is not None)
+        if is_bound or not self._free:
+            return 0
+        kinds = record.next.kinds
+        weak = not kinds or self._chance(record, record.source, kinds[0]) < WEAK_ODDS
+        return N_REST if weak else 0
 
     def _prepare(self, known: Sequence[tuple[Row, Record]]) -> None:
         """One row that is not ready reads on: others must not wait for more."""
@@ -311,6 +329,10 @@ class Speculation:
 
         flows: a step is in flight, whose token nobody has read.
         """
+        if self._dear is None and not any(
+            self._rows[r].next.tokens for r in group.rows if r in self._rows
+        ):
+            return Width(1)
         n_seats, free, asks = len(group.seats), [], []
         mixed: list[Hope] = []
         for row in group.rows:
