@@ -100,7 +100,7 @@ def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
 def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
     folder = named.resolve(name, HubRules(offline=True))
     config = dict(loader.read_config(folder))
-    loaded = loader.load(folder, served_name=name)
+    loaded = loader.load(folder, served_name=name, cpu_dtype="auto")
     known = Known()
 
     def speculation(model: Any) -> Speculation:
