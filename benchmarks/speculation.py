@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device-run", action="store_true")
     parser.add_argument("--shape", default="4b", help="of the model of --device-run: 4b or tiny")
+    parser.add_argument("--right", default="0,0.5,0.8,1", help="how often the oracle is right")
     parser.add_argument("--head", action="store_true", help="guesses of a prediction head")
     args = parser.parse_args()
     if args.device_run:

@@ -1,6 +1,7 @@
 """What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
 
-    PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17] [--steps 24] [--parts]
+    PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17]
+        [--steps 24] [--parts]
 
     plain     one token a row, the next step prepared while the device computes; `alone` waits for each
     new       several tokens, all accepted: attention sees another number of columns at each step
@@ -83,7 +84,9 @@ class Bench:
 def parts(config: dict[str, Any], dtype: mx.Dtype, *, widths: list[int], n_steps: int) -> None:
     """What the products and the attention of all layers take by themselves, with one row."""
     n, size, wide = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
-    heads, kv, d = (config[f"{k}"] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, kv, d = (
+        config[f"{k}"] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     shapes = [(heads * d, size), (kv * d, size), (kv * d, size), (size, heads * d)]
     shapes += [(wide, size), (wide, size), (size, wide)]
     weights = [[mx.random.normal(x, dtype=dtype) for x in shapes] for _ in range(n)]

@@ -25,8 +25,9 @@ N_KEPT = 9
 """Newest measurements of a kind; their median is believed: single slow steps say nothing."""
 N_PLAIN = 3
 """Plain steps that are seen before anything is tried."""
-N_STALE = 256
-"""A width that is passed over so often forgets a measurement: what spoke against it may be over."""
+N_STALE, N_UNSURE = 256, 32
+"""A width that is passed over so often forgets a measurement: what spoke against it may be over. The
+second where it has few of them, which may have been a moment's."""
 N_UNSEEN = 512
 """Wide steps after which a plain one is looked at again."""
 PRIOR_CHANGE = 0.3
@@ -137,8 +138,8 @@ class StepTimes:
         """No drafts were tried, though there were some."""
         rows = self._of(n_rows)
         rows.n_passed += 1
-        if rows.n_passed % N_STALE == 0:
-            for each in (*rows.wide.values(), rows.change):
+        for each in (*rows.wide.values(), rows.change):
+            if rows.n_passed % (N_STALE if len(each) >= N_SURE else N_UNSURE) == 0:
                 each.forget_one()
 
     # --- asking ----------------------------------------------------------------------------
