@@ -97,8 +97,8 @@ def test_prices_lie_between_those_that_were_measured() -> None:
 
 
 def test_steps_that_are_padded_cost_what_they_are_padded_to() -> None:
-    times = measured({9: 1.2}, traits=CUDA)
-    assert [times.price(1, w) for w in (2, 3, 5, 9)] == [pytest.approx(1.2)] * 4
+    times = measured({16: 1.2}, traits=CUDA)
+    assert [times.price(1, w) for w in (2, 3, 9, 16)] == [pytest.approx(1.2)] * 4
     assert best_width(times, [Hope.of([0.5] * 16)]) >= 9
 
 
@@ -131,14 +131,15 @@ def test_what_spoke_against_drafts_is_forgotten_bit_by_bit() -> None:
 
 
 def test_a_wider_step_is_tried_again_beside_a_narrower_one_that_is_cheap() -> None:
-    times = measured({9: 1.2, 17: 4.0}, traits=CUDA)
+    times = measured({16: 1.2, 32: 4.0}, traits=CUDA)
+    hope = Hope.of([0.98] * 31)
 
     def width(*, hopeful: bool) -> int:
-        best = gate.best_width(times, [KEEN], n_seats=1, widths=WIDTHS, hopeful=hopeful)
+        best = gate.best_width(times, [hope], n_seats=1, widths=CUDA.widths, hopeful=hopeful)
         return best.width
 
-    assert width(hopeful=False) == 9
-    assert width(hopeful=True) == 17
+    assert width(hopeful=False) == 16
+    assert width(hopeful=True) == 32
 
 
 def test_a_plain_step_is_looked_at_now_and_then() -> None:
@@ -155,9 +156,9 @@ def test_steps_that_prepare_kernels_say_nothing() -> None:
     times = StepTimes(CUDA)
     for _ in range(5):
         times.saw_plain(1, 0.01)
-    assert times.saw_wide(1, 9, 3.0) is None
-    assert times.saw_wide(1, 9, 1.0) is None
-    assert times.saw_wide(1, 9, 0.012) == pytest.approx(1.2)
+    assert times.saw_wide(1, 16, 3.0) is None
+    assert times.saw_wide(1, 16, 1.0) is None
+    assert times.saw_wide(1, 16, 0.012) == pytest.approx(1.2)
 
 
 def test_losses_shut_drafts_out_until_they_are_earned_again() -> None:
@@ -221,10 +222,10 @@ def test_odds_are_learnt_and_forgotten() -> None:
 
 MACHINES: dict[str, tuple[int, Machine]] = {
     # The launches are the step: nothing is gained by preparing one while the device computes another.
-    "H200, 1 row": (1, Machine(0.0005, 0.0065, {9: 1.9, 17: 1.95, 32: 2.1}, CUDA, 2e-5)),
-    "H200, 8 rows": (8, Machine(0.0005, 0.0165, {9: 1.0, 17: 1.2, 32: 1.5}, CUDA, 2e-5)),
+    "H200, 1 row": (1, Machine(0.0005, 0.0065, {16: 1.5, 32: 1.6}, CUDA, 2e-5)),
+    "H200, 8 rows": (8, Machine(0.0005, 0.0165, {16: 1.1, 32: 1.5}, CUDA, 2e-5)),
     # A GPU of the same kind whose host is fast: the device is what a step waits for.
-    "fast host, 1 row": (1, Machine(0.002, 0.0064, {9: 1.2, 17: 1.27, 32: 1.4}, CUDA, 2e-5)),
+    "fast host, 1 row": (1, Machine(0.002, 0.0064, {16: 1.2, 32: 1.4}, CUDA, 2e-5)),
     "CPU, 1 row": (1, Machine(0.0005, 0.03, {2: 1.1, 9: 1.7, 17: 2.6}, CPU, 4e-5)),
     "CPU, 4 rows": (4, Machine(0.0008, 0.05, {2: 1.6, 9: 6.0, 17: 11.0}, CPU, 4e-5)),
     "CPU, 8 rows": (8, Machine(0.001, 0.08, {2: 1.8, 9: 9.0, 17: 17.0}, CPU, 4e-5)),

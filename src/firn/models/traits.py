@@ -37,8 +37,8 @@ TRAITS: dict[Kind, Traits] = {
     "cuda": Traits(
         slope=0.003,
         flat=0.25,
-        widths=(1, 2, 3, 5, 9, 17, 32),
-        shapes=(9, 17, 32),
+        widths=(1, 2, 3, 5, 9, 16, 32),
+        shapes=(16, 32),
         block=512,
         n_preparing=2,
     ),
