@@ -103,6 +103,16 @@ KINDS: dict[str, Kind] = {
         env={},
         cache_folders=(),
     ),
+    "mlx-lm-draft": Kind(
+        venv="mlx",
+        command=(
+            *("mlx_lm.server", "--model", "{model}", *_ADDRESS, "--log-level", "WARNING"),
+            *("--prompt-cache-bytes", "{memory_nbytes}", "--draft-model", "{draft}"),
+        ),
+        packages=("mlx-lm", "mlx"),
+        env={},
+        cache_folders=(),
+    ),
     "mlx-vlm": Kind(
         venv="mlx",
         command=("mlx_vlm.server", "--model", "{model}", *_ADDRESS),
@@ -187,8 +197,10 @@ class Server:
         ssd_gb: int = 8,
         fresh: bool = True,
         preload: bool = True,
+        draft: Path | None = None,
     ) -> Server:
-        """`fresh`: with nothing on disk; else with what the last one of this name left."""
+        """`fresh`: with nothing on disk; else with what the last one of this name left. draft: the small
+        model of a server that guesses with one."""
         kind, run = kind_of(name), lab() / "run" / name
         if fresh:
             shutil.rmtree(run, ignore_errors=True)
@@ -197,6 +209,7 @@ class Server:
             (run / folder).mkdir(parents=True, exist_ok=True)
         values = {
             "model": model,
+            "draft": draft or model,
             "port": free_port(),
             "memory_mb": memory_mb,
             "memory_nbytes": memory_mb * MIB,

@@ -1,11 +1,13 @@
 """What guessing tokens brings: firn with it and without, on text that repeats and on text that does not.
 
     .venv/bin/python benchmarks/speculation.py [--model smollm2] [--rounds 3] [--streams 1,4,8]
+        [--beside mlx-lm,mlx-lm-draft,mlx-vlm [--draft FOLDER]]
     PYTHONPATH=src python benchmarks/speculation.py --device-run [--shape 4b] [--streams 1,8]
 
 Two servers of the same model run side by side, `--speculation auto` and `off`, and are asked in turns,
-so that a busy machine hits both alike. Tokens a second are counted from the first token on; a ratio is
-the median of the rounds' ratios.
+so that a busy machine hits both alike; others of the lab beside them, mlx-lm's with a draft model, too
+(without --draft that is the model itself: every guess is right, and as dear as the model). Tokens a
+second are counted from the first token on; a ratio is the median of the rounds' ratios.
 
     edit    "return this file with one change": what follows stands in the prompt
     prose   a story: nothing to look up
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -32,8 +35,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from report import cli, grid, numbers, save
+from report import cli, grid, names, numbers, save
+from servers import Server
 
+from firn import named
 from firn.demo.server import Child
 
 START_S = 300.0
@@ -103,7 +108,7 @@ async def stream(port: int, body: dict[str, Any]) -> tuple[float, float, int, st
     )
     writer.write(head.encode() + raw)
     first = last = 0.0
-    n, text = 0, ""
+    n, n_parts, text = 0, 0, ""
     async for line in reader:
         if not line.startswith(b"data: {"):
             continue
@@ -111,18 +116,27 @@ async def stream(port: int, body: dict[str, Any]) -> tuple[float, float, int, st
         delta = chunk["choices"][0]["delta"].get("content") if chunk["choices"] else None
         if delta:
             text += delta
+            n_parts += 1
             last = time.perf_counter()
             first = first or last
         if chunk.get("usage"):
             n = chunk["usage"]["completion_tokens"]
     writer.close()
-    return first, last, n, text
+    return first, last, n or n_parts, text
 
 
-async def measure(server: Child, kind: str, *, n_streams: int, n_tokens: int, turn: int) -> Figure:
+@dataclass(frozen=True)
+class Peer:
+    """A server that is asked: where, and what it calls the model."""
+
+    port: int
+    model: str = ""
+
+
+async def measure(peer: Peer, kind: str, *, n_streams: int, n_tokens: int, turn: int) -> Figure:
     def body(i: int) -> dict[str, Any]:
         return {
-            "model": "",
+            "model": peer.model,
             "messages": [{"role": "user", "content": ASKS[kind](1000 * turn + i)}],
             "max_tokens": n_tokens,
             "temperature": 0,
@@ -130,52 +144,64 @@ async def measure(server: Child, kind: str, *, n_streams: int, n_tokens: int, tu
             "stream_options": {"include_usage": True},
         }
 
-    replies = await asyncio.gather(*(stream(server.port, body(i)) for i in range(n_streams)))
+    replies = await asyncio.gather(*(stream(peer.port, body(i)) for i in range(n_streams)))
     began, ended = min(r[0] for r in replies), max(r[1] for r in replies)
     n = sum(r[2] - 1 for r in replies)
     return Figure(n / max(ended - began, 1e-9), [r[3] for r in replies])
 
 
-async def run(args: argparse.Namespace, servers: dict[str, Child]) -> None:
-    rows = [["", "streams", "off tokens/s", "auto tokens/s", "auto / off", "worst round", "equal"]]
+async def run(args: argparse.Namespace, peers: dict[str, Peer]) -> None:
+    rows = [["", "streams", "server", "tokens/s", "/ off", "worst round", "equal"]]
     result: list[dict[str, Any]] = []
     for kind in ASKS:
         for n_streams in numbers(args.streams):
-            found: dict[str, list[Figure]] = {name: [] for name in servers}
+            found: dict[str, list[Figure]] = {name: [] for name in peers}
             for turn in range(args.rounds + 1):
-                order = list(servers) if turn % 2 else list(servers)[::-1]
+                order = list(peers) if turn % 2 else list(peers)[::-1]
                 for name in order:
                     figure = await measure(
-                        servers[name], kind, n_streams=n_streams, n_tokens=args.tokens, turn=turn
+                        peers[name], kind, n_streams=n_streams, n_tokens=args.tokens, turn=turn
                     )
                     if turn:  # the first round warms up
                         found[name].append(figure)
-            pairs = list(zip(found["off"], found["auto"], strict=True))
-            ratios = [auto.rate / off.rate for off, auto in pairs]
-            texts = [
-                (a, b) for off, auto in pairs for a, b in zip(off.texts, auto.texts, strict=True)
-            ]
-            n_equal = sum(a == b for a, b in texts)
-            rates = {k: statistics.median(f.rate for f in v) for k, v in found.items()}
-            ratio = statistics.median(ratios)
-            rows.append(
-                [
-                    kind,
-                    str(n_streams),
-                    f"{rates['off']:.1f}",
-                    f"{rates['auto']:.1f}",
-                    f"{ratio:.2f}",
-                    f"{min(ratios):.2f}",
-                    f"{n_equal}/{len(texts)}",
-                ]
-            )
-            result.append(
-                {"kind": kind, "streams": n_streams, "ratios": ratios, "equal": n_equal, **rates}
-            )
-            print(" ".join(rows[-1]), flush=True)
+            for name, figures in found.items():
+                one = against(figures, found["off"])
+                rows.append([kind, str(n_streams), name, *one.cells])
+                print(" ".join(rows[-1]), flush=True)
+                result.append({"kind": kind, "streams": n_streams, "server": name, **vars(one)})
     print(grid(rows))
     if args.out:
         save(args.out, "speculation", options=vars(args), result=result)
+
+
+@dataclass
+class Against:
+    """One server's rounds beside those without guesses."""
+
+    rate: float
+    ratios: list[float]
+    n_equal: int
+    n_replies: int
+
+    @property
+    def cells(self) -> list[str]:
+        ratio, worst = statistics.median(self.ratios), min(self.ratios)
+        equal = f"{self.n_equal}/{self.n_replies}"
+        return [f"{self.rate:.1f}", f"{ratio:.2f}", f"{worst:.2f}", equal]
+
+
+def against(figures: list[Figure], off: list[Figure]) -> Against:
+    texts = [
+        (a, b)
+        for x, y in zip(figures, off, strict=True)
+        for a, b in zip(x.texts, y.texts, strict=True)
+    ]
+    return Against(
+        statistics.median(f.rate for f in figures),
+        [f.rate / o.rate for f, o in zip(figures, off, strict=True)],
+        sum(a == b for a, b in texts),
+        len(texts),
+    )
 
 
 def main() -> None:
@@ -184,9 +210,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default="1,4,8")
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--beside", default="", help="other servers: mlx-lm, mlx-lm-draft, mlx-vlm")
+    parser.add_argument("--draft", type=Path, help="the small model of those that have one")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device-run", action="store_true")
     parser.add_argument("--shape", default="4b", help="of the model of --device-run: 4b or tiny")
+    parser.add_argument("--right", default="0,0.5,0.8,1", help="how often the oracle is right")
     parser.add_argument("--head", action="store_true", help="guesses of a prediction head")
     args = parser.parse_args()
     if args.device_run:
@@ -195,17 +224,20 @@ def main() -> None:
         speculation_device.run(args)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and stop the servers on the way
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         flags = ("--no-ssd-cache", "--speculation")
-        servers: dict[str, Child] = {}
-        try:
-            for name in ("auto", "off"):
-                servers[name] = Child(args.model, *flags, name, log=log, start_s=START_S)
-            asyncio.run(run(args, servers))
-        finally:
-            for server in servers.values():
-                server.stop()
+        peers: dict[str, Peer] = {}
+        for name in ("auto", "off"):
+            child = Child(args.model, *flags, name, log=folder / "log", start_s=START_S)
+            stack.callback(child.stop)
+            peers[name] = Peer(child.port)
+        for name in names(args.beside):
+            own = named.resolve(args.model)
+            server = Server.start(name, own, memory_mb=256, draft=args.draft)
+            stack.enter_context(server)
+            peers[name] = Peer(server.port, server.target.model)
+        asyncio.run(run(args, peers))
 
 
 if __name__ == "__main__":

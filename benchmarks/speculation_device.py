@@ -15,18 +15,22 @@ import random
 import statistics
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from engines import BenchEngine
-from report import grid, numbers, save
+from report import grid, names, numbers, save
 
 from firn.core.values import Job
-from firn.models.batch import Row
+from firn.models import device as devices
+from firn.models.batch import Group, Launched, Row
 from firn.models.drafters import NOTHING, Guess
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.gate import Hope, Odds
 from firn.models.speculation import MAX_DEAR, MAX_DRAFT, Record, Speculation
+from firn.models.traits import TRAITS
+from firn.models.verify import Taken, Verification
 from models import COMMON, CONFIGS
 
 QWEN3_4B: dict[str, Any] = COMMON | {
@@ -45,7 +49,6 @@ SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
     "4b": (QWEN3_4B, mx.bfloat16),
     "tiny": (CONFIGS["dense"], mx.float32),
 }
-ACCEPTANCES = (0.0, 0.5, 0.8, 1.0)
 N_PROMPT = 512
 
 
@@ -124,12 +127,30 @@ class OracleSpeculation(Speculation):
     """The reply is forced here to make it known; the guesses are the oracle's all the same."""
 
     def __init__(self, oracle: Oracle) -> None:
-        super().__init__(oracle)
+        super().__init__(oracle, traits=TRAITS[devices.device().kind])
         self.oracle = oracle
+        self.step_ms: dict[str, list[float]] = {}
 
     def forget(self) -> None:
         """The oracle is another one from here on."""
         self._odds = Odds()
+
+    def _time(self, group: Group, taken: Sequence[Taken], step: Launched | Verification) -> None:
+        pace = self._paces.get(id(group))
+        if pace is not None:
+            wide = f"x{step.width}" if isinstance(step, Verification) else ""
+            kind = wide or ("drained" if self._drains else "back" if pace.n_wide else "plain")
+            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.heard_at))
+        super()._time(group, taken, step)
+
+    def told(self) -> str:
+        """How many steps of each kind there were since this was last asked, and how long they took."""
+        kinds, self.step_ms = self.step_ms, {}
+        each = [
+            f"{kind}: {len(ms)} of {statistics.median(ms):.1f} ms, longest {max(ms):.0f}"
+            for kind, ms in sorted(kinds.items())
+        ]
+        return "; ".join([*each, f"allowance {self.allowance.steps:.1f}"])
 
     def _look(self, row: Row, record: Record) -> None:
         record.next, record.source = NOTHING, 0
@@ -161,6 +182,47 @@ def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guess
     return n / (ended - began)
 
 
+def compare(engine: BenchEngine, args: argparse.Namespace, n_streams: int) -> Found:
+    """With guesses and without, in turns."""
+    totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
+    pairs, per_step = [], 0.0
+    for turn in range(args.rounds + 1):
+        both = {}
+        for guesses in (False, True) if turn % 2 else (True, False):
+            before = totals.n_taken, totals.n_row_steps
+            both[guesses] = rate(
+                engine,
+                n_streams=n_streams,
+                n_tokens=args.tokens,
+                seed=100 * turn + n_streams,
+                guesses=guesses,
+            )
+            if guesses:
+                n_steps = totals.n_row_steps - before[1]
+                per_step = (totals.n_taken - before[0]) / n_steps
+        if turn:  # the first round warms up
+            pairs.append((both[False], both[True]))
+    return Found(pairs, per_step)
+
+
+@dataclass(frozen=True)
+class Found:
+    pairs: list[tuple[float, float]]
+    """Tokens a second without guesses and with them, round by round."""
+    tokens_a_step: float
+
+    @property
+    def ratios(self) -> list[float]:
+        return [on / off for off, on in self.pairs]
+
+    @property
+    def cells(self) -> list[str]:
+        off, on = (statistics.median(x) for x in zip(*self.pairs, strict=True))
+        ratio, worst = statistics.median(self.ratios), min(self.ratios)
+        rates = [f"{off:.1f}", f"{on:.1f}"]
+        return [*rates, f"{ratio:.2f}", f"{worst:.2f}", f"{self.tokens_a_step:.2f}"]
+
+
 def run(args: argparse.Namespace) -> None:
     config, dtype = SHAPES[args.shape]
     rows = [["streams", "right", "off tokens/s", "tokens/s", "ratio", "worst", "tokens a step"]]
@@ -181,43 +243,16 @@ def run(args: argparse.Namespace) -> None:
         has_head=args.head,
     ) as engine:
         print(f"the engine is up after {time.perf_counter() - began:.0f} s", flush=True)
-        totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
+        call = engine.engine.call
         for n_streams in numbers(args.streams):
-            for right in ACCEPTANCES:
+            for right in [float(x) for x in names(args.right)]:
                 oracle.right = right
-                engine.engine.call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]
-                pairs = []
-                for turn in range(args.rounds + 1):
-                    both = {}
-                    for guesses in (False, True) if turn % 2 else (True, False):
-                        before = totals.n_taken, totals.n_row_steps
-                        both[guesses] = rate(
-                            engine,
-                            n_streams=n_streams,
-                            n_tokens=args.tokens,
-                            seed=100 * turn + n_streams,
-                            guesses=guesses,
-                        )
-                        if guesses:
-                            n_steps = totals.n_row_steps - before[1]
-                            per_step = (totals.n_taken - before[0]) / n_steps
-                    if turn:  # the first round warms up
-                        pairs.append((both[False], both[True]))
-                ratios = [on / off for off, on in pairs]
-                off, on = (statistics.median(x) for x in zip(*pairs, strict=True))
-                rows.append(
-                    [
-                        str(n_streams),
-                        f"{right:.1f}",
-                        f"{off:.1f}",
-                        f"{on:.1f}",
-                        f"{statistics.median(ratios):.2f}",
-                        f"{min(ratios):.2f}",
-                        f"{per_step:.2f}",
-                    ]
-                )
-                print(" ".join(rows[-1]), flush=True)
-                result.append({"streams": n_streams, "right": right, "ratios": ratios})
+                call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]
+                found = compare(engine, args, n_streams)
+                rows.append([str(n_streams), f"{right:.1f}", *found.cells])
+                told = call(lambda parts: parts.runner.speculation.told()).result()  # type: ignore[attr-defined]
+                print(" ".join(rows[-1]), "|", told, flush=True)
+                result.append({"streams": n_streams, "right": right, "ratios": found.ratios})
     print(grid(rows))
     if args.out:
         save(args.out, "speculation_device", options=vars(args), result=result)

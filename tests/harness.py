@@ -36,6 +36,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.models.batch import can_batch
+from firn.models.mtp import MtpModel
 from firn.models.runner import Runner
 from firn.models.speculation import Speculation
 
@@ -133,7 +134,8 @@ class Harness:
         def parts() -> Parts:
             model, make_layers = build()
             info = model_info(model, make_layers)
-            inputs = model if hasattr(model, "chunk") else None  # a vision model
+            bare = model.base if isinstance(model, MtpModel) else model
+            inputs = bare if hasattr(bare, "chunk") else None  # a vision model
             runner = Runner(
                 model,
                 info,

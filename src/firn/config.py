@@ -207,11 +207,11 @@ class EngineConfig:
     )
     """0: by device."""
     speculation: Literal["auto", "off", "lookup", "model", "mtp"] = option(
-        "off",
+        "auto",
         "Guess several tokens a step and let the model check them; the text stays the same. lookup: "
         "what followed the same words in the prompt, the reply or an earlier reply; model: "
         "what --draft-model says; mtp: what the model's own prediction head says; auto: whatever there "
-        "is and pays.",
+        "is, where it pays.",
     )
     draft_model: str | None = option(
         None,

@@ -20,6 +20,7 @@ from firn.engine.loop import Parts
 from firn.models import loader, mtp_load
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.dtype import widen_as
+from firn.models.device import device
 from firn.models.drafters import Drafter
 from firn.models.drafters.lookup import Lookup
 from firn.models.drafters.model import ModelDrafter
@@ -29,6 +30,7 @@ from firn.models.mtp import MtpModel, with_head_layer
 from firn.models.raggedcheck import ragged_fault, rewind_fault
 from firn.models.runner import Runner
 from firn.models.speculation import Speculation
+from firn.models.traits import TRAITS
 
 log = logging.getLogger("firn")
 
@@ -61,7 +63,7 @@ def with_head(
         return loaded
     folder, info = Path(loaded.info.path), loaded.info
     settings = loader.read_config(folder)
-    if info.vision or not mtp_load.has_head(folder, settings):
+    if not mtp_load.has_head(folder, settings):
         if wanted == "mtp":
             raise SetupError(
                 f"--speculation mtp: {info.name} has no prediction head that is known here"
@@ -116,18 +118,19 @@ def build(
     why = ragged_fault(loaded.model, loaded.make_layers) if loaded.info.batchable else None
     if why:
         log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
+    traits = TRAITS[device().kind]
     drafters: list[Drafter] = [Lookup()] if wanted in ("auto", "lookup") else []
     if isinstance(loaded.model, MtpModel):
         drafters.append(MtpDrafter(loaded.model))
     if small is None:
-        return Guessing(Speculation(*drafters, in_groups=why is None))
+        return Guessing(Speculation(*drafters, in_groups=why is None, traits=traits))
     draft = _load(config, Path(loaded.info.path), small, cpu_dtype)
     cache, cost = _cache(draft, cache_nbytes // DRAFT_CACHE_SHARE if cache_nbytes else 0)
     if isinstance(cache, PrefixTree):
         add_tiers(cache, draft.info)
     drafters.append(_drafter(draft, cache, small))
     log.info("%s guesses for %s", small, loaded.info.name)
-    speculation = Speculation(*drafters, in_groups=why is None)
+    speculation = Speculation(*drafters, in_groups=why is None, traits=traits)
     return Guessing(speculation, draft.info.weights_nbytes, cost)
 
 

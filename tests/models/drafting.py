@@ -9,6 +9,7 @@ from firn.core.values import Job
 from firn.models.batch import Group
 from firn.models.drafters import NOTHING, Drafter, Guess
 from firn.models.speculation import Speculation, Width
+from firn.models.traits import TRAITS, Traits
 
 Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
 """What is said to a prompt, by the prompt and the number of its choice."""
@@ -67,10 +68,17 @@ class Knowing:
 class Bold(Speculation):
     """Tries drafts of any length, at random, whatever comes of them."""
 
-    def __init__(self, drafter: Drafter, *, seed: int = 0, least: int = 1) -> None:
-        super().__init__(drafter)
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        seed: int = 0,
+        least: int = 1,
+        traits: Traits = TRAITS["cpu"],
+    ) -> None:
+        super().__init__(drafter, traits=traits)
         self._rng = random.Random(seed)
         self._least = least
 
-    def _width(self, group: Group) -> Width:
+    def _width(self, group: Group, *, flows: bool = False) -> Width:
         return Width(self._rng.randint(self._least, 12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.core.values import RequestId, Sampling
 from firn.models.drafters.lookup import Lookup
 from firn.models.raggedcheck import ragged_fault, rewind_fault
+from firn.models.traits import TRAITS
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import TIE, plain, prompt_of
 from tests.models.drafting import Bold, Knowing
@@ -113,6 +115,23 @@ def test_text_is_that_of_one_token_a_step(name: str, right: str) -> None:
         assert totals.n_accepted == totals.n_drafted
     if right == "never":
         assert totals.n_accepted == 0
+
+
+@every_kind
+def test_steps_of_few_shapes_say_the_same(name: str) -> None:
+    """As on CUDA: widths and columns are padded, where the layers can take the padding back."""
+    requests = story(4, samplings=list(SAMPLINGS.values()), n_requests=6)
+    options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
+    with running(plain(name), **options) as harness:
+        want = tell(harness, requests)
+    traits = dataclasses.replace(TRAITS["cuda"], shapes=(4, 9), block=64)
+    drafter = Knowing(known(requests, want), right=0.7, vocab_size=VOCAB_SIZE)
+    speculation = Bold(drafter, traits=traits)
+    with running(plain(name), speculation=lambda: speculation, **options) as harness:
+        got = tell(harness, requests)
+    n_said = sum(len(reply) for result in want for reply in result.tokens.values())
+    assert sum(assert_equal(g, w) for g, w in zip(got, want, strict=True)) > 0.8 * n_said
+    assert speculation.totals.n_accepted > 50
 
 
 # --- with the prefix cache -----------------------------------------------------------------

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from firn.models import loader
+from firn.models.drafters.mtp import MtpDrafter
+from firn.models.mtp import Head, MtpModel, with_head_layer
+from firn.models.mtp_load import has_head, read_head
 from firn.models.raggedcheck import ragged_fault, rewind_fault
 from tests.harness import running
+from tests.models.drafters.test_model import Asking
+from tests.models.drafters.test_mtp import as_published
 from tests.models.drafting import Bold, Knowing
 from tests.vision import gallery
 from tests.vision.test_mixed_batches import KINDS, chats
+from tests.zoo import weights
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -35,3 +47,42 @@ def test_guesses_behind_pictures(name: str) -> None:
             assert gallery.agree(result.reply, tokens, margins)
         assert not h.cache.stats.faults
     assert speculation.totals.n_accepted > 20 or not speculation.in_groups
+
+
+def test_a_prediction_head_of_the_text_part(tmp_path: Path) -> None:
+    """Read from the weight files; it guesses behind pictures, and the text stays the same."""
+    name, rng = "qwen3_5", random.Random(5)
+    config = json.loads((gallery.folder(name) / "config.json").read_text())
+    blind = loader.load(gallery.folder(name), served_name="tiny").model
+    layer = next(x for x in blind.model.layers[::-1] if hasattr(x, "self_attn"))
+    size = int(blind.model.embed_tokens.weight.shape[-1])
+    head = Head(layer, hidden_size=size, eps=1e-5)
+    weights.fill(head, seed=1, dtype=mx.float32, gains={})
+    published = as_published(head, "qwen3_5", config=config)
+    mx.save_safetensors(str(tmp_path / "model-00002.safetensors"), published)
+    assert has_head(tmp_path, config)
+    made: list[MtpModel] = []
+
+    def make() -> tuple[MtpModel, Callable[[], list[Any]]]:
+        model, make_layers = gallery.build(name)()
+        made.append(MtpModel(model, read_head(tmp_path, config)))
+        return made[0], with_head_layer(make_layers)
+
+    speculation: list[Asking] = []
+
+    def speculate() -> Asking:
+        speculation.append(Asking(MtpDrafter(made[0])))
+        return speculation[0]
+
+    wanted = [(c, rng.randint(10, 24)) for c in chats(rng, 5)]
+    prompts = [gallery.prompt_of(name, *c) for c, _ in wanted]
+    with running(make, chunk=16, block=16, max_rows=3, speculation=speculate) as h:
+        for _ in range(2):
+            results = [h.submit(p, n) for p, (_, n) in zip(prompts, wanted, strict=True)]
+            for result, (chat, n) in zip(results, wanted, strict=True):
+                result.wait()
+                _, tokens, margins = gallery.reference(name, chat, n)
+                assert gallery.agree(result.reply, tokens, margins)
+        assert all(r.n_cached for r, p in zip(results, prompts, strict=True) if len(p) > 32)
+        assert not h.cache.stats.faults
+    assert speculation[0].totals.n_drafted > 40

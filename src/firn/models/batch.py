@@ -90,6 +90,8 @@ class Launched:
 
     rows: tuple[Row, ...]
     picks: Picks
+    flows: bool = False
+    """It was dispatched while the step before it was in flight."""
     is_heard: bool = False
     _taken: list[Taken] | None = None
 
@@ -195,10 +197,10 @@ class Group:
                 with contextlib.suppress(Exception):
                     step.read()
 
-    def make_ready(self) -> None:
-        """Before a step with drafts."""
+    def make_ready(self, *, block: int = 1) -> None:
+        """Before a step with drafts. block: see `ready`."""
         if not self.is_ready:
-            self.layers = ready(self.layers)
+            self.layers = ready(self.layers, block=block)
             self.is_ready = True
 
     def leave(self, gone: Sequence[Row]) -> None:

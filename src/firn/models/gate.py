@@ -1,35 +1,49 @@
 """How many tokens are worth guessing: what a step takes, by rows and width, against what it will bring.
 
-Both are learnt while serving. The time of a step is that between two steps' tokens, so it holds whatever
-a server does in between; how often guesses come true is counted by kind, also where they are not tried.
+All of it is learnt while serving, and told in plain steps of the same rows: a plain step is one token a
+row with the next one in flight, as it is without speculation. A step of several tokens has none in
+flight, and going over to such steps and back leaves the device idle for a moment; both are in its price.
+
+    a step of width w pays where   tokens(w) / (price(w) + change / episode)  >  1
+
+Losses are bounded, whatever is believed: drafts may lose a hundredth of what plain steps take, and what
+they lose beyond that shuts them out until it is earned again.
 
 Owner: the engine thread, through the speculation.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-WIDTHS = (1, 2, 3, 5, 9, 17)
-"""Tokens of a row in one step that are thought about; 1 is a step without drafts."""
-PRIOR_SLOPE = 0.1
-"""Of a step's time, for each further token: until it was measured."""
-SLOWER_RATE, FASTER_RATE = 0.1, 0.3
-"""Of what a step took more, or less, than thought, so much is believed."""
-MAX_OFF = 4.0
-DRIFT_SHARE = 0.3
-"""How much of that, of a wide step, is put down to the server as a whole."""
-N_PREPARING = 2
-"""The first steps of a width may compile kernels, and are not counted."""
-SETTLED = 8
-"""After so many steps of a width, its time is known well enough to tell a slower server by it."""
-FORGETTING = 0.004
-"""A width that looks too dear comes this much nearer to what was thought of it at first, each time it is
-passed over: one slow step must not rule it out for ever."""
+from firn.models.traits import Traits
+
+N_KEPT = 9
+"""Newest measurements of a kind; their median is believed: single slow steps say nothing."""
+N_PLAIN = 3
+"""Plain steps that are seen before anything is tried."""
+N_STALE, N_UNSURE = 256, 32
+"""A width that is passed over so often forgets a measurement: what spoke against it may be over. The
+second where it has few of them, which may have been a moment's."""
+N_UNSEEN = 512
+"""Wide steps after which a plain one is looked at again."""
+PRIOR_CHANGE = 0.3
+PRIOR_EPISODE = 2.0
+MAX_EPISODE = 16.0
 MIN_GAIN = 1.05
-"""What is expected of drafts, to give up steps in flight for them."""
+"""What is expected of drafts, to give up steps in flight for them; and of more of them, once begun."""
+MIN_MORE = 1.02
+EARNED, START, MOST, LEAST = 0.01, 2.0, 20.0, -1.0
+"""Plain steps that drafts may lose: for each plain step, at the start, and at any time. What they lose
+beyond the least is forgiven."""
+N_SURE = 3
+"""Measurements that outvote what was thought before."""
+MAX_OFF = 4.0
+SLOWER_RATE, FASTER_RATE = 0.1, 0.3
+"""Of what guesses took more, or less, than thought, so much is believed."""
 MEMORY = 300.0
 """Guesses of a kind that are remembered, as it were."""
 PRIOR_WEIGHT = 8.0
@@ -38,76 +52,166 @@ Kind = tuple[int, int]
 """Which drafter, and which of its kinds of guesses."""
 
 
+class Recent:
+    """The newest few measurements of one thing."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=N_KEPT)
+        self._median: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def saw(self, value: float) -> None:
+        self._values.append(value)
+        self._median = None
+
+    def forget_one(self) -> None:
+        if self._values:
+            self._values.popleft()
+            self._median = None
+
+    def believed(self, prior: float) -> float:
+        """Of few measurements, single ones may be far off."""
+        if len(self._values) >= N_SURE:
+            return self.median
+        return statistics.median([*self._values, *[prior] * (N_SURE - len(self._values))])
+
+    @property
+    def median(self) -> float:
+        if self._median is None:
+            self._median = statistics.median(self._values)
+        return self._median
+
+
 @dataclass(eq=False, slots=True)
 class _Rows:
-    """For one number of rows: seconds of a plain step, and how many of these a wider one takes."""
+    """For one number of rows: seconds of a plain step, and in units of that what wider ones take."""
 
-    plain_s: float
-    factors: dict[int, float] = field(default_factory=dict)
+    plain: Recent = field(default_factory=Recent)
+    wide: dict[int, Recent] = field(default_factory=dict)
+    change: Recent = field(default_factory=Recent)
+    n_seen: Counter[int] = field(default_factory=Counter)
+    n_since_plain: int = 0
+    n_passed: int = 0
 
 
 class StepTimes:
-    """Seconds of a step of so many rows, each so wide. Plain steps set the level: a server that becomes
-    slower does so at every width."""
+    """What steps take, for each number of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, traits: Traits) -> None:
+        self._traits = traits
         self._rows: dict[int, _Rows] = {}
-        self._n_seen: Counter[tuple[int, int]] = Counter()
+        self._episode = PRIOR_EPISODE
 
-    def saw(self, n_rows: int, width: int, seconds: float) -> None:
-        self._n_seen[n_rows, width] += 1
-        n_seen = self._n_seen[n_rows, width]
-        known = self._rows.get(n_rows)
-        if known is None:
-            self._rows[n_rows] = _Rows(seconds / _prior(n_rows, width), {1: 1.0})
-            return
-        if width > 1 and n_seen <= N_PREPARING:
-            return
-        off = min(max(seconds / self.of(n_rows, width), 0.1), MAX_OFF)
-        # A busy machine makes single steps much slower, and none much faster: slower is believed slowly.
-        rate = max(SLOWER_RATE, 0.5 / n_seen) if off > 1.0 else max(FASTER_RATE, 1.0 / n_seen)
-        if width == 1:
-            known.plain_s *= off**rate
-            return
-        drift = DRIFT_SHARE * rate if n_seen > SETTLED else 0.0
-        known.factors[width] = self._factor(n_rows, width) * off ** (rate - drift)
-        known.plain_s *= off**drift
+    # --- learning --------------------------------------------------------------------------
 
-    def of(self, n_rows: int, width: int) -> float:
-        """Measured, or between two that were; only ratios of it mean something."""
-        known = self._rows.get(n_rows)
-        return (known.plain_s if known else 1.0) * self._factor(n_rows, width)
+    def saw_plain(self, n_rows: int, seconds: float) -> None:
+        """Between the tokens of two plain steps, one of which was in flight."""
+        rows = self._of(n_rows)
+        rows.plain.saw(seconds)
+        rows.n_since_plain = 0
 
-    def _factor(self, n_rows: int, width: int) -> float:
-        known = self._rows.get(n_rows)
-        if known is None:
-            return _prior(n_rows, width)
-        factors = known.factors
-        if width in factors:
-            return factors[width]
-        below = max(w for w in factors if w < width)
-        above = min((w for w in factors if w > width), default=None)
-        if above is None:
-            return factors[below] * _prior(n_rows, width) / _prior(n_rows, below)
-        share = (width - below) / (above - below)
-        return factors[below] + share * (factors[above] - factors[below])
+    def saw_wide(self, n_rows: int, width: int, seconds: float) -> float | None:
+        """Its price in plain steps; None where that says nothing, as kernels were prepared."""
+        rows = self._of(n_rows)
+        rows.n_since_plain += 1
+        rows.n_passed = 0
+        rows.n_seen[width] += 1
+        if rows.n_seen[width] <= self._traits.n_preparing or not rows.plain:
+            return None
+        price, most = seconds / rows.plain.median, MAX_OFF * self.price(n_rows, width)
+        rows.wide.setdefault(width, Recent()).saw(price)
+        return min(price, most)
+
+    def saw_episode(self, n_rows: int, n_steps: int, extra_s: float) -> float:
+        """Drafts were tried so many times in a row; going over to them and back took so much more."""
+        rows = self._of(n_rows)
+        self._episode += 0.2 * (min(n_steps, MAX_EPISODE) - self._episode)
+        if not rows.plain:
+            return 0.0
+        change = max(extra_s, 0.0) / rows.plain.median
+        rows.change.saw(change)
+        return min(change, MAX_OFF)
+
+    def passed_over(self, n_rows: int) -> None:
+        """No drafts were tried, though there were some."""
+        rows = self._of(n_rows)
+        rows.n_passed += 1
+        for each in (*rows.wide.values(), rows.change):
+            if rows.n_passed % (N_STALE if len(each) >= N_SURE else N_UNSURE) == 0:
+                each.forget_one()
+
+    # --- asking ----------------------------------------------------------------------------
 
     def knows(self, n_rows: int) -> bool:
-        """Whether what it says are seconds."""
-        return n_rows in self._rows
+        """Whether plain steps of so many rows were seen, and not too long ago."""
+        rows = self._rows.get(n_rows)
+        return rows is not None and len(rows.plain) >= N_PLAIN and rows.n_since_plain < N_UNSEEN
 
-    def forgive(self, n_rows: int) -> None:
-        """No drafts were tried: what speaks against them may be out of date."""
-        known = self._rows.get(n_rows)
-        for width in known.factors if known else ():
-            assert known is not None
-            hoped = _prior(n_rows, width)
-            if known.factors[width] > hoped:
-                known.factors[width] += FORGETTING * (hoped - known.factors[width])
+    def plain_s(self, n_rows: int) -> float:
+        return self._of(n_rows).plain.median
+
+    def change(self, n_rows: int) -> float:
+        """What going over to wide steps and back costs each of them."""
+        seen = self._of(n_rows).change
+        return seen.believed(PRIOR_CHANGE) / max(self._episode, 1.0)
+
+    def is_measured(self, n_rows: int, width: int) -> bool:
+        return bool(self._of(n_rows).wide.get(self._traits.shape(width)))
+
+    def price(self, n_rows: int, width: int) -> float:
+        """Plain steps that a wide one takes: measured, between two that were, or as devices are."""
+        if width == 1:
+            return 1.0
+        width = self._traits.shape(width)
+        wide = self._of(n_rows).wide
+        seen = {w: r.believed(self._prior(n_rows, w)) for w, r in wide.items() if r}
+        if width in seen:
+            return seen[width]
+        below = max((w for w in seen if w < width), default=1)
+        above = min((w for w in seen if w > width), default=None)
+        if above is None:
+            return seen.get(below, 1.0) * self._prior(n_rows, width) / self._prior(n_rows, below)
+        low, share = seen.get(below, 1.0), (width - below) / (above - below)
+        return low + share * (seen[above] - low)
+
+    def hoped(self, n_rows: int, width: int) -> float:
+        """Its price if a wider step is dearer than a narrower one only as devices have it: what was
+        measured of it may be out of date, or have been one slow step."""
+        shapes = sorted({self._traits.shape(w) for w in self._traits.widths if 1 < w < width})
+        own = self._prior(n_rows, self._traits.shape(width))
+        best = self.price(n_rows, width)
+        for shape in shapes:
+            best = min(best, self.price(n_rows, shape) * own / self._prior(n_rows, shape))
+        return best
+
+    def _prior(self, n_rows: int, width: int) -> float:
+        traits = self._traits
+        return 1.0 + (traits.flat + traits.slope * n_rows * (width - 1) if width > 1 else 0.0)
+
+    def _of(self, n_rows: int) -> _Rows:
+        rows = self._rows.get(n_rows)
+        if rows is None:
+            rows = self._rows[n_rows] = _Rows()
+        return rows
 
 
-def _prior(n_rows: int, width: int) -> float:
-    return 1.0 + PRIOR_SLOPE * n_rows * (width - 1)
+@dataclass(eq=False, slots=True)
+class Allowance:
+    """What drafts may still lose, in plain steps."""
+
+    steps: float = START
+
+    def earn(self) -> None:
+        self.steps = min(self.steps + EARNED, MOST)
+
+    def settle(self, gain: float) -> None:
+        """A step of drafts, or a change to them and back, has brought so much, or lost it."""
+        self.steps = max(min(self.steps + gain, MOST), LEAST)
+
+    def covers(self, loss: float) -> bool:
+        return self.steps > 0.0 and self.steps >= min(loss, START)
 
 
 class DraftTimes:
@@ -117,13 +221,15 @@ class DraftTimes:
         self._seconds: dict[int, float] = {}
         self._begun: set[int] = set()
 
-    def saw(self, n_rows: int, seconds: float) -> None:
-        if n_rows not in self._begun:  # the first has things to prepare
+    def saw(self, n_rows: int, seconds: float) -> bool:
+        """Whether it says something: the first has things to prepare."""
+        if n_rows not in self._begun:
             self._begun.add(n_rows)
-            return
+            return False
         known = self._seconds.get(n_rows, seconds)
         rate = SLOWER_RATE if seconds > known else FASTER_RATE
         self._seconds[n_rows] = known + rate * (min(seconds, MAX_OFF * known) - known)
+        return True
 
     def of(self, n_rows: int) -> float:
         """As far as is known; of other numbers of rows, the least."""
@@ -188,7 +294,7 @@ class Hope:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """How wide the next step is to be, and what it is expected to bring: tokens a second."""
+    """How wide the next step is to be, and what it is expected to bring: tokens a row and plain step."""
 
     width: int
     rate: float
@@ -199,21 +305,32 @@ def best_width(
     hopes: Sequence[Hope],
     *,
     n_seats: int,
+    widths: Sequence[int],
+    flows: bool = False,
+    hopeful: bool = False,
+    allowance: Allowance | None = None,
     draft_s: Callable[[int], float] = lambda width: 0.0,
 ) -> Best:
     """The width that brings the most tokens a second; 1 where no drafts pay.
 
-    A row drafts what the width leaves beside the tokens that it must be fed. draft_s: how long the
+    A row drafts what the width leaves beside the tokens that it must be fed. flows: a step is in flight,
+    which is given up for drafts. hopeful: try what may have become cheaper. draft_s: how long the
     guesses for a step of this width take.
     """
     least = max(h.n_pending for h in hopes)
-    best = Best(1, MIN_GAIN * len(hopes) / times.of(n_seats, least))
-    if all(len(h.gains) == 1 for h in hopes):
+    best = Best(1, (MIN_GAIN if flows else MIN_MORE) / times.price(n_seats, least))
+    if all(len(h.gains) == 1 for h in hopes) or not times.knows(n_seats):
         return best
-    for width in WIDTHS:
-        if width > least:
-            seconds = times.of(n_seats, width) + draft_s(width)
-            rate = sum(h.tokens(width) for h in hopes) / seconds
-            if rate > best.rate:
-                best = Best(width, rate)
+    change, plain_s = times.change(n_seats) if flows else 0.0, times.plain_s(n_seats)
+    for width in widths:
+        if width <= least:
+            continue
+        price = (times.hoped if hopeful else times.price)(n_seats, width)
+        loss = 0.0 if times.is_measured(n_seats, width) else price - 1.0
+        if allowance is not None and not allowance.covers(loss):
+            continue
+        tokens = sum(h.tokens(width) for h in hopes) / len(hopes)
+        rate = tokens / (price + change + draft_s(width) / plain_s)
+        if rate > best.rate:
+            best = Best(width, rate)
     return best

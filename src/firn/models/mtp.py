@@ -3,9 +3,13 @@
     hidden state behind token t-1, embedding of token t  ->  head  ->  guess of token t+1
 
 The head is a part of the forward pass, and its KV one more cache of plain attention behind the others:
-batched, set back, stored and restored as they are. The hidden state that it begins with (`carry`) is
-handed in with each call; where none is known, behind a restored prefix, zeros take its place, and one
-guess is worse for it.
+batched, set back, stored and restored as they are. So is the hidden state that it goes on from, in
+models that have states of their own:
+
+    layers   [the model's ...][the head's KV][the hidden state behind the newest token]
+
+Models of plain attention are stored by block, and a state a block would be a multiple of it: behind a
+restored prefix its newest token is read once more instead (`look_back`).
 
 Owner: the engine thread.
 """
@@ -18,7 +22,12 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from firn.models.rewind import TRIMMED, kind, leaves
+from firn.models.vision import VisionModel
+
+STATE = "ArraysCache"
 
 
 class Head(nn.Module):  # type: ignore[misc]
@@ -42,22 +51,30 @@ class Head(nn.Module):  # type: ignore[misc]
 
 
 class MtpModel(nn.Module):  # type: ignore[misc]
-    """Callable like mlx-lm's models; the last of its caches is the head's."""
+    """Callable like mlx-lm's models; the last of its caches are the head's."""
 
     def __init__(self, base: Any, head: Head) -> None:
         super().__init__()
         self.base = base
         self.head = head
+        self._pictures = isinstance(base, VisionModel)
         self._hidden: mx.array | None = None
 
     @property
     def args(self) -> Any:
-        return self.base.args
+        return self._text.args
 
     @property
     def model(self) -> Any:
         """The layers without the vocabulary's."""
-        return self.base.model
+        return self._text.model
+
+    @property
+    def _text(self) -> Any:
+        """The part that says tokens."""
+        if self._pictures:
+            return self.base.model.language_model
+        return self.base.get("language_model", self.base)
 
     @property
     def hidden(self) -> mx.array:
@@ -66,31 +83,60 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         return self._hidden
 
     def __call__(
-        self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None
+        self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None, **inputs: Any
     ) -> mx.array:
-        """carry: (rows, width), the hidden states behind the tokens before these."""
-        *own, last = cache
-        hidden = self.base.model(ids, own)
+        """carry: (rows, width), the hidden states behind the tokens before these, where no layer keeps
+        them. inputs: what a model of pictures takes beside ids."""
+        own, last, state = split(cache)
+        hidden, embeds = self._read(ids, own, inputs)
+        if state is not None and state[0] is not None:
+            carry = state[0][:, 0]
         if carry is None:
             carry = mx.zeros_like(hidden[:, 0])
         before = mx.concatenate([carry[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
-        self.head(before, self._embed(ids), last)
+        self.head(before, embeds, last)
         self._hidden = hidden
+        if state is not None:
+            state[0] = _newest(hidden, state)
         # Nothing else needs the head's keys: they would not be computed, and the graph would grow.
         logits: mx.array = mx.depends(self._logits(hidden), [last.keys, last.values])
         return logits
+
+    def look_back(self, token: int, cache: list[Any]) -> mx.array | None:
+        """The hidden state behind a lone row's newest token, computed once more; None where its layers
+        cannot take that back. (1, 1, width)"""
+        own, _, state = split(cache)
+        if state is not None:
+            found: mx.array | None = state[0]
+            return found
+        if self._pictures or not all(kind(c) in TRIMMED and c.offset for c in own):
+            return None
+        for layer in own:
+            layer.trim(1)
+        hidden: mx.array = self.base.model(mx.array([[token]]), own)
+        return hidden
 
     def guess(self, ids: mx.array, hidden: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
         """Logits and hidden states of the head alone; ids and hidden as in a call, side by side."""
         out = self.head(hidden, self._embed(ids), cache)
         return self._logits(out), out
 
+    def _read(
+        self, ids: mx.array, own: list[Any], inputs: dict[str, Any]
+    ) -> tuple[mx.array, mx.array]:
+        """Hidden states and embeddings, side by side."""
+        if not self._pictures:
+            return self.base.model(ids, own), self._embed(ids)
+        embeds = inputs.get("inputs_embeds")
+        hidden = self.base.hidden(ids, own, **inputs)
+        return hidden, self._embed(ids) if embeds is None else embeds
+
     def _embed(self, ids: mx.array) -> mx.array:
-        found: mx.array = self.base.model.embed_tokens(ids)
+        found: mx.array = self._text.model.embed_tokens(ids)
         return found
 
     def _logits(self, hidden: mx.array) -> mx.array:
-        text = getattr(self.base, "language_model", self.base)
+        text = self._text
         out: mx.array
         if "lm_head" in text:
             out = text.lm_head(hidden)
@@ -100,4 +146,25 @@ class MtpModel(nn.Module):  # type: ignore[misc]
 
 
 def with_head_layer(make_layers: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
-    return lambda: [*make_layers(), KVCache()]
+    def make() -> list[Any]:
+        own = make_layers()
+        keeps = any(kind(layer) == STATE for layer in leaves(own))
+        return [*own, KVCache(), *([ArraysCache(1)] if keeps else [])]
+
+    return make
+
+
+def split(cache: list[Any]) -> tuple[list[Any], Any, Any | None]:
+    """The model's own layers, the head's KV, and the layer of the hidden state, where there is one."""
+    if kind(cache[-1]) == STATE:
+        return cache[:-2], cache[-2], cache[-1]
+    return cache[:-1], cache[-1], None
+
+
+def _newest(hidden: mx.array, state: Any) -> mx.array:
+    """(rows, 1, width): behind the newest token of each row; as it was for rows that took none."""
+    if state.lengths is None:
+        return hidden[:, -1:]
+    lengths = state.lengths[:, None, None]
+    newest = mx.take_along_axis(hidden, mx.maximum(lengths - 1, 0), axis=1)
+    return newest if state[0] is None else mx.where(lengths > 0, newest, state[0])

@@ -33,7 +33,9 @@ class Places:
     """Lengths and columns as arrays. The layers of a group are of the same lengths at the same step:
     what one has made, the others take."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = 1) -> None:
+        """block: steps of several tokens see a multiple of so many columns, the last ones masked."""
+        self.block = block
         self._offsets: dict[tuple[int, ...], mx.array] = {}
         self._columns: dict[tuple[tuple[int, ...], int, int], mx.array] = {}
 
@@ -141,19 +143,23 @@ class RaggedKVCache(RaggedCache):
         return cls(keys, values, lengths, lone=lone, places=places)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        n_new = keys.shape[2]
-        self._grow(self.size() + n_new)
+        width = self._width(keys.shape[2])
+        self._grow(width)
         self._write(keys, values)
-        return self.keys_and_values()
+        return self.keys[..., :width, :], self.values[..., :width, :]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         width = self.size()
         return self.keys[..., :width, :], self.values[..., :width, :]
 
+    def _width(self, n_new: int) -> int:
+        """Columns that a step of so many tokens sees."""
+        return seen_width(self.size() + n_new, block=self._places.block if n_new > 1 else 1)
+
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        columns = mx.arange(self.size() + N)
+        columns = mx.arange(self._width(N))
         newest = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
         mask = columns <= newest
         if window_size is not None:
@@ -174,7 +180,7 @@ class RaggedKVCache(RaggedCache):
         more._grow(width)
         width = max(self.keys.shape[2], more.keys.shape[2])
         for name in ("keys", "values"):
-            both = [_padded(getattr(c, name), width) for c in (self, more)]
+            both = [padded(getattr(c, name), width) for c in (self, more)]
             setattr(self, name, mx.concatenate(both))
         self.keep([*self.lengths, *more.lengths])
 
@@ -187,10 +193,9 @@ class RaggedKVCache(RaggedCache):
         return lone
 
     def _grow(self, width: int) -> None:
-        have = self.keys.shape[2]
-        if width > have:
-            more = -(-(width - have) // STEP) * STEP
-            self.keys, self.values = (_padded(a, have + more) for a in (self.keys, self.values))
+        if width > self.keys.shape[2]:
+            width = seen_width(width, block=STEP)
+            self.keys, self.values = (padded(a, width) for a in (self.keys, self.values))
 
 
 class RaggedRing(RaggedCache):
@@ -275,6 +280,11 @@ class RaggedRing(RaggedCache):
         return lone
 
 
-def _padded(a: mx.array, width: int) -> mx.array:
+def seen_width(n_tokens: int, *, block: int) -> int:
+    return -(-n_tokens // block) * block
+
+
+def padded(a: mx.array, width: int) -> mx.array:
+    """(rows, heads, columns, width) with so many columns at least."""
     more = width - a.shape[2]
-    return mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) if more else a
+    return mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) if more > 0 else a

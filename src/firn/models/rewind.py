@@ -48,9 +48,12 @@ def is_rewindable(layers: Sequence[Any]) -> bool:
     )
 
 
-def ready(layers: Sequence[Any]) -> list[Any]:
-    """The same caches, of classes whose rows can be set back one by one. Done once a group."""
-    places = Places()
+def ready(layers: Sequence[Any], *, block: int = 1) -> list[Any]:
+    """The same caches, of classes whose rows can be set back one by one. Done once a group.
+
+    block: steps of several tokens see a multiple of so many columns.
+    """
+    places = Places(block)
     return [_ready(layer, places) for layer in layers]
 
 
@@ -78,15 +81,16 @@ def plain(layer: Any) -> Any:
 class Step:
     """One step of rows that take unequal numbers of tokens; the shorter ones are padded behind.
 
-    `fed` is how many tokens each row takes, of a step that is as wide as the longest.
+    `fed` is how many tokens each row takes, of a step that is as wide as the longest, or wider.
     """
 
     layers: Sequence[Any]
     fed: Sequence[int]
+    width: int = 0
     _before: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        unequal = min(self.fed) < max(self.fed)
+        unequal = min(self.fed) < max(*self.fed, self.width)
         for layer in leaves(self.layers):
             if isinstance(layer, RaggedCache):
                 self._before.append((layer, list(layer.lengths)))
@@ -105,7 +109,7 @@ class Step:
             if isinstance(layer, RaggedCache):
                 layer.keep([n + k for n, k in zip(before, kept, strict=True)])
             elif kind(layer) in TRIMMED:
-                layer.trim(self.fed[0] - kept[0])
+                layer.trim(max(self.fed[0], self.width) - kept[0])
             elif kind(layer) == "ArraysCache":
                 layer.lengths = None
                 _choose(layer, before, [k == n for k, n in zip(kept, self.fed, strict=True)])

@@ -33,7 +33,8 @@ from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
 from firn.models.mtp import MtpModel
-from firn.models.rewind import Step
+from firn.models.padding import in_blocks
+from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, pick, score
 from firn.models.speculation import Speculation
@@ -103,6 +104,7 @@ class Runner:
         The logits are computed only where somebody wants to know how likely the tokens were.
         """
         start = row.n_tokens
+        self._look_back(row, prompt)
         self._before = mx.get_active_memory(), mx.get_peak_memory()
         give_room(row.layers, len(prompt))
         self._prepare(end - start)
@@ -134,6 +136,7 @@ class Runner:
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row for each choice, all with this row's past, each with its own sampler."""
         end_room(row.layers)
+        self._look_back(row, job.prompt)
         rows = [row, *(fork(row) for _ in indices[1:])]
         shift = self._inputs.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
@@ -231,6 +234,7 @@ class Runner:
         return found
 
     def _launch_one(self, group: Group) -> None:
+        flows = any(not step.is_heard for step in group.unread)
         self._prepare(len(group.seats))
         more = self._inputs.step(group.seats) | self._carry(group.seats)
         logits = self._model(group.inputs[:, None], cache=group.layers, **more)[:, -1, :]
@@ -245,7 +249,7 @@ class Runner:
         picks = pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
         group.inputs = picks.tokens
-        group.unread.append(Launched(tuple(group.seats), picks))
+        group.unread.append(Launched(tuple(group.seats), picks, flows))
         for i, row in enumerate(group.seats):
             row.n_tokens += 1
             if self._mtp is not None:
@@ -253,15 +257,19 @@ class Runner:
 
     def _launch_several(self, group: Group, drafts: Sequence[tuple[int, ...]]) -> None:
         """Every token of these rows is on the host: what they were guessed from."""
-        group.make_ready()
+        assert self.speculation is not None
+        traits = self.speculation.traits
+        group.make_ready(block=traits.block)
         seats = tuple(group.seats)
         fed = [(*r.pending, *draft) for r, draft in zip(seats, drafts, strict=True)]
         width = max(map(len, fed))
+        if is_rewindable(group.layers):  # others would have to be told of the padding
+            width = traits.shape(width)
         self._prepare(len(seats) * width)
-        step = Step(group.layers, [len(f) for f in fed])
+        step = Step(group.layers, [len(f) for f in fed], width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
         more = self._inputs.step(seats, width) | self._carry(seats)
-        logits = self._model(ids, cache=group.layers, **more)
+        logits = self._model(ids, cache=in_blocks(group.layers, traits.block), **more)
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
         )
@@ -324,7 +332,7 @@ class Runner:
         taken = step.read()
         if self.speculation is not None and not step.is_heard:
             step.is_heard = True
-            self.speculation.heard(group, taken, step.width)
+            self.speculation.heard(group, taken, step)
         return taken
 
     def close(self) -> None:
@@ -334,6 +342,12 @@ class Runner:
             self.speculation.end()
         mx.synchronize()
         mx.clear_streams()
+
+    def _look_back(self, row: Row, prompt: Prompt) -> None:
+        """Behind a restored past: what a prediction head goes on from."""
+        if self._mtp is not None and row.n_tokens and not row.hidden:
+            hidden = self._mtp.look_back(int(prompt.ids[row.n_tokens - 1]), row.layers)
+            row.hidden = [] if hidden is None else [HiddenAt(hidden, 0, 0)]
 
     def _carry(self, rows: Sequence[Row]) -> dict[str, Any]:
         """What a prediction head goes on from."""

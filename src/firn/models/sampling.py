@@ -143,6 +143,10 @@ class Picker:
 
         Their grammars are not asked: what those allow is for the caller to know, position by position.
         """
+        if self.greedy and not self.reshapes:  # they are all alike
+            alike = copy.copy(self)
+            alike.constraint = None
+            return [alike] * (len(draft) + 1)
         every: list[Picker] = []
         for i in range(len(draft) + 1):
             one = copy.copy(every[-1] if every else self)

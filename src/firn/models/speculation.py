@@ -1,9 +1,13 @@
 """Several tokens a step: who guesses, how much is tried, what came of it.
 
 Rows whose guesses are not tried cost nothing on the device: what a drafter would have said is compared
-with what the row says anyway, so the odds are known before the first draft is paid for. Drafts need the
-newest token on the host, so a group that drafts has no step in flight; it changes over when its drafts
-promise more than that costs.
+with what the row says anyway, so the odds are known before the first draft is paid for, and a step is in
+flight as ever. Drafts need the newest token on the host: a group that drafts has no step in flight. It
+changes over, for an episode of such steps, when its drafts promise more than that costs.
+
+    plain  plain  plain | wide  wide  wide | plain  plain
+                  ^ heard early: nothing    ^ comes late: two steps are built before it is heard
+                    else is in flight
 
     sure guesses first     tokens that are forced (a thinking budget's end), or that a grammar leaves no
                            choice about; then the drafter's
@@ -17,22 +21,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from firn.core.values import Job
 from firn.models.drafters import NOTHING, Drafter, Guess
-from firn.models.gate import DraftTimes, Hope, Odds, StepTimes, best_width
+from firn.models.gate import Allowance, DraftTimes, Hope, Odds, StepTimes, best_width
 from firn.models.ragged import MAX_FEED
+from firn.models.traits import TRAITS, Traits
+from firn.models.verify import Verification
 
 if TYPE_CHECKING:
-    from firn.models.batch import Group, Row
+    from firn.models.batch import Group, Launched, Row
     from firn.models.verify import Taken
 
-MAX_DRAFT = 16
+MAX_DRAFT = MAX_FEED - 1
 SURE, SURE_ODDS = -1, 0.999
 """The source of guesses that hardly can be wrong."""
 GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 """Of text that a grammar leaves no choice about; a model may cut it into other tokens."""
+HOPE_EVERY = 16
+"""One step with drafts in so many is of a width that may have become cheaper than it was."""
+WEAK_ODDS, N_REST = 0.4, 3
+MAX_CHARGE = 4.0
+"""Plain steps that guesses for one step can have taken: more was the machine's doing."""
 MAX_DEAR, DEAR_WIDTH = 8, 5
 """Guesses that take time: how many there are, and at which width they are compared with others."""
 
@@ -41,13 +53,15 @@ MAX_DEAR, DEAR_WIDTH = 8, 5
 class Record:
     """One row's guesses. `next` is what the drafter `source` guessed behind its newest known token.
 
-    is_ready: the drafter whose guesses take time has read the row's text.
+    is_ready: the drafter whose guesses take time has read the row's text. rest: tokens until somebody
+    looks for free guesses again.
     """
 
     odds: Odds = field(default_factory=Odds)
     next: Guess = NOTHING
     source: int = 0
     is_ready: bool = False
+    rest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,16 @@ class Width:
 
     width: int
     asks: tuple[Row, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class _Pace:
+    """When a group's newest tokens came, and how. n_wide: steps of several tokens, since the last plain
+    one. drained_s: that one was read early, for drafts, and took so much more than others."""
+
+    heard_at: float
+    n_wide: int = 0
+    drained_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -85,22 +109,27 @@ class Speculation:
         self,
         *drafters: Drafter,
         in_groups: bool = True,
+        traits: Traits = TRAITS["cpu"],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """drafters: at most one that is not free. in_groups: whether rows that take unequal numbers of
-        tokens can share a group."""
+        tokens can share a group. traits: of the device."""
         self.totals = Totals()
-        self.times = StepTimes()
+        self.traits = traits
+        self.times = StepTimes(traits)
+        self.allowance = Allowance()
         self._drafters = drafters
         self._free = [i for i, d in enumerate(drafters) if d.is_free]
         self._dear = next((i for i, d in enumerate(drafters) if not d.is_free), None)
+        self._max_draft = min(traits.widths[-1] - 1, MAX_DRAFT)
         self.in_groups = in_groups
         self._clock = clock
         self._odds = Odds()
         self._rows: dict[Row, Record] = {}
         self._draft_times = DraftTimes()
-        self._heard_at: dict[int, float] = {}
-        """By group: when its newest tokens came, unless something else was computed since."""
+        self._paces: dict[int, _Pace] = {}
+        """By group: unless something else was computed since."""
+        self._drains = False
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -125,7 +154,12 @@ class Speculation:
                 break
         for drafter in self._drafters:
             drafter.took(row, tokens)
-        self._look(row, record)
+        record.next, record.source = NOTHING, 0
+        if record.rest:
+            record.rest -= 1
+        else:
+            self._look(row, record)
+            record.rest = self._rest(row, record)
 
     def close(self, row: Row) -> None:
         if self._rows.pop(row, None) is not None:
@@ -154,10 +188,12 @@ class Speculation:
             return None
         self._prepare(known)
         if group.unread:
-            if self._width(group).width == 1:
-                self._pass_over(group)
+            if self._width(group, flows=True).width == 1:
+                self._pass_over(group, known)
                 return None
+            self._drains = True
             hear()
+            self._drains = False
         for row, record in known:
             self._look(row, record)
             record.next = _within(row, record.next)
@@ -177,13 +213,9 @@ class Speculation:
             drafts.append(found.next.tokens)
         return drafts if any(drafts) else None
 
-    def heard(self, group: Group, taken: Sequence[Taken], width: int) -> None:
+    def heard(self, group: Group, taken: Sequence[Taken], step: Launched | Verification) -> None:
         """A step's tokens have come."""
-        now = self._clock()
-        before = self._heard_at.get(id(group))
-        self._heard_at[id(group)] = now
-        if before is not None:
-            self.times.saw(len(group.seats), width, now - before)
+        self._time(group, taken, step)
         totals = self.totals
         totals.n_steps += 1
         totals.n_draft_steps += any(t.n_drafted for t in taken)
@@ -195,9 +227,36 @@ class Speculation:
                 totals.n_accepted += each.n_right
                 self.took(each.row, each.tokens)
 
+    def _time(self, group: Group, taken: Sequence[Taken], step: Launched | Verification) -> None:
+        """What the step took, from the tokens before it on."""
+        now, n_rows = self._clock(), len(group.seats)
+        pace = self._paces.get(id(group))
+        if pace is None:
+            self._paces[id(group)] = _Pace(now)
+            return
+        seconds, pace.heard_at = now - pace.heard_at, now
+        if isinstance(step, Verification):
+            pace.n_wide += 1
+            price = self.times.saw_wide(n_rows, step.width, seconds)
+            if price is not None:
+                n_taken = sum(len(t.tokens) for t in taken if t.row.group is group)
+                self.allowance.settle(n_taken / max(len(group.rows), 1) - price)
+            return
+        self.allowance.earn()
+        has_changed = pace.n_wide or pace.drained_s is not None
+        if has_changed and self.times.knows(n_rows):
+            extra_s = (pace.drained_s or 0.0) + seconds - self.times.plain_s(n_rows)
+            self.allowance.settle(-self.times.saw_episode(n_rows, pace.n_wide, extra_s))
+        elif self._drains and self.times.knows(n_rows):
+            pace.drained_s = seconds - self.times.plain_s(n_rows)
+            return
+        elif step.flows:
+            self.times.saw_plain(n_rows, seconds)
+        pace.n_wide, pace.drained_s = 0, None
+
     def disturbed(self) -> None:
         """Something else is computed: the time until the next tokens says nothing."""
-        self._heard_at.clear()
+        self._paces.clear()
 
     # --- guesses ---------------------------------------------------------------------------
 
@@ -214,10 +273,19 @@ class Speculation:
         if row.forced:  # soon, unless the caller thinks better of it before the row is there
             return
         for i in self._free:
-            guess = self._drafters[i].guess([row], MAX_DRAFT)[0]
+            guess = self._drafters[i].guess([row], self._max_draft)[0]
             if guess.tokens:
                 record.next, record.source = guess, i
                 return
+
+    def _rest(self, row: Row, record: Record) -> int:
+        """Looking takes the host's time: where guesses are weak, or none, it is done now and then."""
+        is_bound = row.forced or (row.picker is not None and row.picker.constraint is not None)
+        if is_bound or not self._free:
+            return 0
+        kinds = record.next.kinds
+        weak = not kinds or self._chance(record, record.source, kinds[0]) < WEAK_ODDS
+        return N_REST if weak else 0
 
     def _prepare(self, known: Sequence[tuple[Row, Record]]) -> None:
         """One row that is not ready reads on: others must not wait for more."""
@@ -242,7 +310,10 @@ class Speculation:
             record.is_ready = bool(guess.tokens)
             record.next, record.source = guess, self._dear
             record.next = _within(row, guess)
-        self._draft_times.saw(len(best.asks), took_s / max(n, 1))
+        group = best.asks[0].group
+        n_seats = len(group.seats) if group else 0
+        if self._draft_times.saw(len(best.asks), took_s / max(n, 1)) and self.times.knows(n_seats):
+            self.allowance.settle(-min(took_s / self.times.plain_s(n_seats), MAX_CHARGE))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -250,10 +321,18 @@ class Speculation:
         began = self._clock()
         yield
         took_s = self._clock() - began
-        self._heard_at = {group: at + took_s for group, at in self._heard_at.items()}
+        for pace in self._paces.values():
+            pace.heard_at += took_s
 
-    def _width(self, group: Group) -> Width:
-        """How wide the next step is best, with the free guesses alone or with those that take time."""
+    def _width(self, group: Group, *, flows: bool = False) -> Width:
+        """How wide the next step is best, with the free guesses alone or with those that take time.
+
+        flows: a step is in flight, whose token nobody has read.
+        """
+        if self._dear is None and not any(
+            self._rows[r].next.tokens for r in group.rows if r in self._rows
+        ):
+            return Width(1)
         n_seats, free, asks = len(group.seats), [], []
         mixed: list[Hope] = []
         for row in group.rows:
@@ -267,12 +346,19 @@ class Speculation:
                 asks.append(row)
                 hope = dear
             mixed.append(hope)
-        best = best_width(self.times, free, n_seats=n_seats)
-        if asks and self.times.knows(n_seats):
+        choose = partial(
+            best_width,
+            self.times,
+            n_seats=n_seats,
+            widths=self.traits.widths,
+            flows=flows,
+            hopeful=self.totals.n_draft_steps % HOPE_EVERY == HOPE_EVERY - 1,
+            allowance=self.allowance,
+        )
+        best = choose(free)
+        if asks:
             per_token = self._draft_times.of(len(asks))
-            with_dear = best_width(
-                self.times, mixed, n_seats=n_seats, draft_s=lambda width: per_token * (width - 1)
-            )
+            with_dear = choose(mixed, draft_s=lambda width: per_token * (width - 1))
             if with_dear.width > 1 and with_dear.rate > best.rate:
                 return Width(with_dear.width, tuple(asks))
         return Width(best.width)
@@ -298,15 +384,15 @@ class Speculation:
         prior = GRAMMAR_ODDS if source == GRAMMAR else self._drafters[source].odds(kind)
         return record.odds.of((source, kind), self._odds.of((source, kind), prior))
 
-    def _pass_over(self, group: Group) -> None:
-        self.times.forgive(len(group.seats))
+    def _pass_over(self, group: Group, known: Sequence[tuple[Row, Record]]) -> None:
+        if self._dear is not None or any(record.next.tokens for _, record in known):
+            self.times.passed_over(len(group.seats))
         if self._dear is not None:
             self._draft_times.forgive()
             kinds = [(self._dear, i) for i in range(MAX_DEAR)]
             self._odds.fade(kinds)
-            for row in group.rows:
-                if row in self._rows:
-                    self._rows[row].odds.fade(kinds)
+            for _, record in known:
+                record.odds.fade(kinds)
 
 
 def _forced(row: Row) -> list[int]:

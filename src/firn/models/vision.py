@@ -49,10 +49,21 @@ class VisionModel:
 
     def __call__(self, ids: mx.array, *, cache: list[Any], **inputs: Any) -> mx.array:
         """Logits. Without `inputs` it is text alone, behind what the caches hold."""
-        if self._rope is not None and "position_ids" not in inputs:
-            inputs["position_ids"] = self._rope.of_text(cache, ids.shape[1])
-        out: mx.array = self._language(ids, cache=cache, **inputs).logits
+        out: mx.array = self._language(ids, cache=cache, **self._placed(ids, cache, inputs)).logits
         return out
+
+    def hidden(self, ids: mx.array, cache: list[Any], **inputs: Any) -> mx.array:
+        """What the logits are made of, in families that tell: (rows, tokens, width)."""
+        more = self._placed(ids, cache, inputs)
+        out = self._language(ids, cache=cache, return_hidden=True, skip_logits=True, **more)
+        states: mx.array = out.hidden_states[-1]
+        return states
+
+    def _placed(self, ids: mx.array, cache: list[Any], inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs with the positions of text, where none are given."""
+        if self._rope is None or "position_ids" in inputs:
+            return inputs
+        return inputs | {"position_ids": self._rope.of_text(cache, ids.shape[1])}
 
     # --- models.inputs.Inputs --------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Asking(Speculation):
         super().__init__(*drafters)
         self._rng = random.Random(seed)
 
-    def _width(self, group: Group) -> Width:
+    def _width(self, group: Group, *, flows: bool = False) -> Width:
         ready = [r for r in group.rows if r in self._rows and self._rows[r].is_ready]
         asks = [r for r in ready if self._rng.random() < 0.8]
         return Width(self._rng.randint(1, 9), tuple(asks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from firn.models.batch import Group
+from firn.models.drafters import Guess
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import Head, MtpModel, with_head_layer
 from firn.models.mtp_load import FAMILIES, has_head, read_head
+from firn.models.speculation import Speculation, Width
 from tests.harness import GREEDY, running
-from tests.models.alone import Built, plain
+from tests.models.alone import Built, plain, prompt_of
 from tests.models.drafters.test_model import Asking, assert_all_equal
 from tests.models.test_speculation import SAMPLINGS, story, tell
 from tests.zoo import ZOO, build, weights
@@ -105,12 +109,50 @@ def test_a_head_that_agrees_is_right(name: str) -> None:
     assert totals.n_accepted == totals.n_drafted
 
 
+class Watched(Speculation):
+    """Asks for four guesses behind every step, and notes them."""
+
+    def __init__(self, drafter: Any) -> None:
+        super().__init__(drafter)
+        self.told: list[Guess] = []
+
+    def _width(self, group: Group, *, flows: bool = False) -> Width:
+        return Width(5, tuple(group.rows))
+
+    def _ask(self, best: Width) -> None:
+        super()._ask(best)
+        self.told += [self._rows[row].next for row in best.asks]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_head_goes_on_from_survives_a_hit(name: str) -> None:
+    """Behind a restored prefix its guesses are those that it makes behind a prompt that it has read."""
+    rng = random.Random(8)
+    prompt = prompt_of(rng, 97)
+    make, made = built(name)
+
+    def speculate() -> Watched:
+        return Watched(MtpDrafter(made[-1]))
+
+    with running(make, chunk=32, block=32, speculation=speculate) as harness:
+        cold = harness.ask(prompt, 6)
+        assert not cold.n_cached
+        told = harness.runner.speculation.told  # type: ignore[union-attr]
+        first, told[:] = list(told), []
+        warm = harness.ask(prompt, 6)
+        assert warm.n_cached
+        assert_all_equal([warm], [cold])
+        assert told == first
+
+
 # --- reading it from files -----------------------------------------------------------------
 
 
-def as_published(head: Head, name: str) -> dict[str, mx.array]:
+def as_published(
+    head: Head, name: str, *, config: dict[str, Any] | None = None
+) -> dict[str, mx.array]:
     """The head's tensors as the model's makers name and cut them."""
-    config = ZOO[name].config
+    config = config or ZOO[name].config
     text = config.get("text_config", config)
     family = FAMILIES[config["model_type"]]
     prefix = family.prefix.format(n=text["num_hidden_layers"])

@@ -31,6 +31,8 @@ MIN_REPLY, MAX_REPLY = 16, 1 << 13
 KINDS = (2, 3, 4, 6, 9, 17, 33)
 """The shortest match of each kind."""
 KIND_OF = tuple(sum(n >= k for k in KINDS[1:]) for n in range(KINDS[-1] + 1))
+KINDS_FROM = KIND_OF + (len(KINDS) - 1,) * 64
+"""From a match's length on: the kinds of the guesses that follow it."""
 ODDS = (0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 
 
@@ -213,8 +215,10 @@ class _RowText:
             self._search()
         if not self._length:
             return NOTHING
-        tokens = tuple(int(t) for t in self._follows[self._at : self._at + n_most])
-        return Guess(tokens, tuple(_kind(self._length + i) for i in range(len(tokens))))
+        follows = self._follows[self._at : self._at + n_most]
+        tokens = tuple(follows.tolist() if isinstance(follows, np.ndarray) else follows)
+        start = min(self._length, KINDS[-1])
+        return Guess(tokens, KINDS_FROM[start : start + len(tokens)])
 
     def _search(self) -> None:
         end = self._end()
@@ -237,10 +241,6 @@ class _RowText:
         if n_prompt <= 0:
             return self.reply[-MAX_COMPARED:]
         return [*self._prompt.ids[-n_prompt:].tolist(), *self.reply]
-
-
-def _kind(length: int) -> int:
-    return KIND_OF[min(length, KINDS[-1])]
 
 
 def _match(tokens: Sequence[int], at: int, end: Sequence[int]) -> int:

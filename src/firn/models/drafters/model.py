@@ -153,6 +153,8 @@ class ModelDrafter:
             own.layers = self._make_layers()
             ahead.fill(own.layers)
             own.n_tokens = ahead.n_tokens
+        elif reader.trail.racing:  # nobody waits for guesses: what is on its way may come
+            return False
         end = min(own.n_tokens + self._chunk, n_prompt - 1)
         if end > own.n_tokens:
             ids = np.minimum(reader.job.prompt.ids[own.n_tokens : end], self._last_id)

@@ -16,7 +16,7 @@ from firn.core.values import Job
 from firn.models.batch import Group, Row
 from firn.models.carry import hidden_of
 from firn.models.drafters import NOTHING, Guess
-from firn.models.mtp import MtpModel
+from firn.models.mtp import MtpModel, split
 from firn.models.rewind import Step
 from firn.models.sampling import to_host
 
@@ -63,7 +63,7 @@ class MtpDrafter:
 
     def _guess(self, group: Group, rows: Sequence[Row], n: int) -> dict[Hashable, Guess]:
         group.make_ready()
-        head = group.layers[-1:]
+        head = [split(group.layers)[1]]
         fed = [seat.pending if seat in rows else [] for seat in group.seats]
         lengths = [len(f) for f in fed]
         width = max(lengths)

@@ -1,0 +1,149 @@
+"""How often guesses change a greedy reply: steps of other shapes round differently, and a tie may fall.
+
+    .venv/bin/python benchmarks/ties.py [--models firn-demo,firn-demo-hybrid,smollm2]
+        [--replies 20] [--tokens 120]
+
+Each reply is made twice by one engine, one token a step and with guesses of eight tokens that are right
+nine times in ten (they are the first reply's), at each step, whether that pays or not. A reply counts up
+to its first different token: behind it the two are different texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Hashable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from engines import BenchEngine
+from report import cli, grid, names, save
+from speculation import ASKS
+
+from firn import named
+from firn.core.values import Chat, Job, Message, Role, TextPart
+from firn.demo.facts import make_session
+from firn.models import loader
+from firn.models.batch import Group
+from firn.models.drafters import NOTHING, Guess
+from firn.models.hub import HubRules
+from firn.models.speculation import Speculation, Width
+from firn.text.prompt import PromptMaker
+
+N_GUESSES, RIGHT = 8, 0.9
+
+
+class Known:
+    """Has read the replies before."""
+
+    is_free = True
+
+    def __init__(self) -> None:
+        self.replies: dict[tuple[int, ...], Sequence[int]] = {}
+        self._rng = random.Random(0)
+        self._rows: dict[Hashable, tuple[Sequence[int], int]] = {}
+
+    def odds(self, kind: int) -> float:
+        return RIGHT
+
+    def open(self, row: Hashable, job: Job) -> None:
+        self._rows[row] = self.replies.get(tuple(job.prompt.ids.tolist()), ()), 0
+
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        if row in self._rows:
+            reply, n = self._rows[row]
+            self._rows[row] = reply, n + len(tokens)
+
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        found = []
+        for row in rows:
+            reply, n = self._rows.get(row, ((), 0))
+            tokens = [t if self._rng.random() < RIGHT else 1 for t in reply[n : n + N_GUESSES]]
+            found.append(Guess(tuple(tokens), (0,) * len(tokens)) if tokens else NOTHING)
+        return found
+
+    def close(self, row: Hashable) -> None:
+        self._rows.pop(row, None)
+
+    def end(self) -> None:
+        self._rows.clear()
+
+
+class Always(Speculation):
+    def _width(self, group: Group, *, flows: bool = False) -> Width:
+        return Width(1 + N_GUESSES)
+
+
+def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
+    tokenizer = loader.load_tokenizer(folder)
+    maker = PromptMaker(tokenizer, context_length=16384)
+    roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+    found = []
+    for i in range(n):
+        if name.startswith("firn-demo"):
+            session = make_session(
+                i, n_facts=12, n_questions=6, kinds=("fact",), placement="system"
+            )
+            said = [(m["role"], m["content"]) for m in session.messages(i % 6)]
+        else:
+            said = [("user", list(ASKS.values())[i % len(ASKS)](i))]
+        chat = Chat(tuple(Message(roles[role], (TextPart(text),)) for role, text in said))
+        found.append(maker.make(chat).ids.tolist())
+    return found
+
+
+def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
+    folder = named.resolve(name, HubRules(offline=True))
+    config = dict(loader.read_config(folder))
+    loaded = loader.load(folder, served_name=name, cpu_dtype="auto")
+    known = Known()
+
+    def speculation(model: Any) -> Speculation:
+        return Always(known)
+
+    build = partial(
+        BenchEngine, config, dtype=mx.float32, memory_nbytes=1 << 28, model=loaded.model
+    )
+    with build(speculation=speculation) as engine:
+        asks = prompts(name, folder, n_replies)
+        ask = partial(engine.ask, read=False, write=False)
+        n_compared = n_changed = 0
+        for ids in asks:
+            plain = ask(ids, n_tokens, speculates=False).wait().tokens
+            known.replies[tuple(ids)] = plain
+            guessed = ask(ids, n_tokens).wait().tokens
+            pairs = enumerate(zip(plain, guessed, strict=True))
+            first = next((i for i, (a, b) in pairs if a != b), None)
+            n_changed += first is not None
+            n_compared += len(plain) if first is None else first + 1
+        totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
+    share = totals.n_accepted / max(totals.n_drafted, 1)
+    return [name, str(n_replies), str(n_compared), str(n_changed), f"{share:.2f}"]
+
+
+def run(args: argparse.Namespace) -> None:
+    rows = [["model", "replies", "tokens compared", "changed", "guesses right"]]
+    for name in names(args.models):
+        rows.append(measure(name, n_replies=args.replies, n_tokens=args.tokens))
+        print(" ".join(rows[-1]), flush=True)
+    print(grid(rows))
+    if args.out:
+        save(args.out, "ties", options=vars(args), result=rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="firn-demo,firn-demo-hybrid,smollm2")
+    parser.add_argument("--replies", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--out", type=Path)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,182 @@
+"""What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
+
+    PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17]
+        [--steps 24] [--parts]
+
+    plain     one token a row, the next step prepared while the device computes; `alone` waits for each
+    new       several tokens, all accepted: attention sees another number of columns at each step
+    again     the same lengths once more
+    padded    columns in blocks of 512 and a mask, as steps with drafts have them on CUDA
+
+host: until the step is dispatched. all: until its tokens are read. Medians in ms, and the longest step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from report import cli, grid, numbers
+from speculation_device import SHAPES
+
+from firn.models.padding import in_blocks
+from firn.models.rewind import Step, ready
+from models import random_model
+
+N_PROMPT, BLOCK = 512, 512
+
+
+class Bench:
+    def __init__(self, model: Any, *, n_rows: int, n_steps: int) -> None:
+        self.model, self.n_rows, self.n_steps = model, n_rows, n_steps
+        self.vocab = model.args.vocab_size
+
+    def caches(self, *, block: int = 0) -> list[Any]:
+        """With a prompt in them. block: as a group that drafts has them."""
+        rows = []
+        for i in range(self.n_rows):
+            layers = make_prompt_cache(self.model)
+            prompt = mx.arange(N_PROMPT - i) * (7 + i) % self.vocab
+            self.model(prompt[None], cache=layers)
+            mx.eval([c.state for c in layers])
+            rows.append(layers)
+        if self.n_rows == 1:
+            return rows[0]
+        layers = [KVCache.merge(list(same)) for same in zip(*rows, strict=True)]
+        return ready(layers, block=block) if block else layers
+
+    def plain(self, *, in_flight: bool) -> list[tuple[float, float]]:
+        layers, tokens, found = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
+        before = tokens
+        heard = time.perf_counter()
+        for _ in range(2 * self.n_steps):
+            began = time.perf_counter()
+            tokens = mx.argmax(self.model(tokens[:, None], cache=layers)[:, -1], axis=-1)
+            mx.async_eval(tokens)
+            host = time.perf_counter() - began
+            (before if in_flight else tokens).tolist()
+            before = tokens
+            found.append((host, time.perf_counter() - heard))
+            heard = time.perf_counter()
+        return found[self.n_steps :]
+
+    def wide(self, width: int, *, block: int, layers: list[Any]) -> list[tuple[float, float]]:
+        found = []
+        ids = [list(range(1, width + 1))] * self.n_rows
+        for _ in range(self.n_steps):
+            began = time.perf_counter()
+            step = Step(layers, [width] * self.n_rows, width)
+            logits = self.model(mx.array(ids), cache=in_blocks(layers, max(block, 1)))
+            tokens = mx.argmax(logits, axis=-1)
+            mx.async_eval(tokens)
+            host = time.perf_counter() - began
+            tokens.tolist()
+            step.settle([width] * self.n_rows)
+            found.append((host, time.perf_counter() - began))
+        return found
+
+
+def parts(config: dict[str, Any], dtype: mx.Dtype, *, widths: list[int], n_steps: int) -> None:
+    """What the products and the attention of all layers take by themselves, with one row."""
+    n, size, wide = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
+    heads, kv, d = (
+        config[f"{k}"] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    shapes = [(heads * d, size), (kv * d, size), (kv * d, size), (size, heads * d)]
+    shapes += [(wide, size), (wide, size), (size, wide)]
+    weights = [[mx.random.normal(x, dtype=dtype) for x in shapes] for _ in range(n)]
+    keys = [mx.random.normal((1, kv, 1024, d), dtype=dtype) for _ in range(n)]
+    mx.eval(weights, keys)
+
+    def products(width: int) -> list[mx.array]:
+        x = {k: mx.random.normal((1, width, k), dtype=dtype) for k in {size, wide, heads * d}}
+        return [x[w.shape[1]] @ w.T for layer in weights for w in layer]
+
+    def attention(width: int, how: str) -> list[mx.array]:
+        q = mx.random.normal((1, heads, width, d), dtype=dtype)
+        mask: Any = None
+        if how == "causal":
+            mask = "causal"
+        elif how != "open":
+            mask = mx.arange(1024)[None] <= mx.arange(900, 900 + width)[:, None]
+        if how == "additive":
+            mask = mx.where(mask, 0.0, -mx.inf).astype(dtype)
+        if how != "by hand":
+            return [
+                mx.fast.scaled_dot_product_attention(q, k, k, scale=0.1, mask=mask) for k in keys
+            ]
+        q = q.reshape(1, kv, heads // kv * width, d)
+        seen = mx.where(mask, 0.0, -mx.inf).astype(dtype)
+        seen = mx.concatenate([seen] * (heads // kv))
+        return [mx.softmax(0.1 * q @ k.swapaxes(-1, -2) + seen, axis=-1) @ k for k in keys]
+
+    def timed(what: str, make: Callable[[], list[mx.array]]) -> None:
+        host, whole = [], []
+        for _ in range(n_steps):
+            began = time.perf_counter()
+            out = make()
+            mx.async_eval(out)
+            host.append(time.perf_counter() - began)
+            mx.eval(out)
+            whole.append(time.perf_counter() - began)
+        ms = [1000 * statistics.median(x) for x in (host, whole)]
+        print(f"{what}: host {ms[0]:.1f} all {ms[1]:.1f}", flush=True)
+
+    for width in [1, *widths]:
+        timed(f"{width} products", lambda width=width: products(width))  # type: ignore[misc]
+        for how in ("open", "causal", "mask", "additive", "by hand"):
+            timed(f"{width} attention {how}", lambda w=width, h=how: attention(w, h))  # type: ignore[misc]
+
+
+def run(args: argparse.Namespace) -> None:
+    config, dtype = SHAPES[args.shape]
+    if args.parts:
+        parts(config, dtype, widths=numbers(args.widths), n_steps=args.steps)
+        return
+    model = random_model(config, dtype=dtype)
+    rows = [["rows", "width", "", "host", "all", "longest", "first"]]
+
+    def show(n: int, width: int, what: str, steps: list[tuple[float, float]]) -> None:
+        hosts, alls = zip(*steps, strict=True)
+        ms = [1000 * statistics.median(x) for x in (hosts, alls)] + [
+            1000 * max(alls),
+            1000 * alls[0],
+        ]
+        rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms)])
+        print(" ".join(rows[-1]), flush=True)
+
+    for n in numbers(args.rows):
+        bench = Bench(model, n_rows=n, n_steps=args.steps)
+        show(n, 1, "plain", bench.plain(in_flight=True))
+        show(n, 1, "alone", bench.plain(in_flight=False))
+        for width in numbers(args.widths):
+            show(
+                n, width, "padded", bench.wide(width, block=BLOCK, layers=bench.caches(block=BLOCK))
+            )
+            if n > 1:
+                continue
+            layers = bench.caches()
+            show(n, width, "new", bench.wide(width, block=0, layers=layers))
+            for layer in layers:
+                layer.trim(width * args.steps)
+            show(n, width, "again", bench.wide(width, block=0, layers=layers))
+    print(grid(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="4b")
+    parser.add_argument("--rows", default="1,8")
+    parser.add_argument("--widths", default="2,5,9,17,32")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--parts", action="store_true", help="products and attention by themselves")
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,198 @@
+"""A machine that exists on paper: what its host and its device take for a step, and a clock.
+
+The speculation is the real one; the engine's loop is told in a few lines: a plain step stays in flight
+while the next is prepared, a step of several tokens is waited for. So what the gate makes of a machine
+is seen in tokens a second, without one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from firn.core.values import Job, Namespace, Prompt, RequestId, Sampling
+from firn.models.batch import Group, Launched, Row
+from firn.models.drafters import NOTHING, Guess
+from firn.models.sampling import Picks
+from firn.models.speculation import Speculation
+from firn.models.traits import TRAITS, Traits
+from firn.models.verify import Taken, Verification
+
+NO_PICKS = Picks(mx.array([0]), None, None, None)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """host_s: preparing a step, while the device may be busy with the one before. wide: what a step of
+    several tokens takes of the device, in plain steps, by its width."""
+
+    host_s: float
+    device_s: float
+    wide: dict[int, float]
+    traits: Traits = TRAITS["cpu"]
+    guess_s: float = 0.0
+    """What looking for guesses takes of the host, for each row and token."""
+    noise: float = 0.0
+    """One step in ten takes so many times longer."""
+
+    def device(self, width: int, rng: random.Random) -> float:
+        price = (
+            1.0 if width == 1 else float(np.interp(width, list(self.wide), [*self.wide.values()]))
+        )
+        slow = 1.0 + self.noise * (rng.random() < 0.1)
+        return self.device_s * price * slow
+
+
+class Oracle:
+    """Knows what a row says, and tells each token of it truly with this probability."""
+
+    is_free = True
+
+    def __init__(self, right: Callable[[int], float], rng: random.Random) -> None:
+        self._right = right
+        self._rng = rng
+        self._n: dict[Hashable, int] = {}
+
+    def odds(self, kind: int) -> float:
+        return 0.5
+
+    def open(self, row: Hashable, job: Job) -> None:
+        self._n[row] = 0
+
+    def prepare(self, row: Hashable) -> bool:
+        return True
+
+    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
+        self._n[row] += len(tokens)
+
+    def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
+        found = []
+        for row in rows:
+            n = self._n[row]
+            tokens = [truth(n + i) * (self._rng.random() < self._right(n)) for i in range(n_most)]
+            found.append(Guess(tuple(tokens), (0,) * n_most) if self._right(n) >= 0 else NOTHING)
+        return found
+
+    def close(self, row: Hashable) -> None:
+        del self._n[row]
+
+    def end(self) -> None:
+        self._n.clear()
+
+
+def truth(n: int) -> int:
+    return n % 1000 + 1
+
+
+@dataclass
+class Simulation:
+    machine: Machine
+    n_rows: int
+    rng: random.Random
+    speculation: Speculation | None = None
+    now: float = 0.0
+    _free_at: float = 0.0
+    _done_at: dict[int, float] = field(default_factory=dict)
+
+    def run(self, n_tokens: int) -> float:
+        """Seconds until every row has so many tokens."""
+        rows = [Row([], 100, limit=1 << 30, pending=[truth(0)]) for _ in range(self.n_rows)]
+        group = Group(rows, [], mx.array([0]))
+        for row in rows:
+            row.group = group
+            if self.speculation is not None:
+                self.speculation.open(row, a_job())
+        said = dict.fromkeys(rows, 0)
+        began = self.now
+        while min(said.values()) < n_tokens:
+            self._step(group, said)
+        for row in rows:
+            if self.speculation is not None:
+                self.speculation.close(row)
+        return self.now - began
+
+    def _step(self, group: Group, said: dict[Row, int]) -> None:
+        drafts = None
+        if self.speculation is not None:
+            self.now += self.machine.guess_s * len(group.rows)
+            drafts = self.speculation.plan(group, lambda: self._hear(group, said))
+        self.now += self.machine.host_s
+        seats = tuple(group.seats)
+        step: Any
+        if drafts is None:
+            flows = any(not s.is_heard for s in group.unread)
+            step = Launched(seats, NO_PICKS, flows)
+        else:
+            width = self.machine.traits.shape(1 + max(map(len, drafts)))
+            step = Verification(group, seats, tuple(drafts), None, NO_PICKS, (), width)  # type: ignore[arg-type]
+        begun = max(self.now, self._free_at)
+        self._free_at = self._done_at[id(step)] = begun + self.machine.device(step.width, self.rng)
+        group.unread.append(step)
+        while len(group.unread) > (0 if drafts else 1):
+            self._read(group, group.unread[0], said)
+            del self._done_at[id(group.unread.pop(0))]
+
+    def _hear(self, group: Group, said: dict[Row, int]) -> None:
+        for step in group.unread:
+            self._read(group, step, said)
+
+    def _read(self, group: Group, step: Any, said: dict[Row, int]) -> None:
+        self.now = max(self.now, self._done_at[id(step)])
+        if step.is_heard:
+            return
+        step.is_heard = True
+        taken = []
+        drafts = step.drafts if isinstance(step, Verification) else [()] * len(step.rows)
+        for row, draft in zip(step.rows, drafts, strict=True):
+            n = said[row]
+            right = 0
+            while right < len(draft) and draft[right] == truth(n + right):
+                right += 1
+            tokens = tuple(truth(n + i) for i in range(right + 1))
+            said[row] += len(tokens)
+            row.n_tokens += len(tokens)
+            row.pending = [tokens[-1]]
+            taken.append(Taken(row, tokens, (None,) * len(tokens), len(draft), right))
+        if self.speculation is not None:
+            self.speculation.heard(group, taken, step)
+
+
+def a_job() -> Job:
+    return Job(
+        id=RequestId("1"),
+        prompt=Prompt(np.arange(8)),
+        max_tokens=1 << 20,
+        sampling=Sampling(temperature=0.0),
+        namespace=Namespace(""),
+    )
+
+
+def gain(
+    machine: Machine,
+    n_rows: int,
+    right: float | Callable[[int], float],
+    *,
+    n_tokens: int = 300,
+    n_replies: int = 1,
+    n_before: int = 0,
+    seed: int = 0,
+) -> float:
+    """Tokens a second over those without speculation; `n_before` replies are not counted."""
+    rng = random.Random(seed)
+    chance = right if callable(right) else lambda n: right
+    simulation = Simulation(machine, n_rows, rng)
+    oracle = Oracle(chance, rng)
+    simulation.speculation = Speculation(
+        oracle, traits=machine.traits, clock=lambda: simulation.now
+    )
+    for _ in range(n_before):
+        simulation.run(n_tokens)
+    with_it = sum(simulation.run(n_tokens) for _ in range(n_replies))
+    plain = Simulation(machine, n_rows, random.Random(seed))
+    without = sum(plain.run(n_tokens) for _ in range(n_replies))
+    return without / with_it

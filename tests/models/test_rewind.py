@@ -1,0 +1,88 @@
+"""What wrong guesses leave in the caches: nothing, to the bit, where the steps have the same shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.cache.codecs import At
+from firn.cache.layout import Layout
+from firn.models.padding import in_blocks
+from firn.models.rewind import Step, is_rewindable, ready
+from firn.models.selfcheck import prefilled
+from tests.models.test_speculation import KINDS
+from tests.zoo import build
+
+LENGTHS = (19, 40, 33)
+FED = 4
+RIGHT = (1, 3, 2)
+"""Of the tokens fed, those that each row keeps where it can keep a part."""
+
+
+def text(row: int, n: int) -> list[int]:
+    return [(7 * row + 3 * j) % 50 + 1 for j in range(n)]
+
+
+def caches(model: Any, n_rows: int, *, block: int) -> list[Any]:
+    rows = [
+        prefilled(model, list(make_prompt_cache(model)), text(i, LENGTHS[i])) for i in range(n_rows)
+    ]
+    layers = rows[0]
+    if n_rows > 1:
+        layers = [type(same[0]).merge(list(same)) for same in zip(*rows, strict=True)]
+    return ready(layers, block=block)
+
+
+def take(
+    model: Any, layers: list[Any], fed: list[list[int]], kept: Sequence[int], *, block: int
+) -> None:
+    step = Step(layers, [len(f) for f in fed], FED)
+    mx.eval(model(mx.array(fed), cache=in_blocks(layers, block)))
+    step.settle(kept)
+
+
+def held(layers: list[Any], layout: Layout, lengths: Sequence[int]) -> list[bytes]:
+    """All that the rows' records would be made of, to the bit."""
+    out = []
+    for i, n in enumerate(lengths):
+        for part in {c.part: None for c in layout.codecs}:
+            cut = layout.cut(part, layers, At(i, n), max(n - 16, 0), n)
+            out += [np.array(stack).tobytes() for stack in cut.stacks]
+    return out
+
+
+@pytest.mark.parametrize("name", [k for k in KINDS if k != "llama4"])
+@pytest.mark.parametrize("n_rows", [1, 3])
+@pytest.mark.parametrize("block", [1, 64])
+def test_rejected_tokens_leave_no_bit(name: str, n_rows: int, block: int) -> None:
+    model = build(name)
+    layers = caches(model, n_rows, block=block)
+    layout = Layout.of(list(make_prompt_cache(model)))
+    lengths = LENGTHS[:n_rows]
+    right = [text(i, n + FED)[n:] for i, n in enumerate(lengths)]
+    partly = is_rewindable(layers)
+    kept = RIGHT[:n_rows] if partly else (0,) * n_rows
+    wrong = [
+        [*r[: max(k, 1)], *[60 + i] * (FED - max(k, 1))]
+        for i, (r, k) in enumerate(zip(right, kept, strict=True))
+    ]
+    other = copy.deepcopy(layers)
+    before = held(layers, layout, lengths)
+    assert before
+    take(model, layers, wrong, kept, block=block)
+    if partly:
+        take(model, other, right, kept, block=block)
+        after = [n + k for n, k in zip(lengths, kept, strict=True)]
+        assert held(layers, layout, after) == held(other, layout, after)
+    else:
+        assert held(layers, layout, lengths) == before
+        take(model, layers, right, [FED] * n_rows, block=block)
+        take(model, other, right, [FED] * n_rows, block=block)
+        after = [n + FED for n in lengths]
+        assert held(layers, layout, after) == held(other, layout, after) != before
