@@ -19,6 +19,8 @@ Namespace = NewType("Namespace", str)
 """Whose cache this is: derived by the server from the API key, never taken from a request."""
 
 TokenArray = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float32]
+"""How much each token of a prompt matters."""
 
 # --- messages ------------------------------------------------------------------------------
 
