@@ -313,6 +313,7 @@ class DictTrail:
     reply: Sequence[int] = ()
     found: Admitted = Admitted(0)
     racing: bool = False
+    n_near: int = 0
     patient: bool = False
     closed: bool = False
     n_stored: int = 0

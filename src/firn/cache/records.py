@@ -309,8 +309,8 @@ class Records:
         Its records are let go of little by little, and those that a scan has yet to find as well.
         """
         nbytes = 0
-        for name in self.catalogue.namespaces if namespace is None else [namespace]:
-            root = self.catalogue.root(name)
+        names = self.catalogue.namespaces if namespace is None else [namespace]
+        for root in [root for name in names for root in self.catalogue.roots(name)]:
             nbytes += root.memory.total_nbytes
             self._trash.append(self.tree.below(self.tree.detach(root)))
             for stray in self.catalogue.drop_strays(root.key):

@@ -313,6 +313,11 @@ class Trail(Protocol):
         ...
 
     @property
+    def n_near(self) -> int:
+        """Tokens of its prompt that need no computing if nothing fails, those on their way included."""
+        ...
+
+    @property
     def racing(self) -> bool:
         """Something is being read that would let it skip a part of its prompt."""
         ...

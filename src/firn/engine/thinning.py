@@ -32,6 +32,8 @@ def why_not(job: Job, *, n_near: int, max_tokens: int) -> str:
     sparse, n_prompt = job.sparse, len(job.prompt)
     if sparse is None or job.prompt.thinned is not None:
         return "not asked for"
+    if not job.max_tokens:
+        return "nothing is to be said"
     if sparse.keep > WORTH_IT:
         return "all of it is to be kept"
     if job.prompt_logprobs:

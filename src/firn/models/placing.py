@@ -7,8 +7,8 @@ next tokens stand instead of how many cells there are:
     cells       0 1 2 3 | 4 5 6 | 7 8          contiguous: every earlier one is seen
     positions   0 1 2 3 | 64 65 66 | 128 129   what the rotary embedding turns by
 
-A chunk within one run has one offset, as ever. A chunk of several runs has `Positions`, an array with one
-for each token: rotary embeddings take an offset for each row of a batch, so its tokens are turned as the
+A chunk within one run has one offset, as ever. A chunk of several runs has `Positions`, one for each
+token: rotary embeddings take an offset for each row of a batch, so its tokens are turned as the
 rows of one (the rotation knows nothing of its neighbours).
 
 Owner: the engine thread, through the runner.
@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.values import Prompt, Thinned
+from firn.core.values import Prompt, Thinned, TokenArray
 from firn.models.rewind import kind, leaves
 
 PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
@@ -37,8 +37,8 @@ class Positions:
     """One position for each token of a chunk. Deliberately no number: a model that does more with an
     offset than to turn by it fails at once, and is found out when it is loaded."""
 
-    def __init__(self, positions: Sequence[int]) -> None:
-        self.array = mx.array(np.asarray(positions, dtype=np.int32))
+    def __init__(self, positions: TokenArray) -> None:
+        self.array = mx.array(positions.astype(np.int32))
 
 
 Where = int | mx.array | Positions
@@ -70,7 +70,8 @@ def behind_gaps(layers: list[Any], gaps: Sequence[int]) -> list[Any]:
 
     def where(layer: Any) -> Where:
         # A batched cache has an array of offsets, one a row; a lone one a number.
-        return layer.offset + (gaps[0] if isinstance(layer.offset, int) else shifts)
+        offset: int | mx.array = layer.offset
+        return offset + (gaps[0] if isinstance(offset, int) else shifts)
 
     return [Placed(layer, where) for layer in layers]
 
@@ -109,7 +110,7 @@ def _turning(plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def why_not_sparse(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
-    """Why prompts of this model cannot be thinned; None where they can. Runs the model on a few tokens."""
+    """Why prompts of this model cannot be thinned; None where they can. The model reads a few tokens."""
     kinds = {kind(layer) or type(layer).__name__ for layer in leaves(make_layers())}
     if kinds & STATES:
         return "its recurrent layers carry every token on, and have no positions to skip"

@@ -72,7 +72,10 @@ class AttentionScorer:
         cache: PrefixCache,
         owns_cache: bool = True,
     ) -> None:
-        """owns_cache: nobody else closes it. Raises ValueError for a model whose attention is not heard."""
+        """owns_cache: nobody else closes it.
+
+        Raises ValueError for a model whose attention is not heard.
+        """
         self._model = model
         self._make_layers = make_layers
         self._cache = cache
@@ -152,7 +155,8 @@ class AttentionScorer:
 
     def scores(self, reading: Reading) -> Scores:
         assert reading.total is not None
-        return np.array(reading.total.astype(mx.float32)) / reading.n_said
+        mean: Scores = np.array(reading.total / reading.n_said, dtype=np.float32)
+        return mean
 
     def n_left(self, reading: Reading) -> int:
         return max(reading.n_total - reading.row.n_tokens, 0) + N_SAID - reading.n_said
