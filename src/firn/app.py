@@ -189,6 +189,7 @@ def build(config: Config, *, front: int | None = None) -> Server:
             requests_per_minute=config.server.rate_limit or None,
         ),
         defaults=config.sampling.defaults(),
+        sparse=config.sparse.rules(),
         keys=_keys(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
         quotas=_quotas(config),

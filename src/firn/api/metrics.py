@@ -35,7 +35,7 @@ class Counters:
         )
         self._tokens = Counter(
             "firn_tokens",
-            "Tokens by kind; cached is a part of prompt, reasoning and accepted of completion.",
+            "Tokens by kind; cached and skipped are of the prompt, reasoning and accepted of completion.",
             ["kind"],
             registry=self.registry,
         )
@@ -55,6 +55,7 @@ class Counters:
     def call(self, usage: Usage, *, first_token_s: float | None) -> None:
         self._tokens.labels("prompt").inc(usage.n_prompt)
         self._tokens.labels("cached").inc(usage.n_cached)
+        self._tokens.labels("skipped").inc(usage.n_skipped)
         self._tokens.labels("completion").inc(usage.n_completion)
         self._tokens.labels("reasoning").inc(usage.n_reasoning)
         self._tokens.labels("drafted").inc(usage.n_drafted)
