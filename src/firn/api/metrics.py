@@ -35,7 +35,7 @@ class Counters:
         )
         self._tokens = Counter(
             "firn_tokens",
-            "Tokens by kind; cached and skipped are of the prompt, reasoning and accepted of completion.",
+            "Tokens by kind; cached and skipped are of prompt, reasoning and accepted of completion.",
             ["kind"],
             registry=self.registry,
         )
