@@ -85,7 +85,7 @@ class Catalogue:
 
     def expect(self, recipes: Iterable[str]) -> None:
         """Prompts may be thinned in these ways: their records have roots of their own."""
-        self._recipes = ("", *recipes)
+        self._recipes = tuple(dict.fromkeys([*self._recipes, *recipes]))
         self.know(self.namespaces)
 
     @property
@@ -93,11 +93,11 @@ class Catalogue:
         return list(dict.fromkeys(whose.namespace for whose in self._whose.values()))
 
     def root(self, namespace: Namespace, recipe: str = "") -> Root:
-        """Raises KeyError for a recipe that nobody expects."""
         key = self._identity.root(namespace, recipe)
         if key not in self._whose:
+            self.expect([recipe])
             self.know([namespace])
-        return self._tree.root(key, self._whose[key].namespace)
+        return self._tree.root(key, namespace)
 
     def roots(self, namespace: Namespace) -> list[Root]:
         """All of a namespace, those of thinned prompts included."""
