@@ -119,6 +119,4 @@ def test_a_model_without_attention_cannot_score(name: str) -> None:
     model = build(name)
     info = model_info(model, lambda: make_prompt_cache(model))
     with pytest.raises(ValueError, match="attends to the whole prompt"):
-        AttentionScorer(
-            model, info, make_layers=lambda: make_prompt_cache(model), cache=CacheOff()
-        )
+        AttentionScorer(model, info, make_layers=lambda: make_prompt_cache(model), cache=CacheOff())
