@@ -57,7 +57,8 @@ class DiceScorer:
         return self.opened[-1]
 
     def read(self, reading: Scoring, n_tokens: int) -> None:
-        assert not reading.closed and n_tokens > 0
+        assert not reading.closed
+        assert n_tokens > 0
         self.at.get("read", _nothing)()
 
     def settle(self, reading: Scoring) -> bool:
@@ -125,7 +126,8 @@ def test_a_long_prompt_is_scored_and_thinned() -> None:
         assert [e.n_done for e in done] == sorted(e.n_done for e in done)
         wait_idle(lab)
         assert lab.leftovers() == {}
-    assert scorer.closed and all(r.closed for r in scorer.opened)
+    assert scorer.closed
+    assert all(r.closed for r in scorer.opened)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,8 @@ def test_others_are_read_in_full(n_prompt: int, sparse: Sparse | None) -> None:
     with HashEngine(cache=DictCache(), scorer=scorer) as lab:
         outcome = lab.submit(prompt_of(1, n_prompt), 10, sparse=sparse).wait()
         outcome.check()
-        assert told(outcome).n_skipped == 0 and told(outcome).keep is None
+        assert told(outcome).n_skipped == 0
+        assert told(outcome).keep is None
     assert scorer.opened == []
 
 
@@ -192,7 +195,8 @@ def test_nobody_waits_for_the_scoring() -> None:
         check_thin(outcome)
         other.wait().check()
     decoding = [n for n in at_slice if 0 < n < 60]
-    assert len(decoding) > 20 and len(set(decoding)) == len(decoding)
+    assert len(decoding) > 20
+    assert len(set(decoding)) == len(decoding)
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -51,7 +51,8 @@ def test_whatever_the_scores_the_rules_hold(
     scores = np.random.default_rng(seed).random(n).astype(np.float32)
     kept = select(scores, start=start, keep=keep, essential=ranges)
     found = set(kept.tolist())
-    assert np.all(np.diff(kept) > 0) and kept[-1] == n - 1
+    assert np.all(np.diff(kept) > 0)
+    assert kept[-1] == n - 1
     assert set(range(start + 1)) <= found, "what is cached, and the first chunk"
     assert all(set(range(*r)) <= found for r in ranges)
     forced = len(select(scores, start=start, keep=0.0, essential=ranges))
@@ -62,8 +63,10 @@ def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
     prompt = Prompt(np.arange(1000, dtype=np.int64))
     assert thinned(prompt, np.arange(950), start=0, recipe="r") is None
     thin = thinned(prompt, np.arange(0, 1000, 2), start=0, recipe="r")
-    assert thin is not None and thin.whole is prompt
-    assert thin.gap == 499 and thin.position(len(thin)) == 999
+    assert thin is not None
+    assert thin.whole is prompt
+    assert thin.gap == 499
+    assert thin.position(len(thin)) == 999
     grown = thin.grown([7, 8])
     assert grown.thinned is not None
     assert grown.thinned.positions[-3:].tolist() == [998, 999, 1000]

@@ -81,7 +81,8 @@ def test_slices_change_nothing_and_a_prompt_that_was_read_is_not_read_again() ->
     assert n_again == N_SAID < n_first, "from its own prefix cache"
     assert np.allclose(first, again, atol=1e-4)
     longer, n_longer = scores_of(scorer, Prompt(np.concatenate([prompt.ids, prompt.ids[:50]])))
-    assert n_longer == 1 + N_SAID and len(longer) == 350
+    assert n_longer == 1 + N_SAID
+    assert len(longer) == 350
 
 
 def test_what_it_says_itself_is_never_stored() -> None:
@@ -104,7 +105,8 @@ def test_one_that_is_given_up_keeps_what_it_has_read() -> None:
 
 def test_a_hybrid_is_heard_by_its_attention_layers() -> None:
     found, _ = scores_of(made("qwen3_next"), prompt_of(150))
-    assert len(found) == 150 and np.all(found > 0)
+    assert len(found) == 150
+    assert np.all(found > 0)
 
 
 def test_tiny_prompts_and_ids_that_it_does_not_know() -> None:
