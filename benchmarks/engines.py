@@ -69,6 +69,8 @@ class Answer:
     """When each token came."""
     tokens: list[int] = field(default_factory=list)
     n_skipped: int = 0
+    scored_s: float = 0.0
+    """How long it took to know which tokens are skipped."""
     n_cached: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
     why: str = ""
@@ -79,7 +81,8 @@ class Answer:
         if isinstance(event, Admitted | Advanced):
             found = event.found if isinstance(event, Advanced) else event
             self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
-            self.n_skipped = found.n_skipped
+            if found.n_skipped and not self.n_skipped:
+                self.n_skipped, self.scored_s = found.n_skipped, now - self.asked
         elif isinstance(event, Token):
             self.times.append(now)
             self.tokens.append(event.id)

@@ -153,12 +153,12 @@ def device_run(
     scorer: Callable[[], AttentionScorer] = partial(_scorer, small, small_dtype)
     rows, found = [], []
 
-    def first_s(engine: BenchEngine, ids: list[int], keep: float | None) -> float:
+    def ask(engine: BenchEngine, ids: list[int], keep: float | None) -> Answer:
         sparse = None if keep is None else Sparse(keep, 0)
-        answer: Answer = engine.ask(ids, 1, read=False, write=False, sparse=sparse).wait()
+        answer = engine.ask(ids, 1, read=False, write=False, sparse=sparse).wait()
         if keep is not None and not answer.n_skipped:
             raise RuntimeError("nothing was skipped")
-        return answer.first_s
+        return answer
 
     with BenchEngine(config, dtype=dtype, memory_nbytes=GIB, scorer=scorer) as engine:
         for n_tokens in lengths:
@@ -166,11 +166,13 @@ def device_run(
             times: dict[float | None, list[float]] = {None: [], **{k: [] for k in shares}}
             for i in range(rounds + 1):
                 for keep in times:
-                    took = first_s(engine, next(make), keep)
+                    answer = ask(engine, next(make), keep)
                     if i:  # the first round warms up
-                        times[keep].append(took)
-                        label = "in full" if keep is None else f"keep {keep}"
-                        print(f"{n_tokens} {label}: {took:.3f} s", flush=True)
+                        times[keep].append(answer.first_s)
+                        how = (
+                            f"keep {keep}, scored in {answer.scored_s:.3f} s" if keep else "in full"
+                        )
+                        print(f"{n_tokens} {how}: {answer.first_s:.3f} s", flush=True)
             full = times[None]
             ratios = {k: statistics.median(np.array(times[k]) / np.array(full)) for k in shares}
             rows.append(

@@ -56,7 +56,7 @@ class DiceScorer:
         self.opened.append(Scoring(prompt))
         return self.opened[-1]
 
-    def read(self, reading: Scoring, n_tokens: int) -> None:
+    def read(self, reading: Scoring, n_tokens: int, *, alone: bool = False) -> None:
         assert not reading.closed
         assert n_tokens > 0
         self.at.get("read", _nothing)()

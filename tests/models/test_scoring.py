@@ -85,6 +85,23 @@ def test_slices_change_nothing_and_a_prompt_that_was_read_is_not_read_again() ->
     assert len(longer) == 350
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_slices_are_longer_where_nobody_waits(name: str) -> None:
+    """And what is stored on the way is the same."""
+    scorer, prompt = made(name), prompt_of(300)
+    patient, _ = scores_of(made(name), prompt)
+    reading, n = scorer.open(prompt, EVERYONE, CacheControl()), 1
+    scorer.read(reading, 64, alone=True)
+    while not scorer.settle(reading):
+        scorer.read(reading, 64, alone=True)
+        n += 1
+    assert np.allclose(scorer.scores(reading), patient, atol=1e-4)
+    assert n == (3 if name == "llama" else 6)
+    scorer.close_reading(reading)
+    assert scores_of(scorer, prompt)[1] == N_SAID
+    assert not scorer._cache.stats.faults
+
+
 def test_what_it_says_itself_is_never_stored() -> None:
     """Its rows go on behind the prompt with what it guesses the reply to be."""
     scorer, prompt = made("llama"), prompt_of(96)

@@ -430,8 +430,11 @@ class Scorer(Protocol):
         """Begin to read a prompt."""
         ...
 
-    def read(self, reading: Any, n_tokens: int) -> None:
-        """Dispatch the next slice, of at most so many tokens; `settle` awaits it."""
+    def read(self, reading: Any, n_tokens: int, *, alone: bool = False) -> None:
+        """Dispatch the next slice, in chunks of so many tokens; `settle` awaits it.
+
+        alone: nobody else waits; it may be a longer one.
+        """
         ...
 
     def settle(self, reading: Any) -> bool:

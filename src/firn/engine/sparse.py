@@ -72,7 +72,8 @@ class SparsePrefill:
         """Dispatch a slice of the scoring; None: there is none any more."""
         assert self._scorer is not None
         with self._or_all_of_it(task):
-            self._scorer.read(task.reading, n_tokens)
+            alone = not self._loop.rows and not self._loop.waiting and len(self._loop.tasks) == 1
+            self._scorer.read(task.reading, n_tokens, alone=alone)
         return task if task.reading is not None else None
 
     def settle(self, task: Task) -> None:

@@ -5,7 +5,8 @@ first few tokens of a reply, and its queries for these are held against the prom
 
     score of a token = mean over the tokens said, of the most that any head of any layer attends to it
 
-Slices: a chunk of the prompt, or one token said. `read` dispatches one, `settle` waits for it.
+Slices: a chunk of the prompt, or one token said; several of them where nobody waits. `read` dispatches
+one, `settle` waits for it.
 
 Owner: the engine thread.
 """
@@ -23,12 +24,19 @@ import numpy as np
 from firn.core.ports import Load, PrefixCache
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
 from firn.models.batch import Row
+from firn.models.placing import PLAIN
+from firn.models.rewind import kind, leaves
 from firn.models.room import give_room
 
 VERSION = 1
 """Of how tokens are scored and chosen: records of another are not found."""
 N_SAID = 16
 """A reply often begins by repeating the question: what it looks for comes after that."""
+
+
+N_AT_ONCE = 4
+"""Chunks that are dispatched together while nobody waits: a small model's are over before the next one
+is made ready."""
 
 
 @dataclass(eq=False)
@@ -82,6 +90,8 @@ class AttentionScorer:
         self._owns_cache = owns_cache
         self._last_id = info.n_ids - 1
         self.max_tokens = info.context_length - N_SAID
+        # What others keep by the chunk (states, windows) is cut after each.
+        self._in_runs = all(kind(layer) in PLAIN for layer in leaves(make_layers()))
         self.recipe = f"sparse{VERSION};draft {info.fingerprint.hex()}"
         with _overhearing(2) as heard:
             layers = make_layers()
@@ -100,14 +110,17 @@ class AttentionScorer:
         last = min(int(prompt.ids[-1]), self._last_id)
         return Reading(prompt, trail, row, mx.array([last]))
 
-    def read(self, reading: Reading, n_tokens: int) -> None:
+    def read(self, reading: Reading, n_tokens: int, *, alone: bool = False) -> None:
         self._cache.tick(Load.PREFILLING)
         if not reading.is_read:
             self._jump(reading)
+        n_most = N_AT_ONCE if alone and self._in_runs else 1
         if reading.is_read:
-            self._say(reading)
-        else:
+            for _ in range(min(N_SAID - reading.n_said, N_SAID if alone else 1)):
+                self._say(reading)
+        while not reading.is_read and n_most and not reading.n_said:
             self._read_chunk(reading, n_tokens)
+            n_most -= 1
 
     def _jump(self, reading: Reading) -> None:
         """Something longer than what it has read was loaded meanwhile."""
