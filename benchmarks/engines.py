@@ -30,8 +30,17 @@ from firn.cache.tiers.ssd import SsdTier
 from firn.config import default_cache_dir
 from firn.core.events import Admitted, Advanced, JobDone, JobFailed, Token
 from firn.core.memory_plan import BUFFER_CACHE_SHARE
-from firn.core.ports import Delivery
-from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
+from firn.core.ports import Delivery, Scorer
+from firn.core.values import (
+    CacheControl,
+    Job,
+    ModelInfo,
+    Namespace,
+    Prompt,
+    RequestId,
+    Sampling,
+    Sparse,
+)
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
@@ -59,6 +68,9 @@ class Answer:
     times: list[float] = field(default_factory=list)
     """When each token came."""
     tokens: list[int] = field(default_factory=list)
+    n_skipped: int = 0
+    scored_s: float = 0.0
+    """How long it took to know which tokens are skipped."""
     n_cached: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
     why: str = ""
@@ -69,6 +81,8 @@ class Answer:
         if isinstance(event, Admitted | Advanced):
             found = event.found if isinstance(event, Advanced) else event
             self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
+            if found.n_skipped and not self.n_skipped:
+                self.n_skipped, self.scored_s = found.n_skipped, now - self.asked
         elif isinstance(event, Token):
             self.times.append(now)
             self.tokens.append(event.id)
@@ -104,10 +118,11 @@ class BenchEngine:
         model: Any = None,
         speculation: Callable[[Any], Speculation] | None = None,
         has_head: bool = False,
+        scorer: Callable[[], Scorer] | None = None,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who guesses tokens,
-        given the model. has_head: the model has a prediction head."""
+        given the model. has_head: the model has a prediction head. scorer: who scores long prompts."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -157,7 +172,9 @@ class BenchEngine:
                 threads=threads,
                 speculation=speculation(made) if speculation else None,
             )
-            return Parts(runner, cache, budget, Limits(MAX_ROWS, 1000, machine.prefill_chunk))
+            limits = Limits(MAX_ROWS, 1000, machine.prefill_chunk)
+            scores = scorer() if scorer else None
+            return Parts(runner, cache, budget, limits, scorer=scores)
 
         self.engine = Engine(parts, self._publish)
         self.model = self.engine.start()
@@ -170,13 +187,18 @@ class BenchEngine:
         read: bool = True,
         write: bool = True,
         speculates: bool = True,
+        sparse: Sparse | None = None,
+        essential: tuple[tuple[int, int], ...] = (),
+        eos: frozenset[int] = frozenset(),
     ) -> Answer:
         """Submit a prompt; the answer fills itself."""
         request = RequestId(str(next(self._ids)))
         job = Job(
             id=request,
-            prompt=Prompt(np.array(ids, dtype=np.int64)),
+            prompt=Prompt(np.array(ids, dtype=np.int64), essential=essential),
             max_tokens=n_tokens,
+            eos=eos,
+            sparse=sparse,
             sampling=Sampling(temperature=0.0),
             namespace=EVERYONE,
             cache=CacheControl(read=read, write=write),

@@ -23,6 +23,7 @@ from firn.cache.tiers import Tier
 from firn.core.errors import FirnError
 from firn.core.events import (
     Admitted,
+    Advanced,
     ChoiceDone,
     JobDone,
     JobFailed,
@@ -31,13 +32,23 @@ from firn.core.events import (
     TokenLogprob,
 )
 from firn.core.ports import Delivery
-from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
+from firn.core.values import (
+    CacheControl,
+    Job,
+    ModelInfo,
+    Namespace,
+    Prompt,
+    RequestId,
+    Sampling,
+    Sparse,
+)
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.models.batch import can_batch
 from firn.models.mtp import MtpModel
 from firn.models.runner import Runner
+from firn.models.scoring import AttentionScorer
 from firn.models.speculation import Speculation
 
 GREEDY = Sampling(temperature=0.0)
@@ -47,6 +58,7 @@ T = TypeVar("T")
 @dataclass
 class Result:
     n_cached: int = 0
+    n_skipped: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
     """How many of the cached tokens came from where."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -85,6 +97,16 @@ def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "ti
         batchable=why is None,
         unbatchable_why=why,
     )
+
+
+def scorer_of(draft: Callable[[], tuple[Any, Callable[[], list[Any]]]]) -> AttentionScorer:
+    """With a prefix cache of its own."""
+    model, make_layers = draft()
+    info = model_info(model, make_layers, "draft")
+    cache = PrefixTree(
+        Layout.of(make_layers()), CacheSettings(1 << 28, 32), fingerprint=b"draft", dtype="float32"
+    )
+    return AttentionScorer(model, info, make_layers=make_layers, cache=cache)
 
 
 class Eager(Estimates):
@@ -126,8 +148,13 @@ class Harness:
         namespaces: Sequence[str] = ("",),
         clock: Callable[[], float] = time.monotonic,
         speculation: Callable[[], Speculation] | None = None,
+        draft: Callable[[], tuple[Any, Callable[[], list[Any]]]] | None = None,
+        recipes: Sequence[str] = (),
     ) -> None:
-        """tier: what lies below memory; `namespaces` are those whose records are looked for there."""
+        """tier: what lies below memory; `namespaces` are those whose records are looked for there.
+
+        draft: a model that scores prompts. recipes: of thinned prompts whose records are looked for.
+        """
         self.results: dict[RequestId, Result] = {}
         self._ids = itertools.count()
 
@@ -158,10 +185,12 @@ class Harness:
                     cache.records.estimates = Eager()
                     self.io = TierIo(tier, IoThreads())
                     known = [Namespace(n) for n in namespaces]
+                    cache.expect(recipes)
                     wake = lambda: self.engine.wake()  # noqa: E731
                     cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
-            return Parts(runner, cache, budget, Limits(max_rows, 10_000, chunk, aligned=exact))
+            limits = Limits(max_rows, 10_000, chunk, aligned=exact)
+            return Parts(runner, cache, budget, limits, scorer=scorer_of(draft) if draft else None)
 
         self.engine = Engine(parts, self._publish)
         self.engine.start()
@@ -180,6 +209,8 @@ class Harness:
             if isinstance(event, Admitted):
                 result.n_cached = event.n_cached
                 result.tiers = dict(event.tiers)
+            elif isinstance(event, Advanced):
+                result.n_skipped = event.found.n_skipped
             elif isinstance(event, Token):
                 result.tokens.setdefault(event.choice, []).append(event.id)
                 if event.logprob:
@@ -212,6 +243,7 @@ class Harness:
         scored: bool = False,
         prediction: Sequence[int] = (),
         speculates: bool = True,
+        sparse: Sparse | None = None,
     ) -> Result:
         request = RequestId(str(next(self._ids)))
         result = self.results[request] = Result()
@@ -233,6 +265,7 @@ class Harness:
                 prompt_logprobs=scored,
                 prediction=tuple(prediction),
                 speculates=speculates,
+                sparse=sparse,
             )
         )
         return result

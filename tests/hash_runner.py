@@ -30,8 +30,17 @@ from firn.core.events import (
     Token,
     TokenLogprob,
 )
-from firn.core.ports import Delivery, LiveRow, Load, PrefixCache, Restored
-from firn.core.values import CacheControl, Job, ModelInfo, Namespace, Prompt, RequestId, Sampling
+from firn.core.ports import Delivery, LiveRow, Load, PrefixCache, Restored, Scorer
+from firn.core.values import (
+    CacheControl,
+    Job,
+    ModelInfo,
+    Namespace,
+    Prompt,
+    RequestId,
+    Sampling,
+    Sparse,
+)
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
@@ -313,6 +322,7 @@ class DictTrail:
     reply: Sequence[int] = ()
     found: Admitted = Admitted(0)
     racing: bool = False
+    n_near: int = 0
     patient: bool = False
     closed: bool = False
     n_stored: int = 0
@@ -350,7 +360,8 @@ class DictCache:
         self.n_doubted = 0
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictTrail:
-        trail = DictTrail(namespace, tuple(int(t) for t in prompt.ids), control)
+        owner = namespace if prompt.thinned is None else f"{namespace}/{prompt.thinned.recipe}"
+        trail = DictTrail(owner, tuple(int(t) for t in prompt.ids), control)
         trail.racing, trail.patient = self.racing, self.patient
         self.trails.append(trail)
         return trail
@@ -531,6 +542,7 @@ class HashEngine:
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
         budget: Budget | None = None,
         largest_chunk: int = 0,
+        scorer: Scorer | None = None,
     ) -> None:
         self.runner = HashRunner(faults, group_rows=group_rows)
         self.cache = cache if cache is not None else CacheOff()
@@ -549,7 +561,7 @@ class HashEngine:
             scored_nbytes=scored_nbytes,
         )
         self.engine = Engine(
-            lambda: Parts(self.runner, self.cache, self.budget, limits),
+            lambda: Parts(self.runner, self.cache, self.budget, limits, scorer=scorer),
             self._publish,
             on_death=self._on_death,
         )
@@ -583,6 +595,7 @@ class HashEngine:
         namespace: str = "",
         control: CacheControl = CacheControl(),
         scored: int | None = None,
+        sparse: Sparse | None = None,
     ) -> Job:
         return Job(
             id=RequestId(f"job{next(self._ids)}"),
@@ -595,6 +608,7 @@ class HashEngine:
             cache=control,
             top_logprobs=scored,
             prompt_logprobs=scored is not None,
+            sparse=sparse,
         )
 
     def submit(self, prompt: Sequence[int], n_reply: int = 8, **options: Any) -> Outcome:

@@ -190,6 +190,7 @@ def build(config: Config, *, front: int | None = None) -> Server:
             max_rows=config.engine.max_concurrency,
         ),
         defaults=config.sampling.defaults(),
+        sparse=config.sparse.rules(),
         keys=_keys(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
         quotas=_quotas(config),

@@ -22,6 +22,7 @@ from firn.core.errors import SetupError
 from firn.defaults import ModelDefaults, SamplingConfig
 from firn.options import BadValue, Option, option, options_of
 from firn.several import FleetConfig, ModelTable, read_tables
+from firn.sparse_options import SparseConfig
 
 BUILTIN_MODEL = "firn-demo"
 CONFIG_ENV = "FIRN_CONFIG"
@@ -215,8 +216,8 @@ class EngineConfig:
     )
     draft_model: str | None = option(
         None,
-        "A small model with the same tokenizer, which guesses for this one: a folder, or the id of a "
-        "model on the Hugging Face hub.",
+        "A small model with the same tokenizer, which guesses for this one or scores its prompts "
+        "(--sparse-prefill): a folder, or the id of a model on the Hugging Face hub.",
         metavar="MODEL",
     )
     max_step_ms: float = option(
@@ -402,6 +403,7 @@ class Config:
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     cache: CacheConfig = CacheConfig()
+    sparse: SparseConfig = SparseConfig()
     images: ImagesConfig = ImagesConfig()
     fleet: FleetConfig = FleetConfig()
     log: LogConfig = LogConfig()

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from firn import speculating
+from firn import sparse, speculating
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
@@ -23,6 +24,7 @@ from firn.core.memory_plan import MIN_CAPACITY_NBYTES, ModelMemory
 from firn.core.values import Namespace
 from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Limits, Parts
+from firn.engine.thinning import recipes_of
 from firn.kv_events import EventPublisher
 from firn.memory import Planned, beside_others, plan_server
 from firn.models import cpu, embedder, loader
@@ -95,14 +97,14 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
     put_on_tiers = partial(
         add_tiers, config, device=way.machine.kind, namespaces=wanted.namespaces, wake=wake
     )
-    guessing = speculating.build(
-        config,
-        loaded,
-        exact=way.exact,
-        cpu_dtype=way.cpu_dtype,
-        cache_nbytes=cache_nbytes(config, planned_for(cost, info.weights_nbytes).alone_nbytes),
-        add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
-    )
+    for_drafts: dict[str, Any] = {
+        "exact": way.exact,
+        "cpu_dtype": way.cpu_dtype,
+        "cache_nbytes": cache_nbytes(config, planned_for(cost, info.weights_nbytes).alone_nbytes),
+        "add_tiers": lambda cache, model: put_on_tiers(cache, model, IoThreads()),
+    }
+    guessing = speculating.build(config, loaded, **for_drafts)
+    scorer, guessing = sparse.build(config, loaded, guessing, **for_drafts)
     cost = guessing.with_rows(cost)
     planned.append(planned_for(cost, info.weights_nbytes + guessing.weights_nbytes))
     planned[0].tell()
@@ -124,10 +126,13 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
     if isinstance(cache, PrefixTree):
         if config.cache.kv_events is not None:
             cache.records.tree.announcer = EventPublisher(config.cache.kv_events)
+        if scorer is not None:
+            cache.expect(recipes_of(scorer.recipe))
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
     runner = _runner(config, loaded, way, guessing)
-    return Parts(runner, cache, budget, way.limits, embedder=_decoder_embedder(recipe, loaded))
+    embeds = _decoder_embedder(recipe, loaded)
+    return Parts(runner, cache, budget, way.limits, embedder=embeds, scorer=scorer)
 
 
 def _way(config: Config, architecture: str, name: str) -> _Way:

@@ -39,12 +39,23 @@ DRAFT_CACHE_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """A small model with the same tokens, and the prefixes that it keeps."""
+
+    model: loader.LoadedModel
+    cache: PrefixCache
+    row_cost: RowCost
+
+
+@dataclass(frozen=True, slots=True)
 class Guessing:
     """Who guesses, and what it takes of the device's memory."""
 
     speculation: Speculation | None = None
     weights_nbytes: int = 0
     row_cost: RowCost = RowCost(0, 0)
+    draft: Draft | None = None
+    """The small model, where one is loaded."""
 
     def with_rows(self, cost: RowCost) -> RowCost:
         """What a row takes, its double in the small model included."""
@@ -102,7 +113,7 @@ def build(
     cache_nbytes: memory for prefixes, all in all. add_tiers: puts a cache on the tiers below memory.
     """
     wanted, small = config.engine.speculation, config.engine.draft_model
-    if small and wanted not in ("auto", "model"):
+    if small and wanted not in ("auto", "model") and not config.sparse.sparse_prefill:
         raise SetupError(f"--draft-model guesses nothing with --speculation {wanted}")
     if wanted == "model" and not small:
         raise SetupError("--speculation model needs --draft-model")
@@ -122,16 +133,38 @@ def build(
     drafters: list[Drafter] = [Lookup()] if wanted in ("auto", "lookup") else []
     if isinstance(loaded.model, MtpModel):
         drafters.append(MtpDrafter(loaded.model))
-    if small is None:
+    if small is None or wanted not in ("auto", "model"):
         return Guessing(Speculation(*drafters, in_groups=why is None, traits=traits))
+    draft = open_draft(
+        config, loaded, cpu_dtype=cpu_dtype, cache_nbytes=cache_nbytes, add_tiers=add_tiers
+    )
+    try:
+        drafters.append(_drafter(draft.model, draft.cache, small))
+        log.info("%s guesses for %s", small, loaded.info.name)
+    except SetupError as e:
+        if not config.sparse.sparse_prefill:
+            raise
+        log.warning("%s", e)
+    speculation = Speculation(*drafters, in_groups=why is None, traits=traits) if drafters else None
+    return Guessing(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
+
+
+def open_draft(
+    config: Config,
+    loaded: loader.LoadedModel,
+    *,
+    cpu_dtype: CpuDtype,
+    cache_nbytes: int,
+    add_tiers: Callable[[PrefixTree, ModelInfo], None],
+) -> Draft:
+    """Load --draft-model. Raises SetupError."""
+    small = config.engine.draft_model
+    assert small is not None
     draft = _load(config, Path(loaded.info.path), small, cpu_dtype)
     cache, cost = _cache(draft, cache_nbytes // DRAFT_CACHE_SHARE if cache_nbytes else 0)
     if isinstance(cache, PrefixTree):
         add_tiers(cache, draft.info)
-    drafters.append(_drafter(draft, cache, small))
-    log.info("%s guesses for %s", small, loaded.info.name)
-    speculation = Speculation(*drafters, in_groups=why is None, traits=traits)
-    return Guessing(speculation, draft.info.weights_nbytes, cost)
+    return Draft(draft, cache, cost)
 
 
 def _load(config: Config, folder: Path, small: str, cpu_dtype: CpuDtype) -> loader.LoadedModel:

@@ -60,6 +60,9 @@ class CallView:
     tiers: dict[str, int]
     reason: str
     """Why not more was reused."""
+    approximate: bool
+    """Some of the prompt is not read."""
+    skipped_tokens: int
     reply_tokens: int
 
 
@@ -90,6 +93,8 @@ class _Followed:
             cached_tokens=usage.n_cached,
             tiers=dict(tiers),
             reason=", ".join(dict.fromkeys(each.reason for each in found if each.reason)),
+            approximate=any(each.keep is not None for each in found),
+            skipped_tokens=usage.n_skipped,
             reply_tokens=usage.n_completion,
         )
 

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -32,6 +32,7 @@ from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.services import Services
 from firn.api.session import MANY_SCORES, Session
+from firn.api.sparse import header_of
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, Started, TextDelta
 from firn.core.ports import Recorder
@@ -162,9 +163,10 @@ class Generate:
         encoder = call.encoder(head)
         over = False
         try:
+            early = await _until_admitted(session)
             headers = [*self._dialect.stream_headers, *_said_before(session)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for batch in session:
+            async for batch in _all(early, session):
                 frames = await self._services.aside(
                     partial(encoder.feed, batch), many=_n_scores(batch) > MANY_SCORES
                 )
@@ -185,6 +187,13 @@ class Generate:
             if not over:
                 encoder.feed([Failed(Cancelled())])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _all(early: list[Event], session: Session) -> AsyncIterator[list[Event]]:
+    if early:
+        yield early
+    async for batch in session:
+        yield batch
 
 
 async def _nothing(call: Call, head: Head, send: Send, own_headers: Headers) -> None:
@@ -224,7 +233,22 @@ def _said_before(session: Session) -> Headers:
     """What a client should know of a reply before it reads it."""
     places = ", ".join(session.unenforced).encode("ascii", "backslashreplace")
     places = b" ".join(places.split())[:MAX_HEADER]
-    return [(b"x-firn-unenforced", places)] if places else []
+    unenforced = [(b"x-firn-unenforced", places)] if places else []
+    return [*unenforced, *header_of(session.found)]
+
+
+async def _until_admitted(session: Session) -> list[Event]:
+    """Events up to where it is known whether the prompt is read in full, where it may not be.
+
+    Not beyond the first sign that it takes a while: a client should hear that somebody is there.
+    """
+    events: list[Event] = []
+    while session.may_skip and session.n_waiting and not session.over:
+        batch = await anext(session)
+        events += batch
+        if not batch:
+            break
+    return events
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
@@ -274,6 +298,8 @@ class _Tally:
         usage = self._session.usage
         text = f" prompt={usage.n_prompt} cached={usage.n_cached}{_from_where(self._session.found)}"
         text += f" reply={usage.n_completion}"
+        if usage.n_skipped:
+            text += f" skipped={usage.n_skipped} (sparse prefill: approximate)"
         if usage.n_drafted:
             text += f" drafted={usage.n_drafted} accepted={usage.n_accepted}"
         if first_at is not None and first_s is not None:

@@ -35,7 +35,7 @@ class Counters:
         )
         self._tokens = Counter(
             "firn_tokens",
-            "Tokens by kind; cached is a part of prompt, reasoning and accepted of completion.",
+            "Tokens by kind; cached and skipped are of prompt, reasoning and accepted of completion.",
             ["kind"],
             registry=self.registry,
         )
@@ -57,6 +57,7 @@ class Counters:
     def call(self, usage: Usage, *, first_token_s: float | None) -> None:
         self._tokens.labels("prompt").inc(usage.n_prompt)
         self._tokens.labels("cached").inc(usage.n_cached)
+        self._tokens.labels("skipped").inc(usage.n_skipped)
         self._tokens.labels("completion").inc(usage.n_completion)
         self.n_generated += usage.n_completion
         self._tokens.labels("reasoning").inc(usage.n_reasoning)

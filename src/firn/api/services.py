@@ -25,6 +25,7 @@ from firn.core.values import (
     Reasoning,
     Softened,
     Source,
+    SparseRules,
 )
 from firn.text.formats import ReplyFormat
 from firn.text.rerank import Reranker
@@ -82,6 +83,7 @@ class Services:
     pool: Executor
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
+    sparse: SparseRules = SparseRules()
     keys: Keys = field(default_factory=Keys)
     hosts: Hosts = field(default_factory=Hosts)
     quotas: Quotas = field(default_factory=Quotas)

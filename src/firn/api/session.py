@@ -13,7 +13,9 @@ from typing import Any
 
 from firn.api.mailroom import Mailbox
 from firn.api.prompting import gathered, make_prompt
+from firn.api.refusals import refuse_constraints
 from firn.api.services import Limits, Services
+from firn.api.sparse import refuse_sparse
 from firn.api.thinking import ThinkBudget
 from firn.core.errors import (
     BadRequest,
@@ -169,6 +171,7 @@ class Session:
                 n_reasoning=sum(reader.n_reasoning for reader in run.readers),
                 n_drafted=run.n_drafted,
                 n_accepted=run.n_accepted,
+                n_skipped=run.found.n_skipped,
             )
         return total
 
@@ -178,11 +181,18 @@ class Session:
         return sum(run.found is NOT_ADMITTED and not run.done for run in self._runs.values())
 
     @property
+    def may_skip(self) -> bool:
+        """Whether some of a prompt may be left unread."""
+        rules = self._services.sparse
+        return any(rules.of(run.request.sparse_keep) for run in self._runs.values())
+
+    @property
     def n_computed(self) -> int:
         """Tokens computed so far: replies, and what was not cached of the prompts taken in."""
         n_reply = sum(r.n_completion for run in self._runs.values() for r in run.readers)
         begun = [run for run in self._runs.values() if run.found is not NOT_ADMITTED]
-        return n_reply + sum(run.n_prompt - run.found.n_cached for run in begun)
+        n_spared = sum(run.found.n_cached + run.found.n_skipped for run in begun)
+        return n_reply + sum(run.n_prompt for run in begun) - n_spared
 
     @property
     def n_read(self) -> int:
@@ -272,7 +282,8 @@ class Session:
             if token >= model.vocab_size:
                 raise InvalidValue("logit_bias", f"the model has no token {token}")
         if self._services.compile_grammar is None:
-            _refuse_constraints(request)
+            refuse_constraints(request)
+        refuse_sparse(request, self._services.sparse)
 
     async def _prepare(self, run: Run) -> Job:
         run.request = await gathered(self._services, run.request, self._namespace)
@@ -312,6 +323,7 @@ class Session:
             speculates=request.speculates,
             # It merely guides guesses: what spells a control token in it does no harm.
             prediction=tuple(services.tokenizer.encode(request.prediction, add_special=False)),
+            sparse=services.sparse.of(request.sparse_keep),
         )
 
     def _ends(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
@@ -502,21 +514,6 @@ class Session:
     def _on_job_failed(self, run: Run, event: JobFailed, out: list[Event]) -> None:
         self._ended = True
         out.append(Failed(event.error))
-
-
-def _refuse_constraints(request: GenerateRequest) -> None:
-    """Without a grammar engine nothing can hold the model to a form: say so, rather than hope."""
-    if request.grammar is not None:
-        raise BadRequest(
-            f"{request.grammar.param}: constrained output is not available on this server.",
-            param=request.grammar.param,
-        )
-    source = request.source
-    if isinstance(source, Chat) and source.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
-        raise BadRequest(
-            "tool_choice: a tool call cannot be enforced on this server; use 'auto'.",
-            param="tool_choice",
-        )
 
 
 def _offers_tools(chat: Chat) -> bool:

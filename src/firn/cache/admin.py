@@ -109,14 +109,16 @@ def stats(tree: PrefixTree, namespace: Namespace | None) -> dict[str, Any]:
 def _roots(tree: PrefixTree, namespace: Namespace | None) -> list[Root]:
     if namespace is None:
         return tree.records.tree.roots()
-    root = tree.records.tree.find_root(tree.records.identity.root(namespace))
-    return [] if root is None else [root]
+    return [root for root in tree.records.tree.roots() if root.namespace == namespace]
 
 
 def _own(tree: PrefixTree, roots: list[Root]) -> tuple[Held, list[Held]]:
-    if roots:
-        return roots[0].memory, roots[0].tiers
-    return Held(), [Held() for _ in tree.records.tiers]
+    memory, tiers = Held(), [Held() for _ in tree.records.tiers]
+    for root in roots:
+        memory.add(root.memory)
+        for total, own in zip(tiers, root.tiers, strict=True):
+            total.add(own)
+    return memory, tiers
 
 
 def _held_view(held: Held) -> dict[str, Any]:

@@ -35,8 +35,21 @@ class Identity:
     layout: str
     block: int
 
-    def root(self, namespace: Namespace) -> Key:
-        return root_key(fingerprint=self.fingerprint, layout=self.layout, namespace=namespace)
+    def root(self, namespace: Namespace, recipe: str = "") -> Key:
+        """recipe: how prompts were thinned, where they were."""
+        layout = self.layout_of(recipe)
+        return root_key(fingerprint=self.fingerprint, layout=layout, namespace=namespace)
+
+    def layout_of(self, recipe: str) -> str:
+        return f"{self.layout};{recipe}" if recipe else self.layout
+
+
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """Of one root: whose records lie below it, and of which layout they are."""
+
+    namespace: Namespace
+    layout: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,8 @@ class Catalogue:
         must bring its path along."""
         self._tree = tree
         self._wall = wall
-        self._namespaces: dict[Key, Namespace] = {}
+        self._whose: dict[Key, Whose] = {}
+        self._recipes: tuple[str, ...] = ("",)
         self._strays: dict[Key, list[Stray]] = {}
         """By the key of the parent that is missing."""
         self._n_strays = 0
@@ -65,21 +79,36 @@ class Catalogue:
     def know(self, namespaces: Iterable[Namespace]) -> None:
         """Whose records are looked for in tiers."""
         for namespace in namespaces:
-            self._namespaces[self._identity.root(namespace)] = namespace
+            for recipe in self._recipes:
+                whose = Whose(namespace, self._identity.layout_of(recipe))
+                self._whose[self._identity.root(namespace, recipe)] = whose
+
+    def expect(self, recipes: Iterable[str]) -> None:
+        """Prompts may be thinned in these ways: their records have roots of their own."""
+        self._recipes = tuple(dict.fromkeys([*self._recipes, *recipes]))
+        self.know(self.namespaces)
 
     @property
     def namespaces(self) -> list[Namespace]:
-        return list(self._namespaces.values())
+        return list(dict.fromkeys(whose.namespace for whose in self._whose.values()))
 
-    def root(self, namespace: Namespace) -> Root:
-        self.know([namespace])
-        return self._tree.root(self._identity.root(namespace), namespace)
+    def root(self, namespace: Namespace, recipe: str = "") -> Root:
+        key = self._identity.root(namespace, recipe)
+        if key not in self._whose:
+            self.expect([recipe])
+            self.know([namespace])
+        return self._tree.root(key, namespace)
+
+    def roots(self, namespace: Namespace) -> list[Root]:
+        """All of a namespace, those of thinned prompts included."""
+        return [self.root(namespace, recipe) for recipe in self._recipes]
 
     def root_of(self, label: Label) -> Root | None:
         """None: another model's, another layout's, or of nobody who was ever here."""
-        if label.root not in self._namespaces or label.layout != self._identity.layout:
+        whose = self._whose.get(label.root)
+        if whose is None or label.layout != whose.layout:
             return None
-        return self._tree.root(label.root, self._namespaces[label.root])
+        return self._tree.root(label.root, whose.namespace)
 
     # --- to a tier -------------------------------------------------------------------------
 
@@ -93,6 +122,7 @@ class Catalogue:
         node, root = record.node, record.node.root
         parent = root if self._alone else node.parent
         assert parent is not None
+        whose = self._whose[root.key]
         return Header(
             key=node.key,
             parent=parent.key,
@@ -101,8 +131,8 @@ class Catalogue:
             start=0 if self._alone else node.start,
             tokens=self.tokens(record),
             fingerprint=self._identity.fingerprint,
-            namespace=self._namespaces[root.key],
-            layout=self._identity.layout,
+            namespace=whose.namespace,
+            layout=whose.layout,
             tensors=tensors,
             places=places,
             created=self._wall(),

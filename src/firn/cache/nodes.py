@@ -136,6 +136,11 @@ class Held:
         self.nbytes[record.part] += sign * record.nbytes
         self.n_records[record.part] += sign
 
+    def add(self, other: Held) -> None:
+        for part in Part:
+            self.nbytes[part] += other.nbytes[part]
+            self.n_records[part] += other.n_records[part]
+
     def subtract(self, other: Held) -> None:
         for part in Part:
             self.nbytes[part] -= other.nbytes[part]
@@ -151,7 +156,7 @@ class Held:
 
 
 class Root(Node):
-    """Where one namespace's prefixes begin, with what is held of them."""
+    """Where one namespace's prefixes begin, with what is held of them; thinned prompts have others."""
 
     __slots__ = ("cleared_at", "memory", "n_stored_tokens", "namespace", "pinned", "tiers")
 

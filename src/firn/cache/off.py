@@ -16,6 +16,7 @@ class BlankTrail:
 
     found: Admitted = Admitted(0, reason="no cache")
     racing: bool = False
+    n_near: int = 0
 
     def waits(self, *, busy: bool) -> bool:
         return False

@@ -28,7 +28,7 @@ from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
 from firn.cache.trail import CacheTrail
 from firn.core.events import Admitted
-from firn.core.keys import Key, key_tokens
+from firn.core.keys import Key, KeyTokens, key_tokens, placed_tokens
 from firn.core.ports import LiveRow, Load, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
@@ -83,6 +83,10 @@ class PrefixTree:
     @property
     def stats(self) -> Stats:
         return self.records.stats
+
+    def expect(self, recipes: Sequence[str]) -> None:
+        """Prompts may be thinned in these ways. Before tiers are added: they are looked through once."""
+        self.records.catalogue.expect(recipes)
 
     def add_tier(
         self,
@@ -192,6 +196,7 @@ class PrefixTree:
             step=trail.step,
             clock=trail.clock,
             reply=reply,
+            reply_at=trail.reply_at,
             pieces=list(trail.pieces),
             n_saved=trail.n_saved,
             counted=True,
@@ -322,8 +327,9 @@ class PrefixTree:
     # --- inside ----------------------------------------------------------------------------
 
     def _trail(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheTrail:
-        root = self.records.catalogue.root(namespace)
-        text = Text(key_tokens(prompt.ids, prompt.media))
+        thinned = prompt.thinned
+        root = self.records.catalogue.root(namespace, thinned.recipe if thinned else "")
+        text = Text(_key_tokens(prompt))
         self.records.tree.lease(root)
         return CacheTrail(
             root=root,
@@ -336,6 +342,8 @@ class PrefixTree:
             step=self._committer.step,
             clock=self._clock,
             unbroken=prompt.unbroken,
+            reply_at=None if thinned is None else prompt.position(len(prompt)),
+            counted=thinned is not None,  # its whole prompt was looked up, and counted, before
         )
 
     def _may_write(self, trail: CacheTrail) -> bool:
@@ -410,6 +418,12 @@ class Look:
     n_shared: int
     tiers: dict[str, int]
     reason: str
+
+
+def _key_tokens(prompt: Prompt) -> KeyTokens:
+    if prompt.thinned is None:
+        return key_tokens(prompt.ids, prompt.media)
+    return placed_tokens(prompt.ids, prompt.thinned.positions)
 
 
 def _kind(match: Match, n_prompt: int) -> str:

@@ -349,8 +349,8 @@ class Records:
         nbytes = 0
         if namespace is None and self.tree.announcer is not None:
             self.tree.announcer.announce(Cleared())
-        for name in self.catalogue.namespaces if namespace is None else [namespace]:
-            root = self.catalogue.root(name)
+        names = self.catalogue.namespaces if namespace is None else [namespace]
+        for root in [root for name in names for root in self.catalogue.roots(name)]:
             nbytes += root.memory.total_nbytes
             self._trash.append(self.tree.below(self.tree.detach(root)))
             for stray in self.catalogue.drop_strays(root.key):

@@ -104,6 +104,8 @@ class CacheTrail:
     unbroken: Sequence[tuple[int, int]] = ()
     """Ranges of the prompt inside which nothing can resume."""
     reply: Sequence[int] = ()
+    reply_at: int | None = None
+    """Where the reply to a thinned prompt begins: its tokens have places, like the prompt's."""
     due: dict[int, Mark] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     n_saved: int = 0
@@ -129,6 +131,10 @@ class CacheTrail:
     found: Admitted = Admitted(0)
     counted: bool = False
     closed: bool = False
+
+    @property
+    def n_near(self) -> int:
+        return max(self.n_hoped if self.racing else 0, self.found.n_cached)
 
     @property
     def racing(self) -> bool:
@@ -165,8 +171,12 @@ class CacheTrail:
 
     def tokens(self, start: int, end: int) -> KeyTokens:
         n_prompt = len(self.prompt)
-        reply = self.reply[max(start - n_prompt, 0) : max(end - n_prompt, 0)]
-        return np.concatenate([self.prompt.tokens[start:end], np.array(reply, dtype=np.uint64)])
+        first = max(start - n_prompt, 0)
+        reply = np.array(self.reply[first : max(end - n_prompt, 0)], dtype=np.uint64)
+        if self.reply_at is not None:
+            at = self.reply_at + first
+            reply |= np.arange(at, at + len(reply), dtype=np.uint64) << np.uint64(32)
+        return np.concatenate([self.prompt.tokens[start:end], reply])
 
     @property
     def n_known(self) -> int:

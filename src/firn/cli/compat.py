@@ -43,7 +43,7 @@ Fate = Alias | Accepted | Refused
 
 _OTHER_DRAFTS = "these are heads for one model: see --draft-model for a small model that guesses"
 _ONE_TOKEN = "firn has drafters of its own: see --speculation"
-_SPARSE = "firn does not skip parts of a prompt; a prompt that was read before is not read again"
+_SPARSE = "see --sparse-prefill, --sparse-prefill-over, --sparse-prefill-keep and --draft-model"
 _TABLES = "write a [models.NAME] table for each model in the TOML file of --config"
 _LAZY = "a model is loaded on first use where there are several, or with --keep-alive"
 _EMBEDDINGS = "serve the embedding model beside the other: firn serve MODEL EMBEDDING-MODEL"

@@ -30,11 +30,15 @@ class Admitted:
     """The request left the queue; `n_cached` tokens of its prompt need no computing.
 
     tiers: how many of them came from where. reason: why not more, '' when nothing was left to gain.
+    keep: which share of the rest is read, where it is not all; n_skipped: how many tokens are not,
+    once that is known.
     """
 
     n_cached: int
     tiers: tuple[tuple[str, int], ...] = ()
     reason: str = ""
+    keep: float | None = None
+    n_skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@
     key_i = H(key_{i-1}, the block's key tokens)
 
 Key tokens are 64-bit: a text position is its token id, an image position a hash of the picture's
-content digest and of the position inside it, with the top bit set. Fields are framed with their
+content digest and of the position inside it, with the top bit set. In a prompt of which some was
+skipped, a token's position is in its upper half. Fields are framed with their
 lengths, so no two different lists of fields hash alike. Keys are the same in every process.
 """
 
@@ -33,6 +34,14 @@ def key_tokens(ids: TokenArray, media: Sequence[MediaSpan] = ()) -> KeyTokens:
             digest = _hash(b"image", [span.digest, (i - span.start).to_bytes(8, "little")])
             values[i] = np.frombuffer(digest[:8], dtype="<u8")[0] | _IMAGE_BIT
     return values
+
+
+def placed_tokens(ids: TokenArray, positions: TokenArray) -> KeyTokens:
+    """Key tokens of a prompt of which some was skipped: what a token is, and where it stands.
+
+    A layer's cell depends on the tokens before it that were read, and on their places.
+    """
+    return ids.astype(np.uint64) | (positions.astype(np.uint64) << np.uint64(32))
 
 
 def root_key(*, fingerprint: bytes, layout: str, namespace: Namespace) -> Key:

@@ -22,6 +22,7 @@ from firn.core.values import (
     PreparedImage,
     Prompt,
     RequestId,
+    Scores,
     Served,
 )
 
@@ -312,6 +313,11 @@ class Trail(Protocol):
         ...
 
     @property
+    def n_near(self) -> int:
+        """Tokens of its prompt that need no computing if nothing fails, those on their way included."""
+        ...
+
+    @property
     def racing(self) -> bool:
         """Something is being read that would let it skip a part of its prompt."""
         ...
@@ -407,6 +413,49 @@ class PrefixCache(Protocol):
 
     def saw_restore(self, restored: Restored, seconds: float) -> None:
         """A row was filled with this; reading it is not in the time."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Scorer(Protocol):
+    """Says which tokens of a prompt matter, in slices. Engine thread only."""
+
+    @property
+    def recipe(self) -> str:
+        """Who scores, and how: a part of the root of whatever is read by it."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a prompt that it can score."""
+        ...
+
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Any:
+        """Begin to read a prompt."""
+        ...
+
+    def read(self, reading: Any, n_tokens: int, *, alone: bool = False) -> None:
+        """Dispatch the next slice, in chunks of so many tokens; `settle` awaits it.
+
+        alone: nobody else waits; it may be a longer one.
+        """
+        ...
+
+    def settle(self, reading: Any) -> bool:
+        """Wait for what was dispatched; whether that was all."""
+        ...
+
+    def n_left(self, reading: Any) -> int:
+        """Tokens yet to be read or said."""
+        ...
+
+    def scores(self, reading: Any) -> Scores:
+        """One for each token of the prompt, once all is read."""
+        ...
+
+    def close_reading(self, reading: Any) -> None:
+        """It is over, or given up. Idempotent."""
         ...
 
     def close(self) -> None: ...

@@ -19,6 +19,8 @@ Namespace = NewType("Namespace", str)
 """Whose cache this is: derived by the server from the API key, never taken from a request."""
 
 TokenArray = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float32]
+"""How much each token of a prompt matters."""
 
 # --- messages ------------------------------------------------------------------------------
 
@@ -289,6 +291,8 @@ class GenerateRequest:
     speculates: bool = True
     prediction: str = ""
     """What the caller expects to read, or parts of it."""
+    sparse_keep: float | None = None
+    """Of a long cold prompt only this share need be read; None: as the server does it."""
 
 
 # --- what the engine is handed -------------------------------------------------------------
@@ -336,6 +340,10 @@ class Prompt:
     """A picture's tokens see each other: they are read in one piece, and nothing resumes inside."""
     notes: tuple[str, ...] = ()
     """What of the request is not in it as it was sent, for the log."""
+    essential: tuple[tuple[int, int], ...] = ()
+    """Ranges that are read whatever else is skipped: system prompt, tools, the newest message."""
+    thinned: Thinned | None = None
+    """Where it is what is left of a longer one."""
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
@@ -344,6 +352,73 @@ class Prompt:
     def unbroken(self) -> tuple[tuple[int, int], ...]:
         """Ranges [start, end) that no prefill chunk and no resume point may cut."""
         return tuple((m.start, m.end) for m in self.media) if self.whole_images else ()
+
+    @property
+    def whole(self) -> Prompt:
+        """With all that was skipped of it."""
+        return self if self.thinned is None else self.thinned.whole
+
+    @property
+    def gap(self) -> int:
+        """How far the positions behind it are ahead of how many tokens it has."""
+        return 0 if self.thinned is None else int(self.thinned.positions[-1]) + 1 - len(self)
+
+    def position(self, n_tokens: int) -> int:
+        """Where in the whole prompt its first `n_tokens` end."""
+        if self.thinned is None or not n_tokens:
+            return n_tokens
+        return int(self.thinned.positions[n_tokens - 1]) + 1
+
+    def grown(self, reply: Sequence[int]) -> Prompt:
+        """With these tokens behind it."""
+        ids = np.concatenate([self.ids, np.array(reply, dtype=np.int64)])
+        if self.thinned is None:
+            return replace(self, ids=ids)
+        end = int(self.thinned.positions[-1]) + 1
+        more = np.arange(end, end + len(reply), dtype=np.int64)
+        positions = np.concatenate([self.thinned.positions, more])
+        return replace(self, ids=ids, thinned=replace(self.thinned, positions=positions))
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """Which tokens of the whole prompt a thinned one has: one position for each, ascending.
+
+    recipe: how they were chosen. It is a part of the root of whatever is stored of them, so that
+    nothing of it is ever found by a prompt that is read in full.
+    """
+
+    positions: TokenArray
+    whole: Prompt
+    recipe: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """A prompt may be thinned to the share `keep` of what is not cached of it, if that is more than
+    `over` tokens."""
+
+    keep: float
+    over: int
+
+
+ASKED_OVER = 1024
+"""Shorter prompts are read in full, even if a request asks for less: that is soon done."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRules:
+    """What a server does about sparse prefill. keep: where a request says nothing. over: prompts with
+    more cold tokens are read so unasked; 0: none."""
+
+    allowed: bool = False
+    keep: float = 0.3
+    over: int = 0
+
+    def of(self, asked: float | None) -> Sparse | None:
+        if asked is not None:
+            return Sparse(asked, ASKED_OVER) if self.allowed else None
+        return Sparse(self.keep, self.over) if self.allowed and self.over else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +443,8 @@ class Job:
     """Tokens may be guessed ahead of the model, which then says whether they are right."""
     prediction: tuple[int, ...] = ()
     """What the caller expects the reply to be, or to contain."""
+    sparse: Sparse | None = None
+    """None: every token of the prompt is read."""
 
 
 # --- what the model is ---------------------------------------------------------------------
@@ -417,6 +494,8 @@ class Usage:
     n_drafted: int = 0
     """Tokens that were guessed; n_accepted of them were right, and are a part of n_completion."""
     n_accepted: int = 0
+    n_skipped: int = 0
+    """Tokens of the prompt that were not read: the reply is approximate."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -426,6 +505,7 @@ class Usage:
             self.n_reasoning + other.n_reasoning,
             self.n_drafted + other.n_drafted,
             self.n_accepted + other.n_accepted,
+            self.n_skipped + other.n_skipped,
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from firn.core.errors import FirnError, InvalidValue, StepFailed
+from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
     Advanced,
     ChoiceDone,
@@ -33,11 +33,13 @@ from firn.core.events import (
 from firn.core.ports import Delivery, Load, Publish, Restored, Trail
 from firn.core.values import Job, Prompt, RequestId
 from firn.engine.chunks import ChunkSizes
+from firn.engine.faults import may_be_anybodys, named
 from firn.engine.parts import Limits as Limits
 from firn.engine.parts import Parts as Parts
 from firn.engine.recovery import Recovery
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
 from firn.engine.sequence import Choice, Forced, Sequence, Since, Task
+from firn.engine.sparse import ReadBehind, SparsePrefill
 
 log = logging.getLogger("firn.engine")
 T = TypeVar("T")
@@ -81,12 +83,16 @@ class Loop:
             max_step_s=self.limits.max_step_s,
         )
         self._recovery = Recovery(self)
+        self._sparse = SparsePrefill(self, parts.scorer)
+        self._behind = ReadBehind(self)
         self.cache.confirm()
 
     @property
     def busy(self) -> bool:
         """There is something to compute, or somebody to admit."""
         if self.rows or (self.waiting and not self.tasks):
+            return True
+        if self._behind.has_work and not self.sequences:
             return True
         return any(not task.trail.waits(busy=False) for task in self.tasks.values())
 
@@ -122,6 +128,8 @@ class Loop:
             time.sleep(HAND_OVER_S)
         if task is not None:
             self._settle_chunk(task)
+        if self._behind.has_work and not self.sequences:
+            self._behind.step()
         self._recovery.confirm(in_flight=bool(self.rows) and task is None)
         self._n_steps += 1
         if self.rows and self._n_steps % CALIBRATE_EVERY == 0:
@@ -165,8 +173,9 @@ class Loop:
             trail = self.cache.open(job.prompt, job.namespace, control)
         except Exception as e:
             self._leave_queue()
-            self._say(job.id, JobFailed(_named(job, e)))
+            self._say(job.id, JobFailed(named(job, e)))
             return
+        self._behind.pause()
         sequence = Sequence(job, trail, need_nbytes=need)
         self.sequences[job.id] = sequence
         self.waiting.append(sequence)
@@ -186,6 +195,8 @@ class Loop:
         self.cache.set_room(self.budget.free_nbytes())  # what it resumed from was needed until here
         if task is None:
             return
+        if self._guard(sequence, lambda: self._sparse.begin(task)) is None:
+            return
         self._announce(sequence)
         if task.n_left == 0:
             self._begin_decode(task)
@@ -194,7 +205,7 @@ class Loop:
         """Say what the cache did for the prompt, as soon as that is settled."""
         if not sequence.announced and (at_last or not sequence.trail.racing):
             sequence.announced = True
-            self._say(sequence.job.id, sequence.trail.found)
+            self._say(sequence.job.id, sequence.found)
 
     def _open_task(self, sequence: Sequence) -> Task:
         """Restore what the cache has of the prompt into a new row."""
@@ -287,10 +298,12 @@ class Loop:
             self.budget.release(sequence.job)
             self.cache.set_room(self.budget.free_nbytes())
         self.sequences.pop(sequence.job.id, None)
+        self._behind.add(sequence)
 
     def _drop_task(self, task: Task, *, keep: bool = True) -> None:
         """keep: store what it has read."""
         del self.tasks[task.number]
+        self._sparse.end(task)
         self._close(task.trail, task.row if keep else None)
         self.runner.leave([task.row])
 
@@ -321,11 +334,14 @@ class Loop:
                 self.runner.leave([task.row])
                 task.row = row
                 if task.sequence.announced and task.is_prompt:
-                    self._say(task.sequence.job.id, Advanced(task.trail.found))
+                    self._say(task.sequence.job.id, Advanced(task.sequence.found))
             self._announce(task.sequence)
             if task.n_left == 0:
                 self._begin_decode(task)
                 return None
+        task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
+        if task.reading is not None:
+            return self._guard(task.sequence, lambda: self._sparse.read(task, self._chunk(task)))
         end = chunk_end(
             task.row.n_tokens,
             task.n_total,
@@ -334,7 +350,6 @@ class Loop:
             unbroken=task.prompt.unbroken,
             aligned=self.limits.aligned,
         )
-        task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
         return self._guard(task.sequence, lambda: self._prefill(task, end))
 
     def _leave_cache(self, task: Task) -> None:
@@ -366,11 +381,14 @@ class Loop:
             return
         self._announce(task.sequence)
         if task.sequence.announced:
-            self._say(task.sequence.job.id, Prefilled(task.row.n_tokens, len(task.prompt)))
+            self._say(task.sequence.job.id, Prefilled(*task.progress))
         if task.n_left == 0:
             self._begin_decode(task)
 
     def _commit_chunk(self, task: Task) -> Task:
+        if task.reading is not None:
+            self._sparse.settle(task)
+            return task
         logprobs = self.runner.settle(task.row)
         if logprobs:
             self._say(task.sequence.job.id, PromptLogprobs(task.chunk_start + 1, tuple(logprobs)))
@@ -386,6 +404,7 @@ class Loop:
     def _begin_decode(self, task: Task) -> None:
         """The prompt is read but for its last token: its choices join the decode batch."""
         job = task.sequence.job
+        self._sparse.end(task)
         self._announce(task.sequence, at_last=True)
         if not job.max_tokens:
             for choice in [c for c in task.choices if not c.done]:
@@ -493,7 +512,7 @@ class Loop:
             if choice.trail is not None:
                 self.cache.close_trail(choice.trail, None)
             choice.row = choice.trail = None
-        if _may_be_anybodys(error):
+        if may_be_anybodys(error):
             self._recovery.everyone_back(but=in_it)
         for choice in choices:
             if choice.done or not choice.sequence.admitted:  # given up, or put back, just now
@@ -505,7 +524,7 @@ class Loop:
                 self._guard(choice.sequence, partial(self._reread, choice))
 
     def _reread(self, choice: Choice) -> Task:
-        prompt = replace(choice.sequence.job.prompt, ids=choice.ids())
+        prompt = choice.sequence.job.prompt.grown(choice.tokens)
         row = self.runner.start(None)
         return self._add_task(choice.sequence, prompt, [choice], self.cache.blank(), row)
 
@@ -517,7 +536,7 @@ class Loop:
             return action()
         except Exception as e:
             if (
-                _may_be_anybodys(e)
+                may_be_anybodys(e)
                 and not sequence.was_at_fault
                 and not sequence.job.prompt_logprobs
             ):
@@ -531,13 +550,14 @@ class Loop:
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         if sequence.job.id not in self.sequences:
             return
-        named = _named(sequence.job, error)
-        # After a fault the rows are in doubt: nothing more of them is stored.
+        told = named(sequence.job, error)
+        # After a fault the rows are in doubt: nothing more of them is stored, nor read again.
+        sequence.n_skipped = 0
         tasks = [t.trail for t in self.tasks.values() if t.sequence is sequence]
         for trail in [sequence.trail, *tasks, *(c.trail for c in sequence.choices if c.trail)]:
             self.cache.close_trail(trail, None)
         self._retire(sequence)
-        self._say(sequence.job.id, JobFailed(named))
+        self._say(sequence.job.id, JobFailed(told))
 
     def end_all(self, error: FirnError) -> None:
         """Tell everyone, and let go of everything."""
@@ -545,6 +565,7 @@ class Loop:
             self._recovery.confirm(in_flight=False)
         for request in self.sequences:
             self._say(request, JobFailed(error))
+        self._behind.forget()
         for table in (self.sequences, self.waiting, self.tasks, self.rows):
             table.clear()
 
@@ -555,16 +576,3 @@ class Loop:
         if self._out:
             batch, self._out = self._out, []
             self._publish(batch)
-
-
-def _may_be_anybodys(error: Exception) -> bool:
-    """What a device reports late is raised by whoever uses it next; it comes as a RuntimeError."""
-    return isinstance(error, RuntimeError | MemoryError)
-
-
-def _named(job: Job, error: Exception) -> FirnError:
-    """The error as the client is told it; what firn has no name for goes to the log."""
-    if isinstance(error, FirnError):
-        return error
-    log.warning("request %s failed: %r", job.id, error, exc_info=error)
-    return StepFailed(f"The model failed on this request: {error}")

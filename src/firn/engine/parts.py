@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from firn.core.ports import PrefixCache, Runner
+from firn.core.ports import PrefixCache, Runner, Scorer
 from firn.engine.budget import Budget
 
 
@@ -34,6 +34,8 @@ class Parts:
     limits: Limits
     embedder: Any = None
     """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
+    scorer: Scorer | None = None
+    """Says which tokens of a long prompt matter; None: every prompt is read in full."""
 
     def set_capacity(self, nbytes: int) -> None:
         """What live requests and stored prefixes may take from now on."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -112,6 +111,7 @@ class Recovery:
             else:
                 self._put_back(sequence, keep=False)
         self._n_unconfirmed = 0
+        loop._behind.forget()
         loop.cache.doubt()
         loop.cache.set_room(loop.budget.free_nbytes())
 
@@ -150,7 +150,7 @@ class Recovery:
                 loop._begin(sequence)
             return
         for choice in sequence.open_choices:
-            prompt = replace(job.prompt, ids=choice.ids())
+            prompt = job.prompt.grown(choice.tokens)
             task = loop._guard(sequence, partial(self._reopen, choice, prompt))
             if task is None:
                 return

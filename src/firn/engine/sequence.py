@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-import numpy as np
-
+from firn.core.events import Admitted
 from firn.core.ports import Trail
-from firn.core.values import Job, Prompt, TokenArray
+from firn.core.values import Job, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +80,6 @@ class Choice:
         self.forced = Forced(max(wanted.at, self.n_picked), wanted.tokens)
         return True
 
-    def ids(self) -> TokenArray:
-        """The prompt and the reply so far."""
-        prompt = self.sequence.job.prompt.ids
-        return np.concatenate([prompt, np.array(self.tokens, dtype=np.int64)])
-
 
 @dataclass(eq=False)
 class Sequence:
@@ -102,9 +96,23 @@ class Sequence:
     """It waits again: its rows were taken from it."""
     was_at_fault: bool = False
     """A fault came up in its work, which may have been another's: it has had its second chance."""
+    keep: float | None = None
+    """Which share of its cold prompt is read, where that was decided."""
+    n_skipped: int = 0
+    """Tokens of its prompt that are not read: `job` has the others."""
+    found_whole: Admitted | None = None
+    """What the cache had of its prompt before it was thinned."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice(self, i) for i in range(self.job.n)]
+
+    @property
+    def found(self) -> Admitted:
+        """What the cache has done for its prompt."""
+        found, whole = self.trail.found, self.found_whole
+        if whole is not None:  # of the two, what the row was resumed from
+            found = replace(max(whole, found, key=lambda f: f.n_cached), reason=whole.reason)
+        return replace(found, keep=self.keep, n_skipped=self.n_skipped)
 
     @property
     def open_choices(self) -> list[Choice]:
@@ -136,6 +144,8 @@ class Task:
     row: Any
     scored: bool = False
     """The logprobs of its tokens are wanted."""
+    reading: Any = None
+    """Its scoring, until it is known which tokens are read."""
     chunk_start: int = 0
     chunk_began: float = 0.0
 
@@ -151,3 +161,8 @@ class Task:
     @property
     def n_left(self) -> int:
         return self.n_total - int(self.row.n_tokens)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How much of the prompt is done, what is skipped included, and how much there is."""
+        return self.prompt.position(int(self.row.n_tokens)), self.prompt.position(len(self.prompt))

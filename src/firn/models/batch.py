@@ -59,12 +59,14 @@ class Row:
     hidden: the states before each pending token, where the model has a prediction head.
     ends: tokens that end it. limit: how many tokens it may have in all, the prompt's included.
     shift: how far rotary positions are ahead of token counts, after the prompt's pictures.
+    gap: likewise, where some of the prompt was skipped: n_tokens counts what was read.
     scores: those of the chunk that was dispatched last, where they were asked for.
     """
 
     layers: list[Any]
     n_tokens: int = 0
     shift: int = 0
+    gap: int = 0
     picker: Picker | None = None
     group: Group | None = None
     alone: bool = False
@@ -258,7 +260,7 @@ def _vacancy(row: Row) -> Row:
         top_logprobs=None,
     )
     pending = row.pending[-1:]
-    return Row([], row.n_tokens, row.shift, nobody, pending=pending)
+    return Row([], row.n_tokens, row.shift, row.gap, nobody, pending=pending)
 
 
 def place(layer: Any, other: Any, seat: int) -> None:

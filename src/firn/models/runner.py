@@ -34,6 +34,7 @@ from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
+from firn.models.placing import at_positions, behind_gaps
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, pick, score
@@ -112,7 +113,8 @@ class Runner:
             self.speculation.disturbed()
         ids = mx.array(prompt.ids[start:end].astype(np.int32))
         more = self._inputs.chunk(prompt, start, end) | self._carry([row])
-        logits = self._model(ids[None], cache=row.layers, **more)
+        with at_positions(row.layers, prompt, start, end) as layers:
+            logits = self._model(ids[None], cache=layers, **more)
         row.n_tokens = end
         row.scores = None
         if top_logprobs is not None:
@@ -140,18 +142,18 @@ class Runner:
         rows = [row, *(fork(row) for _ in indices[1:])]
         shift = self._inputs.shift(job.prompt)
         for choice, r in zip(indices, rows, strict=True):
-            r.shift = shift
+            r.shift, r.gap = shift, job.prompt.gap
             r.ends, r.limit = job.eos, len(job.prompt) + job.max_tokens
             r.picker = Picker(
                 job.sampling,
                 choice=choice,
                 vocab_size=self.info.vocab_size,
-                prompt=job.prompt.ids,
+                prompt=job.prompt.whole.ids,
                 top_logprobs=job.top_logprobs,
                 constraint=job.grammar.start() if job.grammar is not None else None,
             )
             if self.speculation is not None:
-                self.speculation.open(r, job)
+                self.speculation.open(r, replace(job, prompt=job.prompt.whole))
         return rows
 
     # --- decode ----------------------------------------------------------------------------
@@ -177,7 +179,7 @@ class Runner:
         if len(group.seats) > 1 or not rest:
             return
         more = self._inputs.step([row], len(rest)) | self._carry([row])
-        self._model(mx.array([rest]), cache=group.layers, **more)
+        self._model(mx.array([rest]), cache=_seen(group), **more)
         row.n_tokens += len(rest)
         row.pending = row.pending[-1:]
         if self._mtp is not None:
@@ -237,7 +239,7 @@ class Runner:
         flows = any(not step.is_heard for step in group.unread)
         self._prepare(len(group.seats))
         more = self._inputs.step(group.seats) | self._carry(group.seats)
-        logits = self._model(group.inputs[:, None], cache=group.layers, **more)[:, -1, :]
+        logits = self._model(group.inputs[:, None], cache=_seen(group), **more)[:, -1, :]
         # The step consumes position n_tokens, so it picks the one after.
         forced = [r.forced.pop(r.n_tokens + 1, None) if r.forced else None for r in group.seats]
         pickers = [_picker(r) for r in group.seats]
@@ -269,7 +271,7 @@ class Runner:
         step = Step(group.layers, [len(f) for f in fed], width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
         more = self._inputs.step(seats, width) | self._carry(seats)
-        logits = self._model(ids, cache=in_blocks(group.layers, traits.block), **more)
+        logits = self._model(ids, cache=_seen(group, block=traits.block), **more)
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
         )
@@ -373,6 +375,11 @@ def _picked(taken: Taken) -> list[Picked]:
     out = [Picked(taken.row, token, logprob, fault) for token, logprob in each]
     out[-1] = replace(out[-1], n_drafted=taken.n_drafted, n_accepted=taken.n_right)
     return out
+
+
+def _seen(group: Group, *, block: int = 1) -> list[Any]:
+    """The group's caches as the model sees them; block: columns come in multiples of it."""
+    return behind_gaps(in_blocks(group.layers, block), [row.gap for row in group.seats])
 
 
 def _picker(row: Row) -> Picker:

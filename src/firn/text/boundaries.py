@@ -36,15 +36,45 @@ class Boundaries:
             # All but the last token, which the tokenizer may join with the reply's first.
             header, end = max(points), len(ids) - 1
             points = (points - {header} if end - header < HEADER_TOKENS else points) | {end}
-        points.update(self._end_of_system(rendered.text, ids, messages))
+        in_user = self._end_of_system(rendered.text, ids, messages)
+        points.update(in_user)
         boundaries = tuple(sorted(p for p in points if 0 < p < len(ids)))
-        return replace(prompt, boundaries=boundaries, hints=self._hints(rendered, starts, messages))
+        return replace(
+            prompt,
+            boundaries=boundaries,
+            hints=self._hints(rendered, starts, messages),
+            essential=self._essential(
+                starts, messages, n_system=max(in_user, default=0), n=len(ids)
+            ),
+        )
 
     def _message_starts(self, ids: TokenArray) -> TokenArray:
         """Positions of the tokens that begin a message; the last is where the reply's header is."""
         if not self._openers:
             return np.empty(0, dtype=np.int64)
         return np.flatnonzero(np.isin(ids, self._openers)).astype(np.int64)
+
+    def _essential(
+        self, starts: TokenArray, messages: Sequence[Message], *, n_system: int, n: int
+    ) -> tuple[tuple[int, int], ...]:
+        """System prompt and tools, and the newest message to the end of the prompt.
+
+        n_system: where the system prompt ends, if it is a part of the first user message. Templates
+        make a message of tools that come without a system prompt; more openers than messages show it.
+        """
+        if not len(starts) or not messages:
+            return ()
+        continues = messages[-1].role == "assistant"
+        n_system_messages = next(
+            (i for i, m in enumerate(messages) if m.role != "system"), len(messages)
+        )
+        n_head = n_system_messages if not n_system else 0
+        if not n_head and len(starts) - (not continues) > len(messages):
+            n_head = 1
+        head = max(n_system, int(starts[n_head]) if 0 < n_head < len(starts) else 0)
+        newest = int(starts[-1 if continues or len(starts) == 1 else -2])
+        found = [(0, head)] if head else []
+        return (*found, (newest, n))
 
     def _hints(
         self, rendered: Rendered, starts: TokenArray, messages: Sequence[Message]

@@ -228,8 +228,9 @@ def done_reason(event: ChoiceFinished) -> str:
     return "length" if event.reason == "length" else "stop"
 
 
-def usage_counts(usage: Usage) -> dict[str, int]:
-    return {"prompt_eval_count": usage.n_prompt, "eval_count": usage.n_completion}
+def usage_counts(usage: Usage) -> dict[str, Any]:
+    counts = {"prompt_eval_count": usage.n_prompt, "eval_count": usage.n_completion}
+    return {**counts, **_openai.approximate(usage)}
 
 
 def durations(began_ns: int, first_ns: int | None) -> dict[str, int]:

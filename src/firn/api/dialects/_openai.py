@@ -117,6 +117,15 @@ def speculates(body: Fields) -> bool:
     return given is None or fields.one_of(given, "speculation", SPECULATION) == "auto"
 
 
+def sparse_keep(body: Fields) -> float | None:
+    """Which share of a long cold prompt need be read; None: as the server does it."""
+    if body.get("sparse_prefill") is None:
+        return None
+    given = body.object("sparse_prefill")
+    keep = fields.number(given.require("keep"), given.name("keep"), low=0.01, high=1)
+    return round(keep, 2)
+
+
 def prediction(body: Fields) -> str:
     """The text that the caller expects to read."""
     given = body.object("prediction")
@@ -164,6 +173,11 @@ def error_object(error: FirnError) -> dict[str, Any]:
     }
 
 
+def approximate(usage: Usage) -> dict[str, Any]:
+    """A member of the usage of a reply to a prompt that was not read in full; else none."""
+    return {"approximate": {"skipped_tokens": usage.n_skipped}} if usage.n_skipped else {}
+
+
 def usage_object(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.n_prompt,
@@ -175,6 +189,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "accepted_prediction_tokens": usage.n_accepted,
             "rejected_prediction_tokens": usage.n_drafted - usage.n_accepted,
         },
+        **approximate(usage),
     }
 
 
@@ -271,6 +286,12 @@ def common_schema() -> dict[str, Any]:
         "speculation": {
             "enum": [*SPECULATION, None],
             "description": "off: guess no tokens ahead for this request.",
+        },
+        "sparse_prefill": {
+            "type": ["object", "null"],
+            "description": "Read only this share of what is not cached of a long prompt: approximate.",
+            "required": ["keep"],
+            "properties": {"keep": {"type": "number", "minimum": 0.01, "maximum": 1}},
         },
         "cache": {
             "type": ["object", "null"],

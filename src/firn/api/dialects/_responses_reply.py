@@ -165,6 +165,7 @@ def _usage(usage: Usage, look: Look) -> dict[str, Any]:
         "output_tokens": usage.n_completion,
         "output_tokens_details": {"reasoning_tokens": usage.n_reasoning},
         "total_tokens": usage.n_prompt + usage.n_completion,
+        **_openai.approximate(usage),
     }
 
 

@@ -79,6 +79,7 @@ class AnthropicMessages:
             reasoning=reasoning,
             cache=_openai.cache_control(given),
             speculates=_openai.speculates(given),
+            sparse_keep=_openai.sparse_keep(given),
         )
         stream = given.boolean("stream", False)
         look = Look(
@@ -135,6 +136,7 @@ class Look:
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": usage.n_cached,
             "output_tokens": usage.n_completion,
+            **_openai.approximate(usage),
         }
 
 
@@ -339,6 +341,7 @@ def _schema() -> dict[str, Any]:
         "stream",
         "cache",
         "speculation",
+        "sparse_prefill",
     )
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
     text_or_blocks = {"type": ["string", "array", "null"], "items": {"type": "object"}}

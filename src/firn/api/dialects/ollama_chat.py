@@ -65,6 +65,7 @@ class OllamaChat:
             grammar=_ollama.grammar(given),
             reasoning=reasoning,
             speculates=_openai.speculates(given),
+            sparse_keep=_openai.sparse_keep(given),
         )
         keep_alive_s = _ollama.check_keep_alive(given)
         stream = given.boolean("stream", True)

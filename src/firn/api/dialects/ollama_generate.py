@@ -47,7 +47,7 @@ class OllamaGenerate:
         stop = _openai.stop_strings(options)
         grammar = _ollama.grammar(given)
         keep_alive_s = _ollama.check_keep_alive(given)
-        speculates = _openai.speculates(given)
+        speculates, sparse_keep = _openai.speculates(given), _openai.sparse_keep(given)
         stream = given.boolean("stream", True)
         ignored = given.unread()
         if source is None:
@@ -62,6 +62,7 @@ class OllamaGenerate:
             grammar=grammar,
             reasoning=reasoning,
             speculates=speculates,
+            sparse_keep=sparse_keep,
         )
         return OllamaGenerateCall((request,), stream, ignored)
 

@@ -66,6 +66,7 @@ class OpenAIChat:
             reasoning=reasoning,
             cache=_openai.cache_control(given),
             speculates=_openai.speculates(given),
+            sparse_keep=_openai.sparse_keep(given),
             prediction=_openai.prediction(given),
         )
         stream = given.boolean("stream", False)

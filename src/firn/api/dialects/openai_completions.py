@@ -70,7 +70,7 @@ class OpenAICompletions:
         echo = given.boolean("echo", False)
         grammar = _openai_chat.grammar(given)
         cache = _openai.cache_control(given)
-        speculates = _openai.speculates(given)
+        speculates, sparse_keep = _openai.speculates(given), _openai.sparse_keep(given)
         if echo and top_logprobs is not None and isinstance(sources[0], Middle):
             raise InvalidValue("echo", "cannot be combined with logprobs and suffix")
         requests = tuple(
@@ -87,6 +87,7 @@ class OpenAICompletions:
                 grammar=grammar,
                 cache=cache,
                 speculates=speculates,
+                sparse_keep=sparse_keep,
             )
             for source in sources
         )

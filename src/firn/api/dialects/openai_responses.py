@@ -70,6 +70,7 @@ class OpenAIResponses:
             reasoning=reasoning,
             cache=_openai.cache_control(given),
             speculates=_openai.speculates(given),
+            sparse_keep=_openai.sparse_keep(given),
         )
         stream, background = given.boolean("stream", False), given.boolean("background", False)
         stored = given.boolean("store", True)

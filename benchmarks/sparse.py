@@ -1,0 +1,208 @@
+"""Sparse prefill: right answers and first tokens, against prompts that are read in full.
+
+    python benchmarks/sparse.py [--draft itself|hybrid] [--tokens 4096,8192,12288] [--sessions 10]
+    python benchmarks/sparse.py --device-run [--shape 8b] [--tokens 32768] [--keep 0.2] [--rounds 3]
+
+The first asks the built-in recall model for facts that stand somewhere in a long message (held out of
+its training), in full and at each share; itself or the hybrid scores. Nothing is cached. The model is so
+small that no draft is smaller: its times show what scoring costs, not what sparse prefill gives.
+
+The second is about time alone, on any device: random weights of a large shape, with a small one that
+scores, and prompts of random tokens. Times are to the first token, scoring included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from engines import Answer, BenchEngine, model_info
+from mlx_lm.models.cache import make_prompt_cache
+from prefill import SHAPES, prompts
+from report import cli, grid, names, numbers, save
+
+from firn.cache.off import CacheOff
+from firn.core.values import Chat, Message, Sparse, TextPart
+from firn.demo.facts import make_session, n_facts_for
+from firn.models import loader
+from firn.models.scoring import AttentionScorer
+from firn.text.prompt import PromptMaker
+from models import random_model
+
+GIB = 1 << 30
+SHARES = (0.1, 0.2, 0.3, 0.5)
+DRAFT_OF = {"8b": "1b", "4b": "1b", "1b": "tiny", "tiny": "tiny"}
+"""The "1b" shape has 0.6 billion parameters: embeddings tied, as in models of that size."""
+MAX_REPLY = 48
+FIRST_SEED = 50_000
+
+
+def folder_of(model: str) -> Path:
+    return Path(str(resources.files("firn.demo") / "models" / model))
+
+
+# --- answers -------------------------------------------------------------------------------
+
+
+class Exam:
+    """Questions about long messages, with the one right answer to each."""
+
+    def __init__(self, n_tokens: int, n_sessions: int) -> None:
+        self.tokenizer = loader.load_tokenizer(folder_of("firn-demo"))
+        prompts = PromptMaker(self.tokenizer, context_length=16384)
+        self.asked = []
+        for seed in range(FIRST_SEED, FIRST_SEED + n_sessions):
+            session = make_session(
+                seed,
+                n_facts=n_facts_for(n_tokens),
+                n_questions=2,
+                kinds=("fact",),
+                placement="message",
+            )
+            chat = Chat(
+                tuple(
+                    Message(m["role"], (TextPart(m["content"]),))  # type: ignore[arg-type]
+                    for m in session.messages(1)
+                )
+            )
+            self.asked.append((prompts.make(chat), session.questions[1].answer))
+
+    def sit(
+        self, engine: BenchEngine, keep: float | None, *, only: int | None = None
+    ) -> tuple[int, list[float], list[float]]:
+        """Right answers, seconds to each first token, and the share of each prompt that was read."""
+        right, first, shares = 0, [], []
+        for prompt, expected in self.asked[:only]:
+            answer = engine.ask(
+                prompt.ids.tolist(),
+                MAX_REPLY,
+                read=False,
+                write=False,
+                sparse=None if keep is None else Sparse(keep, 0),
+                essential=prompt.essential,
+                eos=self.tokenizer.eos,
+            ).wait()
+            said = [t for t in answer.tokens if t not in self.tokenizer.eos]
+            right += self.tokenizer.decode(said) == expected
+            first.append(answer.first_s)
+            shares.append(1 - answer.n_skipped / len(prompt))
+        return right, first, shares
+
+
+def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | None) -> None:
+    name = {"itself": "firn-demo", "hybrid": "firn-demo-hybrid"}[draft]
+    target = loader.load(folder_of("firn-demo"), served_name="firn-demo", cpu_dtype="float32")
+    small = loader.load(folder_of(name), served_name=name, cpu_dtype="float32")
+
+    def scorer() -> AttentionScorer:
+        return AttentionScorer(
+            small.model, small.info, make_layers=small.make_layers, cache=CacheOff()
+        )
+
+    config = {"model_type": "qwen3"}
+    rows, found = [], []
+    engine = BenchEngine(
+        config, dtype=mx.float32, memory_nbytes=GIB, model=target.model, scorer=scorer
+    )
+    with engine:
+        for n_tokens in lengths:
+            exam = Exam(n_tokens, n_sessions)
+            exam.sit(engine, SHARES[0], only=1)  # warms up
+            full, full_s, _ = exam.sit(engine, None)
+            n_prompt = round(statistics.mean(len(p) for p, _ in exam.asked))
+            cells = [f"{n_prompt}", f"{full}/{n_sessions}"]
+            for keep in SHARES:
+                right, first, shares = exam.sit(engine, keep)
+                ratio = statistics.median(a / b for a, b in zip(first, full_s, strict=True))
+                cells.append(f"{right}/{n_sessions} {ratio:.2f}")
+                point = {"tokens": n_prompt, "keep": keep, "right": right, "full": full}
+                found.append(point | {"ratio": ratio, "read": statistics.mean(shares)})
+            rows.append(cells)
+            print(grid([["tokens", "in full", *map(str, SHARES)], *rows]), flush=True)
+    print("right answers, and the first token's time over that of the full prompt")
+    if out is not None:
+        save(out, "sparse", options={"draft": draft, "sessions": n_sessions}, result=found)
+
+
+# --- time ----------------------------------------------------------------------------------
+
+
+def _scorer(config: dict[str, Any], dtype: mx.Dtype) -> AttentionScorer:
+    model = random_model(config, dtype=dtype, seed=8)
+    make_layers = partial(make_prompt_cache, model)
+    probe = make_layers()
+    logits = model(mx.array([[0]]), cache=probe)
+    mx.eval(logits)
+    info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
+    return AttentionScorer(model, info, make_layers=make_layers, cache=CacheOff())
+
+
+def device_run(
+    shape: str, lengths: Sequence[int], shares: Sequence[float], rounds: int, *, out: Path | None
+) -> None:
+    config, dtype = SHAPES[shape]
+    small, small_dtype = SHAPES[DRAFT_OF[shape]]
+    small = small | {"vocab_size": config["vocab_size"]}
+    scorer: Callable[[], AttentionScorer] = partial(_scorer, small, small_dtype)
+    rows, found = [], []
+
+    def ask(engine: BenchEngine, ids: list[int], keep: float | None) -> Answer:
+        sparse = None if keep is None else Sparse(keep, 0)
+        answer = engine.ask(ids, 1, read=False, write=False, sparse=sparse).wait()
+        if keep is not None and not answer.n_skipped:
+            raise RuntimeError("nothing was skipped")
+        return answer
+
+    with BenchEngine(config, dtype=dtype, memory_nbytes=GIB, scorer=scorer) as engine:
+        for n_tokens in lengths:
+            make = prompts(n_tokens, int(config["vocab_size"]))
+            times: dict[float | None, list[float]] = {None: [], **{k: [] for k in shares}}
+            for i in range(rounds + 1):
+                for keep in times:
+                    answer = ask(engine, next(make), keep)
+                    if i:  # the first round warms up
+                        times[keep].append(answer.first_s)
+                        how = (
+                            f"keep {keep}, scored in {answer.scored_s:.3f} s" if keep else "in full"
+                        )
+                        print(f"{n_tokens} {how}: {answer.first_s:.3f} s", flush=True)
+            full = times[None]
+            ratios = {k: statistics.median(np.array(times[k]) / np.array(full)) for k in shares}
+            rows.append(
+                [f"{n_tokens}", f"{statistics.median(full):.3f} s"]
+                + [f"{statistics.median(times[k]):.3f} s, {ratios[k]:.2f}" for k in shares]
+            )
+            found += [{"tokens": n_tokens, "keep": k, "ratio": ratios[k]} for k in shares]
+    print(grid([["tokens", "in full", *(f"keep {k}" for k in shares)], *rows]))
+    if out is not None:
+        save(out, "sparse", options={"shape": shape, "rounds": rounds}, result=found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draft", choices=("itself", "hybrid"), default="itself")
+    parser.add_argument("--tokens", type=numbers)
+    parser.add_argument("--sessions", type=int, default=10)
+    parser.add_argument("--device-run", action="store_true")
+    parser.add_argument("--shape", choices=DRAFT_OF, default="8b")
+    parser.add_argument("--keep", type=names, default=["0.2"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.device_run:
+        shares = [float(k) for k in args.keep]
+        device_run(args.shape, args.tokens or [32768], shares, args.rounds, out=args.out)
+    else:
+        lengths = args.tokens or [4096, 8192, 12288]
+        answers(args.draft, lengths, args.sessions, out=args.out)
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,35 @@
+"""Sparse prefill as clients see it: what is refused, and how an answer says that it is approximate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from firn.core.errors import InvalidValue
+from firn.core.events import Admitted
+from firn.core.values import GenerateRequest, SparseRules
+
+PARAM = "sparse_prefill"
+HEADER = b"x-firn-approximate"
+
+
+def refuse_sparse(request: GenerateRequest, rules: SparseRules) -> None:
+    """Raises InvalidValue where the request asks for what is not to be had."""
+    keep = request.sparse_keep
+    if keep is None or keep == 1:
+        return
+    if not rules.allowed:
+        raise InvalidValue(PARAM, "this server reads prompts in full (see --sparse-prefill)")
+    if request.echo and request.top_logprobs is not None:
+        raise InvalidValue(
+            PARAM, "cannot be combined with the prompt's logprobs: these need all of it"
+        )
+
+
+def header_of(found: Sequence[Admitted]) -> list[tuple[bytes, bytes]]:
+    """What a client is told before it reads the reply. The usage, at its end, has the last word."""
+    shares = sorted({each.keep for each in found if each.keep is not None})
+    if not shares:
+        return []
+    n_skipped = sum(each.n_skipped for each in found)
+    skipped = f", skipped={n_skipped}" if n_skipped else ""
+    return [(HEADER, f"keep={shares[0]:g}{skipped}".encode())]

@@ -1,0 +1,99 @@
+"""Which tokens of a long cold prompt are read, where not all are: pure functions of scores.
+
+    0        n_cached                                             n_prompt
+    |--------|==chunk==|--------|==chunk==|---------|=============|
+     resumed  essential  skipped  the best            newest message
+
+The unit is a chunk of 32 tokens at absolute positions: a fact is more than its likeliest token, and
+neighbouring prompts choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from firn.core.values import Job, Prompt, Scores, Thinned, TokenArray
+
+CHUNK = 32
+WORTH_IT = 0.9
+"""Where more than this share of the cold tokens would be read, all of them are."""
+KEEP_STEP = 0.01
+BESIDE = 0.5
+"""What a chunk counts for at least, of the score of one beside it: what matters does not end with it."""
+
+
+def why_not(job: Job, *, n_near: int, max_tokens: int) -> str:
+    """Why this prompt is read in full; '' where it may be thinned.
+
+    n_near: tokens that are cached, or on their way from below.
+    """
+    sparse, n_prompt = job.sparse, len(job.prompt)
+    if sparse is None or job.prompt.thinned is not None:
+        return "not asked for"
+    if not job.max_tokens:
+        return "nothing is to be said"
+    if sparse.keep > WORTH_IT:
+        return "all of it is to be kept"
+    if job.prompt_logprobs:
+        return "its tokens are scored"
+    if job.prompt.media:
+        return "it has pictures"
+    if n_prompt - n_near <= sparse.over:
+        return f"{n_prompt - n_near} tokens are cold, not more than {sparse.over}"
+    if n_prompt > max_tokens:
+        return f"the draft model takes {max_tokens} tokens"
+    return ""
+
+
+def select(
+    scores: Scores,
+    *,
+    start: int,
+    keep: float,
+    essential: Sequence[tuple[int, int]] = (),
+) -> TokenArray:
+    """Positions to read: all before `start`, then the share `keep` of the rest, in whole chunks.
+
+    The first and the last chunk and what is essential come first, then the best by their mean score,
+    smoothed over neighbours.
+    """
+    n = len(scores)
+    edges = np.unique([start, *range(start - start % CHUNK + CHUNK, n, CHUNK), n])
+    starts, lengths = edges[:-1], np.diff(edges)
+    chosen = np.zeros(len(starts), dtype=np.bool_)
+    chosen[[0, -1]] = True
+    for first, end in essential:
+        chosen |= (starts < end) & (edges[1:] > first)
+    room = keep * (n - start) - lengths[chosen].sum()
+    means = np.add.reduceat(scores, starts) / lengths
+    smooth = means.copy()
+    smooth[1:] = np.maximum(smooth[1:], BESIDE * means[:-1])
+    smooth[:-1] = np.maximum(smooth[:-1], BESIDE * means[1:])
+    for i in np.argsort(-smooth, kind="stable"):
+        if room < lengths[i]:
+            break
+        if not chosen[i]:
+            chosen[i] = True
+            room -= lengths[i]
+    kept = np.repeat(chosen, lengths)
+    rest = start + np.flatnonzero(kept)
+    return np.concatenate([np.arange(start), rest]).astype(np.int64)
+
+
+def thinned(prompt: Prompt, positions: TokenArray, *, start: int, recipe: str) -> Prompt | None:
+    """What is read of the prompt; None where that is not worth it."""
+    n_cold = len(prompt) - start
+    if len(positions) - start > WORTH_IT * n_cold:
+        return None
+    return Prompt(prompt.ids[positions], thinned=Thinned(positions, prompt, recipe))
+
+
+def recipe_of(scorer: str, keep: float) -> str:
+    return f"{scorer};keep {keep:.2f}"
+
+
+def recipes_of(scorer: str) -> list[str]:
+    """All there can be: shares are rounded to whole percents."""
+    return [recipe_of(scorer, i * KEEP_STEP) for i in range(1, 101)]

@@ -1,0 +1,152 @@
+"""Tokens read at places of their own: a prompt of which some is skipped keeps its true positions.
+
+A layer's cache holds what was read, one cell after another, and knows nothing of gaps; so groups,
+records and taking back work as ever. The model is shown the caches through `Placed`, which say where the
+next tokens stand instead of how many cells there are:
+
+    cells       0 1 2 3 | 4 5 6 | 7 8          contiguous: every earlier one is seen
+    positions   0 1 2 3 | 64 65 66 | 128 129   what the rotary embedding turns by
+
+A chunk within one run has one offset, as ever. A chunk of several runs has `Positions`, one for each
+token: rotary embeddings take an offset for each row of a batch, so its tokens are turned as the
+rows of one (the rotation knows nothing of its neighbours).
+
+Owner: the engine thread, through the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from firn.core.values import Prompt, Thinned, TokenArray
+from firn.models.rewind import kind, leaves
+
+PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
+STATES = frozenset({"ArraysCache", "MambaCache"})
+WINDOWS = frozenset({"RotatingKVCache", "ChunkedKVCache"})
+TOLERANCE = 0.05
+"""Of the logits' spread: how far two ways to read the same tokens may differ in 16 bits."""
+
+
+class Positions:
+    """One position for each token of a chunk. Deliberately no number: a model that does more with an
+    offset than to turn by it fails at once, and is found out when it is loaded."""
+
+    def __init__(self, positions: TokenArray) -> None:
+        self.array = mx.array(positions.astype(np.int32))
+
+
+Where = int | mx.array | Positions
+
+
+class Placed:
+    """A layer's cache as the model sees it: the cache itself, but for where the next tokens stand."""
+
+    def __init__(self, layer: Any, where: Callable[[Any], Where]) -> None:
+        self._layer = layer
+        self._where = where
+
+    @property
+    def offset(self) -> Where:
+        return self._where(self._layer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return Placed(self._layer[index], self._where)
+
+
+def behind_gaps(layers: list[Any], gaps: Sequence[int]) -> list[Any]:
+    """The caches of rows whose next tokens stand so much further on than there are cells."""
+    if not any(gaps):
+        return layers
+    shifts = mx.array(list(gaps))
+
+    def where(layer: Any) -> Where:
+        # A batched cache has an array of offsets, one a row; a lone one a number.
+        offset: int | mx.array = layer.offset
+        return offset + (gaps[0] if isinstance(offset, int) else shifts)
+
+    return [Placed(layer, where) for layer in layers]
+
+
+@contextmanager
+def at_positions(layers: list[Any], prompt: Prompt, start: int, end: int) -> Iterator[list[Any]]:
+    """A lone row's caches for its prompt's tokens [start, end); call the model inside."""
+    if prompt.thinned is None or prompt.position(end) == end:
+        yield layers
+        return
+    positions = prompt.thinned.positions[start:end]
+    if positions[-1] - positions[0] == len(positions) - 1:
+        yield behind_gaps(layers, [int(positions[0]) - start])
+        return
+    placed = Positions(positions)
+    plain = mx.fast.rope
+    mx.fast.rope = _turning(plain)
+    try:
+        yield [Placed(layer, lambda _: placed) for layer in layers]
+    finally:
+        mx.fast.rope = plain
+
+
+def _turning(plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def rope(a: mx.array, *args: Any, offset: Any = 0, **more: Any) -> mx.array:
+        if not isinstance(offset, Positions):
+            return plain(a, *args, offset=offset, **more)
+        # (1, heads, tokens, width) to (tokens, heads, 1, width), which costs no copy, and back.
+        turned = plain(a.transpose(2, 1, 0, 3), *args, offset=offset.array, **more)
+        return turned.transpose(2, 1, 0, 3)
+
+    return rope
+
+
+# --- which models --------------------------------------------------------------------------
+
+
+def why_not_sparse(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+    """Why prompts of this model cannot be thinned; None where they can. The model reads a few tokens."""
+    kinds = {kind(layer) or type(layer).__name__ for layer in leaves(make_layers())}
+    if kinds & STATES:
+        return "its recurrent layers carry every token on, and have no positions to skip"
+    if kinds & WINDOWS:
+        return "its sliding-window layers count tokens, and a window over skipped ones is another"
+    if not kinds <= PLAIN:
+        return f"its layers ({', '.join(sorted(kinds - PLAIN))}) are not known to have positions"
+    try:
+        return None if _agree(model, make_layers) else "its positions are not those of its caches"
+    except (TypeError, ValueError, AttributeError, IndexError) as e:
+        return f"it does not take positions: {e}"
+
+
+def _agree(model: Any, make_layers: Callable[[], list[Any]]) -> bool:
+    """Whether two runs of tokens come out alike read together and read one after the other, and not as
+    they would without the gap."""
+    ids = np.arange(1, 13, dtype=np.int64)
+    positions = np.concatenate([np.arange(6), np.arange(1000, 1006)]).astype(np.int64)
+    thin = Prompt(ids, thinned=Thinned(positions, Prompt(ids), ""))
+
+    def logits(prompt: Prompt, *ends: int) -> mx.array:
+        layers, start = make_layers(), 0
+        for end in ends:
+            chunk = mx.array(prompt.ids[start:end].astype(np.int32))[None]
+            with at_positions(layers, prompt, start, end) as placed:
+                out = model(chunk, cache=placed)
+            start = end
+        last: mx.array = out[0, -1].astype(mx.float32)
+        return last
+
+    together, apart, near = (
+        logits(thin, len(ids)),
+        logits(thin, 6, len(ids)),
+        logits(Prompt(ids), len(ids)),
+    )
+    spread = float(mx.max(apart) - mx.min(apart))
+    off = float(mx.max(mx.abs(together - apart)))
+    moved = float(mx.max(mx.abs(together - near)))
+    return off <= TOLERANCE * spread and moved > 0

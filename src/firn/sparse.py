@@ -1,0 +1,69 @@
+"""Sparse prefill: the part of the composition root that is about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from firn import speculating
+from firn.cache.prefix import PrefixTree
+from firn.config import Config
+from firn.core.errors import SetupError
+from firn.core.values import ModelInfo
+from firn.models import loader
+from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.placing import why_not_sparse
+from firn.models.scoring import AttentionScorer
+from firn.speculating import Guessing
+
+log = logging.getLogger("firn")
+
+
+def build(
+    config: Config,
+    loaded: loader.LoadedModel,
+    guessing: Guessing,
+    *,
+    exact: bool,
+    cpu_dtype: CpuDtype,
+    cache_nbytes: int,
+    add_tiers: Callable[[PrefixTree, ModelInfo], None],
+) -> tuple[AttentionScorer | None, Guessing]:
+    """On the engine thread. Raises SetupError. Who scores prompts, where they may be thinned, and
+    the draft model's memory: it is loaded once, whether it guesses or scores or both."""
+    small = config.engine.draft_model
+    if not config.sparse.rules().allowed:
+        return None, guessing
+    if small is None:
+        raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
+    if exact:
+        raise SetupError("--sparse-prefill is approximate: not where reuse is exact")
+    why = _why_not(loaded)
+    if why:
+        raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
+    shared, draft = guessing.draft is not None, guessing.draft
+    if draft is None:
+        draft = speculating.open_draft(
+            config, loaded, cpu_dtype=cpu_dtype, cache_nbytes=cache_nbytes, add_tiers=add_tiers
+        )
+        nbytes = guessing.weights_nbytes + draft.model.info.weights_nbytes
+        guessing = replace(guessing, weights_nbytes=nbytes, row_cost=draft.row_cost)
+    try:
+        scorer = AttentionScorer(
+            draft.model.model,
+            draft.model.info,
+            make_layers=draft.model.make_layers,
+            cache=draft.cache,
+            owns_cache=not shared,
+        )
+    except ValueError as e:
+        raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e
+    log.info("long prompts of %s may be read sparsely, as %s scores them", loaded.info.name, small)
+    return scorer, guessing
+
+
+def _why_not(loaded: loader.LoadedModel) -> str | None:
+    if loaded.info.vision:
+        return "its positions are those of pictures, too (--text-only serves it without)"
+    return why_not_sparse(loaded.model, loaded.make_layers)

@@ -1,0 +1,104 @@
+"""Which tokens are kept, and which prompts are thinned at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firn.core.values import Job, MediaSpan, Prompt, RequestId, Sparse
+from firn.engine.thinning import CHUNK, recipe_of, recipes_of, select, thinned, why_not
+
+
+def job_of(n_prompt: int, sparse: Sparse | None) -> Job:
+    ids = np.arange(n_prompt, dtype=np.int64)
+    return Job(RequestId("r"), Prompt(ids), max_tokens=8, sparse=sparse)
+
+
+def test_the_best_chunks_are_kept_with_the_first_and_the_last() -> None:
+    scores = np.zeros(10 * CHUNK, dtype=np.float32)
+    scores[5 * CHUNK + 3] = 1.0
+    kept = select(scores, start=0, keep=0.5)
+    chunks = sorted({int(p) // CHUNK for p in kept})
+    assert chunks == [0, 4, 5, 6, 9], "what matters, and what is beside it"
+    assert len(kept) == 5 * CHUNK
+
+
+def test_what_is_cached_is_kept_and_chunks_stand_at_absolute_places() -> None:
+    scores = np.zeros(10 * CHUNK, dtype=np.float32)
+    scores[7 * CHUNK] = 1.0
+    kept = select(scores, start=70, keep=0.4)
+    assert kept[:70].tolist() == list(range(70))
+    assert set(range(70, 96)) <= set(kept.tolist()), "the rest of the chunk in which it was resumed"
+    assert {p for p in kept.tolist() if p >= 96} == {*range(224, 256), *range(288, 320)}
+
+
+@given(
+    n=st.integers(2, 2000),
+    start=st.integers(0, 1999),
+    keep=st.floats(0.01, 1.0),
+    essential=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 300)), max_size=3),
+    seed=st.integers(0, 5),
+)
+def test_whatever_the_scores_the_rules_hold(
+    n: int, start: int, keep: float, essential: list[tuple[int, int]], seed: int
+) -> None:
+    start = min(start, n - 1)
+    ranges = [(a, min(a + length, n)) for a, length in essential if a < n]
+    scores = np.random.default_rng(seed).random(n).astype(np.float32)
+    kept = select(scores, start=start, keep=keep, essential=ranges)
+    found = set(kept.tolist())
+    assert np.all(np.diff(kept) > 0)
+    assert kept[-1] == n - 1
+    assert set(range(start + 1)) <= found, "what is cached, and the first chunk"
+    assert all(set(range(*r)) <= found for r in ranges)
+    forced = len(select(scores, start=start, keep=0.0, essential=ranges))
+    assert len(found) <= max(forced, start + keep * (n - start))
+
+
+def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
+    prompt = Prompt(np.arange(1000, dtype=np.int64))
+    assert thinned(prompt, np.arange(950), start=0, recipe="r") is None
+    thin = thinned(prompt, np.arange(0, 1000, 2), start=0, recipe="r")
+    assert thin is not None
+    assert thin.whole is prompt
+    assert thin.gap == 499
+    assert thin.position(len(thin)) == 999
+    grown = thin.grown([7, 8])
+    assert grown.thinned is not None
+    assert grown.thinned.positions[-3:].tolist() == [998, 999, 1000]
+    assert grown.gap == thin.gap
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job_of(5000, None),
+        job_of(5000, Sparse(1.0, 0)),
+        job_of(1024, Sparse(0.2, 1024)),
+        replace(job_of(5000, Sparse(0.2, 0)), prompt_logprobs=True),
+        replace(job_of(5000, Sparse(0.2, 0)), max_tokens=0),
+        job_of(9000, Sparse(0.2, 0)),
+        replace(
+            job_of(5000, Sparse(0.2, 0)),
+            prompt=Prompt(np.arange(5000), media=(MediaSpan(10, 90, b"picture"),)),
+        ),
+    ],
+)
+def test_prompts_that_are_read_in_full(job: Job) -> None:
+    assert why_not(job, n_near=0, max_tokens=8192)
+
+
+def test_a_prompt_that_can_be_resumed_near_enough_is_read_in_full() -> None:
+    job = job_of(5000, Sparse(0.2, 1024))
+    assert why_not(job, n_near=3975, max_tokens=8192) == ""
+    assert why_not(job, n_near=3976, max_tokens=8192)
+
+
+def test_each_share_has_a_recipe_of_its_own_that_is_expected() -> None:
+    assert len(set(recipes_of("s"))) == 100
+    for keep in (0.01, 0.2, 0.29, 0.3, 1.0):
+        assert recipe_of("s", keep) in recipes_of("s")

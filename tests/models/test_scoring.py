@@ -1,0 +1,141 @@
+"""A small model's attention, as scores of a prompt's tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from firn.cache.off import CacheOff
+from firn.core.values import CacheControl, Namespace, Prompt, Scores
+from firn.models.scoring import N_SAID, AttentionScorer
+from tests.harness import model_info, scorer_of
+from tests.zoo import VOCAB_SIZE, build
+
+EVERYONE = Namespace("")
+
+
+def prompt_of(n: int, seed: int = 0) -> Prompt:
+    return Prompt(np.random.default_rng(seed).integers(1, VOCAB_SIZE, n))
+
+
+def made(name: str) -> Any:
+    model = build(name)
+    return scorer_of(lambda: (model, lambda: make_prompt_cache(model)))
+
+
+def scores_of(scorer: Any, prompt: Prompt, *, slice_tokens: int = 64) -> tuple[Scores, int]:
+    """And how many slices it took."""
+    reading = scorer.open(prompt, EVERYONE, CacheControl())
+    n = 1
+    scorer.read(reading, slice_tokens)
+    while not scorer.settle(reading):
+        scorer.read(reading, slice_tokens)
+        n += 1
+    found = scorer.scores(reading)
+    assert scorer.n_left(reading) == 0
+    scorer.close_reading(reading)
+    scorer.close_reading(reading)
+    return found, n
+
+
+def by_hand(model: Any, prompt: Prompt) -> Scores:
+    """The same by the definition: all layers' queries and keys, one token after the other."""
+    weights: list[list[mx.array]] = []
+    plain = mx.fast.scaled_dot_product_attention
+
+    def attend(q: Any, k: Any, v: Any, *, scale: float, mask: Any, **more: Any) -> Any:
+        repeated = mx.repeat(k, q.shape[1] // k.shape[1], axis=1)
+        weights[-1].append(mx.softmax(q @ repeated.swapaxes(-1, -2) * scale, axis=-1)[0, :, 0])
+        return plain(q, k, v, scale=scale, mask=mask, **more)
+
+    layers, token = make_prompt_cache(model), mx.array([[int(prompt.ids[-1])]])
+    model(mx.array(prompt.ids[None, :-1]), cache=layers)
+    total = np.zeros(len(prompt))
+    for _ in range(N_SAID):
+        weights.append([])
+        mx.fast.scaled_dot_product_attention = attend
+        logits = model(token, cache=layers)
+        mx.fast.scaled_dot_product_attention = plain
+        token = mx.argmax(logits[:, -1:], axis=-1)
+        most = np.stack([np.array(w).max(axis=0) for w in weights[-1]]).max(axis=0)
+        total += most[: len(prompt)]
+    return (total / N_SAID).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_scores_are_the_most_that_any_head_attends(name: str) -> None:
+    prompt = prompt_of(200)
+    found, n_slices = scores_of(made(name), prompt)
+    assert np.allclose(found, by_hand(build(name), prompt), atol=1e-4)
+    assert n_slices == 4 + N_SAID
+
+
+def test_slices_change_nothing_and_a_prompt_that_was_read_is_not_read_again() -> None:
+    scorer, prompt = made("llama"), prompt_of(300)
+    first, n_first = scores_of(scorer, prompt, slice_tokens=64)
+    again, n_again = scores_of(scorer, prompt)
+    assert n_again == N_SAID < n_first, "from its own prefix cache"
+    assert np.allclose(first, again, atol=1e-4)
+    longer, n_longer = scores_of(scorer, Prompt(np.concatenate([prompt.ids, prompt.ids[:50]])))
+    assert n_longer == 1 + N_SAID
+    assert len(longer) == 350
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_slices_are_longer_where_nobody_waits(name: str) -> None:
+    """And what is stored on the way is the same."""
+    scorer, prompt = made(name), prompt_of(300)
+    patient, _ = scores_of(made(name), prompt)
+    reading, n = scorer.open(prompt, EVERYONE, CacheControl()), 1
+    scorer.read(reading, 64, alone=True)
+    while not scorer.settle(reading):
+        scorer.read(reading, 64, alone=True)
+        n += 1
+    assert np.allclose(scorer.scores(reading), patient, atol=1e-4)
+    assert n == (3 if name == "llama" else 6)
+    scorer.close_reading(reading)
+    assert scores_of(scorer, prompt)[1] == N_SAID
+    assert not scorer._cache.stats.faults
+
+
+def test_what_it_says_itself_is_never_stored() -> None:
+    """Its rows go on behind the prompt with what it guesses the reply to be."""
+    scorer, prompt = made("llama"), prompt_of(96)
+    scores_of(scorer, prompt)
+    tree = scorer._cache.records.tree
+    assert max(node.end for node in tree.nodes()) == len(prompt) - 1
+
+
+def test_one_that_is_given_up_keeps_what_it_has_read() -> None:
+    scorer, prompt = made("llama"), prompt_of(300)
+    reading = scorer.open(prompt, EVERYONE, CacheControl())
+    scorer.read(reading, 128)
+    scorer.settle(reading)
+    scorer.close_reading(reading)
+    _, n = scores_of(scorer, prompt, slice_tokens=64)
+    assert n == 3 + N_SAID
+
+
+def test_a_hybrid_is_heard_by_its_attention_layers() -> None:
+    found, _ = scores_of(made("qwen3_next"), prompt_of(150))
+    assert len(found) == 150
+    assert np.all(found > 0)
+
+
+def test_tiny_prompts_and_ids_that_it_does_not_know() -> None:
+    for n in (1, 2, 33):
+        assert len(scores_of(made("llama"), prompt_of(n))[0]) == n
+    strange = Prompt(np.full(40, VOCAB_SIZE + 1000))
+    assert len(scores_of(made("llama"), strange)[0]) == 40
+
+
+@pytest.mark.parametrize("name", ["mamba2", "rwkv7"])
+def test_a_model_without_attention_cannot_score(name: str) -> None:
+    model = build(name)
+    info = model_info(model, lambda: make_prompt_cache(model))
+    with pytest.raises(ValueError, match="attends to the whole prompt"):
+        AttentionScorer(model, info, make_layers=lambda: make_prompt_cache(model), cache=CacheOff())
