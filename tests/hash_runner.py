@@ -126,6 +126,10 @@ class HashRow:
         return self.group.rows.index(self) if self.group else 0
 
     @property
+    def is_live(self) -> bool:
+        return self.layer is not None
+
+    @property
     def tokens(self) -> list[int]:
         return self.live_layers[0].rows[self.index]
 
@@ -199,7 +203,9 @@ class HashRunner:
         if restored is None:
             return HashRow(layer)
         restored.fill([layer])
-        return HashRow(layer, restored.n_tokens)
+        row = HashRow(layer, restored.n_tokens)
+        restored.filled(row)
+        return row
 
     def prefill(
         self, row: HashRow, prompt: Prompt, end: int, *, top_logprobs: int | None = None

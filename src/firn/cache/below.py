@@ -25,6 +25,7 @@ from firn.cache.catalogue import Catalogue
 from firn.cache.container import Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
 from firn.cache.io import Changes, Io, Wanted
+from firn.cache.live import payload_of
 from firn.cache.nodes import Record
 from firn.cache.threads import Done
 from firn.cache.tiers import Stored, Usage
@@ -334,7 +335,7 @@ class Below:
     def _write(self, record: Record) -> bool:
         if not self._io.has_room(record.nbytes):
             return False
-        lent, stamp = lend(record.arrays), self._stamp(record)
+        lent, stamp = lend(payload_of(record)), self._stamp(record)
         accepted = self._io.try_write(
             self._catalogue.header(record, lent.tensors, lent.places),
             lent.fetch,

@@ -22,6 +22,7 @@ from firn.cache.io import Io
 from firn.cache.layout import Layout
 from firn.cache.match import Match
 from firn.cache.off import BlankTrail
+from firn.cache.parking import Parking
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
@@ -70,8 +71,10 @@ class PrefixTree:
             wall=wall,
         )
         self._committer = Committer(self.records, layout, exact_chunk=settings.exact_chunk)
+        in_rows = self._committer.in_rows
+        self._parking = Parking(self.records, layout, in_rows=in_rows)
         self._restorer = Restorer(
-            self.records, layout, saves_pieces=self._committer.piece_tokens > 0
+            self.records, layout, self._parking, saves_pieces=self._committer.piece_tokens > 0
         )
         self._clock = clock
         self._racing: set[CacheTrail] = set()
@@ -103,6 +106,7 @@ class PrefixTree:
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> AnyTrail:
         try:
+            self._parking.sweep()
             self.records.expire()
             trail = self._trail(prompt, namespace, control)
         except Exception as e:
@@ -122,6 +126,7 @@ class PrefixTree:
         if isinstance(trail, BlankTrail):
             return None
         try:
+            self._parking.sweep()
             return self._restore(trail)
         except Exception as e:
             self.records.failed("restore", e)
@@ -134,6 +139,7 @@ class PrefixTree:
         if isinstance(trail, BlankTrail) or not trail.control.read:
             return None
         try:
+            self._parking.sweep()
             return self._advance(trail, n_tokens)
         except Exception as e:
             self.records.failed("advance", e)
@@ -198,6 +204,11 @@ class PrefixTree:
                 self._committer.commit_tail(trail, row)
         except Exception as e:
             self.records.failed("close", e)
+        try:
+            if row is not None:
+                self._parking.end(row)
+        except Exception as e:
+            self.records.failed("park", e)
         for release in (self._restorer.unlease, self._mark_used, self._leave_node):
             try:
                 release(trail)
@@ -219,18 +230,22 @@ class PrefixTree:
 
     def confirm(self) -> None:
         try:
+            self.records.rows.unconfirmed.clear()
             self.records.confirm()
         except Exception as e:
             self.records.failed("confirm", e)
 
     def doubt(self) -> None:
         try:
+            self._parking.sweep()
             self.records.doubt()
+            self._parking.doubt()
         except Exception as e:
             self.records.failed("doubt", e)
 
     def set_room(self, nbytes: int) -> None:
         try:
+            self._parking.sweep()
             memory = self.records.memory
             memory.limit_nbytes = max(min(nbytes, self.settings.limit_nbytes), 0)
             memory.shrink_to(memory.limit_nbytes)
@@ -239,6 +254,7 @@ class PrefixTree:
 
     def tick(self, load: Load) -> None:
         try:
+            self._parking.sweep()
             if load is Load.NONE:
                 self.records.expire()
                 self._remember(REMEMBER_EVERY_S)
@@ -272,6 +288,7 @@ class PrefixTree:
 
     def close(self) -> None:
         self._remember(0.0)
+        self._parking.sweep()
         self.records.close()
 
     def _remember(self, every_s: float) -> None:
@@ -288,6 +305,7 @@ class PrefixTree:
 
     def look_up(self, prompt: Prompt, namespace: Namespace) -> Look:
         """What a request with this prompt would resume at, by loading if that pays."""
+        self._parking.sweep()
         trail = self._trail(prompt, namespace, CacheControl(write=False))
         try:
             plan = self._restorer.plan(trail)

@@ -183,6 +183,11 @@ class LiveRow(Protocol):
         """Which row of the live layers it is."""
         ...
 
+    @property
+    def is_live(self) -> bool:
+        """It has not left: its layers can be read."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -191,7 +196,9 @@ class Restored:
     n_tokens: int
     fill: Callable[[list[Any]], None]
     nbytes: int = 0
-    """Of the records that it is made of."""
+    """Of the records that are copied for it."""
+    filled: Callable[[LiveRow], None] = lambda row: None
+    """To be told of the row that was made of these layers."""
 
 
 class Picked(Protocol):

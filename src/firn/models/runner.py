@@ -93,7 +93,9 @@ class Runner:
             return Row(layers)
         restored.fill(layers)
         mx.eval([layer.state for layer in layers])
-        return Row(layers, restored.n_tokens)
+        row = Row(layers, restored.n_tokens)
+        restored.filled(row)
+        return row
 
     def prefill(
         self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None

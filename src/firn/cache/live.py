@@ -1,0 +1,226 @@
+"""The live tier: pages that lie in a row, in the place of records that were cut out of it.
+
+The blocks of a running row are known to the tree and lie in the row. A row that ends is parked as it is,
+and the next turn of its conversation goes on in its buffers. So a conversation costs its memory once.
+
+    live    row    read through the row, wherever that is: alone, or in a seat of a group
+    parked  slab   the buffers of a row that has ended: tokens [first, end), and some room behind them
+
+A view of a buffer makes the next write to it copy all of it: none may outlive the call that made it.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from firn.cache.arrays.payload import Payload, Views, array_copy, compute, evaluate, stacked
+from firn.cache.codecs import TOKEN_AXIS, Arrays, At, nbytes_of
+from firn.cache.layout import Layout
+from firn.cache.nodes import InRow, Record
+from firn.cache.parts import Part
+from firn.cache.tree import Tree
+from firn.core.ports import LiveRow
+
+TRIM_SHARE = 0.25
+"""Of a slab: so much of it must be of no use before it is worth a copy of the rest."""
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """Buffers of the layers that have pages, each with a token axis: tokens [first, end)."""
+
+    layers: list[Arrays]
+    first: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(nbytes_of, self.layers))
+
+    @property
+    def n_room(self) -> int:
+        """Tokens that fit it."""
+        present = (a for arrays in self.layers for a in arrays if a is not None)
+        return int(next(present).shape[TOKEN_AXIS])
+
+    def views(self, start: int, end: int) -> list[Arrays]:
+        a, b = start - self.first, end - self.first
+        return [
+            tuple(None if x is None else x[..., a:b, :] for x in arrays) for arrays in self.layers
+        ]
+
+    def trim(self, first: int, end: int) -> None:
+        """Keep tokens [first, end) alone. A layer at a time: there is no room for a second slab."""
+        for i, arrays in enumerate(self.layers):
+            a, b = first - self.first, end - self.first
+            kept = tuple(None if x is None else array_copy(x[..., a:b, :]) for x in arrays)
+            compute([kept])
+            self.layers[i] = kept
+        self.first, self.end = first, end
+
+
+class RowPages(InRow):
+    """The pages of one row, live or parked. Its records are of one chain of blocks."""
+
+    __slots__ = ("_layout", "row", "slab")
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._layout = layout
+        self.row: LiveRow | None = None
+        self.slab: Slab | None = None
+
+    @property
+    def end(self) -> int:
+        """Of its last record."""
+        return max((r.node.end for r in self.records), default=0)
+
+    @property
+    def is_there(self) -> bool:
+        return self.slab is not None or (self.row is not None and self.row.is_live)
+
+    def holds(self, position: int) -> bool:
+        """Whether it has the token at this position of its chain, if that is not beyond its end."""
+        return self.slab is None or position >= self.slab.first
+
+    def views(self, start: int, end: int) -> Views:
+        if self.slab is not None:
+            return Views(self.slab.views(start, end))
+        assert self.row is not None, "the row is gone"
+        at = At(self.row.index, self.row.n_tokens)
+        return Views(self._layout.views(Part.PAGES, self.row.live_layers, at, start, end))
+
+    def cut(self, start: int, end: int) -> Payload:
+        """Arrays of their own, computed."""
+        payload = stacked(self.views(start, end).layers)
+        evaluate([payload])
+        return payload
+
+
+def payload_of(record: Record) -> Payload:
+    """What memory holds of a record, as arrays of its own: for a moment, where it lies in a row."""
+    held = record.arrays
+    if isinstance(held, RowPages):
+        return held.cut(record.node.start, record.node.end)
+    payload: Payload = held
+    return payload
+
+
+class LiveRows:
+    """Every row that records lie in."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self.live: dict[LiveRow, RowPages] = {}
+        self.parked: dict[RowPages, None] = {}
+        self.moving: dict[RowPages, None] = {}
+        """Neither: their buffers are on the way to a new row."""
+        self.unconfirmed: dict[RowPages, None] = {}
+        """Parked since the device was last known to have had no fault."""
+
+    def of(self, row: LiveRow, layout: Layout) -> RowPages:
+        pages = self.live.get(row)
+        if pages is None:
+            pages = self.live[row] = RowPages(layout)
+            pages.row = row
+        return pages
+
+    def every(self) -> Iterator[RowPages]:
+        yield from self.live.values()
+        yield from self.parked
+        yield from self.moving
+
+    @property
+    def extra_nbytes(self) -> int:
+        """What memory takes beyond the bytes of its records.
+
+        Less than nothing for those in live rows, whose memory is the request's. For those in parked
+        rows what these hold besides: room, and tokens whose records lie elsewhere.
+        """
+        in_rows = sum(p.nbytes for p in self.every() if self._is_counted(p))
+        return sum(map(_nbytes_of_use, self.parked)) - in_rows
+
+    def _is_counted(self, pages: RowPages) -> bool:
+        first = next(iter(pages.records), None)
+        return first is not None and self._tree.is_attached(first.node.root)
+
+    # --- giving way ------------------------------------------------------------------------
+
+    def may_go(self, record: Record) -> bool:
+        """Whether memory gains anything by it: not where it lies in a live row."""
+        return not isinstance(record.arrays, RowPages) or record.arrays in self.parked
+
+    def own(self, record: Record) -> None:
+        """Give it arrays of its own."""
+        if isinstance(record.arrays, RowPages):
+            self._tree.move(record, payload_of(record))
+
+    def n_to_give(self, pages: RowPages) -> int:
+        """How many tokens of its end must go until the rest is worth a copy."""
+        slab = pages.slab
+        if slab is None or not pages.records:
+            return 0
+        n_least = int(slab.n_room * (1 - TRIM_SHARE))
+        return max(pages.end - slab.first - n_least, 0)
+
+    def compact(self) -> bool:
+        """Let go of what a parked row holds of others' records; of the row that was used least lately."""
+        found = [p for p in self.parked if p.records and _n_foreign(p) >= _worth(p)]
+        if not found:
+            return False
+        pages = min(found, key=lambda p: max(r.node.used_at for r in p.records))
+        assert pages.slab is not None
+        pages.slab.trim(_first_of(pages), pages.end)
+        return True
+
+    def trim(self) -> None:
+        """Take out of parked rows what nobody needs any more."""
+        for pages in list(self.parked):
+            if not pages.records:
+                self.forget(pages)
+            elif _is_wasteful(pages):
+                assert pages.slab is not None
+                pages.slab.trim(pages.slab.first, pages.end)
+
+    def forget(self, pages: RowPages) -> None:
+        """No record lies in it any more."""
+        assert not pages.records
+        for table in (self.parked, self.moving, self.unconfirmed):
+            table.pop(pages, None)
+        if pages.row is not None:
+            self.live.pop(pages.row, None)
+        pages.row = pages.slab = None
+
+
+def _first_of(pages: RowPages) -> int:
+    return min(r.node.start for r in pages.records)
+
+
+def _n_foreign(pages: RowPages) -> int:
+    """Tokens at its front whose records lie elsewhere."""
+    assert pages.slab is not None
+    return _first_of(pages) - pages.slab.first
+
+
+def _worth(pages: RowPages) -> int:
+    assert pages.slab is not None
+    return max(int(pages.slab.n_room * TRIM_SHARE), 1)
+
+
+def _is_wasteful(pages: RowPages) -> bool:
+    assert pages.slab is not None
+    return pages.slab.n_room - (pages.end - pages.slab.first) > pages.slab.n_room * TRIM_SHARE
+
+
+def _nbytes_of_use(pages: RowPages) -> int:
+    """What a parked row takes, or will once it is trimmed."""
+    slab = pages.slab
+    if slab is None or not pages.records:
+        return 0
+    nbytes = slab.nbytes
+    if not _is_wasteful(pages):
+        return nbytes
+    return nbytes // slab.n_room * (pages.end - slab.first)
