@@ -13,6 +13,7 @@ from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.children import Text
 from firn.cache.codecs import At
 from firn.cache.layout import Layout
+from firn.cache.live import LEAST_BLOCKS
 from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Part
 from firn.cache.records import Records
@@ -140,7 +141,7 @@ class Committer:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
         self._tree.use(node, late_s=USED_EVERY_S)
         for part in self._needs.by_block:
-            if part is Part.PAGES and self.in_rows:
+            if part is Part.PAGES and self._lies_in_row(trail):
                 self._keep_in_row(trail, node, cuts, new)
                 continue
             cut = partial(self._cut, part, trail, node, cuts)
@@ -167,9 +168,10 @@ class Committer:
             new.append(record)
         return record is not None
 
-    def _keep_in_row(
-        self, trail: CacheTrail, node: Node, cuts: Cuts, new: list[Record]
-    ) -> None:
+    def _lies_in_row(self, trail: CacheTrail) -> bool:
+        return self.in_rows and trail.n_known >= LEAST_BLOCKS * self._block
+
+    def _keep_in_row(self, trail: CacheTrail, node: Node, cuts: Cuts, new: list[Record]) -> None:
         if not self._token_nbytes:
             self._token_nbytes = cuts.cut(Part.PAGES, node.start, node.start + 1).nbytes
         pages = trail.pages = self._records.rows.of(cuts.row, self._layout)

@@ -24,8 +24,11 @@ from firn.cache.parts import Part
 from firn.cache.tree import Tree
 from firn.core.ports import LiveRow
 
+LEAST_BLOCKS = 4
+"""Shorter rows have their blocks cut out at once: their buffers are mostly room, and there are many."""
 TRIM_SHARE = 0.25
-"""Of a slab: so much of it must be of no use before it is worth a copy of the rest."""
+"""Of a slab: so much of it must be of no use before it is worth a copy of the rest, and at least as
+much as the shortest slab. A little room is what the next turn goes on in."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,14 +97,13 @@ class RowPages(InRow):
         return Views(self._layout.views(Part.PAGES, self.row.live_layers, at, start, end))
 
     def cut(self, start: int, end: int) -> Payload:
-        """Arrays of their own, computed."""
-        payload = stacked(self.views(start, end).layers)
-        evaluate([payload])
-        return payload
+        """Arrays of their own, lazily: to be computed at once."""
+        return stacked(self.views(start, end).layers)
 
 
 def payload_of(record: Record) -> Payload:
-    """What memory holds of a record, as arrays of its own: for a moment, where it lies in a row."""
+    """What memory holds of a record, as arrays of its own: where it lies in a row, lazily and for a
+    moment."""
     held = record.arrays
     if isinstance(held, RowPages):
         return held.cut(record.node.start, record.node.end)
@@ -141,7 +143,7 @@ class LiveRows:
         rows what these hold besides: room, and tokens whose records lie elsewhere.
         """
         in_rows = sum(p.nbytes for p in self.every() if self._is_counted(p))
-        return sum(map(_nbytes_of_use, self.parked)) - in_rows
+        return sum(map(self._nbytes_of_use, self.parked)) - in_rows
 
     def _is_counted(self, pages: RowPages) -> bool:
         first = next(iter(pages.records), None)
@@ -156,19 +158,21 @@ class LiveRows:
     def own(self, record: Record) -> None:
         """Give it arrays of its own."""
         if isinstance(record.arrays, RowPages):
-            self._tree.move(record, payload_of(record))
+            payload = payload_of(record)
+            evaluate([payload])
+            self._tree.move(record, payload)
 
     def n_to_give(self, pages: RowPages) -> int:
         """How many tokens of its end must go until the rest is worth a copy."""
         slab = pages.slab
         if slab is None or not pages.records:
             return 0
-        n_least = int(slab.n_room * (1 - TRIM_SHARE))
-        return max(pages.end - slab.first - n_least, 0)
+        n_spare = slab.n_room - (pages.end - slab.first)
+        return max(self._n_worth(slab) + 1 - n_spare, 0)
 
     def compact(self) -> bool:
-        """Let go of what a parked row holds of others' records; of the row that was used least lately."""
-        found = [p for p in self.parked if p.records and _n_foreign(p) >= _worth(p)]
+        """Let go of what a parked row holds of others' records; one row, the least recently used."""
+        found = [p for p in self.parked if p.records and self._holds_more(p)]
         if not found:
             return False
         pages = min(found, key=lambda p: max(r.node.used_at for r in p.records))
@@ -176,14 +180,34 @@ class LiveRows:
         pages.slab.trim(_first_of(pages), pages.end)
         return True
 
+    def _holds_more(self, pages: RowPages) -> bool:
+        """Whether many tokens at its front have their records elsewhere."""
+        slab = pages.slab
+        return slab is not None and _first_of(pages) - slab.first > self._n_worth(slab)
+
     def trim(self) -> None:
         """Take out of parked rows what nobody needs any more."""
         for pages in list(self.parked):
             if not pages.records:
                 self.forget(pages)
-            elif _is_wasteful(pages):
-                assert pages.slab is not None
+            elif pages.slab is not None and self._is_wasteful(pages.slab, pages.end):
                 pages.slab.trim(pages.slab.first, pages.end)
+
+    def _is_wasteful(self, slab: Slab, end: int) -> bool:
+        return slab.n_room - (end - slab.first) > self._n_worth(slab)
+
+    def _n_worth(self, slab: Slab) -> int:
+        return max(int(slab.n_room * TRIM_SHARE), LEAST_BLOCKS * self._tree.block)
+
+    def _nbytes_of_use(self, pages: RowPages) -> int:
+        """What a parked row takes, or will once it is trimmed."""
+        slab = pages.slab
+        if slab is None or not pages.records:
+            return 0
+        nbytes, end = slab.nbytes, pages.end
+        if not self._is_wasteful(slab, end):
+            return nbytes
+        return nbytes // slab.n_room * (end - slab.first)
 
     def forget(self, pages: RowPages) -> None:
         """No record lies in it any more."""
@@ -197,30 +221,3 @@ class LiveRows:
 
 def _first_of(pages: RowPages) -> int:
     return min(r.node.start for r in pages.records)
-
-
-def _n_foreign(pages: RowPages) -> int:
-    """Tokens at its front whose records lie elsewhere."""
-    assert pages.slab is not None
-    return _first_of(pages) - pages.slab.first
-
-
-def _worth(pages: RowPages) -> int:
-    assert pages.slab is not None
-    return max(int(pages.slab.n_room * TRIM_SHARE), 1)
-
-
-def _is_wasteful(pages: RowPages) -> bool:
-    assert pages.slab is not None
-    return pages.slab.n_room - (pages.end - pages.slab.first) > pages.slab.n_room * TRIM_SHARE
-
-
-def _nbytes_of_use(pages: RowPages) -> int:
-    """What a parked row takes, or will once it is trimmed."""
-    slab = pages.slab
-    if slab is None or not pages.records:
-        return 0
-    nbytes = slab.nbytes
-    if not _is_wasteful(pages):
-        return nbytes
-    return nbytes // slab.n_room * (pages.end - slab.first)

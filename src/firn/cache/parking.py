@@ -1,7 +1,7 @@
 """Rows that end are parked, and the next turn of their conversation goes on in them.
 
     a row ends          alone: its buffers stay as they are; in a group: they are copied out of it, once.
-                        One of a few blocks is cut into records: its buffers are mostly room
+                        One of a few blocks is cut into records
     the next turn       takes the buffers over, cut back to where the two agree: no copy
     somebody else       copies what the two share, and the row stays where it is
     a copy was needed   then what nobody else shares lies in the new row from now on, not in both
@@ -19,7 +19,7 @@ from firn.cache.arrays.payload import compute, evaluate
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import Cuts
 from firn.cache.layout import Layout
-from firn.cache.live import RowPages, Slab
+from firn.cache.live import LEAST_BLOCKS, RowPages, Slab
 from firn.cache.match import Match
 from firn.cache.nodes import Record
 from firn.cache.parts import Part
@@ -27,8 +27,6 @@ from firn.cache.records import Records
 from firn.cache.trail import CacheTrail
 from firn.core.ports import LiveRow
 
-PARK_BLOCKS = 4
-"""Shorter rows are not worth it."""
 ROOM_TOKENS = 256
 """Behind what is copied out of a group, so that the next turn need not copy it again."""
 
@@ -51,14 +49,14 @@ class Parking:
         if pages is None:
             return
         try:
-            if pages.end >= PARK_BLOCKS * self._block:
+            if pages.end >= LEAST_BLOCKS * self._block:
                 self._park(pages, row)
             elif pages.records:
                 self._cut(pages, row)
         finally:
             pages.row = None
             if pages not in self._rows.parked:
-                self.drop(pages)
+                self._drop(pages, "no room")
 
     def _park(self, pages: RowPages, row: LiveRow) -> None:
         end = pages.end
@@ -94,19 +92,20 @@ class Parking:
         """Forget what lay in rows that have left, or were not made after all."""
         rows = self._rows
         for pages in [p for r, p in rows.live.items() if not r.is_live] + list(rows.moving):
-            self.drop(pages)
+            self._drop(pages, "in doubt")
         for pages in [p for p in rows.parked if not p.records]:
             rows.forget(pages)
 
     def doubt(self) -> None:
         """The device has failed: whatever was written to since is not trusted."""
         for pages in [*self._rows.live.values(), *self._rows.moving, *self._rows.unconfirmed]:
-            self.drop(pages)
+            self._drop(pages, "in doubt")
 
-    def drop(self, pages: RowPages) -> None:
+    def _drop(self, pages: RowPages, why: str) -> None:
         """Forget what lies in it, the last first; but not what another row holds as well."""
         if pages.records:
             self._move_to_others(pages)
+            self._records.stats.dropped[why] += len(pages.records)
             self._records.drop(sorted(pages.records, key=lambda r: -r.node.start))
         self._rows.forget(pages)
 
@@ -205,4 +204,3 @@ class Parking:
             found.append(record)
             n_children = 1
         return found
-

@@ -237,7 +237,6 @@ class PrefixTree:
 
     def doubt(self) -> None:
         try:
-            self._parking.sweep()
             self.records.doubt()
             self._parking.doubt()
         except Exception as e:

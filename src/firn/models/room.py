@@ -12,15 +12,17 @@ from typing import Any
 
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
+MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
+"""Room behind a prompt, in parts of it: growing copies all there is, and most turns add little."""
 GROWING = (KVCache, QuantizedKVCache)
 """Exactly these: other classes use their step for windows and rings."""
 
 
 def give_room(layers: Iterable[Any], n_tokens: int) -> None:
-    """The next growth of these caches is to `n_tokens`, and a step more for the reply."""
+    """The next growth of these caches is to `n_tokens`, and more for the reply and the next turn."""
     for layer in _growing(layers):
         step = type(layer).step
-        wanted = n_tokens + step
+        wanted = n_tokens + max(step, min(n_tokens // MORE_SHARE, MAX_MORE_TOKENS))
         missing = wanted - layer.offset if _n_room(layer) < n_tokens else 0
         layer.step = max(-(-missing // step), 1) * step
 
