@@ -58,6 +58,7 @@ class Answer:
     asked: float
     times: list[float] = field(default_factory=list)
     """When each token came."""
+    tokens: list[int] = field(default_factory=list)
     n_cached: int = 0
     tiers: dict[str, int] = field(default_factory=dict)
     why: str = ""
@@ -70,6 +71,7 @@ class Answer:
             self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
         elif isinstance(event, Token):
             self.times.append(now)
+            self.tokens.append(event.id)
         elif isinstance(event, JobDone | JobFailed):
             self.error = str(event.error) if isinstance(event, JobFailed) else ""
             self._done.set()

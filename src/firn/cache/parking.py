@@ -4,7 +4,7 @@
                         One of a few blocks is cut into records
     the next turn       takes the buffers over, cut back to where the two agree: no copy
     somebody else       copies what the two share, and the row stays where it is
-    a copy was needed   then what nobody else shares lies in the new row from now on, not in both
+    records were copied then they lie in the new row from now on, and not in both
 
 A row that is dropped without being parked is not trusted: what lay in it is forgotten.
 
@@ -13,7 +13,7 @@ Owner: the engine thread, through the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from firn.cache.arrays.payload import compute, evaluate
 from firn.cache.codecs import concat_tokens
@@ -166,12 +166,14 @@ class Parking:
     # --- after a copy ----------------------------------------------------------------------
 
     def move_in(self, trail: CacheTrail, match: Match, row: LiveRow) -> None:
-        """Of what the row was filled with, that which nobody shares lies in the row from now on."""
+        """What the row was filled with lies in the row from now on, and in records no more."""
         if not self._in_rows:
             return
         pages = self._rows.of(row, self._layout)
         self._leave_old(trail, pages)
-        for record in self._unshared(trail, match):
+        whole = [s.node for s in match.segments if s.n_tokens == s.node.n_tokens]
+        records = [node.records[Part.PAGES] for node in whole if Part.PAGES in node.records]
+        for record in [r for r in records if self._moves(trail, r)]:
             if record.arrays is None:
                 self._tree.hold(record, pages, nbytes=trail.loaded[record][1].nbytes)
                 self._records.memory.added(record)
@@ -186,21 +188,11 @@ class Parking:
         for record in list(old.records) if old is not None and old is not pages else ():
             self._tree.move(record, pages)
 
-    def _unshared(self, trail: CacheTrail, match: Match) -> Iterable[Record]:
-        """From the match's end up to where another chain branches off, or somebody else holds on."""
-        found: list[Record] = []
-        n_children = 0
-        for segment in reversed(match.segments):
-            node = segment.node
-            record = node.records.get(Part.PAGES)
-            if record is None or record.leaving or record.n_leases or node.n_pins:
-                break
-            if segment.n_tokens < node.n_tokens or len(node.children) > n_children:
-                break
-            if node.n_leases > (node.end <= trail.node.end) or not self._rows.may_go(record):
-                break
-            if record.arrays is None and record not in trail.loaded:
-                break
-            found.append(record)
-            n_children = 1
-        return found
+    def _moves(self, trail: CacheTrail, record: Record) -> bool:
+        """Not what is pinned, which outlives a fault of this row; nor what another row goes on with."""
+        if record.leaving or record.node.n_pins:
+            return False
+        held = record.arrays
+        if isinstance(held, RowPages):
+            return held.slab is not None and held.slab.first > 0
+        return held is not None or record in trail.loaded
