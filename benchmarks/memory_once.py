@@ -37,7 +37,7 @@ SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
         mx.float32,
     ),
 }
-N_TURNS, N_REPLY, N_SHORT = 6, 32, 16
+N_TURNS, N_SHORT = 6, 16
 GIB = 1 << 30
 
 
@@ -74,7 +74,7 @@ class Conversation:
         self._n_vocab = int(engine.config["vocab_size"])
         self.ids: list[int] = []
 
-    def say(self, n_tokens: int, n_reply: int = N_REPLY) -> tuple[float, int]:
+    def say(self, n_tokens: int, n_reply: int) -> tuple[float, int]:
         """One turn: seconds until its first token, and how many tokens came from the cache."""
         self.ids += self._rng.integers(3, self._n_vocab, n_tokens).tolist()
         answer = self._engine.ask(self.ids, n_reply).wait()
@@ -82,12 +82,14 @@ class Conversation:
         return answer.first_s, answer.n_cached
 
 
-def grow(engine: BenchEngine, n_tokens: int, *, before: int) -> tuple[Conversation, Point]:
+def grow(
+    engine: BenchEngine, n_tokens: int, *, n_reply: int, before: int
+) -> tuple[Conversation, Point]:
     talk, point = Conversation(engine, seed=n_tokens), Point(n_tokens)
     per_turn = n_tokens // N_TURNS
     for _ in range(N_TURNS):
         mx.reset_peak_memory()
-        talk.say(per_turn)
+        talk.say(per_turn, n_reply)
     point.kv_nbytes = token_nbytes(engine) * len(talk.ids)
     point.peak_nbytes = mx.get_peak_memory() - before
     point.held_nbytes = active(engine) - before
@@ -155,6 +157,7 @@ def main() -> None:
     )
     options.add_argument("--shape", choices=SHAPES, default="small")
     options.add_argument("--tokens", type=numbers, default=[2048, 8192, 16384], metavar="N,N,..")
+    options.add_argument("--reply", type=int, default=32, help="tokens of a reply while it grows")
     options.add_argument("--repeats", type=int, default=7, help="short turns at each length")
     options.add_argument(
         "--device-run",
@@ -170,14 +173,14 @@ def main() -> None:
     config, dtype = SHAPES[args.shape]
     points: list[Point] = []
     with BenchEngine(config, dtype=dtype, memory_nbytes=64 * GIB) as engine:
-        Conversation(engine, seed=1).say(600)
+        Conversation(engine, seed=1).say(600, args.reply)
         for n_tokens in args.tokens:
             if time.monotonic() > until:
                 print(f"no time for {n_tokens:,} tokens", flush=True)
                 break
             forget(engine)
             mx.clear_cache()
-            talk, point = grow(engine, n_tokens, before=active(engine))
+            talk, point = grow(engine, n_tokens, n_reply=args.reply, before=active(engine))
             next_turns(engine, talk, point, repeats=args.repeats)
             points.append(point)
             print(f"{n_tokens:,} tokens: {point.peak_nbytes / point.kv_nbytes:.2f}", flush=True)
