@@ -180,6 +180,8 @@ class HashRunner:
         """Chunks [start, end) in the order they ran."""
         self.largest_group = 0
         self.n_launched = 0
+        self.reads_together = True
+        self.n_together = 0
         self.closed = False
         self.chunk_peak_nbytes = 0
         self._groups: list[HashGroup] = []
@@ -219,6 +221,13 @@ class HashRunner:
         row.tokens[:] = row.tokens[1:] + chunk
         self.prefills.append((row.n_tokens, end))
         row.n_tokens = end
+
+    def prefill_together(
+        self, rows: Sequence[HashRow], prompts: Sequence[Prompt], ends: Sequence[int]
+    ) -> None:
+        self.n_together += 1
+        for row, prompt, end in zip(rows, prompts, ends, strict=True):
+            self.prefill(row, prompt, end)
 
     def settle(self, row: HashRow) -> list[TokenLogprob]:
         self.faults.settle(row)

@@ -183,6 +183,7 @@ class LabRow:
 
     layer: LabLayer
     n_tokens: int = 0
+    is_live: bool = True
 
     @property
     def live_layers(self) -> list[Any]:
@@ -191,10 +192,6 @@ class LabRow:
     @property
     def index(self) -> int:
         return 0
-
-    @property
-    def is_live(self) -> bool:
-        return True
 
     @property
     def tokens(self) -> list[int]:

@@ -61,6 +61,8 @@ class Committer:
         while trail.writes and trail.node.end + self._block <= end:
             if not self._commit_block(trail, cuts, new):
                 break
+        if self.in_rows:
+            trail.pages = self._records.rows.of(row, self._layout, chain=trail.node)
         mark = trail.due.pop(row.n_tokens, None)
         if mark is not None and trail.writes:
             self._commit_state(trail, row, mark, new)
@@ -142,7 +144,7 @@ class Committer:
         self._tree.use(node, late_s=USED_EVERY_S)
         for part in self._needs.by_block:
             if part is Part.PAGES and self._lies_in_row(trail):
-                self._keep_in_row(trail, node, cuts, new)
+                self._keep_in_row(node, cuts, new)
                 continue
             cut = partial(self._cut, part, trail, node, cuts)
             if not self._keep(node, part, cut, Mark.TURN, new):
@@ -171,10 +173,10 @@ class Committer:
     def _lies_in_row(self, trail: CacheTrail) -> bool:
         return self.in_rows and trail.n_known >= LEAST_BLOCKS * self._block
 
-    def _keep_in_row(self, trail: CacheTrail, node: Node, cuts: Cuts, new: list[Record]) -> None:
+    def _keep_in_row(self, node: Node, cuts: Cuts, new: list[Record]) -> None:
         if not self._token_nbytes:
             self._token_nbytes = cuts.cut(Part.PAGES, node.start, node.start + 1).nbytes
-        pages = trail.pages = self._records.rows.of(cuts.row, self._layout)
+        pages = self._records.rows.of(cuts.row, self._layout)
         record = self._records.keep_in_row(node, pages, node.n_tokens * self._token_nbytes)
         if record.arrays is pages:
             new.append(record)

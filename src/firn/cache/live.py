@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from firn.cache.arrays.payload import Payload, Views, array_copy, compute, evaluate, stacked
 from firn.cache.codecs import TOKEN_AXIS, Arrays, At, nbytes_of
 from firn.cache.layout import Layout
-from firn.cache.nodes import InRow, Record
+from firn.cache.nodes import InRow, Node, Record
 from firn.cache.parts import Part
 from firn.cache.tree import Tree
 from firn.core.ports import LiveRow
@@ -68,13 +68,15 @@ class Slab:
 class RowPages(InRow):
     """The pages of one row, live or parked. Its records are of one chain of blocks."""
 
-    __slots__ = ("_layout", "row", "slab")
+    __slots__ = ("_layout", "chain", "row", "slab")
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self._layout = layout
         self.row: LiveRow | None = None
         self.slab: Slab | None = None
+        self.chain: Node | None = None
+        """The last whole block that the row holds, whether or not any record of its chain lies in it."""
 
     @property
     def end(self) -> int:
@@ -123,11 +125,12 @@ class LiveRows:
         self.unconfirmed: dict[RowPages, None] = {}
         """Parked since the device was last known to have had no fault."""
 
-    def of(self, row: LiveRow, layout: Layout) -> RowPages:
+    def of(self, row: LiveRow, layout: Layout, *, chain: Node | None = None) -> RowPages:
         pages = self.live.get(row)
         if pages is None:
             pages = self.live[row] = RowPages(layout)
             pages.row = row
+        pages.chain = chain or pages.chain
         return pages
 
     def every(self) -> Iterator[RowPages]:
@@ -142,10 +145,11 @@ class LiveRows:
         Less than nothing for those in live rows, whose memory is the request's. For those in parked
         rows what these hold besides: room, and tokens whose records lie elsewhere.
         """
-        in_rows = sum(p.nbytes for p in self.every() if self._is_counted(p))
-        return sum(map(self._nbytes_of_use, self.parked)) - in_rows
+        counted = [p for p in self.every() if self._is_counted(p)]
+        return sum(self._nbytes_of_use(p) - p.nbytes for p in counted)
 
     def _is_counted(self, pages: RowPages) -> bool:
+        """Not what is cleared: the tree's books know it no more."""
         first = next(iter(pages.records), None)
         return first is not None and self._tree.is_attached(first.node.root)
 
@@ -200,9 +204,9 @@ class LiveRows:
         return max(int(slab.n_room * TRIM_SHARE), LEAST_BLOCKS * self._tree.block)
 
     def _nbytes_of_use(self, pages: RowPages) -> int:
-        """What a parked row takes, or will once it is trimmed."""
+        """What a parked row takes, or will once it is trimmed; nothing for a live one."""
         slab = pages.slab
-        if slab is None or not pages.records:
+        if slab is None or pages not in self.parked:
             return 0
         nbytes, end = slab.nbytes, pages.end
         if not self._is_wasteful(slab, end):

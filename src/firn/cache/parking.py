@@ -112,10 +112,9 @@ class Parking:
     def _move_to_others(self, pages: RowPages) -> None:
         lost = {r.node: r for r in pages.records}
         for other in self._rows.every():
-            if other is pages or not other.records or not other.is_there:
+            if other is pages or other.chain is None or not other.is_there:
                 continue
-            deepest = max(other.records, key=lambda r: r.node.end)
-            for node in deepest.node.path():
+            for node in other.chain.path():
                 if node in lost and other.holds(node.start):
                     self._tree.move(lost.pop(node), other)
 
@@ -159,7 +158,7 @@ class Parking:
         """The row has them now."""
         self._rows.moving.pop(pages, None)
         self._rows.unconfirmed.pop(pages, None)
-        pages.row = row
+        pages.row, pages.chain = row, trail.node
         self._rows.live[row] = pages
         self._leave_old(trail, pages)
 
@@ -169,7 +168,7 @@ class Parking:
         """What the row was filled with lies in the row from now on, and in records no more."""
         if not self._in_rows:
             return
-        pages = self._rows.of(row, self._layout)
+        pages = self._rows.of(row, self._layout, chain=trail.node)
         self._leave_old(trail, pages)
         whole = [s.node for s in match.segments if s.n_tokens == s.node.n_tokens]
         records = [node.records[Part.PAGES] for node in whole if Part.PAGES in node.records]

@@ -249,6 +249,20 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def reads_together(self) -> bool:
+        """Whether `prefill_together` can be used."""
+        ...
+
+    def prefill_together(
+        self, rows: Sequence[Any], prompts: Sequence[Prompt], ends: Sequence[int]
+    ) -> None:
+        """Dispatch the tokens [row.n_tokens, end) of several prompts, padded, in one pass.
+
+        A fault before the device has begun leaves the rows as they were.
+        """
+        ...
+
     def settle(self, row: Any) -> Sequence[TokenLogprob]:
         """Wait for what was dispatched; the logprobs that were asked for."""
         ...

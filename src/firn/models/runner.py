@@ -37,6 +37,7 @@ from firn.models.rewind import Step
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, pick, score
 from firn.models.speculation import Speculation
+from firn.models.together import Together, can_read_together
 from firn.models.verify import Taken, Verification
 
 
@@ -123,6 +124,26 @@ class Runner:
             row.hidden = [HiddenAt(last, 0, 0)]
             arrays = [*arrays, last]
         mx.async_eval([layer.state for layer in row.layers], arrays)
+
+    @property
+    def reads_together(self) -> bool:
+        """Text models of plain attention; a prediction head reads its own way."""
+        plain = isinstance(self._inputs, IdsOnly) and self._mtp is None
+        return self._max_rows > 1 and plain and can_read_together(self._make_layers())
+
+    def prefill_together(
+        self, rows: Sequence[Row], prompts: Sequence[Prompt], ends: Sequence[int]
+    ) -> None:
+        """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded."""
+        self._before = mx.get_active_memory(), mx.get_peak_memory()
+        every = zip(rows, prompts, ends, strict=True)
+        step = Together(rows, [p.ids[r.n_tokens : end] for r, p, end in every])
+        self._prepare(len(rows) * step.width)
+        if self.speculation is not None:
+            self.speculation.disturbed()
+        self._model(step.feed, cache=step.layers)
+        step.share_out()
+        mx.async_eval([layer.state for row in rows for layer in row.layers])
 
     def settle(self, row: Row) -> list[TokenLogprob]:
         """Wait until the row's caches are computed; the logprobs that were asked for."""
