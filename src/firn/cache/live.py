@@ -87,9 +87,10 @@ class RowPages(InRow):
     def is_there(self) -> bool:
         return self.slab is not None or (self.row is not None and self.row.is_live)
 
-    def holds(self, position: int) -> bool:
-        """Whether it has the token at this position of its chain, if that is not beyond its end."""
-        return self.slab is None or position >= self.slab.first
+    def holds(self, node: Node) -> bool:
+        """Whether it has the tokens of this node of its chain."""
+        slab = self.slab
+        return slab is None or (slab.first <= node.start and node.end <= slab.end)
 
     def views(self, start: int, end: int) -> Views:
         if self.slab is not None:

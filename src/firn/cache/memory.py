@@ -116,12 +116,12 @@ class Memory:
                 return
             if record not in pages.records:
                 continue
-            if not self._may_go(record) or _carries(record):
+            if not self._may_go(record) or carries(record):
                 return
             self._evict(record)
 
 
-def _carries(record: Record) -> bool:
+def carries(record: Record) -> bool:
     """Whether memory holds something that goes on from it."""
     below = (r for child in record.node.children for r in child.records.values())
     return any(r.arrays is not None and not r.leaving for r in below)

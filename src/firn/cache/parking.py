@@ -21,6 +21,7 @@ from firn.cache.commit import Cuts
 from firn.cache.layout import Layout
 from firn.cache.live import LEAST_BLOCKS, RowPages, Slab
 from firn.cache.match import Match
+from firn.cache.memory import carries
 from firn.cache.nodes import Record
 from firn.cache.parts import Part
 from firn.cache.records import Records
@@ -55,8 +56,8 @@ class Parking:
                 self._cut(pages, row)
         finally:
             pages.row = None
-            if pages not in self._rows.parked:
-                self._drop(pages, "no room")
+            if pages not in self._rows.parked:  # what is left could not be cut
+                self._drop(pages, "in doubt")
 
     def _park(self, pages: RowPages, row: LiveRow) -> None:
         end = pages.end
@@ -71,20 +72,14 @@ class Parking:
         self._rows.trim()
 
     def _cut(self, pages: RowPages, row: LiveRow) -> None:
-        """Give its records arrays of their own, the first first: the others need them."""
+        """Give its records arrays of their own. The request's memory is free in a moment: should there be
+        too little even so, the order of all records says what goes."""
         records = sorted(pages.records, key=lambda r: r.node.start)
         cuts = Cuts(self._layout, row, records[0].node.start, records[-1].node.end)
-        moved = []
-        for record in records:
-            if not self._records.memory.make_room(record.nbytes, part=record.part):
-                break
-            self._tree.move(record, cuts.cut(Part.PAGES, record.node.start, record.node.end))
-            moved.append(record)
-        try:
-            evaluate(r.arrays for r in moved if r.arrays is not None)
-        except Exception:
-            self._records.take_back(moved)
-            raise
+        cut = [cuts.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
+        evaluate(cut)
+        for record, payload in zip(records, cut, strict=True):
+            self._tree.move(record, payload)
 
     # --- faults ----------------------------------------------------------------------------
 
@@ -115,7 +110,7 @@ class Parking:
             if other is pages or other.chain is None or not other.is_there:
                 continue
             for node in other.chain.path():
-                if node in lost and other.holds(node.start):
+                if node in lost and other.holds(node):
                     self._tree.move(lost.pop(node), other)
 
     # --- the next turn ---------------------------------------------------------------------
@@ -138,18 +133,19 @@ class Parking:
         n_tokens = match.n_tokens
         del self._rows.parked[pages]
         self._rows.moving[pages] = None
-        for record in [r for r in pages.records if r.node.end > n_tokens]:
+        beyond = [r for r in pages.records if r.node.end > n_tokens]
+        for record in sorted(beyond, key=lambda r: -r.node.end):
             self._save(record)
         slab, pages.slab = pages.slab, None
         assert slab is not None
         self._layout.give(layers, slab.layers, n_tokens)
 
     def _save(self, record: Record) -> None:
-        """It is about to be overwritten."""
-        stays = record.n_leases or not self._tree.may_go(record)
-        if record.stored and not stays:
+        """It is about to be overwritten. What others need gets arrays of its own at any rate."""
+        goes = self._tree.may_go(record) and not carries(record)
+        if record.stored and goes:
             self._tree.release(record)
-        elif self._records.memory.make_room(record.nbytes, part=record.part):
+        elif self._records.memory.make_room(record.nbytes, part=record.part) or not goes:
             self._rows.own(record)
         else:
             self._records.drop([record])
