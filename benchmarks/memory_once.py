@@ -3,11 +3,14 @@
     python benchmarks/memory_once.py                             # a small dense model, a few minutes
     python benchmarks/memory_once.py --shape 4b --device-run 90  # on a GPU, so many seconds at most
 
-One conversation of six turns grows to each length, through firn's real engine. In its last turn the peak
-of memory less the weights is taken over the bytes of its keys and values at their longest; and what is
-held once the turn is over. Then short turns follow, whose first token is timed. What computing their few
-new tokens takes is timed as well, on rows that never left (the same chunk behind the same past, without
-a cache), and taken off: the rest is what finding, taking over and handing on a past costs.
+One conversation of six turns grows to each length, through firn's real engine. In its last turn the
+peak of memory less the weights is taken over the bytes of its keys and values at their longest; and what
+is held once the turn is over. The same prompt is then computed without a cache: what that takes beyond
+its keys and values are the chunks' own activations, and scores where attention is not fused.
+
+Then short turns follow, whose first token is timed. What computing their few new tokens takes is timed
+as well, on rows that never left (the same chunk behind the same past), and taken off: the rest is what
+finding, taking over and handing on a past costs.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class Point:
     kv_nbytes: int = 0
     peak_nbytes: int = 0
     held_nbytes: int = 0
+    without_nbytes: int = 0
     first_s: list[float] = field(default_factory=list)
     compute_s: list[float] = field(default_factory=list)
     n_cached: list[int] = field(default_factory=list)
@@ -59,6 +63,7 @@ class Point:
             f"{self.kv_nbytes / (1 << 20):,.0f}",
             f"{self.peak_nbytes / self.kv_nbytes:.2f}",
             f"{self.held_nbytes / self.kv_nbytes:.2f}",
+            f"{self.without_nbytes / self.kv_nbytes:.2f}",
             f"{1e3 * first:.1f}",
             f"{1e3 * compute:.1f}",
             f"{1e3 * (first - compute):.1f}",
@@ -88,11 +93,16 @@ def grow(
     talk, point = Conversation(engine, seed=n_tokens), Point(n_tokens)
     per_turn = n_tokens // N_TURNS
     for _ in range(N_TURNS):
+        n_last = len(talk.ids) + per_turn
         mx.reset_peak_memory()
         talk.say(per_turn, n_reply)
     point.kv_nbytes = token_nbytes(engine) * len(talk.ids)
     point.peak_nbytes = mx.get_peak_memory() - before
     point.held_nbytes = active(engine) - before
+    mx.reset_peak_memory()
+    held = active(engine)
+    engine.ask(talk.ids[:n_last], n_reply, read=False, write=False).wait()
+    point.without_nbytes = mx.get_peak_memory() - held
     return talk, point
 
 
@@ -184,7 +194,16 @@ def main() -> None:
             next_turns(engine, talk, point, repeats=args.repeats)
             points.append(point)
             print(f"{n_tokens:,} tokens: {point.peak_nbytes / point.kv_nbytes:.2f}", flush=True)
-    head = ["tokens", "KV MiB", "peak/KV", "held/KV", "first ms", "computing ms", "rest ms"]
+    head = [
+        "tokens",
+        "KV MiB",
+        "peak/KV",
+        "held/KV",
+        "without a cache",
+        "first ms",
+        "computing ms",
+        "rest ms",
+    ]
     print(grid([head, *(p.row for p in points)]))
     save(
         lab() / f"memory_once-{args.shape}.json",

@@ -72,7 +72,7 @@ class Parking:
         self._rows.trim()
 
     def _cut(self, pages: RowPages, row: LiveRow) -> None:
-        """Give its records arrays of their own. The request's memory is free in a moment: should there be
+        """Give its records arrays of their own. The request's memory is free in a moment: if there is
         too little even so, the order of all records says what goes."""
         records = sorted(pages.records, key=lambda r: r.node.start)
         cuts = Cuts(self._layout, row, records[0].node.start, records[-1].node.end)
