@@ -35,8 +35,8 @@ SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
     "4b": (QWEN3_4B, mx.bfloat16),
     "small": (
         CONFIGS["dense"]
-        | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12}
-        | {"num_attention_heads": 2, "num_key_value_heads": 2},
+        | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 32}
+        | {"num_attention_heads": 1, "num_key_value_heads": 1},
         mx.float32,
     ),
 }

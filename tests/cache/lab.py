@@ -58,6 +58,7 @@ WINDOWED = Shape(window=6)
 HYBRID = Shape(state=True)
 RECURRENT = Shape(pages=False, state=True)
 ALL_KINDS = Shape(window=6, state=True)
+IN_ROWS = Shape(in_rows=True)
 WINDOW_AND_STATE = Shape(pages=False, window=6, state=True)
 SHAPES = {
     "dense": DENSE,
@@ -68,7 +69,7 @@ SHAPES = {
     "recurrent": RECURRENT,
     "all kinds": ALL_KINDS,
     "window and state": WINDOW_AND_STATE,
-    "dense in rows": Shape(in_rows=True),
+    "dense in rows": IN_ROWS,
     "windowed in rows": Shape(window=6, in_rows=True),
     "hybrid in rows": Shape(state=True, in_rows=True),
 }

@@ -15,7 +15,7 @@ from firn.cache.parts import Part
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.values import CacheControl, Namespace, Prompt
-from tests.cache.lab import LabEngine, Shape, records_of, tree
+from tests.cache.lab import IN_ROWS, LabEngine, records_of, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
 from tests.harness import Harness, Result, running
 from tests.hash_runner import Faults
@@ -34,7 +34,6 @@ DEEP: Build = tiny(
 )
 """Most of what it takes is its past."""
 TOKEN_NBYTES = N_LAYERS * N_HEADS * DIM * 2 * 4
-IN_ROWS = Shape(in_rows=True)
 
 
 def parked(harness: Harness) -> list[RowPages]:
