@@ -9,7 +9,7 @@ import pytest
 
 from firn.cache.codecs import leaves
 from firn.engine.together import N_TRIED, TRY_EVERY, Choice
-from firn.models.together import can_read_together
+from firn.models.together import can_read_together, together_fault
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
 from tests.harness import Harness, running
@@ -103,6 +103,20 @@ def test_which_layers_can(name: str, can: bool) -> None:
     build: Build = tiny(name)
     _, make_layers = build()
     assert can_read_together(leaves(make_layers())) is can
+
+
+def test_a_model_is_asked_first() -> None:
+    model, make_layers = tiny("llama")()
+    assert together_fault(model, make_layers) is None
+
+    def forgets_masks(ids: Any, cache: Any) -> Any:
+        """Every row sees the padding of the others."""
+        for layer in cache:
+            if hasattr(layer, "left_padding"):
+                layer.left_padding = layer.left_padding * 0
+        return model(ids, cache=cache)
+
+    assert "different" in (together_fault(forgets_masks, make_layers) or "")
 
 
 def test_exact_mode_reads_one_by_one() -> None:

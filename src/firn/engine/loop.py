@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from firn.core.errors import FirnError, InvalidValue, StepFailed
+from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
     Advanced,
     ChoiceDone,
@@ -33,6 +33,7 @@ from firn.core.events import (
 from firn.core.ports import Delivery, Load, Publish, Restored, Trail
 from firn.core.values import Job, Prompt, RequestId
 from firn.engine.chunks import ChunkSizes
+from firn.engine.faults import may_be_anybodys, named
 from firn.engine.parts import Limits as Limits
 from firn.engine.parts import Parts as Parts
 from firn.engine.recovery import Recovery
@@ -168,7 +169,7 @@ class Loop:
             trail = self.cache.open(job.prompt, job.namespace, control)
         except Exception as e:
             self._leave_queue()
-            self._say(job.id, JobFailed(_named(job, e)))
+            self._say(job.id, JobFailed(named(job, e)))
             return
         sequence = Sequence(job, trail, need_nbytes=need)
         self.sequences[job.id] = sequence
@@ -335,8 +336,10 @@ class Loop:
         ahead = self.cache.advance(task.trail, task.row.n_tokens)
         if ahead is not None:
             row = self._restore(task.trail, ahead)
-            if row is None:
-                self._leave_cache(task)
+            if row is None:  # what it was to resume from is bad: it goes on without
+                is_prompt, task.trail = task.is_prompt, self.cache.blank()
+                if is_prompt:
+                    task.sequence.trail = task.trail
             else:
                 self.runner.leave([task.row])
                 task.row = row
@@ -347,12 +350,6 @@ class Loop:
                 self._begin_decode(task)
                 return False
         return True
-
-    def _leave_cache(self, task: Task) -> None:
-        """What it was to resume from is bad: it goes on without."""
-        is_prompt, task.trail = task.is_prompt, self.cache.blank()
-        if is_prompt:
-            task.sequence.trail = task.trail
 
     def _chunk(self, task: Task) -> int:
         if self.limits.aligned:  # other chunks would be other bits
@@ -509,7 +506,7 @@ class Loop:
             if choice.trail is not None:
                 self.cache.close_trail(choice.trail, None)
             choice.row = choice.trail = None
-        if _may_be_anybodys(error):
+        if may_be_anybodys(error):
             self._recovery.everyone_back(but=in_it)
         for choice in choices:
             if choice.done or not choice.sequence.admitted:  # given up, or put back, just now
@@ -533,7 +530,7 @@ class Loop:
             return action()
         except Exception as e:
             if (
-                _may_be_anybodys(e)
+                may_be_anybodys(e)
                 and not sequence.was_at_fault
                 and not sequence.job.prompt_logprobs
             ):
@@ -547,13 +544,13 @@ class Loop:
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         if sequence.job.id not in self.sequences:
             return
-        named = _named(sequence.job, error)
+        told = named(sequence.job, error)
         # After a fault the rows are in doubt: nothing more of them is stored.
         tasks = [t.trail for t in self.tasks.values() if t.sequence is sequence]
         for trail in [sequence.trail, *tasks, *(c.trail for c in sequence.choices if c.trail)]:
             self.cache.close_trail(trail, None)
         self._retire(sequence)
-        self._say(sequence.job.id, JobFailed(named))
+        self._say(sequence.job.id, JobFailed(told))
 
     def end_all(self, error: FirnError) -> None:
         """Tell everyone, and let go of everything."""
@@ -571,16 +568,3 @@ class Loop:
         if self._out:
             batch, self._out = self._out, []
             self._publish(batch)
-
-
-def _may_be_anybodys(error: Exception) -> bool:
-    """What a device reports late is raised by whoever uses it next; it comes as a RuntimeError."""
-    return isinstance(error, RuntimeError | MemoryError)
-
-
-def _named(job: Job, error: Exception) -> FirnError:
-    """The error as the client is told it; what firn has no name for goes to the log."""
-    if isinstance(error, FirnError):
-        return error
-    log.warning("request %s failed: %r", job.id, error, exc_info=error)
-    return StepFailed(f"The model failed on this request: {error}")

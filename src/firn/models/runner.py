@@ -37,7 +37,7 @@ from firn.models.rewind import Step
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, pick, score
 from firn.models.speculation import Speculation
-from firn.models.together import Together, can_read_together
+from firn.models.together import Together, can_read_together, together_fault
 from firn.models.verify import Taken, Verification
 
 
@@ -84,6 +84,8 @@ class Runner:
         self._before = (0, 0)
         """Memory in use, and the peak so far, when the last chunk was dispatched."""
         self.chunk_peak_nbytes = 0
+        self._was_tried = False
+        """Padded passes come out right."""
 
     # --- prefill ---------------------------------------------------------------------------
 
@@ -134,7 +136,15 @@ class Runner:
     def prefill_together(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], ends: Sequence[int]
     ) -> None:
-        """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded."""
+        """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded.
+
+        The model is tried first, once. Raises ValueError where it does not come out right.
+        """
+        if not self._was_tried:
+            fault = together_fault(self._model, self._make_layers)
+            if fault is not None:
+                raise ValueError(fault)
+            self._was_tried = True
         self._before = mx.get_active_memory(), mx.get_peak_memory()
         every = zip(rows, prompts, ends, strict=True)
         step = Together(rows, [p.ids[r.n_tokens : end] for r, p, end in every])

@@ -12,7 +12,7 @@ Owner: the engine thread, through the runner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,11 +20,42 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from firn.models.batch import Row
+from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+
+PASTS = (5, 0, 3)
+"""Of the rows that a model is tried with."""
 
 
 def can_read_together(layers: Sequence[Any]) -> bool:
     """Plain attention alone: a padded token changes a recurrent state, and takes a place in a window."""
     return bool(layers) and all(type(layer) is KVCache for layer in layers)
+
+
+def together_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
+    """None when rows come out of a padded pass as they do alone, else what was seen.
+
+    A mask for several rows and several tokens is another than that of a decode step.
+    """
+    worst = min(_difference(model, make_layers, seed=seed) for seed in range(2))
+    return f"rows come out different of a padded pass ({worst:.1f})" if worst > FAR else None
+
+
+def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) -> float:
+    texts = [[(7 * i + 3 * j + seed) % 50 + 1 for j in range(n)] for i, n in enumerate(LENGTHS)]
+    rows, alone = [], []
+    for text, n_past in zip(texts, PASTS, strict=True):
+        alone.append(model(mx.array([text]), cache=make_layers())[0, -1])
+        row = Row(make_layers(), n_past)
+        rows.append(row)
+        if n_past:
+            prefilled(model, row.layers, text[:n_past])
+    step = Together(rows, [np.array(t[n:-1]) for t, n in zip(texts, PASTS, strict=True)])
+    model(step.feed, cache=step.layers)
+    step.share_out()
+    return max(
+        apart(logits, model(mx.array([text[-1:]]), cache=row.layers)[0, -1])
+        for logits, text, row in zip(alone, texts, rows, strict=True)
+    )
 
 
 class Together:

@@ -1,0 +1,23 @@
+"""What an exception in the engine's work means: whose it may be, and what its client is told."""
+
+from __future__ import annotations
+
+import logging
+
+from firn.core.errors import FirnError, StepFailed
+from firn.core.values import Job
+
+log = logging.getLogger("firn.engine")
+
+
+def may_be_anybodys(error: Exception) -> bool:
+    """What a device reports late is raised by whoever uses it next; it comes as a RuntimeError."""
+    return isinstance(error, RuntimeError | MemoryError)
+
+
+def named(job: Job, error: Exception) -> FirnError:
+    """The error as the client is told it; what firn has no name for goes to the log."""
+    if isinstance(error, FirnError):
+        return error
+    log.warning("request %s failed: %r", job.id, error, exc_info=error)
+    return StepFailed(f"The model failed on this request: {error}")
