@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from firn.cache.arrays.payload import Payload, Views, array_copy, compute, evaluate, stacked
 from firn.cache.codecs import TOKEN_AXIS, Arrays, At, nbytes_of
@@ -153,6 +154,14 @@ class LiveRows:
         """Not what is cleared: the tree's books know it no more."""
         first = next(iter(pages.records), None)
         return first is not None and self._tree.is_attached(first.node.root)
+
+    def view(self) -> dict[str, Any]:
+        """For people. Of `used_bytes` the first are in requests' memory, not in the cache's."""
+        in_slabs = sum(p.slab.nbytes for p in self.parked if p.slab is not None)
+        return {
+            "live": {"rows": len(self.live), "bytes": sum(p.nbytes for p in self.live.values())},
+            "parked": {"rows": len(self.parked), "bytes": in_slabs},
+        }
 
     # --- giving way ------------------------------------------------------------------------
 
