@@ -104,10 +104,11 @@ class BenchEngine:
         model: Any = None,
         speculation: Callable[[Any], Speculation] | None = None,
         has_head: bool = False,
+        chunk: int = 0,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who guesses tokens,
-        given the model. has_head: the model has a prediction head."""
+        given the model. has_head: the model has a prediction head. chunk: of prefill; 0 for the device's."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -157,7 +158,8 @@ class BenchEngine:
                 threads=threads,
                 speculation=speculation(made) if speculation else None,
             )
-            return Parts(runner, cache, budget, Limits(MAX_ROWS, 1000, machine.prefill_chunk))
+            limits = Limits(MAX_ROWS, 1000, chunk or machine.prefill_chunk)
+            return Parts(runner, cache, budget, limits)
 
         self.engine = Engine(parts, self._publish)
         self.model = self.engine.start()

@@ -168,6 +168,9 @@ def main() -> None:
     options.add_argument("--shape", choices=SHAPES, default="small")
     options.add_argument("--tokens", type=numbers, default=[2048, 8192, 16384], metavar="N,N,..")
     options.add_argument("--reply", type=int, default=32, help="tokens of a reply while it grows")
+    options.add_argument(
+        "--chunk", type=int, default=0, help="of prefill: small ones have small scores of their own"
+    )
     options.add_argument("--repeats", type=int, default=7, help="short turns at each length")
     options.add_argument(
         "--device-run",
@@ -182,7 +185,7 @@ def main() -> None:
     until = time.monotonic() + args.device_run if args.device_run else float("inf")
     config, dtype = SHAPES[args.shape]
     points: list[Point] = []
-    with BenchEngine(config, dtype=dtype, memory_nbytes=64 * GIB) as engine:
+    with BenchEngine(config, dtype=dtype, memory_nbytes=64 * GIB, chunk=args.chunk) as engine:
         Conversation(engine, seed=1).say(600, args.reply)
         for n_tokens in args.tokens:
             if time.monotonic() > until:
