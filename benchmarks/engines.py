@@ -108,7 +108,7 @@ class BenchEngine:
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who guesses tokens,
-        given the model. has_head: the model has a prediction head. chunk: of prefill; 0 for the device's."""
+        given the model. has_head: it has a prediction head. chunk: of prefill; 0 for the device's."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
