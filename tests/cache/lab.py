@@ -349,6 +349,7 @@ def check_books(tree: PrefixTree) -> None:
     for pages in tree.records.rows.every():
         assert set(pages.records) == {r for r in every if r.arrays is pages} or tree.records._trash
         assert pages.nbytes == sum(r.nbytes for r in pages.records)
+        assert pages.end == max((r.node.end for r in pages.records), default=0)
     for tier, counted in enumerate(inner.tiers):
         _check_held(counted, [r for r in every if r.stored >> tier & 1])
     leaving = sum(r.nbytes for r in every if r.leaving)

@@ -39,16 +39,14 @@ class Slab:
     layers: list[Arrays]
     first: int
     end: int
+    nbytes: int = 0
+    n_room: int = 0
+    """Tokens that fit it."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(map(nbytes_of, self.layers))
-
-    @property
-    def n_room(self) -> int:
-        """Tokens that fit it."""
+    def __post_init__(self) -> None:
         present = (a for arrays in self.layers for a in arrays if a is not None)
-        return int(next(present).shape[TOKEN_AXIS])
+        self.n_room = int(next(present).shape[TOKEN_AXIS])
+        self.nbytes = sum(map(nbytes_of, self.layers))
 
     def views(self, start: int, end: int) -> list[Arrays]:
         a, b = start - self.first, end - self.first
@@ -64,12 +62,13 @@ class Slab:
             compute([kept])
             self.layers[i] = kept
         self.first, self.end = first, end
+        self.__post_init__()
 
 
 class RowPages(InRow):
     """The pages of one row, live or parked. Its records are of one chain of blocks."""
 
-    __slots__ = ("_layout", "chain", "row", "slab")
+    __slots__ = ("_end", "_layout", "chain", "row", "slab")
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -78,11 +77,23 @@ class RowPages(InRow):
         self.slab: Slab | None = None
         self.chain: Node | None = None
         """The last whole block that the row holds, whether or not any record of its chain lies in it."""
+        self._end = 0
 
     @property
     def end(self) -> int:
         """Of its last record."""
-        return max((r.node.end for r in self.records), default=0)
+        if self._end < 0:
+            self._end = max((r.node.end for r in self.records), default=0)
+        return self._end
+
+    def add(self, record: Record) -> None:
+        super().add(record)
+        self._end = max(self.end, record.node.end)
+
+    def discard(self, record: Record) -> None:
+        super().discard(record)
+        if record.node.end >= self._end:
+            self._end = -1  # to be found when somebody asks
 
     @property
     def is_there(self) -> bool:

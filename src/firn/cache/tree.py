@@ -174,9 +174,10 @@ class Tree:
         """What memory holds of it lies elsewhere from now on: in arrays of its own, or in a row."""
         assert record.arrays is not None
         assert not record.leaving
-        for lies_in, change in ((record.arrays, InRow.discard), (arrays, InRow.add)):
-            if isinstance(lies_in, InRow):
-                change(lies_in, record)
+        if isinstance(record.arrays, InRow):
+            record.arrays.discard(record)
+        if isinstance(arrays, InRow):
+            arrays.add(record)
         record.arrays = arrays
 
     def leave(self, record: Record) -> None:
