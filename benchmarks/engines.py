@@ -119,10 +119,12 @@ class BenchEngine:
         speculation: Callable[[Any], Speculation] | None = None,
         has_head: bool = False,
         scorer: Callable[[], Scorer] | None = None,
+        chunk: int = 0,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who guesses tokens,
-        given the model. has_head: the model has a prediction head. scorer: who scores long prompts."""
+        given the model. has_head: it has a prediction head. scorer: who scores long prompts. chunk: of
+        prefill; 0 for the device's."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -172,7 +174,7 @@ class BenchEngine:
                 threads=threads,
                 speculation=speculation(made) if speculation else None,
             )
-            limits = Limits(MAX_ROWS, 1000, machine.prefill_chunk)
+            limits = Limits(MAX_ROWS, 1000, chunk or machine.prefill_chunk)
             scores = scorer() if scorer else None
             return Parts(runner, cache, budget, limits, scorer=scores)
 

@@ -135,6 +135,10 @@ class HashRow:
         return self.group.rows.index(self) if self.group else 0
 
     @property
+    def is_live(self) -> bool:
+        return self.layer is not None
+
+    @property
     def tokens(self) -> list[int]:
         return self.live_layers[0].rows[self.index]
 
@@ -185,6 +189,8 @@ class HashRunner:
         """Chunks [start, end) in the order they ran."""
         self.largest_group = 0
         self.n_launched = 0
+        self.reads_together = True
+        self.n_together = 0
         self.closed = False
         self.chunk_peak_nbytes = 0
         self._groups: list[HashGroup] = []
@@ -208,7 +214,9 @@ class HashRunner:
         if restored is None:
             return HashRow(layer)
         restored.fill([layer])
-        return HashRow(layer, restored.n_tokens)
+        row = HashRow(layer, restored.n_tokens)
+        restored.filled(row)
+        return row
 
     def prefill(
         self, row: HashRow, prompt: Prompt, end: int, *, top_logprobs: int | None = None
@@ -222,6 +230,13 @@ class HashRunner:
         row.tokens[:] = row.tokens[1:] + chunk
         self.prefills.append((row.n_tokens, end))
         row.n_tokens = end
+
+    def prefill_together(
+        self, rows: Sequence[HashRow], prompts: Sequence[Prompt], ends: Sequence[int]
+    ) -> None:
+        self.n_together += 1
+        for row, prompt, end in zip(rows, prompts, ends, strict=True):
+            self.prefill(row, prompt, end)
 
     def settle(self, row: HashRow) -> list[TokenLogprob]:
         self.faults.settle(row)

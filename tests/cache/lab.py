@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.cache.codecs import ALL_TOKENS, Arrays, At
+from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers
 from firn.cache.estimates import Estimates
 from firn.cache.layout import Layout
-from firn.cache.nodes import Held, Node, Record
+from firn.cache.nodes import Held, InRow, Node, Record
 from firn.cache.parts import Needs, Part
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core.keys import Key, KeyTokens, child_key
@@ -39,6 +39,7 @@ class Shape:
     window: int = 0
     state: bool = False
     state_nbytes: int = 64
+    in_rows: bool = False
     fault: Callable[[str], None] = _nothing
 
     @property
@@ -57,6 +58,7 @@ WINDOWED = Shape(window=6)
 HYBRID = Shape(state=True)
 RECURRENT = Shape(pages=False, state=True)
 ALL_KINDS = Shape(window=6, state=True)
+IN_ROWS = Shape(in_rows=True)
 WINDOW_AND_STATE = Shape(pages=False, window=6, state=True)
 SHAPES = {
     "dense": DENSE,
@@ -67,6 +69,9 @@ SHAPES = {
     "recurrent": RECURRENT,
     "all kinds": ALL_KINDS,
     "window and state": WINDOW_AND_STATE,
+    "dense in rows": IN_ROWS,
+    "windowed in rows": Shape(window=6, in_rows=True),
+    "hybrid in rows": Shape(state=True, in_rows=True),
 }
 
 
@@ -110,6 +115,10 @@ class LabCodec:
     single: str = ""
     batched: str | None = None
 
+    @property
+    def buffers(self) -> Buffers | None:
+        return LabBuffers() if self.shape.in_rows and self.part is Part.PAGES else None
+
     def describe(self, layer: Any) -> str | None:
         return f"lab {self.part.value}"
 
@@ -149,6 +158,23 @@ class LabCodec:
         return 0
 
 
+class LabBuffers:
+    """A taken row is an array of its tokens, with room for two more."""
+
+    def is_lone(self, view: View) -> bool:
+        return len(view.layer.rows) == 1
+
+    def take(self, view: View) -> Arrays:
+        tokens = [*view.layer.rows[0], GARBAGE, GARBAGE]
+        array = mx.array(tokens, dtype=mx.int32).reshape(1, 1, -1, 1)
+        return array, array + 1
+
+    def give(self, view: View, arrays: Arrays, n_tokens: int) -> None:
+        keys = arrays[0]
+        assert keys is not None
+        view.layer.fill(Part.PAGES, np.array(keys).ravel().tolist()[:n_tokens], n_tokens)
+
+
 # --- rows and engines ----------------------------------------------------------------------
 
 
@@ -158,6 +184,7 @@ class LabRow:
 
     layer: LabLayer
     n_tokens: int = 0
+    is_live: bool = True
 
     @property
     def live_layers(self) -> list[Any]:
@@ -193,7 +220,9 @@ class LabRunner(HashRunner):
         if restored is None:
             return HashRow(layer)
         restored.fill([layer])
-        return HashRow(layer, restored.n_tokens)
+        row = HashRow(layer, restored.n_tokens)
+        restored.filled(row)
+        return row
 
     def choices(self, row: HashRow, job: Any, indices: Sequence[int]) -> list[HashRow]:
         rows = super().choices(row, job, indices)
@@ -316,8 +345,11 @@ def check_books(tree: PrefixTree) -> None:
     held = [r for r in every if r.arrays is not None and not r.leaving]
     _check_held(inner.memory, held)
     for record in held:
-        nbytes = record.arrays.nbytes
-        assert nbytes == record.nbytes
+        assert isinstance(record.arrays, InRow) or record.arrays.nbytes == record.nbytes
+    for pages in tree.records.rows.every():
+        assert set(pages.records) == {r for r in every if r.arrays is pages} or tree.records._trash
+        assert pages.nbytes == sum(r.nbytes for r in pages.records)
+        assert pages.end == max((r.node.end for r in pages.records), default=0)
     for tier, counted in enumerate(inner.tiers):
         _check_held(counted, [r for r in every if r.stored >> tier & 1])
     leaving = sum(r.nbytes for r in every if r.leaving)

@@ -82,6 +82,8 @@ class Machine(RuleBasedStateMachine):
         self.protected: dict[Record, Node] = {}
         self.room = limit
         self.n_held = 0
+        self.whole = True
+        """No row was lost with what lay in it."""
 
     def new_tree(self) -> None:
         self.tree = tree(
@@ -144,7 +146,8 @@ class Machine(RuleBasedStateMachine):
         ahead = self.tree.advance(request.trail, request.row.n_tokens)
         if ahead is not None:
             assert ahead.n_tokens > request.row.n_tokens
-            request.row = self.row_of(ahead)
+            old, request.row = request.row, self.row_of(ahead)
+            old.is_live = False
             assert request.row.tokens == request.ids[: ahead.n_tokens]
         n_total = len(request.ids) - 1
         if request.row.n_tokens < n_total:
@@ -158,12 +161,12 @@ class Machine(RuleBasedStateMachine):
     def begin(self, pick: int, n: int) -> None:
         request = self.one(self.read(), pick)
         assert request.row is not None
-        for _ in range(n):
+        for i in range(n):
             reply: list[int] = []
-            row = LabRow(
-                LabLayer([list(request.row.tokens)], self.shape, grouped=True),
-                request.row.n_tokens,
-            )
+            layer = LabLayer([list(request.row.tokens)], self.shape, grouped=True)
+            row = LabRow(layer, request.row.n_tokens)
+            if i == 0:
+                row, row.layer = request.row, layer
             trail = self.tree.fork(request.trail, reply)
             request.choices.append(Choice(trail, row, reply))
         self.tree.close_trail(request.trail, None)
@@ -187,19 +190,28 @@ class Machine(RuleBasedStateMachine):
         choice = request.choices.pop(pick % len(request.choices))
         if ahead:
             choice.row.consume([([*request.ids, *choice.reply])[choice.row.n_tokens]])
-        self.tree.close_trail(choice.trail, None if failed else choice.row)
+        self.end(choice.trail, choice.row, failed=failed)
         if not request.choices:
             self.leave(request)
+        else:
+            self.protect()
+            self.set_room(self.room)
+
+    def end(self, trail: Any, row: LabRow | None, *, failed: bool) -> None:
+        self.tree.close_trail(trail, None if failed else row)
+        if row is not None:
+            row.is_live = False
+            if failed and self.shape.in_rows:
+                self.whole = False
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 99), failed=st.booleans())
     def cancel(self, pick: int, failed: bool) -> None:
         request = self.one(self.requests, pick)
         for choice in request.choices:
-            self.tree.close_trail(choice.trail, None if failed else choice.row)
+            self.end(choice.trail, choice.row, failed=failed)
         if not request.choices:
-            row = None if failed else request.row
-            self.tree.close_trail(request.trail, row)
+            self.end(request.trail, request.row, failed=failed)
         self.tree.close_trail(request.trail, request.row)  # a second time does nothing
         self.leave(request)
 
@@ -247,6 +259,7 @@ class Machine(RuleBasedStateMachine):
         if memory.nbytes > memory.limit_nbytes:
             held = [r for r in records_of(self.tree) if r.arrays is not None]
             left = [r for r in held if not r.leaving]
+            left = [r for r in left if self.tree.records.rows.may_go(r)]
             assert not [r for r in left if inner.may_go(r)], "over the limit for no reason"
 
     # --- what always holds -----------------------------------------------------------------
@@ -255,7 +268,7 @@ class Machine(RuleBasedStateMachine):
     def in_order(self) -> None:
         if not hasattr(self, "tree"):
             return
-        check_tree(self.tree)
+        check_tree(self.tree, whole=self.whole)
         memory = self.tree.records.memory
         assert memory.nbytes <= max(memory.limit_nbytes, self.n_held), "grew past the limit"
         self.n_held = memory.nbytes
@@ -274,6 +287,8 @@ class Machine(RuleBasedStateMachine):
 
     def check_protected(self) -> None:
         """What was pinned or led to a lease before this step is still there."""
+        if not self.whole:
+            return
         for record, node in self.protected.items():
             assert node.records.get(record.part) is record
             assert record.arrays is not None
@@ -292,7 +307,7 @@ class Machine(RuleBasedStateMachine):
             return
         while self.requests:
             self.cancel(0, failed=False)
-        check_tree(self.tree)
+        check_tree(self.tree, whole=self.whole)
         admin.clear(self.tree)
         assert records_of(self.tree) == []
         assert list(self.tree.records.tree.nodes()) == []
@@ -325,6 +340,7 @@ class Machine(RuleBasedStateMachine):
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
+            restored.filled(row)
         return row
 
 

@@ -92,6 +92,7 @@ def stats(tree: PrefixTree, namespace: Namespace | None) -> dict[str, Any]:
         memory["limit_bytes"] = tree.settings.limit_nbytes
         memory["room_bytes"] = tree.records.memory.limit_nbytes
         memory["leaving_bytes"] = held.leaving_nbytes
+        memory |= tree.records.rows.view()
     found: dict[str, Any] = {
         "enabled": True,
         "reuse": "exact" if tree.settings.exact_chunk else "full",

@@ -28,6 +28,7 @@ from firn.cache.container import Loaded, Name
 from firn.cache.estimates import FIRST_LATENCY_S, STALE_S, Samples
 from firn.cache.faults import TierError, TierFault, Unwanted
 from firn.cache.io import Changes, Entry, Io, Wanted
+from firn.cache.live import payload_of
 from firn.cache.lookup import Question, search
 from firn.cache.nodes import Record
 from firn.cache.threads import Done
@@ -379,7 +380,7 @@ class Below:
     def _write(self, record: Record) -> bool:
         if not self._io.has_room(record.nbytes):
             return False
-        lent, stamp = lend(record.arrays), self._stamp(record)
+        lent, stamp = lend(payload_of(record)), self._stamp(record)
         accepted = self._io.try_write(
             self._catalogue.header(record, lent.tensors, lent.places),
             lent.fetch,

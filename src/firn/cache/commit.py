@@ -13,6 +13,7 @@ from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.children import Text
 from firn.cache.codecs import At
 from firn.cache.layout import Layout
+from firn.cache.live import LEAST_BLOCKS
 from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Part
 from firn.cache.records import Records
@@ -31,6 +32,10 @@ class Committer:
         self._layout = layout
         self._block = records.identity.block
         self._exact_chunk = exact_chunk
+        self.in_rows = layout.lies_in_rows and not exact_chunk
+        """Whether pages lie in the row. In exact mode they would be lost with it: the row goes on with
+        tokens that were not computed in chunks."""
+        self._token_nbytes = 0
         # A ring smaller than a block loses tokens before the block is whole: they are saved in
         # pieces. One token more may be in flight when the pieces are cut.
         small = 0 < layout.smallest_window < self._block + 2
@@ -56,6 +61,8 @@ class Committer:
         while trail.writes and trail.node.end + self._block <= end:
             if not self._commit_block(trail, cuts, new):
                 break
+        if self.in_rows:
+            trail.pages = self._records.rows.of(row, self._layout, chain=trail.node)
         mark = trail.due.pop(row.n_tokens, None)
         if mark is not None and trail.writes:
             self._commit_state(trail, row, mark, new)
@@ -87,7 +94,7 @@ class Committer:
         new: list[Record] = []
         try:
             yield new
-            evaluate(r.arrays for r in new if r.arrays is not None)
+            evaluate(r.arrays for r in new if isinstance(r.arrays, Payload))
         except Exception:
             self._records.take_back(new)
             raise
@@ -136,6 +143,9 @@ class Committer:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
         self._tree.use(node, late_s=USED_EVERY_S)
         for part in self._needs.by_block:
+            if part is Part.PAGES and self._lies_in_row(trail):
+                self._keep_in_row(node, cuts, new)
+                continue
             cut = partial(self._cut, part, trail, node, cuts)
             if not self._keep(node, part, cut, Mark.TURN, new):
                 trail.writes = False
@@ -159,6 +169,17 @@ class Committer:
         if record is not None and record.arrays is arrays:
             new.append(record)
         return record is not None
+
+    def _lies_in_row(self, trail: CacheTrail) -> bool:
+        return self.in_rows and trail.n_known >= LEAST_BLOCKS * self._block
+
+    def _keep_in_row(self, node: Node, cuts: Cuts, new: list[Record]) -> None:
+        if not self._token_nbytes:
+            self._token_nbytes = cuts.cut(Part.PAGES, node.start, node.start + 1).nbytes
+        pages = self._records.rows.of(cuts.row, self._layout)
+        record = self._records.keep_in_row(node, pages, node.n_tokens * self._token_nbytes)
+        if record.arrays is pages:
+            new.append(record)
 
     def _cut(self, part: Part, trail: CacheTrail, node: Node, cuts: Cuts) -> Payload:
         if part is Part.WINDOW and self.piece_tokens:
@@ -196,6 +217,7 @@ class Cuts:
     def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:
         """[start, end): all that may be cut by token."""
         self.at = At(row.index, row.n_tokens)
+        self.row = row
         self._layout = layout
         self._layers = row.live_layers
         self._start, self._end = start, end

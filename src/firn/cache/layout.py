@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firn.cache.arrays.payload import Payload, by_layer, n_at_once, settle, stacked
-from firn.cache.codecs import At, LayerCodec, codec_for, leaves
+from firn.cache.arrays.payload import Payload, Views, by_layer, n_at_once, settle, stacked
+from firn.cache.codecs import Arrays, At, Buffers, LayerCodec, codec_for, leaves
 from firn.cache.codecs.pages import KVCodec, quantising
 from firn.cache.codecs.vlm import VlmKVCodec
 from firn.cache.parts import Needs, Part
@@ -51,11 +51,21 @@ class Layout:
 
     def cut(self, part: Part, layers: Sequence[Any], at: At, start: int, end: int) -> Payload:
         """One part of all layers for tokens [start, end) of a row. Lazy copies."""
+        return stacked(self.views(part, layers, at, start, end))
+
+    def views(
+        self, part: Part, layers: Sequence[Any], at: At, start: int, end: int
+    ) -> list[Arrays]:
+        """Likewise, by layer and as views where that will do."""
         pairs = zip(self.codecs, leaves(layers), strict=True)
-        return stacked([c.cut(layer, at, start, end) for c, layer in pairs if c.part is part])
+        return [c.cut(layer, at, start, end) for c, layer in pairs if c.part is part]
 
     def fill(
-        self, part: Part, layers: Sequence[Any], payloads: Sequence[Payload], n_tokens: int
+        self,
+        part: Part,
+        layers: Sequence[Any],
+        payloads: Sequence[Payload | Views],
+        n_tokens: int,
     ) -> None:
         """Fill the layers of one part from records, in temporal order."""
         pairs = zip(self.codecs, leaves(layers), strict=True)
@@ -66,6 +76,31 @@ class Layout:
             codec.fill(layer, pieces, n_tokens)
             if at_once > 1 and (i + 1) % at_once == 0:
                 settle([layer for _, layer in mine[i + 1 - at_once : i + 1]])
+
+    @property
+    def lies_in_rows(self) -> bool:
+        """Whether pages may lie in a row until somebody needs them."""
+        pages = [c for c in self.codecs if c.part is Part.PAGES]
+        return bool(pages) and all(c.buffers is not None for c in pages)
+
+    def is_lone(self, layers: Sequence[Any]) -> bool:
+        """Whether these are a lone row's, not a group's."""
+        return all(buffers.is_lone(layer) for buffers, layer in self._buffers(layers))
+
+    def take(self, layers: Sequence[Any]) -> list[Arrays]:
+        """The buffers of the pages of a lone row, as they are."""
+        return [buffers.take(layer) for buffers, layer in self._buffers(layers)]
+
+    def give(self, layers: Sequence[Any], taken: Sequence[Arrays], n_tokens: int) -> None:
+        """Make a new row's layers hold the first tokens of buffers that were taken."""
+        pairs = self._buffers(layers)
+        for (buffers, layer), arrays in zip(pairs, taken, strict=True):
+            buffers.give(layer, arrays, n_tokens)
+
+    def _buffers(self, layers: Sequence[Any]) -> Iterator[tuple[Buffers, Any]]:
+        for codec, layer in zip(self.codecs, leaves(layers), strict=True):
+            if codec.part is Part.PAGES and codec.buffers is not None:
+                yield codec.buffers, layer
 
     def row_cost(self, layers: Sequence[Any]) -> tuple[int, int]:
         """(bytes per token, fixed bytes) of a live row, seen on layers that hold a token."""

@@ -15,17 +15,28 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+from firn.cache.live import LiveRows, RowPages
 from firn.cache.nodes import Record
 from firn.cache.parts import Part
 from firn.cache.tree import Tree
 
 STATE_SHARE = 0.5
+ALONG_S = 60.0
+"""Blocks of one row that were used no later than so much after its last go with that."""
 
 
 class Memory:
-    def __init__(self, tree: Tree, *, limit_nbytes: int, evict: Callable[[Record], None]) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        rows: LiveRows,
+        *,
+        limit_nbytes: int,
+        evict: Callable[[Record], None],
+    ) -> None:
         """`evict` takes a record out of memory."""
         self._tree = tree
+        self._rows = rows
         self._evict = evict
         self._all = Order(tree.rank)
         self._states = Order(tree.state_rank)
@@ -36,7 +47,7 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        return self._tree.memory.total_nbytes
+        return self._tree.memory.total_nbytes + self._rows.extra_nbytes
 
     def added(self, record: Record) -> None:
         """The tree holds it from now on. Room was made before."""
@@ -59,11 +70,14 @@ class Memory:
         return self.shrink_to(self.limit_nbytes - nbytes)
 
     def shrink_to(self, nbytes: int) -> bool:
-        """Evict until at most `nbytes` are held."""
-        while self.nbytes > nbytes:
-            if not self._evict_next(self._all):
-                return False
-        return True
+        """Evict until at most `nbytes` are held; what parked rows hold twice goes first."""
+        fits = self.nbytes <= nbytes
+        if fits:
+            return True
+        while not fits and (self._rows.compact() or self._evict_next(self._all)):
+            fits = self.nbytes <= nbytes
+        self._rows.trim()
+        return fits
 
     def let_go(self) -> None:
         """A lease or a pin ended: what was set aside may be able to go."""
@@ -81,11 +95,36 @@ class Memory:
         if self._look_again:
             self._take_back()
         while (record := order.pop()) is not None:
-            if self._tree.may_go(record):
+            if self._may_go(record):
+                pages = record.arrays
                 self._evict(record)
+                if isinstance(pages, RowPages):
+                    self._evict_along(pages, self._tree.rank(record))
                 return True
             self._kept[record] = None
         return False
+
+    def _may_go(self, record: Record) -> bool:
+        return self._tree.may_go(record) and self._rows.may_go(record)
+
+    def _evict_along(self, pages: RowPages, rank: float) -> None:
+        """A parked row gives memory back a good part at a time, for the rest of it is copied then."""
+        n_to_give = self._rows.n_to_give(pages)
+        end = pages.end - n_to_give
+        for record in sorted(pages.records, key=lambda r: -r.node.end):
+            if record.node.end <= end or self._tree.rank(record) > rank + ALONG_S:
+                return
+            if record not in pages.records:
+                continue
+            if not self._may_go(record) or carries(record):
+                return
+            self._evict(record)
+
+
+def carries(record: Record) -> bool:
+    """Whether memory holds something that goes on from it."""
+    below = (r for child in record.node.children for r in child.records.values())
+    return any(r.arrays is not None and not r.leaving for r in below)
 
 
 class Order:

@@ -46,7 +46,7 @@ class Record:
         self.nbytes = nbytes
         self.mark = mark
         self.arrays: Any = None
-        """What memory holds of it; None when it is not there."""
+        """What memory holds of it: arrays of its own, or an `InRow`; None when it is not there."""
         self.leaving = False
         """Memory has let go of it, but a tier that is to have it has not got all of it yet."""
         self.n_leases = 0
@@ -64,6 +64,24 @@ class Record:
     @property
     def obtainable(self) -> bool:
         return self.arrays is not None or self.stored != 0
+
+
+class InRow:
+    """A row that holds the content of records in the place of arrays: which records, and their bytes."""
+
+    __slots__ = ("nbytes", "records")
+
+    def __init__(self) -> None:
+        self.records: dict[Record, None] = {}
+        self.nbytes = 0
+
+    def add(self, record: Record) -> None:
+        self.records[record] = None
+        self.nbytes += record.nbytes
+
+    def discard(self, record: Record) -> None:
+        del self.records[record]
+        self.nbytes -= record.nbytes
 
 
 class Node:

@@ -23,6 +23,7 @@ from firn.cache.layout import Layout
 from firn.cache.match import Match
 from firn.cache.nodes import Record
 from firn.cache.off import BlankTrail
+from firn.cache.parking import Parking
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
@@ -71,8 +72,10 @@ class PrefixTree:
             wall=wall,
         )
         self._committer = Committer(self.records, layout, exact_chunk=settings.exact_chunk)
+        in_rows = self._committer.in_rows
+        self._parking = Parking(self.records, layout, in_rows=in_rows)
         self._restorer = Restorer(
-            self.records, layout, saves_pieces=self._committer.piece_tokens > 0
+            self.records, layout, self._parking, saves_pieces=self._committer.piece_tokens > 0
         )
         self._clock = clock
         self._racing: set[CacheTrail] = set()
@@ -117,6 +120,7 @@ class PrefixTree:
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> AnyTrail:
         try:
+            self._parking.sweep()
             self.records.expire()
             trail = self._trail(prompt, namespace, control)
         except Exception as e:
@@ -137,6 +141,7 @@ class PrefixTree:
         if isinstance(trail, BlankTrail):
             return None
         try:
+            self._parking.sweep()
             return self._restore(trail)
         except Exception as e:
             self.records.failed("restore", e)
@@ -149,6 +154,7 @@ class PrefixTree:
         if isinstance(trail, BlankTrail) or not trail.control.read:
             return None
         try:
+            self._parking.sweep()
             return self._advance(trail, n_tokens)
         except Exception as e:
             self.records.failed("advance", e)
@@ -214,6 +220,11 @@ class PrefixTree:
                 self._committer.commit_tail(trail, row)
         except Exception as e:
             self.records.failed("close", e)
+        try:
+            if row is not None:
+                self._parking.end(row)
+        except Exception as e:
+            self.records.failed("park", e)
         for release in (self._restorer.unlease, self._mark_used, self._leave_node):
             try:
                 release(trail)
@@ -235,6 +246,7 @@ class PrefixTree:
 
     def confirm(self) -> None:
         try:
+            self.records.rows.unconfirmed.clear()
             self.records.confirm()
         except Exception as e:
             self.records.failed("confirm", e)
@@ -242,11 +254,13 @@ class PrefixTree:
     def doubt(self) -> None:
         try:
             self.records.doubt()
+            self._parking.doubt()
         except Exception as e:
             self.records.failed("doubt", e)
 
     def set_room(self, nbytes: int) -> None:
         try:
+            self._parking.sweep()
             memory = self.records.memory
             memory.limit_nbytes = max(min(nbytes, self.settings.limit_nbytes), 0)
             memory.shrink_to(memory.limit_nbytes)
@@ -255,6 +269,7 @@ class PrefixTree:
 
     def tick(self, load: Load) -> None:
         try:
+            self._parking.sweep()
             if load is Load.NONE:
                 self.records.expire()
                 self._remember(REMEMBER_EVERY_S)
@@ -292,6 +307,7 @@ class PrefixTree:
 
     def close(self) -> None:
         self._remember(0.0)
+        self._parking.sweep()
         self.records.close()
         if self.records.tree.announcer is not None:
             self.records.tree.announcer.close()
@@ -310,6 +326,7 @@ class PrefixTree:
 
     def look_up(self, prompt: Prompt, namespace: Namespace) -> Look:
         """What a request with this prompt would resume at, by loading if that pays."""
+        self._parking.sweep()
         trail = self._trail(prompt, namespace, CacheControl(write=False))
         try:
             plan = self._restorer.plan(trail)

@@ -32,6 +32,7 @@ from firn.cache.container import Name
 from firn.cache.estimates import Estimates
 from firn.cache.faults import TierError
 from firn.cache.io import Entry, Io
+from firn.cache.live import LiveRows, RowPages
 from firn.cache.memory import Memory
 from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Needs, Part
@@ -78,7 +79,8 @@ class Records:
         self.tree = Tree(identity.block, chain=carrier, clock=clock, wall=wall)
         self.wall = wall
         self.catalogue = Catalogue(identity, needs, self.tree, wall=wall)
-        self.memory = Memory(self.tree, limit_nbytes=limit_nbytes, evict=self._evict)
+        self.rows = LiveRows(self.tree)
+        self.memory = Memory(self.tree, self.rows, limit_nbytes=limit_nbytes, evict=self._evict)
         self.tiers: list[Below] = []
         self.stats = Stats()
         self.estimates = Estimates(clock)
@@ -147,6 +149,22 @@ class Records:
             [(self.tiers[s.tier], s.entry) for s in self.catalogue.take_strays(node.key)]
         )
         return record
+
+    def keep_in_row(self, node: Node, pages: RowPages, nbytes: int) -> Record:
+        """Know of pages that lie in a row, unless memory has them already. They need no room."""
+        known = node.records.get(Part.PAGES)
+        if known is None:
+            known = self.tree.add(node, Part.PAGES, nbytes=nbytes, mark=Mark.TURN)
+            self.stats.commits[Part.PAGES.value] += 1
+            strays = self.catalogue.take_strays(node.key)
+            self._learn_all([(self.tiers[s.tier], s.entry) for s in strays])
+        if known.leaving:
+            self.tree.stay(known)
+            self.memory.added(known)
+        elif known.arrays is None:
+            self.tree.hold(known, pages, nbytes=nbytes)
+            self.memory.added(known)
+        return known
 
     def committed(self, records: Sequence[Record]) -> None:
         """Computed just now: to be spilled once the device is known to have had no fault."""
@@ -236,6 +254,13 @@ class Records:
             if not record.stored:
                 self.lose(record)
 
+    def drop(self, records: Iterable[Record]) -> None:
+        """Memory lets go of them; who has them nowhere else loses them. The deepest first."""
+        for record in records:
+            self.tree.release(record)
+            if not record.obtainable and not record.writing:
+                self.lose(record)
+
     def lose(self, record: Record) -> None:
         """Nobody has it any more. Without its pages a node's other records cannot be used."""
         if not record.alive:
@@ -278,6 +303,7 @@ class Records:
             self.stats.dropped["tier paused"] += 1
             return False
         allowed = max(int(self.memory.limit_nbytes * LEAVING_SHARE), record.nbytes)
+        self.rows.own(record)
         self.tree.leave(record)
         for tier in taking:
             tier.spill_now(record)

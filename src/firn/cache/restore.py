@@ -15,13 +15,15 @@ from itertools import takewhile
 from typing import Any
 
 from firn.cache import checkpoints
-from firn.cache.arrays.payload import Payload
+from firn.cache.arrays.payload import Payload, Views
 from firn.cache.below import Answered, Arrived, Below
 from firn.cache.faults import Damaged, Missing, TierError
 from firn.cache.layout import Layout
+from firn.cache.live import RowPages
 from firn.cache.lookup import Question
 from firn.cache.match import MEMORY, Match, Walk, points, walk
 from firn.cache.nodes import Node, Record
+from firn.cache.parking import Parking
 from firn.cache.parts import Needs, Part
 from firn.cache.plan import (
     EVICTED,
@@ -37,7 +39,7 @@ from firn.cache.plan import (
 from firn.cache.records import Records
 from firn.cache.trail import Asking, CacheTrail, Loading, Piece
 from firn.core.events import Admitted
-from firn.core.ports import Restored
+from firn.core.ports import LiveRow, Restored
 
 MAX_PLANS = 3
 """A load that fails is planned again, so often."""
@@ -47,11 +49,15 @@ MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
 NEIGHBOUR = "neighbour"
 """Where tokens come from that another request computed at the same time."""
 Payloads = dict[tuple[Node, Part], Payload]
+Pieces = list[Payload | Views]
 
 
 class Restorer:
-    def __init__(self, records: Records, layout: Layout, *, saves_pieces: bool) -> None:
+    def __init__(
+        self, records: Records, layout: Layout, parking: Parking, *, saves_pieces: bool
+    ) -> None:
         self._records = records
+        self._parking = parking
         self._needs = records.needs
         self._layout = layout
         self._saves_pieces = saves_pieces
@@ -258,7 +264,12 @@ class Restorer:
         if trail.writes:
             self._records.extend_life(end, trail.control.ttl_s)
         trail.n_saved = trail.node.end
-        payloads = {(r.node, r.part): _arrays(trail, r) for r in match.records}
+        taken = self._parking.to_take(match) if self._needs.pages else None
+        read = [r for r in match.records if taken is None or r.part is not Part.PAGES]
+        payloads: Payloads = {
+            (r.node, r.part): _arrays(trail, r) for r in read if r.part is not Part.PAGES
+        }
+        pages = _pages(trail, match) if self._needs.pages and taken is None else []
         if self._saves_pieces and match.n_tokens > trail.node.end:
             last = match.segments[-1]
             saved = _sliced(last.node, Part.WINDOW, last.n_tokens, payloads)
@@ -268,8 +279,9 @@ class Restorer:
         trail.n_restored = match.n_tokens
         return Restored(
             match.n_tokens,
-            lambda layers: self._fill(layers, match, payloads),
-            nbytes=sum(r.nbytes for r in match.records),
+            lambda layers: self._fill(layers, match, payloads, taken or pages),
+            nbytes=sum(r.nbytes for r in read),
+            filled=lambda row: self._filled(row, trail, match, taken),
         )
 
     def origins(self, trail: CacheTrail, match: Match, *, ahead: bool = False) -> Counter[str]:
@@ -332,20 +344,36 @@ class Restorer:
             trail.leased.clear()
             self._records.memory.let_go()
 
-    def _fill(self, layers: list[Any], match: Match, payloads: Payloads) -> None:
+    def _fill(
+        self, layers: list[Any], match: Match, payloads: Payloads, pages: Pieces | RowPages
+    ) -> None:
         try:
             self._fill_parts(layers, match, payloads)
+            if isinstance(pages, RowPages):
+                self._parking.take(pages, match, layers)
+            elif pages:
+                self._layout.fill(Part.PAGES, layers, pages, match.n_tokens)
+                pages.clear()  # views of another row, which is to go on
         except Exception as e:  # the engine starts an empty row instead
             self._records.failed("fill", e)
             raise
 
+    def _filled(
+        self, row: LiveRow, trail: CacheTrail, match: Match, taken: RowPages | None
+    ) -> None:
+        try:
+            if taken is not None:
+                self._parking.took(trail, taken, row)
+            else:
+                self._parking.move_in(trail, match, row)
+        except Exception as e:  # its records stay where they are
+            self._records.failed("filled", e)
+
     def _fill_parts(self, layers: list[Any], match: Match, payloads: Payloads) -> None:
         n = match.n_tokens
-        if self._needs.pages:
-            pieces = [_sliced(s.node, Part.PAGES, s.n_tokens, payloads) for s in match.segments]
-            self._layout.fill(Part.PAGES, layers, pieces, n)
         if self._needs.window:
-            pieces, covered = [], 0
+            covered = 0
+            pieces: Pieces = []
             for s in match.segments:
                 covered += s.n_tokens
                 if covered > n - self._needs.window:
@@ -365,6 +393,32 @@ def _known(way: Walk, needs: Needs) -> list[Node]:
     return list(there)
 
 
+def _pages(trail: CacheTrail, match: Match) -> Pieces:
+    """The pages of a match in their order; those that lie in one row as one piece."""
+    pieces: Pieces = []
+    start, end = 0, 0
+    lies_in: RowPages | None = None
+
+    def flush() -> None:
+        if lies_in is not None:
+            pieces.append(lies_in.views(start, end))
+
+    for segment in match.segments:
+        node, n_tokens = segment.node, segment.n_tokens
+        held = _held(trail, node.records[Part.PAGES])
+        if isinstance(held, RowPages):
+            if held is not lies_in:
+                flush()
+                lies_in, start = held, node.start
+            end = node.start + n_tokens
+        else:
+            flush()
+            lies_in = None
+            pieces.append(held if n_tokens == node.n_tokens else held.tokens(0, n_tokens))
+    flush()
+    return pieces
+
+
 def _at_hand(trail: CacheTrail) -> Callable[[Record], bool]:
     return lambda record: record.arrays is not None or record in trail.loaded
 
@@ -373,11 +427,18 @@ def _wanted(loading: Loading, record: Record) -> Callable[[], bool]:
     return lambda: loading.wants(record)
 
 
-def _arrays(trail: CacheTrail, record: Record) -> Payload:
+def _held(trail: CacheTrail, record: Record) -> Payload | RowPages:
     if record in trail.loaded:
         return trail.loaded[record][1]
-    arrays: Payload = record.arrays
-    return arrays
+    held: Payload | RowPages = record.arrays
+    return held
+
+
+def _arrays(trail: CacheTrail, record: Record) -> Payload:
+    """Of a record that lies in no row."""
+    held = _held(trail, record)
+    assert isinstance(held, Payload)
+    return held
 
 
 def _sliced(node: Node, part: Part, n_tokens: int, payloads: Payloads) -> Payload:

@@ -10,7 +10,7 @@ import numpy as np
 from firn.cache.arrays.payload import Payload
 from firn.cache.children import Text
 from firn.cache.lookup import Question
-from firn.cache.nodes import Mark, Node, Record, Root
+from firn.cache.nodes import InRow, Mark, Node, Record, Root
 from firn.cache.plan import GRACE_S
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
@@ -123,6 +123,8 @@ class CacheTrail:
     """Where it would resume if no load failed."""
     failed: str = ""
     """Why the last load failed, where it did."""
+    pages: InRow | None = None
+    """What lies in its row."""
     is_slower: bool = False
     """Something stored was left alone: computing it is faster."""
     n_restored: int = 0

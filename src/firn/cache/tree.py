@@ -18,7 +18,7 @@ from typing import Any
 
 from firn.cache.announce import Announcer, Removed, StoredBlock
 from firn.cache.children import NARROW, Children, Text
-from firn.cache.nodes import NO_CHILDREN, Held, Mark, Node, Record, Root
+from firn.cache.nodes import NO_CHILDREN, Held, InRow, Mark, Node, Record, Root
 from firn.cache.parts import Part
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.values import Namespace
@@ -173,7 +173,19 @@ class Tree:
         if record.nbytes != nbytes:
             self._resize(record, nbytes)
         record.arrays = arrays
+        if isinstance(arrays, InRow):
+            arrays.add(record)
         self._count_memory(record, +1)
+
+    def move(self, record: Record, arrays: Any) -> None:
+        """What memory holds of it lies elsewhere from now on: in arrays of its own, or in a row."""
+        assert record.arrays is not None
+        assert not record.leaving
+        if isinstance(record.arrays, InRow):
+            record.arrays.discard(record)
+        if isinstance(arrays, InRow):
+            arrays.add(record)
+        record.arrays = arrays
 
     def leave(self, record: Record) -> None:
         """Memory counts it no more, but keeps its arrays until it is written."""
@@ -199,6 +211,8 @@ class Tree:
             self.leaving_nbytes -= record.nbytes
         else:
             self._count_memory(record, -1)
+        if isinstance(record.arrays, InRow):
+            record.arrays.discard(record)
         record.arrays = None
 
     def set_mark(self, record: Record, mark: Mark) -> None:

@@ -184,6 +184,11 @@ class LiveRow(Protocol):
         """Which row of the live layers it is."""
         ...
 
+    @property
+    def is_live(self) -> bool:
+        """It has not left: its layers can be read."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -192,7 +197,9 @@ class Restored:
     n_tokens: int
     fill: Callable[[list[Any]], None]
     nbytes: int = 0
-    """Of the records that it is made of."""
+    """Of the records that are copied for it."""
+    filled: Callable[[LiveRow], None] = lambda row: None
+    """To be told of the row that was made of these layers."""
 
 
 class Picked(Protocol):
@@ -240,6 +247,20 @@ class Runner(Protocol):
 
         top_logprobs: tell, too, how likely the tokens [row.n_tokens + 1, end + 1) are, and so many
         of the likeliest beside each.
+        """
+        ...
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether `prefill_together` can be used."""
+        ...
+
+    def prefill_together(
+        self, rows: Sequence[Any], prompts: Sequence[Prompt], ends: Sequence[int]
+    ) -> None:
+        """Dispatch the tokens [row.n_tokens, end) of several prompts, padded, in one pass.
+
+        A fault before the device has begun leaves the rows as they were.
         """
         ...
 

@@ -40,6 +40,7 @@ from firn.engine.recovery import Recovery
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
 from firn.engine.sequence import Choice, Forced, Sequence, Since, Task
 from firn.engine.sparse import ReadBehind, SparsePrefill
+from firn.engine.together import Together
 
 log = logging.getLogger("firn.engine")
 T = TypeVar("T")
@@ -85,6 +86,7 @@ class Loop:
         self._recovery = Recovery(self)
         self._sparse = SparsePrefill(self, parts.scorer)
         self._behind = ReadBehind(self)
+        self._together = Together(self)
         self.cache.confirm()
 
     @property
@@ -127,7 +129,8 @@ class Loop:
             self._said_first = False
             time.sleep(HAND_OVER_S)
         if task is not None:
-            self._settle_chunk(task)
+            for read in (task, *task.others):
+                self._settle_chunk(read)
         if self._behind.has_work and not self.sequences:
             self._behind.step()
         self._recovery.confirm(in_flight=bool(self.rows) and task is None)
@@ -325,6 +328,26 @@ class Loop:
 
     def _dispatch_chunk(self, task: Task) -> Task | None:
         self._turn += 1
+        if not self._jump(task):
+            return None
+        chunk = self._chunk(task)
+        task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
+        if task.reading is not None:
+            return self._guard(task.sequence, lambda: self._sparse.read(task, chunk))
+        end = chunk_end(
+            task.row.n_tokens,
+            task.n_total,
+            chunk=chunk,
+            stops=self.cache.stops(task.trail),
+            unbroken=task.prompt.unbroken,
+            aligned=self.limits.aligned,
+        )
+        others = self._together.find(task, most=chunk) if end == task.n_total else []
+        task.chunk_began = time.perf_counter()
+        return self._guard(task.sequence, lambda: self._prefill(task, end, others))
+
+    def _jump(self, task: Task) -> bool:
+        """Go on behind what was loaded or computed by others since; False if nothing is left to read."""
         ahead = self.cache.advance(task.trail, task.row.n_tokens)
         if ahead is not None:
             row = self._restore(task.trail, ahead)
@@ -338,19 +361,8 @@ class Loop:
             self._announce(task.sequence)
             if task.n_left == 0:
                 self._begin_decode(task)
-                return None
-        task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
-        if task.reading is not None:
-            return self._guard(task.sequence, lambda: self._sparse.read(task, self._chunk(task)))
-        end = chunk_end(
-            task.row.n_tokens,
-            task.n_total,
-            chunk=self._chunk(task),
-            stops=self.cache.stops(task.trail),
-            unbroken=task.prompt.unbroken,
-            aligned=self.limits.aligned,
-        )
-        return self._guard(task.sequence, lambda: self._prefill(task, end))
+                return False
+        return True
 
     def _leave_cache(self, task: Task) -> None:
         """What it was to resume from is bad: it goes on without."""
@@ -368,7 +380,9 @@ class Loop:
             return chunk
         return max(min(chunk, self.limits.scored_nbytes // (4 * self.runner.info.vocab_size)), 1)
 
-    def _prefill(self, task: Task, end: int) -> Task:
+    def _prefill(self, task: Task, end: int, others: list[Task]) -> Task:
+        if others and self._together.prefill(task, others):
+            return task
         top = (task.sequence.job.top_logprobs or 0) if task.scored else None
         self.runner.prefill(task.row, task.prompt, end, top_logprobs=top)
         return task
@@ -393,10 +407,13 @@ class Loop:
         if logprobs:
             self._say(task.sequence.job.id, PromptLogprobs(task.chunk_start + 1, tuple(logprobs)))
         took = time.perf_counter() - task.chunk_began
+        self._together.settled(task, took)
+        took *= task.share
         start, end = task.chunk_start, task.row.n_tokens
         self.cache.saw_prefill(start, end, took)
         self._chunks.saw(start, end, took)
-        self.budget.learn_chunk(end - start, start, self.runner.chunk_peak_nbytes)
+        if task.share == 1.0:
+            self.budget.learn_chunk(end - start, start, self.runner.chunk_peak_nbytes)
         self.cache.commit(task.trail, task.row)
         self._recovery.stored()
         return task

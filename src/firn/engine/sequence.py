@@ -148,6 +148,12 @@ class Task:
     """Its scoring, until it is known which tokens are read."""
     chunk_start: int = 0
     chunk_began: float = 0.0
+    share: float = 1.0
+    """Of the pass that it was last read in: its part of the tokens."""
+    others: list[Task] = field(default_factory=list)
+    """Read in the same pass, which this one led."""
+    is_occasion: bool = False
+    """Others could have been, whether or not they were."""
 
     @property
     def is_prompt(self) -> bool:

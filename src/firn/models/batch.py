@@ -85,6 +85,10 @@ class Row:
     def live_layers(self) -> list[Any]:
         return self.group.layers if self.group else self.layers
 
+    @property
+    def is_live(self) -> bool:
+        return bool(self.live_layers)
+
 
 @dataclass(eq=False, slots=True)
 class Launched:

@@ -2,7 +2,8 @@
 
 mlx-lm's caches grow by 256 tokens, and each time copy everything they hold: nearly once a chunk, into
 a buffer of a size that MLX's own buffer cache cannot have. A prompt's length is known, so its caches are
-given that as their step, for one allocation; then the usual one again.
+given that as their step, for one allocation; then the usual one again. Caches that hold something grow
+at once, one after the other: within a chunk, which is dispatched as a whole, all would be there twice.
 """
 
 from __future__ import annotations
@@ -10,19 +11,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
+MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
+"""Room behind a prompt, in parts of it: growing copies all there is, and most turns add little."""
 GROWING = (KVCache, QuantizedKVCache)
 """Exactly these: other classes use their step for windows and rings."""
 
 
 def give_room(layers: Iterable[Any], n_tokens: int) -> None:
-    """The next growth of these caches is to `n_tokens`, and a step more for the reply."""
+    """The next growth of these caches is to `n_tokens`, and more for the reply and the next turn."""
     for layer in _growing(layers):
         step = type(layer).step
-        wanted = n_tokens + step
+        wanted = n_tokens + max(step, min(n_tokens // MORE_SHARE, MAX_MORE_TOKENS))
         missing = wanted - layer.offset if _n_room(layer) < n_tokens else 0
-        layer.step = max(-(-missing // step), 1) * step
+        room = max(-(-missing // step), 1) * step
+        if missing and layer.offset:
+            _grow(layer, room)
+        else:
+            layer.step = room
+
+
+def _grow(layer: Any, room: int) -> None:
+    """Now, by a copy into a buffer with room for so many more."""
+
+    def grown(a: mx.array) -> mx.array:
+        more = mx.zeros((*a.shape[:-2], room, a.shape[-1]), dtype=a.dtype)
+        return mx.concatenate([a[..., : layer.offset, :], more], axis=-2)
+
+    if isinstance(layer, QuantizedKVCache):
+        layer.keys, layer.values = (
+            tuple(map(grown, three)) for three in (layer.keys, layer.values)
+        )
+    else:
+        layer.keys, layer.values = grown(layer.keys), grown(layer.values)
+    mx.eval(layer.keys, layer.values)
 
 
 def end_room(layers: Iterable[Any]) -> None:

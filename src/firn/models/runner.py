@@ -39,6 +39,7 @@ from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, pick, score
 from firn.models.speculation import Speculation
+from firn.models.together import Together, can_read_together, together_fault
 from firn.models.verify import Taken, Verification
 
 
@@ -85,6 +86,8 @@ class Runner:
         self._before = (0, 0)
         """Memory in use, and the peak so far, when the last chunk was dispatched."""
         self.chunk_peak_nbytes = 0
+        self._was_tried = False
+        """Padded passes come out right."""
 
     # --- prefill ---------------------------------------------------------------------------
 
@@ -95,7 +98,9 @@ class Runner:
             return Row(layers)
         restored.fill(layers)
         mx.eval([layer.state for layer in layers])
-        return Row(layers, restored.n_tokens)
+        row = Row(layers, restored.n_tokens)
+        restored.filled(row)
+        return row
 
     def prefill(
         self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None
@@ -125,6 +130,34 @@ class Runner:
             row.hidden = [HiddenAt(last, 0, 0)]
             arrays = [*arrays, last]
         mx.async_eval([layer.state for layer in row.layers], arrays)
+
+    @property
+    def reads_together(self) -> bool:
+        """Text models of plain attention; a prediction head reads its own way."""
+        plain = isinstance(self._inputs, IdsOnly) and self._mtp is None
+        return self._max_rows > 1 and plain and can_read_together(self._make_layers())
+
+    def prefill_together(
+        self, rows: Sequence[Row], prompts: Sequence[Prompt], ends: Sequence[int]
+    ) -> None:
+        """Consume prompt tokens [row.n_tokens, end) of each row in one pass, padded.
+
+        The model is tried first, once. Raises ValueError where it does not come out right.
+        """
+        if not self._was_tried:
+            fault = together_fault(self._model, self._make_layers)
+            if fault is not None:
+                raise ValueError(fault)
+            self._was_tried = True
+        self._before = mx.get_active_memory(), mx.get_peak_memory()
+        every = zip(rows, prompts, ends, strict=True)
+        step = Together(rows, [p.ids[r.n_tokens : end] for r, p, end in every])
+        self._prepare(len(rows) * step.width)
+        if self.speculation is not None:
+            self.speculation.disturbed()
+        self._model(step.feed, cache=step.layers)
+        step.share_out()
+        mx.async_eval([layer.state for row in rows for layer in row.layers])
 
     def settle(self, row: Row) -> list[TokenLogprob]:
         """Wait until the row's caches are computed; the logprobs that were asked for."""

@@ -107,6 +107,8 @@ class AttentionScorer:
         if restored is not None:
             restored.fill(layers)
         row = Row(layers, restored.n_tokens if restored else 0)
+        if restored is not None:
+            restored.filled(row)
         last = min(int(prompt.ids[-1]), self._last_id)
         return Reading(prompt, trail, row, mx.array([last]))
 
@@ -129,6 +131,7 @@ class AttentionScorer:
             layers = self._make_layers()
             ahead.fill(layers)
             reading.row = Row(layers, ahead.n_tokens)
+            ahead.filled(reading.row)
 
     def _read_chunk(self, reading: Reading, n_tokens: int) -> None:
         row = reading.row
@@ -142,9 +145,13 @@ class AttentionScorer:
         mx.async_eval(reading.pending)
 
     def _say(self, reading: Reading) -> None:
-        if not reading.n_said:
-            # What it says itself is nobody's prefix: what was true of the row is stored before.
+        if not reading.n_said and not self._in_runs:
+            # What it says itself is nobody's prefix, and cannot be taken back: what was true of the row
+            # is stored before. Its buffers may be another row's from now on.
             self._cache.close_trail(reading.trail, reading.row)
+            for layer in leaves(reading.row.layers):
+                if kind(layer) in PLAIN:
+                    layer.state = layer.state
         n_keys = reading.row.n_tokens + 1
         with _overhearing(n_keys) as heard:
             logits = self._model(reading.token[:, None], cache=reading.row.layers)
@@ -175,7 +182,13 @@ class AttentionScorer:
         return max(reading.n_total - reading.row.n_tokens, 0) + N_SAID - reading.n_said
 
     def close_reading(self, reading: Reading) -> None:
-        self._cache.close_trail(reading.trail, None if reading.n_said else reading.row)
+        row, n_said = reading.row, reading.n_said
+        if n_said and self._in_runs:
+            for layer in leaves(row.layers):
+                layer.trim(n_said)
+            row.n_tokens -= n_said
+        mx.eval(reading.pending)  # a step in flight would make the next write copy
+        self._cache.close_trail(reading.trail, row)
         reading.row = Row([])
 
     def close(self) -> None:

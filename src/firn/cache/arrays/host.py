@@ -78,7 +78,7 @@ class Lent:
 
 
 def lend(payload: Payload) -> Lent:
-    """Engine thread. The payload must be evaluated."""
+    """Engine thread. The payload is computed, if it is not yet."""
     tensors = tuple(TensorSpec(CODES[s.dtype], tuple(s.shape)) for s in payload.stacks)
     pack = _plain if cuda.device() is None else _packed
     return Lent(tensors, payload.places, pack(payload.stacks))

@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.cache.codecs import TOKEN_AXIS, Arrays
+from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.places import Places, places_of
 
 FILL_NBYTES = 512 << 20
@@ -48,7 +48,25 @@ class Payload:
 
     def copied(self) -> Payload:
         """The same as arrays of their own, lazily."""
-        return Payload(tuple(_copy(s) for s in self.stacks), self.places)
+        return Payload(tuple(array_copy(s) for s in self.stacks), self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Likewise, as it lies in a row: views of the row's buffers, which must not outlive a call."""
+
+    layers: list[Arrays]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(nbytes_of, self.layers))
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    def layer(self, i: int) -> Arrays:
+        return self.layers[i]
 
 
 def stacked(layers: Sequence[Arrays]) -> Payload:
@@ -62,12 +80,12 @@ def stacked(layers: Sequence[Arrays]) -> Payload:
             if at is not None and array is not None:
                 members.setdefault(at[0], []).append(array)
     stacks = (
-        mx.stack(some) if len(some) > 1 else _copy(some[0][None]) for some in members.values()
+        mx.stack(some) if len(some) > 1 else array_copy(some[0][None]) for some in members.values()
     )
     return Payload(tuple(stacks), places)
 
 
-def _copy(array: mx.array) -> mx.array:
+def array_copy(array: mx.array) -> mx.array:
     """An array of its own, lazily. `mx.contiguous` gives back a view of a buffer that it may share."""
     return mx.concatenate([array, array[:0]])
 
@@ -80,16 +98,17 @@ def joined(payloads: Sequence[Payload]) -> Payload:
     )
 
 
-def by_layer(payloads: Sequence[Payload], *, at_once: int) -> Iterator[list[Arrays]]:
+def by_layer(payloads: Sequence[Payload | Views], *, at_once: int) -> Iterator[list[Arrays]]:
     """The pieces of each layer in turn; of `at_once` layers they are joined together."""
-    places = payloads[0].places
-    if at_once == 1 or len(payloads) == 1 or any(p.places != places for p in payloads):
-        for i in range(len(places)):
+    alike = [p for p in payloads if isinstance(p, Payload)]
+    places = alike[0].places if len(alike) == len(payloads) else ()
+    if at_once == 1 or len(alike) == 1 or not places or any(p.places != places for p in alike):
+        for i in range(payloads[0].n_layers):
             yield [p.layer(i) for p in payloads]
         return
     for first in range(0, len(places), at_once):
         some, ranges = _some(places, first, first + at_once)
-        slabs = [Payload(tuple(p.stacks[n][a:b] for n, a, b in ranges), some) for p in payloads]
+        slabs = [Payload(tuple(p.stacks[n][a:b] for n, a, b in ranges), some) for p in alike]
         slab = joined(slabs)
         for i in range(slab.n_layers):
             yield [slab.layer(i)]
@@ -117,12 +136,17 @@ def evaluate(payloads: Iterable[Payload]) -> None:
         mx.eval(arrays)
 
 
+def compute(layers: Iterable[Arrays]) -> None:
+    """Likewise, of arrays by layer."""
+    mx.eval([a for arrays in layers for a in arrays if a is not None])
+
+
 def settle(layers: Sequence[Any]) -> None:
     """Compute layers that were filled now: what they were joined from can go then."""
     mx.eval([layer.state for layer in layers])
 
 
-def n_at_once(payloads: Sequence[Payload]) -> int:
+def n_at_once(payloads: Sequence[Payload | Views]) -> int:
     """Layers to fill together. A CPU has nothing of it: there a copy costs its bytes."""
     if _on_cpu():
         return 1

@@ -34,10 +34,31 @@ class At:
     n_tokens: int
 
 
+class Buffers(Protocol):
+    """How a lone row's cache is set aside as it is, and gone on with. Stateless."""
+
+    def is_lone(self, layer: Any) -> bool:
+        """Whether this is a lone row's cache, not one of a group."""
+        ...
+
+    def take(self, layer: Any) -> Arrays:
+        """The layer's own buffers, with whatever room is behind its tokens: no copies."""
+        ...
+
+    def give(self, layer: Any, arrays: Arrays, n_tokens: int) -> None:
+        """Make an empty lone layer hold the first `n_tokens` tokens of buffers that were taken.
+
+        It will write to them in place: nobody else may refer to them any more.
+        """
+        ...
+
+
 class LayerCodec(Protocol):
     """One cache class and its batched form. Stateless."""
 
     part: Part
+    buffers: Buffers | None
+    """Of pages that may lie in a row until somebody needs them; None: records are cut at once."""
     single: str
     """Qualified name of the class that a lone row has."""
     batched: str | None

@@ -11,15 +11,40 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.cache.codecs import ALL_TOKENS, Arrays, At, concat_tokens
+from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers, concat_tokens
 from firn.cache.parts import Part
 
 STEP = 256
 """mlx-lm grows its buffers by this many tokens; a restored buffer leaves room for at least as many."""
 
 
+class KVBuffers:
+    def is_lone(self, layer: Any) -> bool:
+        return type(layer).__name__ == "KVCache"
+
+    def take(self, layer: Any) -> Arrays:
+        return layer.keys, layer.values
+
+    def give(self, layer: Any, arrays: Arrays, n_tokens: int) -> None:
+        layer.keys, layer.values = arrays
+        layer.offset = n_tokens
+
+
+class QuantizedKVBuffers:
+    def is_lone(self, layer: Any) -> bool:
+        return type(layer).__name__ == "QuantizedKVCache"
+
+    def take(self, layer: Any) -> Arrays:
+        return (*layer.keys, *layer.values)
+
+    def give(self, layer: Any, arrays: Arrays, n_tokens: int) -> None:
+        layer.keys, layer.values = arrays[:3], arrays[3:]
+        layer.offset = n_tokens
+
+
 class KVCodec:
     part = Part.PAGES
+    buffers: Buffers | None = KVBuffers()
     single = "mlx_lm.models.cache.KVCache"
     batched: str | None = "mlx_lm.models.cache.BatchKVCache"
 
@@ -50,6 +75,7 @@ class KVCodec:
 class ConcatenateKVCodec(KVCodec):
     single = "mlx_lm.models.cache.ConcatenateKVCache"
     batched = None
+    buffers = None
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         layer.keys, layer.values = concat_tokens(pieces)
@@ -60,6 +86,7 @@ class QuantizedKVCodec:
     """(packed, scales, biases) of the keys, then of the values: stored as they are."""
 
     part = Part.PAGES
+    buffers: Buffers | None = QuantizedKVBuffers()
     single = "mlx_lm.models.cache.QuantizedKVCache"
     batched: str | None = None
 
@@ -90,6 +117,8 @@ class QuantizedKVCodec:
 
 class QuantizingKVCodec(KVCodec):
     """Plain attention whose records are kept quantised: smaller, and no longer exact."""
+
+    buffers = None
 
     def __init__(self, bits: int, group_size: int) -> None:
         self.bits = bits

@@ -15,6 +15,7 @@ from firn.cache.parts import Part
 
 class ArraysCodec:
     part = Part.STATE
+    buffers = None
     single = "mlx_lm.models.cache.ArraysCache"
     batched: str | None = "mlx_lm.models.cache.ArraysCache"
 
@@ -43,6 +44,7 @@ class DeepseekV41Codec:
     """Window, compressed groups and the open group of one layer; too entangled to cut by token."""
 
     part = Part.STATE
+    buffers = None
     single = "mlx_lm.models.deepseek_v41.LayerCache"
     batched: str | None = None
     FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")

@@ -19,6 +19,7 @@ from firn.cache.parts import Part
 
 class RotatingKVCodec:
     part = Part.WINDOW
+    buffers = None
     single = "mlx_lm.models.cache.RotatingKVCache"
     batched: str | None = "mlx_lm.models.cache.BatchRotatingKVCache"
 
@@ -61,6 +62,7 @@ class ChunkedKVCodec:
     """Attention within fixed chunks: like a window, with an explicit first position."""
 
     part = Part.WINDOW
+    buffers = None
     single = "mlx_lm.models.cache.ChunkedKVCache"
     batched: str | None = None
 

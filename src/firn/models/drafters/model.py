@@ -98,6 +98,8 @@ class ModelDrafter:
         if restored is not None:
             restored.fill(layers)
         own = Row(layers, restored.n_tokens if restored else 0)
+        if restored is not None:
+            restored.filled(own)
         self._readers[row] = _Reader(job, own, trail)
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
@@ -150,9 +152,10 @@ class ModelDrafter:
         own, n_prompt = reader.row, len(reader.job.prompt)
         ahead = self._cache.advance(reader.trail, own.n_tokens)
         if ahead is not None:
-            own.layers = self._make_layers()
-            ahead.fill(own.layers)
-            own.n_tokens = ahead.n_tokens
+            layers = self._make_layers()
+            ahead.fill(layers)
+            own.layers, own.n_tokens = layers, ahead.n_tokens
+            ahead.filled(own)
         elif reader.trail.racing:  # nobody waits for guesses: what is on its way may come
             return False
         end = min(own.n_tokens + self._chunk, n_prompt - 1)

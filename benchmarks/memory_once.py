@@ -1,0 +1,220 @@
+"""What a conversation takes of memory, and what its next turn waits for, by how long it is.
+
+    python benchmarks/memory_once.py                             # a small dense model, a few minutes
+    python benchmarks/memory_once.py --shape 4b --device-run 90  # on a GPU, so many seconds at most
+
+One conversation of six turns grows to each length, through firn's real engine. In its last turn the
+peak of memory less the weights is taken over the bytes of its keys and values at their longest; and what
+is held once the turn is over. The same prompt is then computed without a cache: what that takes beyond
+its keys and values are the chunks' own activations, and scores where attention is not fused.
+
+Then short turns follow, whose first token is timed. What computing their few new tokens takes is timed
+as well, on rows that never left (the same chunk behind the same past), and taken off: the rest is what
+finding, taking over and handing on a past costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from cost import QWEN3_4B
+from engines import BenchEngine
+from report import BenchError, cli, grid, numbers, save
+from servers import lab
+
+from firn.core.values import Prompt
+from models import CONFIGS
+
+SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
+    "4b": (QWEN3_4B, mx.bfloat16),
+    "small": (
+        CONFIGS["dense"]
+        | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 32}
+        | {"num_attention_heads": 1, "num_key_value_heads": 1},
+        mx.float32,
+    ),
+}
+N_TURNS, N_SHORT = 6, 16
+GIB = 1 << 30
+
+
+@dataclass(eq=False)
+class Point:
+    n_tokens: int
+    kv_nbytes: int = 0
+    peak_nbytes: int = 0
+    held_nbytes: int = 0
+    without_nbytes: int = 0
+    first_s: list[float] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    n_cached: list[int] = field(default_factory=list)
+
+    @property
+    def row(self) -> list[str]:
+        first, compute = statistics.median(self.first_s), statistics.median(self.compute_s)
+        return [
+            f"{self.n_tokens:,}",
+            f"{self.kv_nbytes / (1 << 20):,.0f}",
+            f"{self.peak_nbytes / self.kv_nbytes:.2f}",
+            f"{self.held_nbytes / self.kv_nbytes:.2f}",
+            f"{self.without_nbytes / self.kv_nbytes:.2f}",
+            f"{1e3 * first:.1f}",
+            f"{1e3 * compute:.1f}",
+            f"{1e3 * (first - compute):.1f}",
+        ]
+
+
+class Conversation:
+    """Owner: `measure`."""
+
+    def __init__(self, engine: BenchEngine, *, seed: int) -> None:
+        self._engine = engine
+        self._rng = np.random.default_rng(seed)
+        self._n_vocab = int(engine.config["vocab_size"])
+        self.ids: list[int] = []
+
+    def say(self, n_tokens: int, n_reply: int) -> tuple[float, int]:
+        """One turn: seconds until its first token, and how many tokens came from the cache."""
+        self.ids += self._rng.integers(3, self._n_vocab, n_tokens).tolist()
+        answer = self._engine.ask(self.ids, n_reply).wait()
+        self.ids += answer.tokens
+        return answer.first_s, answer.n_cached
+
+
+def grow(
+    engine: BenchEngine, n_tokens: int, *, n_reply: int, before: int
+) -> tuple[Conversation, Point]:
+    talk, point = Conversation(engine, seed=n_tokens), Point(n_tokens)
+    per_turn = n_tokens // N_TURNS
+    for _ in range(N_TURNS):
+        n_last = len(talk.ids) + per_turn
+        mx.reset_peak_memory()
+        talk.say(per_turn, n_reply)
+    point.kv_nbytes = token_nbytes(engine) * len(talk.ids)
+    point.peak_nbytes = mx.get_peak_memory() - before
+    point.held_nbytes = active(engine) - before
+    mx.reset_peak_memory()
+    held = active(engine)
+    engine.ask(talk.ids[:n_last], n_reply, read=False, write=False).wait()
+    point.without_nbytes = mx.get_peak_memory() - held
+    return talk, point
+
+
+def next_turns(engine: BenchEngine, talk: Conversation, point: Point, *, repeats: int) -> None:
+    for _ in range(repeats):
+        first_s, n_cached = talk.say(N_SHORT, 2)
+        point.first_s.append(first_s)
+        point.n_cached.append(n_cached)
+    point.compute_s = computing(engine, len(talk.ids), repeats=repeats)
+
+
+def computing(engine: BenchEngine, n_past: int, *, repeats: int) -> list[float]:
+    """Reading N_SHORT tokens and picking one, behind a past that never left the device."""
+
+    def work(parts: Any) -> list[float]:
+        runner = parts.runner
+        row = runner.start(None)
+        n_total = n_past + (repeats + 2) * (N_SHORT + 1)
+        prompt = Prompt(np.ones(n_total, dtype=np.int64))
+        for end in [*range(2048, n_past, 2048), n_past]:
+            runner.prefill(row, prompt, end)
+            runner.settle(row)
+        found = []
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            runner.prefill(row, prompt, row.n_tokens + N_SHORT - 1)
+            runner.settle(row)
+            logits = runner._model(mx.array([[1]]), cache=row.layers)
+            mx.eval(mx.argmax(logits[:, -1]))
+            row.n_tokens += 1
+            found.append(time.perf_counter() - began)
+        runner.leave([row])
+        return found[1:]
+
+    found: list[float] = engine.engine.call(work).result()
+    return found
+
+
+def token_nbytes(engine: BenchEngine) -> int:
+    def look(parts: Any) -> int:
+        return int(parts.budget.cost.per_token_nbytes)
+
+    return int(engine.engine.call(look).result())
+
+
+def active(engine: BenchEngine) -> int:
+    return int(engine.call(lambda cache: mx.get_active_memory()))
+
+
+def forget(engine: BenchEngine) -> None:
+    def empty(cache: Any) -> None:
+        room = cache.records.memory.limit_nbytes
+        cache.set_room(0)
+        cache.set_room(room)
+
+    engine.call(empty)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--shape", choices=SHAPES, default="small")
+    options.add_argument("--tokens", type=numbers, default=[2048, 8192, 16384], metavar="N,N,..")
+    options.add_argument("--reply", type=int, default=32, help="tokens of a reply while it grows")
+    options.add_argument(
+        "--chunk", type=int, default=0, help="of prefill: small ones have small scores of their own"
+    )
+    options.add_argument("--repeats", type=int, default=7, help="short turns at each length")
+    options.add_argument(
+        "--device-run",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="begin no length after that",
+    )
+    args = options.parse_args()
+    if args.repeats < 1 or min(args.tokens) < 16 * N_TURNS:
+        raise BenchError("at least one repeat, and lengths of a hundred tokens or more, please")
+    until = time.monotonic() + args.device_run if args.device_run else float("inf")
+    config, dtype = SHAPES[args.shape]
+    points: list[Point] = []
+    with BenchEngine(config, dtype=dtype, memory_nbytes=64 * GIB, chunk=args.chunk) as engine:
+        Conversation(engine, seed=1).say(600, args.reply)
+        for n_tokens in args.tokens:
+            if time.monotonic() > until:
+                print(f"no time for {n_tokens:,} tokens", flush=True)
+                break
+            forget(engine)
+            mx.clear_cache()
+            talk, point = grow(engine, n_tokens, n_reply=args.reply, before=active(engine))
+            next_turns(engine, talk, point, repeats=args.repeats)
+            points.append(point)
+            print(f"{n_tokens:,} tokens: {point.peak_nbytes / point.kv_nbytes:.2f}", flush=True)
+    head = [
+        "tokens",
+        "KV MiB",
+        "peak/KV",
+        "held/KV",
+        "without a cache",
+        "first ms",
+        "computing ms",
+        "rest ms",
+    ]
+    print(grid([head, *(p.row for p in points)]))
+    save(
+        lab() / f"memory_once-{args.shape}.json",
+        "memory_once",
+        options=vars(args),
+        result=[p.__dict__ for p in points],
+    )
+
+
+if __name__ == "__main__":
+    cli(main)

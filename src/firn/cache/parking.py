@@ -1,0 +1,193 @@
+"""Rows that end are parked, and the next turn of their conversation goes on in them.
+
+    a row ends          alone: its buffers stay as they are; in a group: they are copied out of it, once.
+                        One of a few blocks is cut into records
+    the next turn       takes the buffers over, cut back to where the two agree: no copy
+    somebody else       copies what the two share, and the row stays where it is
+    records were copied then they lie in the new row from now on, and not in both
+
+A row that is dropped without being parked is not trusted: what lay in it is forgotten.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from firn.cache.arrays.payload import compute, evaluate
+from firn.cache.codecs import concat_tokens
+from firn.cache.commit import Cuts
+from firn.cache.layout import Layout
+from firn.cache.live import LEAST_BLOCKS, RowPages, Slab
+from firn.cache.match import Match
+from firn.cache.memory import carries
+from firn.cache.nodes import Record
+from firn.cache.parts import Part
+from firn.cache.records import Records
+from firn.cache.trail import CacheTrail
+from firn.core.ports import LiveRow
+
+ROOM_TOKENS = 256
+"""Behind what is copied out of a group, so that the next turn need not copy it again."""
+
+
+class Parking:
+    def __init__(self, records: Records, layout: Layout, *, in_rows: bool) -> None:
+        """in_rows: whether pages lie in rows at all."""
+        self._records = records
+        self._tree = records.tree
+        self._rows = records.rows
+        self._layout = layout
+        self._in_rows = in_rows
+        self._block = records.identity.block
+
+    # --- a row ends ------------------------------------------------------------------------
+
+    def end(self, row: LiveRow) -> None:
+        """Keep what lies in the row, which is about to leave."""
+        pages = self._rows.live.pop(row, None)
+        if pages is None:
+            return
+        try:
+            if pages.end >= LEAST_BLOCKS * self._block:
+                self._park(pages, row)
+            elif pages.records:
+                self._cut(pages, row)
+        finally:
+            pages.row = None
+            if pages not in self._rows.parked:  # what is left could not be cut
+                self._drop(pages, "in doubt")
+
+    def _park(self, pages: RowPages, row: LiveRow) -> None:
+        end = pages.end
+        if self._layout.is_lone(row.live_layers):
+            buffers = self._layout.take(row.live_layers)
+        else:
+            pad = -end % ROOM_TOKENS + ROOM_TOKENS
+            buffers = [concat_tokens([a], pad=pad) for a in pages.views(0, end).layers]
+            compute(buffers)
+        pages.slab = Slab(buffers, 0, end)
+        self._rows.parked[pages] = self._rows.unconfirmed[pages] = None
+        self._rows.trim()
+
+    def _cut(self, pages: RowPages, row: LiveRow) -> None:
+        """Give its records arrays of their own. The request's memory is free in a moment: if there is
+        too little even so, the order of all records says what goes."""
+        records = sorted(pages.records, key=lambda r: r.node.start)
+        cuts = Cuts(self._layout, row, records[0].node.start, records[-1].node.end)
+        cut = [cuts.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
+        evaluate(cut)
+        for record, payload in zip(records, cut, strict=True):
+            self._tree.move(record, payload)
+
+    # --- faults ----------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Forget what lay in rows that have left, or were not made after all."""
+        rows = self._rows
+        for pages in [p for r, p in rows.live.items() if not r.is_live] + list(rows.moving):
+            self._drop(pages, "in doubt")
+        for pages in [p for p in rows.parked if not p.records]:
+            rows.forget(pages)
+
+    def doubt(self) -> None:
+        """The device has failed: whatever was written to since is not trusted."""
+        for pages in [*self._rows.live.values(), *self._rows.moving, *self._rows.unconfirmed]:
+            self._drop(pages, "in doubt")
+
+    def _drop(self, pages: RowPages, why: str) -> None:
+        """Forget what lies in it, the last first; but not what another row holds as well."""
+        if pages.records:
+            self._move_to_others(pages)
+            self._records.stats.dropped[why] += len(pages.records)
+            self._records.drop(sorted(pages.records, key=lambda r: -r.node.start))
+        self._rows.forget(pages)
+
+    def _move_to_others(self, pages: RowPages) -> None:
+        lost = {r.node: r for r in pages.records}
+        for other in self._rows.every():
+            if other is pages or other.chain is None or not other.is_there:
+                continue
+            for node in other.chain.path():
+                if node in lost and other.holds(node):
+                    self._tree.move(lost.pop(node), other)
+
+    # --- the next turn ---------------------------------------------------------------------
+
+    def to_take(self, match: Match) -> RowPages | None:
+        """The parked row that a match can go on in, where that is cheaper than a copy."""
+        record = match.segments[-1].node.records.get(Part.PAGES)
+        pages = record.arrays if record is not None else None
+        if not isinstance(pages, RowPages) or pages not in self._rows.parked:
+            return None
+        slab, n = pages.slab, match.n_tokens
+        assert slab is not None
+        fits = slab.first == 0 and n <= pages.end
+        return pages if fits and pages.end - n <= n // 2 else None
+
+    def take(self, pages: RowPages, match: Match, layers: Sequence[object]) -> None:
+        """Fill a new row's layers with the buffers; what they hold beyond is cut out first."""
+        if self.to_take(match) is not pages:
+            raise ValueError("the parked row is gone")
+        n_tokens = match.n_tokens
+        del self._rows.parked[pages]
+        self._rows.moving[pages] = None
+        beyond = [r for r in pages.records if r.node.end > n_tokens]
+        for record in sorted(beyond, key=lambda r: -r.node.end):
+            self._save(record)
+        slab, pages.slab = pages.slab, None
+        assert slab is not None
+        self._layout.give(layers, slab.layers, n_tokens)
+
+    def _save(self, record: Record) -> None:
+        """It is about to be overwritten. What others need gets arrays of its own at any rate."""
+        goes = self._tree.may_go(record) and not carries(record)
+        if record.stored and goes:
+            self._tree.release(record)
+        elif self._records.memory.make_room(record.nbytes, part=record.part) or not goes:
+            self._rows.own(record)
+        else:
+            self._records.drop([record])
+
+    def took(self, trail: CacheTrail, pages: RowPages, row: LiveRow) -> None:
+        """The row has them now."""
+        self._rows.moving.pop(pages, None)
+        self._rows.unconfirmed.pop(pages, None)
+        pages.row, pages.chain = row, trail.node
+        self._rows.live[row] = pages
+        self._leave_old(trail, pages)
+
+    # --- after a copy ----------------------------------------------------------------------
+
+    def move_in(self, trail: CacheTrail, match: Match, row: LiveRow) -> None:
+        """What the row was filled with lies in the row from now on, and in records no more."""
+        if not self._in_rows:
+            return
+        pages = self._rows.of(row, self._layout, chain=trail.node)
+        self._leave_old(trail, pages)
+        whole = [s.node for s in match.segments if s.n_tokens == s.node.n_tokens]
+        records = [node.records[Part.PAGES] for node in whole if Part.PAGES in node.records]
+        for record in [r for r in records if self._moves(trail, r)]:
+            if record.arrays is None:
+                self._tree.hold(record, pages, nbytes=trail.loaded[record][1].nbytes)
+                self._records.memory.added(record)
+            else:
+                self._tree.move(record, pages)
+            trail.loaded.pop(record, None)
+        self._rows.trim()
+
+    def _leave_old(self, trail: CacheTrail, pages: RowPages) -> None:
+        """The trail has a new row, and its old one will leave: the new one holds the same, and more."""
+        old, trail.pages = trail.pages, pages
+        for record in list(old.records) if old is not None and old is not pages else ():
+            self._tree.move(record, pages)
+
+    def _moves(self, trail: CacheTrail, record: Record) -> bool:
+        """Not what is pinned, which outlives a fault of this row; nor what another row goes on with."""
+        if record.leaving or record.node.n_pins:
+            return False
+        held = record.arrays
+        if isinstance(held, RowPages):
+            return held.slab is not None and held.slab.first > 0
+        return held is not None or record in trail.loaded
