@@ -4,7 +4,7 @@
     event: state     engine, cache and memory, when they have changed
 
 A call is looked at when somebody watches, and once when it ends: serving pays nothing for it. The
-operator sees everybody's calls, a key its own; nobody sees text.
+operator sees everybody's calls, a key its own; text of prompts only with --show-text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import json
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -50,7 +50,16 @@ class CallView:
     """Whose it is: the first digits of the key's digest."""
     phase: Phase
     arrived_at: float
+    lookup_s: float | None
+    """The cache was asked from here..."""
+    looked_up_s: float | None
+    """... to here."""
+    row_s: float | None
+    """It left the queue."""
+    loads: bool
+    """From the lookup until it was admitted, records were read from below memory."""
     admitted_s: float | None
+    """What the cache did for it is settled."""
     first_token_s: float | None
     ended_s: float | None
     prompt_tokens: int
@@ -60,7 +69,11 @@ class CallView:
     tiers: dict[str, int]
     reason: str
     """Why not more was reused."""
+    differs: str | None
+    """How the prompt goes on where it differs from what is stored; None: not to be shown."""
     reply_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 @dataclass(eq=False, slots=True)
@@ -69,19 +82,30 @@ class _Followed:
     session: Session
     model: str
     arrived_at: float
+    differs: Callable[[Session], str | None]
+    reason: str = ""
+    excerpt: str | None = None
+    """Made anew when the reason changes."""
 
     def view(self, *, ended: bool = False) -> CallView:
         session, began = self.session, self.exchange.began_at
-        usage, found = session.usage, session.found
+        usage, found, waits = session.usage, session.found, session.waits
         tiers: Counter[str] = Counter()
         for each in found:
             tiers.update(dict(each.tiers))
+        reason = ", ".join(dict.fromkeys(each.reason for each in found if each.reason))
+        if reason != self.reason:
+            self.reason, self.excerpt = reason, self.differs(session)
         return CallView(
             id=self.exchange.id,
             model=self.model,
             key=self.exchange.caller.own[:8],
             phase=self._phase(ended),
             arrived_at=round(self.arrived_at, 3),
+            lookup_s=_since(began, waits and waits.lookup_at),
+            looked_up_s=_since(began, waits and waits.looked_up_at),
+            row_s=_since(began, waits.row_at if waits else session.admitted_at),
+            loads=waits is not None and waits.loads,
             admitted_s=_since(began, session.admitted_at),
             first_token_s=_since(began, session.first_token_at),
             ended_s=_since(began, time.perf_counter()) if ended else None,
@@ -89,8 +113,11 @@ class _Followed:
             read_tokens=session.n_read,
             cached_tokens=usage.n_cached,
             tiers=dict(tiers),
-            reason=", ".join(dict.fromkeys(each.reason for each in found if each.reason)),
+            reason=reason,
+            differs=self.excerpt,
             reply_tokens=usage.n_completion,
+            drafted_tokens=usage.n_drafted,
+            accepted_tokens=usage.n_accepted,
         )
 
     def _phase(self, ended: bool) -> Phase:
@@ -100,7 +127,8 @@ class _Followed:
             return "done" if self.session.over else "gone"
         if self.session.first_token_at is not None:
             return "decoding"
-        return "queued" if self.session.admitted_at is None else "reading"
+        waiting = self.session.admitted_at is None and not self.session.n_read
+        return "queued" if waiting else "reading"
 
 
 def _since(began: float, then: float | None) -> float | None:
@@ -110,8 +138,10 @@ def _since(began: float, then: float | None) -> float | None:
 class Activity:
     """Calls that go on, and the last that ended. Owner: the app, on the asyncio thread."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, differs: Callable[[Session], str | None]) -> None:
+        """differs: the text that a call's prompt goes on with where nothing stored agrees with it."""
         self._model = model
+        self._differs = differs
         self._open: dict[str, tuple[Namespace, _Followed]] = {}
         self._ended: deque[tuple[int, Namespace, CallView]] = deque(maxlen=N_ENDED)
         self._n_ended = 0
@@ -121,7 +151,7 @@ class Activity:
     def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
         """Around a call, while its session is open."""
         arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
-        call = _Followed(exchange, session, self._model, arrived_at)
+        call = _Followed(exchange, session, self._model, arrived_at, self._differs)
         self._open[exchange.id] = exchange.caller.own, call
         try:
             yield
@@ -216,6 +246,7 @@ async def _state(services: Services, caller: Caller) -> dict[str, Any]:
         "model": model.name,
         "context_length": model.context_length,
         "operator": caller.operator,
+        "show_text": services.show_text,
     }
     if services.cache_admin is not None:
         scope = None if caller.operator else caller.namespace
@@ -233,4 +264,5 @@ async def _state(services: Services, caller: Caller) -> dict[str, Any]:
         }
         found["weights_bytes"] = model.weights_nbytes
         found["mlx_bytes"] = dict(services.allocated())
+        found["speculation"] = services.health_details().get("speculation", {})
     return found

@@ -38,6 +38,8 @@ class Exchange:
     """Taken of the room for bodies."""
     fault: FirnError | None = None
     """Why it was refused, or ended badly."""
+    own_page: bool | None = None
+    """A browser asks for a page that came from this very server. None: nobody has looked."""
     passed_on: bool = False
     """Another process has answered it, and logs it."""
 

@@ -37,7 +37,7 @@ from firn.engine.parts import Limits as Limits
 from firn.engine.parts import Parts as Parts
 from firn.engine.recovery import Recovery
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
-from firn.engine.sequence import Choice, Forced, Sequence, Since, Task
+from firn.engine.sequence import Choice, Forced, Sequence, Since, Task, looked_up
 
 log = logging.getLogger("firn.engine")
 T = TypeVar("T")
@@ -162,12 +162,13 @@ class Loop:
             need = self.budget.need_nbytes(job)
             # What is scored must be computed; it is kept for others all the same.
             control = replace(job.cache, read=False) if job.prompt_logprobs else job.cache
+            began_at = time.perf_counter()
             trail = self.cache.open(job.prompt, job.namespace, control)
         except Exception as e:
             self._leave_queue()
             self._say(job.id, JobFailed(_named(job, e)))
             return
-        sequence = Sequence(job, trail, need_nbytes=need)
+        sequence = Sequence(job, trail, need_nbytes=need, waits=looked_up(trail, began_at))
         self.sequences[job.id] = sequence
         self.waiting.append(sequence)
 
@@ -186,6 +187,7 @@ class Loop:
         self.cache.set_room(self.budget.free_nbytes())  # what it resumed from was needed until here
         if task is None:
             return
+        sequence.has_row()
         self._announce(sequence)
         if task.n_left == 0:
             self._begin_decode(task)
@@ -194,7 +196,7 @@ class Loop:
         """Say what the cache did for the prompt, as soon as that is settled."""
         if not sequence.announced and (at_last or not sequence.trail.racing):
             sequence.announced = True
-            self._say(sequence.job.id, sequence.trail.found)
+            self._say(sequence.job.id, sequence.found)
 
     def _open_task(self, sequence: Sequence) -> Task:
         """Restore what the cache has of the prompt into a new row."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import numpy as np
 
+from firn.core.events import Admitted, Waits
 from firn.core.ports import Trail
 from firn.core.values import Job, Prompt, TokenArray
 
@@ -87,6 +89,12 @@ class Choice:
         return np.concatenate([prompt, np.array(self.tokens, dtype=np.int64)])
 
 
+def looked_up(trail: Trail, began_at: float) -> Waits:
+    """The cache was asked just now."""
+    now = time.perf_counter()
+    return Waits(began_at, now, now, loads=trail.racing)
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request."""
@@ -98,6 +106,7 @@ class Sequence:
     announced: bool = False
     """The client has been told what the cache did for it."""
     need_nbytes: int = 0
+    waits: Waits | None = None
     was_put_back: bool = False
     """It waits again: its rows were taken from it."""
     was_at_fault: bool = False
@@ -105,6 +114,16 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.choices = [Choice(self, i) for i in range(self.job.n)]
+
+    def has_row(self) -> None:
+        """It has left the queue."""
+        if self.waits is not None:
+            self.waits = replace(self.waits, row_at=time.perf_counter())
+
+    @property
+    def found(self) -> Admitted:
+        """What the cache did for it, and what it waited for."""
+        return replace(self.trail.found, waits=self.waits)
 
     @property
     def open_choices(self) -> list[Choice]:

@@ -117,7 +117,7 @@ class _Stream:
         request = proxy.Request("GET", b"/v1/activity", self._scope["headers"])
         reply: proxy.Reply | None = None
         try:
-            reply = await proxy.send(child.socket, request, vouch(exchange.caller, exchange.id))
+            reply = await proxy.send(child.socket, request, vouch(exchange))
             await reply.head()
             rest = b""
             while reply.status == 200 and (piece := await reply.piece()):
