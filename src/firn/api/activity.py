@@ -1,5 +1,6 @@
 """/v1/activity: what the server is doing, as a stream of events for people who watch.
 
+    event: hello     once: the server's version and clock
     event: calls     those that began, went on or ended since the last one; at first all that are known
     event: state     engine, cache and memory, when they have changed
 
@@ -21,6 +22,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from firn import __version__
 from firn.api import sse
 from firn.api.auth import Caller
 from firn.api.exchange import Exchange, exchange_of
@@ -216,7 +218,7 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
     activity.n_watchers += 1
     try:
         while not services.mailroom.draining:
-            frames = ""
+            frames = "" if tick else hello()
             calls = activity.news(seen, caller)
             if calls or not tick:
                 frames += _frame("calls", [asdict(call) for call in calls])
@@ -233,6 +235,11 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
             await asyncio.sleep(TICK_S)
     finally:
         activity.n_watchers -= 1
+
+
+def hello() -> str:
+    """What a watcher needs to read all else: whose times they are, and whether its page is of today."""
+    return _frame("hello", {"version": __version__, "now": round(time.time(), 3)})
 
 
 def _frame(event: str, value: Any) -> str:
