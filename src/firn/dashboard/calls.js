@@ -65,9 +65,9 @@ export function Calls({ store, model }) {
   const shown = calls.filter((c) => c.arrived_at + (c.ended_s ?? Infinity) > now - span);
   const last = calls.reduce((a, b) => (a && a.arrived_at > b.arrived_at ? a : b), null);
   const looked = store.calls.get(hovered) ?? store.calls.get(selected) ?? null;
-  const tools = html`<label>Time shown <select value=${span} onChange=${(e) => setSpan(Number(e.target.value))}>
+  const tools = html`<label for="span">Time shown</label><select id="span" value=${span} onChange=${(e) => setSpan(Number(e.target.value))}>
     ${WINDOWS.map(([s, name]) => html`<option value=${s}>${name}</option>`)}
-  </select></label>`;
+  </select>`;
   return html`<${Panel} id="requests" title="Requests" wide tools=${tools}
       note="${open.length ? `${count(open.length)} under way` : "none under way"}, ${count(calls.length)} known">
     ${shown.length
@@ -102,6 +102,7 @@ function Timeline({ store, calls, now, span, selected, onSelect, onHover }) {
     const to = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowUp: at - 1, ArrowDown: at + 1, Home: 0, End: inOrder.length - 1 }[event.key];
     if (to === undefined || !inOrder[to]) return;
     event.preventDefault();
+    onHover(null);
     onSelect(inOrder[to].id);
     requestAnimationFrame(() => box.current?.querySelector("[tabindex='0']")?.focus());
   };
