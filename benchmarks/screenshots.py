@@ -34,16 +34,30 @@ MODELS = ("firn-demo", "firn-demo-hybrid")
 DOCUMENTS = (1200, 2400, 4000)
 """Tokens of what the people talk about."""
 N_PEOPLE = 5
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gita")
+RULES = (
+    " ".join(f"Rule {n}: answer only what was asked, in one sentence." for n in range(40)) + "\n"
+)
+"""What all of them begin with, whatever they read."""
 PAUSE_S = (0.2, 2.0)
 WIDE, PHONE = {"width": 1360, "height": 1000}, {"width": 390, "height": 844}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs")
     out: Path = parser.parse_args().out
     with tempfile.TemporaryDirectory(prefix="firn-page-") as tmp:
-        flags = (MODELS[1], "--ssd-cache-dir", f"{tmp}/ssd", "--cache-memory-mb", "48", "--show-text")
+        flags = (
+            MODELS[1],
+            "--ssd-cache-dir",
+            f"{tmp}/ssd",
+            "--cache-memory-mb",
+            "24",
+            "--show-text",
+        )
         flags = (*flags, "--cache-block-tokens", "64", "--speculation", "lookup")
         server = Child(MODELS[0], *flags, log=Path(tmp, "log"))
         try:
@@ -87,7 +101,10 @@ def person(server: Child, seed: int) -> None:
     session = document(seed % len(DOCUMENTS))
     model = MODELS[seed % 4 == 3]
     for n in range(len(session.questions)):
-        body = {"model": model, "messages": session.messages(n), "max_tokens": 48, "temperature": 0.7}
+        messages = [dict(m) for m in session.messages(n)]
+        messages[0]["content"] = RULES + str(messages[0]["content"])
+        messages[1]["content"] = f"({NAMES[seed % len(NAMES)]} asks.) {messages[1]['content']}"
+        body = {"model": model, "messages": messages, "max_tokens": 48, "temperature": 0.7}
         httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).raise_for_status()
         time.sleep(chance.uniform(*PAUSE_S))
     short = [{"role": "user", "content": f"Hello, I am person {seed}."}]
@@ -104,7 +121,10 @@ def document(number: int) -> Session:
 def filler(n: int) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for i in range(n):
-        turns += [{"role": "assistant", "content": f"Turn {i}."}, {"role": "user", "content": "Go on."}]
+        turns += [
+            {"role": "assistant", "content": f"Turn {i}."},
+            {"role": "user", "content": "Go on."},
+        ]
     return turns
 
 
@@ -121,8 +141,8 @@ def chat(page: Page) -> None:
 
 def look(page: Page) -> None:
     """As somebody does who wants to know more: a request and a prefix are chosen."""
-    page.locator("#requests .call.done").last.hover()
-    page.locator("#requests .call.done").last.click()
+    page.get_by_label("Time shown").select_option("1 min")
+    page.locator("#requests .call.done").last.focus()
     page.locator("#tree .run[aria-level='2']").first.click()
     page.locator("#tree .looked .why").first.wait_for()
     page.mouse.move(5, 5)

@@ -28,9 +28,7 @@ def offers_tools(chat: Chat) -> bool:
     return bool(chat.tools) and chat.tool_choice.mode is not ToolMode.NONE
 
 
-def reply_length(
-    request: GenerateRequest, prompt: Prompt, model: ModelInfo, limits: Limits
-) -> int:
+def reply_length(request: GenerateRequest, prompt: Prompt, model: ModelInfo, limits: Limits) -> int:
     # [0, n_prompt) prompt   [n_prompt, context_length) room for the reply
     room = model.context_length - len(prompt)
     if room < 1:

@@ -7,18 +7,17 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from firn.api.asking import offers_tools, refuse_constraints, reply_length, sampling_for
 from firn.api.mailroom import Mailbox
 from firn.api.prompting import gathered, make_prompt
-from firn.api.services import Limits, Services
+from firn.api.services import Services
 from firn.api.thinking import ThinkBudget
 from firn.core.errors import (
     BadRequest,
-    ContextTooLong,
     InvalidValue,
     QueueFull,
     ShuttingDown,
@@ -48,17 +47,14 @@ from firn.core.values import (
     GenerateRequest,
     Job,
     Middle,
-    ModelInfo,
     Namespace,
     Prompt,
     RawText,
     RawTokens,
     RequestId,
-    Sampling,
     Served,
     TokenArray,
     ToolChoice,
-    ToolMode,
     Usage,
 )
 from firn.text.call_check import CallCheck

@@ -33,8 +33,8 @@ function App() {
       <h1><img src="page/icon.svg" alt="" width="26" height="26" /> firn</h1>
       <${Line} />
       <div class="tools">
-        ${names.length > 1 && html`<label for="model">Model</label><select id="model" value=${chosen} onChange=${(e) => setWanted(e.target.value)}>
-          <option value="">all</option>${names.map((name) => html`<option value=${name}>${name}</option>`)}</select>`}
+        ${names.length > 1 && html`<span class="field"><label for="model">Model</label> <select id="model" value=${chosen} onChange=${(e) => setWanted(e.target.value)}>
+          <option value="">all</option>${names.map((name) => html`<option value=${name}>${name}</option>`)}</select></span>`}
         <${Theme} />
         ${key.get() && html`<button onClick=${leave}>Forget the key</button>`}
       </div>
@@ -90,8 +90,8 @@ function Theme() {
     if (next === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = next;
   };
-  return html`<label for="theme">Theme</label><select id="theme" value=${theme} onChange=${choose}>
-    <option value="system">as the system</option><option value="light">light</option><option value="dark">dark</option></select>`;
+  return html`<span class="field"><label for="theme">Theme</label> <select id="theme" value=${theme} onChange=${choose}>
+    <option value="system">as the system</option><option value="light">light</option><option value="dark">dark</option></select></span>`;
 }
 
 function SignIn({ why }) {

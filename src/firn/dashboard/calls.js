@@ -1,7 +1,7 @@
 // Requests as bars over time, and what is known of the one that is looked at.
 
 import { html, useRef, useState } from "./vendor/htm-preact.js";
-import { clock, count, percent, rate, seconds } from "./format.js";
+import { clock, count, percent, rate, seconds, tokens } from "./format.js";
 import { Empty, Legend, Panel, Table, useTick, useWidth } from "./parts.js";
 
 const ROW = 26;
@@ -65,9 +65,9 @@ export function Calls({ store, model }) {
   const shown = calls.filter((c) => c.arrived_at + (c.ended_s ?? Infinity) > now - span);
   const last = calls.reduce((a, b) => (a && a.arrived_at > b.arrived_at ? a : b), null);
   const looked = store.calls.get(hovered) ?? store.calls.get(selected) ?? null;
-  const tools = html`<label for="span">Time shown</label><select id="span" value=${span} onChange=${(e) => setSpan(Number(e.target.value))}>
+  const tools = html`<span class="field"><label for="span">Time shown</label> <select id="span" value=${span} onChange=${(e) => setSpan(Number(e.target.value))}>
     ${WINDOWS.map(([s, name]) => html`<option value=${s}>${name}</option>`)}
-  </select>`;
+  </select></span>`;
   return html`<${Panel} id="requests" title="Requests" wide tools=${tools}
       note="${open.length ? `${count(open.length)} under way` : "none under way"}, ${count(calls.length)} known">
     ${shown.length
@@ -175,17 +175,17 @@ function Details({ call, now }) {
     ["came", `${clock(call.arrived_at)}, ${PHASES[call.phase]}`],
     ["model", call.model],
     ["key", keyName(call.key)],
-    ["prompt", `${count(call.prompt_tokens)} tokens`],
-    ["reused", settled ? `${count(call.cached_tokens)} tokens, ${percent(share(call))}${tierList(call)}` : "–"],
-    ["computed", settled ? `${count(call.prompt_tokens - call.cached_tokens)} tokens` : `${count(call.read_tokens)} read so far`],
+    ["prompt", tokens(call.prompt_tokens)],
+    ["reused", settled ? `${tokens(call.cached_tokens)}, ${percent(share(call))}${tierList(call)}` : "–"],
+    ["computed", settled ? tokens(call.prompt_tokens - call.cached_tokens) : `${count(call.read_tokens)} read so far`],
     ["queued", seconds(call.row_s ?? (call.phase === "queued" ? now - call.arrived_at : null))],
     ["lookup", call.lookup_s == null ? "–" : seconds(call.looked_up_s - call.lookup_s)],
     ["loading", call.loads ? seconds((call.admitted_s ?? now - call.arrived_at) - call.looked_up_s) : "none"],
     ["first token", call.first_token_s == null ? "–" : `after ${seconds(call.first_token_s)}`],
-    ["reply", `${count(call.reply_tokens)} tokens${speed(call, now) ? `, ${rate(speed(call, now))} a second` : ""}`],
+    ["reply", `${tokens(call.reply_tokens)}${speed(call, now) ? `, ${rate(speed(call, now))} a second` : ""}`],
     ["in all", seconds(call.ended_s ?? now - call.arrived_at)],
   ];
-  if (call.drafted_tokens) facts.push(["guessed", `${count(call.drafted_tokens)} tokens, ${count(call.accepted_tokens)} right`]);
+  if (call.drafted_tokens) facts.push(["guessed", `${tokens(call.drafted_tokens)}, ${count(call.accepted_tokens)} right`]);
   return html`<dl class="facts">
       ${facts.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}
     </dl>

@@ -16,6 +16,10 @@ export function count(n) {
   return n == null || !Number.isFinite(n) ? "–" : Math.round(n).toLocaleString("en-US");
 }
 
+export function tokens(n) {
+  return `${count(n)} ${n === 1 ? "token" : "tokens"}`;
+}
+
 /** Short, for labels: 950, 1.2K, 34K, 1.2M. */
 export function short(n) {
   if (n < 1000) return String(Math.round(n));

@@ -5,8 +5,14 @@ import { ask, events, json, Refused } from "./server.js";
 const MAX_CALLS = 2000;
 const MAX_SAMPLES = 2000;
 const SILENCE_MS = 35000; // the server says something every ten seconds: a longer silence is a dead line
+const GAP_S = 1;
 const FIRST_RETRY_MS = 500;
 const MAX_RETRY_MS = 8000;
+
+/** Bars need some room of their own, however short they are. */
+function ends(call) {
+  return call.ended_s == null ? Infinity : call.arrived_at + call.ended_s + GAP_S;
+}
 
 export class Store {
   constructor() {
@@ -135,10 +141,10 @@ export class Store {
   /** The first row in which nothing else is drawn while this call goes on; it keeps it. */
   _lane(call) {
     const taken = new Set();
-    const end = call.ended_s == null ? Infinity : call.arrived_at + call.ended_s;
+    const end = ends(call);
     for (const other of this.calls.values()) {
       if (other.id === call.id) continue;
-      const other_end = other.ended_s == null ? Infinity : other.arrived_at + other.ended_s;
+      const other_end = ends(other);
       if (other_end > call.arrived_at && other.arrived_at < end) taken.add(this.lanes.get(other.id));
     }
     let lane = 0;

@@ -24,7 +24,7 @@ function Tier({ name, cache }) {
   const from = cache.tokens.by_tier[name] ?? 0;
   const css = tierClass(name);
   const parts = folder ? [[css, "this model", tier.used_bytes], ["others", "others that share it", Math.max(used - tier.used_bytes, 0)]] : [[css, "used", used]];
-  const facts = [["records", count(tier.records)], ["gave", `${percent(cache.tokens.prompt ? from / cache.tokens.prompt : null)} of prompt tokens`]];
+  const facts = [["records", count(tier.records)], ["hit rate", `${percent(cache.tokens.prompt ? from / cache.tokens.prompt : null)} of prompt tokens`]];
   if (tier.pinned_bytes) facts.push(["pinned", bytes(tier.pinned_bytes)]);
   if (tier.leaving_bytes) facts.push(["on its way down", bytes(tier.leaving_bytes)]);
   if (folder) {
