@@ -27,7 +27,7 @@ function App() {
   const chosen = names.includes(wanted) ? wanted : "";
   const model = chosen || (store.models.find((m) => m.default && m.state === "loaded") ?? store.models.find((m) => m.state === "loaded") ?? store.models.find((m) => m.default) ?? store.models[0])?.id || "";
   const state = store.states.get(model);
-  const cached = state ? state.cache?.enabled !== false : store.status === "live";
+  const off = state?.cache?.enabled === false ? state.cache.why || "switched off" : "";
   return html`<a class="skip" href="#requests">To the requests</a>
     <header class="top">
       <h1><img src="page/icon.svg" alt="" width="26" height="26" /> firn</h1>
@@ -44,7 +44,7 @@ function App() {
     <main>
       <${Headline} model=${chosen} />
       <${Calls} store=${store} model=${chosen} />
-      <${Tree} store=${store} model=${model} enabled=${cached} />
+      <${Tree} store=${store} model=${model} off=${off} />
       <${Tiers} state=${state} />
       <${Memory} state=${state} />
       <${Models} store=${store} />
@@ -68,12 +68,13 @@ function Line() {
 function Headline({ model }) {
   const caches = [...store.states.values()].filter((s) => !model || s.model === model).map((s) => s.cache).filter((c) => c?.tokens);
   const sum = (of) => caches.reduce((n, cache) => n + of(cache), 0);
+  const idle = [...store.states.values()].some((s) => s.cache?.enabled === false) && !caches.length;
   const prompt = sum((c) => c.tokens.prompt);
   const cached = sum((c) => c.tokens.cached);
   const open = [...store.calls.values()].filter((c) => c.ended_s == null && (!model || c.model === model));
   const waiting = open.filter((c) => c.phase === "queued").length;
   const figures = [
-    ["reused", prompt ? percent(cached / prompt) : "–", prompt ? `${count(cached)} of ${count(prompt)} prompt tokens` : "of prompt tokens, since the start"],
+    ["reused", prompt ? percent(cached / prompt) : "–", prompt ? `${count(cached)} of ${count(prompt)} prompt tokens` : idle ? "reuse is off" : "of prompt tokens, since the start"],
     ["saved", prompt ? seconds(sum((c) => c.seconds_saved)) : "–", "of computing, since the start"],
     ["under way", count(open.length - waiting), waiting ? `${count(waiting)} waiting` : "none waiting"],
     ["writing", rate(writtenNow(store)), "tokens a second"],

@@ -12,6 +12,7 @@ const N_LISTED = 100;
 
 const REASONS = {
   "": "nothing more could be",
+  "no cache": "reuse is off",
   cold: "nothing that is stored begins like this prompt",
   evicted: "more was stored once, and had to give way to other prefixes",
   "slower to load": "loading more would have taken longer than computing it",
@@ -110,7 +111,7 @@ function Timeline({ store, calls, now, span, selected, onSelect, onHover }) {
     ${width > 0 && html`<svg ref=${box} width=${width} height=${height} role="listbox" aria-label="Requests over time" onKeyDown=${move} onMouseLeave=${() => onHover(null)}>
       ${axis(span).map((t) => html`<g key=${t}>
         <line class="grid" x1=${x(now - t)} x2=${x(now - t)} y1="0" y2=${height - 18} />
-        <text class="tick" x=${x(now - t)} y=${height - 5} text-anchor=${t === 0 ? "end" : "middle"}>${t === 0 ? "now" : `−${seconds(t)}`}</text>
+        <text class="tick" x=${x(now - t)} y=${height - 5} text-anchor=${t === 0 ? "end" : "middle"}>${t === 0 ? "now" : `−${t % 60 ? `${t} s` : `${t / 60} min`}`}</text>
       </g>`)}
       ${inOrder.map((call) => html`<${Bar} key=${call.id} call=${call} now=${now} x=${x} width=${width}
         y=${(store.lanes.get(call.id) ?? 0) * ROW + 4} focusable=${call.id === current} chosen=${call.id === selected}

@@ -155,7 +155,7 @@ function Guesses({ store, model, now }) {
   const y = (n) => (HEIGHT - BOTTOM) * (1 - n / marks.at(-1)) + 4;
   const told = states.some((s) => s.operator);
   const empty = !told ? "The operator sees here how many tokens a step makes."
-    : totals.length === 0 ? "No tokens are guessed: start the server with --speculation auto to make several a step."
+    : totals.length === 0 ? html`No tokens are guessed: start the server with <code>--speculation auto</code> to make several a step.`
       : "No step has been made yet.";
   return html`<${Panel} id="guesses" title="Tokens a step" note="of a row; more than one where guesses came true">
     ${steps > 0

@@ -20,7 +20,7 @@ export function Chat({ store, model }) {
   const writing = turns.at(-1)?.writing ?? false;
   const known = store.models.find((m) => m.id === model);
   const loaded = !store.several || known?.state === "loaded";
-  const chats = known?.capabilities?.includes("chat") ?? true;
+  const chats = !known?.capabilities?.length || known.capabilities.includes("chat");
 
   const update = (change) => setTurns((old) => [...old.slice(0, -1), { ...old.at(-1), ...change(old.at(-1)) }]);
 

@@ -22,7 +22,7 @@ export function tokens(n) {
 
 /** Short, for labels: 950, 1.2K, 34K, 1.2M. */
 export function short(n) {
-  if (n < 1000) return String(Math.round(n));
+  if (n < 1000) return n < 10 ? trim(n, 1) : String(Math.round(n));
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "K"]]) {
     if (n >= size) return `${n / size < 10 ? trim(n / size, 1) : Math.round(n / size)}${unit}`;
   }
@@ -55,7 +55,7 @@ export function ago(s) {
 }
 
 export function clock(unix) {
-  return new Date(unix * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+  return new Date(unix * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 }
 
 /** At least `n` round values from 0 up to what covers `top`. */

@@ -8,6 +8,7 @@ import { ask } from "./server.js";
 export function Models({ store }) {
   const [busy, setBusy] = useState({});
   const [said, setSaid] = useState("");
+  const loaded = store.models.filter((m) => m.state === "loaded").length;
   const act = async (id, action) => {
     setBusy((b) => ({ ...b, [id]: action }));
     setSaid(`${action === "load" ? "Loading" : "Unloading"} ${id} …`);
@@ -19,9 +20,9 @@ export function Models({ store }) {
     }
     setBusy((b) => ({ ...b, [id]: undefined }));
   };
-  return html`<${Panel} id="models" title="Models" note=${store.several ? "each in a process of its own" : ""}>
+  return html`<${Panel} id="models" title="Models" note=${store.several ? `${count(loaded)} of ${count(store.models.length)} loaded, each in a process of its own` : ""}>
     ${store.models.length === 0 && html`<${Empty}>The models of this server will be listed here.<//>`}
-    <ul class="models">
+    <ul class="models" tabindex=${store.models.length > 6 ? 0 : -1}>
       ${store.models.map((m) => html`<li key=${m.id}>
         <span class="state ${m.state ?? "loaded"}">${m.state ?? "loaded"}</span>
         <span class="name"><b>${m.id}</b> <small>${details(m)}</small>${m.error && html`<small class="warn">${m.error}</small>`}</span>

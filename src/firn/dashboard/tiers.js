@@ -11,7 +11,7 @@ export function Tiers({ state }) {
     ${!cache && html`<${Empty}>What the cache holds in memory and on the SSD will be shown here, once a model is loaded.<//>`}
     ${cache && !cache.enabled && html`<${Empty}>Reuse is off${cache.why ? `: ${cache.why}` : ""}. Every prompt is computed anew.<//>`}
     ${cache?.enabled && cache.tiers.map((name) => html`<${Tier} key=${name} name=${name} cache=${cache} />`)}
-    ${cache?.enabled && cache.tiers.length === 1 && html`<p class="hint">There is no tier below memory: what has to give way there is computed again (see --ssd-cache-dir).</p>`}
+    ${cache?.enabled && cache.tiers.length === 1 && html`<p class="hint">There is no tier below memory: what has to give way there is computed again.</p>`}
     ${cache?.enabled && html`<${Table} caption="Lookups by outcome" head=${["outcome", "lookups"]} rows=${outcomes(cache)} />`}
   <//>`;
 }

@@ -11,7 +11,7 @@ const MIN_PX = 1.5; // narrower runs are not drawn; those above them show that t
 const LIMIT = 600;
 const EVERY_MS = 5000;
 
-export function Tree({ store, model, enabled }) {
+export function Tree({ store, model, off }) {
   const [path, setPath] = useState([]); // runs that were entered, the last is the top of what is shown
   const [tree, setTree] = useState(null);
   const [fault, setFault] = useState("");
@@ -20,11 +20,11 @@ export function Tree({ store, model, enabled }) {
   const top = path.at(-1)?.node;
   const query = new URLSearchParams({ limit: LIMIT, ...(top && { node: top }), ...(store.several && model && { model }) });
   const url = `v1/cache/tree?${query}`;
-  const live = store.status === "live";
+  const live = store.status === "live" && !off;
 
   useEffect(() => setPath([]), [model]);
   useEffect(() => {
-    if (!enabled || !live) return undefined;
+    if (!live) return undefined;
     const abort = new AbortController();
     let seen = -1;
     const look = async () => {
@@ -46,7 +46,7 @@ export function Tree({ store, model, enabled }) {
       abort.abort();
       clearInterval(timer);
     };
-  }, [url, enabled, live, stale]);
+  }, [url, live, stale]);
 
   const runs = tree?.runs ?? [];
   const layout = useMemo(() => arrange(runs), [tree]);
@@ -57,8 +57,8 @@ export function Tree({ store, model, enabled }) {
     ${path.length > 0 && html`<nav class="crumbs" aria-label="Where in the tree"><button class="link" onClick=${() => setPath([])}>everything</button>
       ${path.map((step, i) => html`<span key=${step.node}> › ${i < path.length - 1 ? html`<button class="link" onClick=${() => setPath(path.slice(0, i + 1))}>${step.name}</button>` : html`<b>tokens ${step.name}</b>`}</span>`)}</nav>`}
     ${fault && html`<p class="warn" role="alert">${fault}</p>`}
-    ${tree && !tree.enabled && html`<${Empty}>There is no tree: ${tree.why || "reuse is off"}.<//>`}
-    ${(!tree || (tree.enabled && runs.length === 0)) && html`<${Empty}>${tree ? "Nothing is stored yet. Prefixes will be drawn here as prompts are read: what several share above, where they part below." : "What is stored will be drawn here."}<//>`}
+    ${(off || (tree && !tree.enabled)) && html`<${Empty}>Nothing is stored: ${off ? `reuse is ${off}` : tree.why || "reuse is off"}.<//>`}
+    ${!off && (!tree || (tree.enabled && runs.length === 0)) && html`<${Empty}>${tree ? "Nothing is stored yet. Prefixes will be drawn here as prompts are read: what several share above, where they part below." : "What is stored will be drawn here."}<//>`}
     ${runs.length > 0 && html`<${Icicle} layout=${layout} places=${places} selected=${chosen?.run.node} onSelect=${setSelected} onEnter=${enter} now=${store.now()} />
       <${Legend} items=${[...places.map((p) => [tierClass(p), p === "memory" ? "in memory" : `on ${tierName(p)} only`]), ["pinned", "pinned"], ["hollow", "not held any more"]]} />
       ${chosen ? html`<${Chosen} key=${chosen.run.node} run=${chosen.run} places=${places} model=${store.several ? model : ""} now=${store.now()} onEnter=${enter}
