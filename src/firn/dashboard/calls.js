@@ -9,6 +9,7 @@ const BAR = 13;
 const MIN_PX = 3;
 const WINDOWS = [[60, "1 min"], [300, "5 min"], [1800, "30 min"], [7200, "2 h"]];
 const N_LISTED = 100;
+const N_DRAWN = 400;
 
 const REASONS = {
   "": "nothing more could be",
@@ -63,14 +64,15 @@ export function Calls({ store, model }) {
   const open = calls.filter((c) => c.ended_s == null);
   useTick(open.length ? 500 : 2000, calls.length > 0);
   const now = store.now();
-  const shown = calls.filter((c) => c.arrived_at + (c.ended_s ?? Infinity) > now - span);
+  const within = calls.filter((c) => c.arrived_at + (c.ended_s ?? Infinity) > now - span);
+  const shown = within.sort((a, b) => a.arrived_at - b.arrived_at).slice(-N_DRAWN);
   const last = calls.reduce((a, b) => (a && a.arrived_at > b.arrived_at ? a : b), null);
   const looked = store.calls.get(hovered) ?? store.calls.get(selected) ?? null;
   const tools = html`<span class="field"><label for="span">Time shown</label> <select id="span" value=${span} onChange=${(e) => setSpan(Number(e.target.value))}>
     ${WINDOWS.map(([s, name]) => html`<option value=${s}>${name}</option>`)}
   </select></span>`;
   return html`<${Panel} id="requests" title="Requests" wide tools=${tools}
-      note="${open.length ? `${count(open.length)} under way` : "none under way"}, ${count(calls.length)} known">
+      note="${open.length ? `${count(open.length)} under way` : "none under way"}, ${count(calls.length)} known${within.length > shown.length ? `, the newest ${count(shown.length)} drawn` : ""}">
     ${shown.length
       ? html`<${Timeline} store=${store} calls=${shown} now=${now} span=${span} selected=${selected}
           onSelect=${setSelected} onHover=${setHovered} />`
@@ -81,7 +83,7 @@ export function Calls({ store, model }) {
     <${Legend} items=${[["queued", "queued"], ["lookup", "lookup"], ["loading", "loading, while others go on"], ["computed", "computing the prompt"], ["decoding", "writing the reply"]]} />
     <${Legend} items=${[["memory", "reused from memory"], ["ssd", "from SSD"], ["neighbour", "from a request beside it"], ["computed", "computed (the thin bar below: shares of the prompt)"]]} />
     <div class="looked" aria-live="polite">${looked ? html`<${Details} call=${looked} now=${now} />` : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to read its story.</p>`}</div>
-    ${calls.length > 0 && html`<${Table} caption="Requests, the newest first" head=${HEAD} rows=${rows(calls, now)} />`}
+    ${calls.length > 0 && html`<${Table} caption="Requests, the newest first" head=${HEAD} rows=${() => rows(calls, now)} />`}
   <//>`;
 }
 

@@ -7,6 +7,7 @@ import { speed } from "./calls.js";
 
 const SPAN = 300;
 const N_BINS = 60;
+const N_DOTS = 500;
 const HEIGHT = 130;
 const LEFT = 40;
 const BOTTOM = 18;
@@ -25,7 +26,7 @@ export function Rates({ store, model }) {
         empty="What prompts reuse and what they compute will be drawn here." />
       <${Legend} items=${[["decoding", "written"], ["memory", "reused"], ["computed", "computed"]]} />
       <${Table} caption="Tokens a second, in steps of five seconds" head=${["from", "written", "reused", "computed"]}
-        rows=${bins.filter((b) => b.written || b.reused || b.computed).map((b) => ({ key: b.at, cells: [clock(b.at), rate(b.written), rate(b.reused), rate(b.computed)] }))} />
+        rows=${() => bins.filter((b) => b.written || b.reused || b.computed).map((b) => ({ key: b.at, cells: [clock(b.at), rate(b.written), rate(b.reused), rate(b.computed)] }))} />
     <//>
     <${FirstTokens} calls=${calls} />
     <${Guesses} store=${store} model=${model} now=${now} />`;
@@ -104,7 +105,7 @@ function Bars({ now, bins, series, empty }) {
 function FirstTokens({ calls }) {
   const [ref, width] = useWidth();
   const [looked, setLooked] = useState(null);
-  const points = calls.filter((c) => c.first_token_s != null && c.prompt_tokens > 0)
+  const points = calls.filter((c) => c.first_token_s != null && c.prompt_tokens > 0).slice(-N_DOTS)
     .map((c) => ({ id: c.id, x: c.cached_tokens / c.prompt_tokens, y: Math.max(c.first_token_s, 1e-3), n: c.prompt_tokens, call: c }));
   const low = Math.floor(Math.log10(Math.min(...points.map((p) => p.y), 0.1)));
   const high = Math.ceil(Math.log10(Math.max(...points.map((p) => p.y), 1)));
@@ -125,7 +126,7 @@ function FirstTokens({ calls }) {
     </div>
     ${points.length > 0 && html`<p class="reading">${looked ? `${count(looked.n)} prompt tokens, ${percent(looked.x)} reused: first token after ${seconds(looked.y)}` : "Larger dots are longer prompts."}</p>
       <${Table} caption="Time to the first token by reused share" head=${["reused", "requests", "median", "longest"]}
-        rows=${groups.map(([from, to, name]) => {
+        rows=${() => groups.map(([from, to, name]) => {
           const times = points.filter((p) => p.x >= from && p.x < to).map((p) => p.y).sort((a, b) => a - b);
           return { key: name, cells: [name, count(times.length), times.length ? seconds(times[times.length >> 1]) : "–", times.length ? seconds(times.at(-1)) : "–"] };
         })} />`}

@@ -7,7 +7,8 @@ import { ask, events, json, read, write } from "./server.js";
 import { origins, speed, tierName, why } from "./calls.js";
 
 const KEPT = "firn.chat";
-const PROBE_MS = 350;
+const PROBE_MS = 500;
+const QUIET_MS = 60000; // after a refusal: asking must not use up what the turns themselves need
 const MAX_KEPT = 400000;
 
 export function Chat({ store, model }) {
@@ -16,6 +17,7 @@ export function Chat({ store, model }) {
   const [probe, setProbe] = useState(null);
   const [fault, setFault] = useState("");
   const abort = useRef(null);
+  const quiet = useRef(0);
   const log = useRef(null);
   const writing = turns.at(-1)?.writing ?? false;
   const known = store.models.find((m) => m.id === model);
@@ -26,13 +28,14 @@ export function Chat({ store, model }) {
 
   // While the user types: what would this turn reuse? It is asked of a model that is loaded anyhow.
   useEffect(() => {
-    if (!draft.trim() || writing || !loaded || store.status !== "live") return setProbe(null);
+    if (!draft.trim() || writing || !loaded || store.status !== "live" || Date.now() < quiet.current) return setProbe(null);
     const stop = new AbortController();
     const timer = setTimeout(async () => {
       try {
         const body = { model, messages: [...history(turns), { role: "user", content: draft }] };
         setProbe(await json("v1/cache/probe", { method: "POST", body, signal: stop.signal }));
-      } catch {
+      } catch (error) {
+        if (error.status === 429) quiet.current = Date.now() + QUIET_MS;
         setProbe(null); // it is a comfort; the turn itself says what is wrong
       }
     }, PROBE_MS);

@@ -24,21 +24,22 @@ export function Legend({ items }) {
   </ul>`;
 }
 
-/** The same numbers for who cannot see the picture, or would rather read. */
-export function Table({ caption, head, rows, open }) {
-  return html`<details class="astable" open=${open}>
-    <summary>As a table</summary>
-    <div class="scroll" tabindex="0" role="group" aria-label=${caption}>
+/** The same numbers for who cannot see the picture, or would rather read. `rows` is called when it is open. */
+export function Table({ caption, head, rows }) {
+  const [open, setOpen] = useState(false);
+  return html`<details class="astable" onToggle=${(e) => setOpen(e.target.open)}>
+    <summary>As a table<span class="unseen">: ${caption}</span></summary>
+    ${open && html`<div class="scroll" tabindex="0" role="group" aria-label=${caption}>
       <table>
         <caption>${caption}</caption>
         <thead><tr>${head.map((cell) => html`<th scope="col">${cell}</th>`)}</tr></thead>
         <tbody>
-          ${rows.map(({ key, cells }) => html`<tr key=${key}>
+          ${rows().map(({ key, cells }) => html`<tr key=${key}>
             ${cells.map((cell, i) => (i ? html`<td>${cell}</td>` : html`<th scope="row">${cell}</th>`))}
           </tr>`)}
         </tbody>
       </table>
-    </div>
+    </div>`}
   </details>`;
 }
 

@@ -103,6 +103,7 @@ export class Store {
     const { data } = await json("v1/models?limit=1000");
     const known = new Map(this.models.map((m) => [m.id, m]));
     this.models = data.map((m) => ({ ...known.get(m.id), ...m }));
+    this.several = data.some((m) => "default" in m); // only a front has one
     this.changed();
   }
 
@@ -122,13 +123,12 @@ export class Store {
     for (const [id, call] of this.calls) {
       if (call.ended_s == null) this.calls.delete(id);
     }
-    this.several = false;
   }
 
   _call(call) {
     const before = this.calls.get(call.id);
     if (before?.ended_s != null) return;
-    if (call.ended_s != null && before) this.ended += 1;
+    if (call.ended_s != null) this.ended += 1;
     this.calls.set(call.id, call);
     if (!before) this.lanes.set(call.id, this._lane(call));
     for (const id of this.calls.keys()) {
@@ -165,7 +165,6 @@ export class Store {
   }
 
   _models(list) {
-    this.several = true;
     const known = new Map(this.models.map((m) => [m.id, m]));
     this.models = list.map((m) => ({ ...known.get(m.id), ...m }));
     for (const { id, state } of list) {

@@ -12,7 +12,7 @@ export function Tiers({ state }) {
     ${cache && !cache.enabled && html`<${Empty}>Reuse is off${cache.why ? `: ${cache.why}` : ""}. Every prompt is computed anew.<//>`}
     ${cache?.enabled && cache.tiers.map((name) => html`<${Tier} key=${name} name=${name} cache=${cache} />`)}
     ${cache?.enabled && cache.tiers.length === 1 && html`<p class="hint">There is no tier below memory: what has to give way there is computed again.</p>`}
-    ${cache?.enabled && html`<${Table} caption="Lookups by outcome" head=${["outcome", "lookups"]} rows=${outcomes(cache)} />`}
+    ${cache?.enabled && html`<${Table} caption="Lookups by outcome" head=${["outcome", "lookups"]} rows=${() => outcomes(cache)} />`}
   <//>`;
 }
 
@@ -34,7 +34,7 @@ function Tier({ name, cache }) {
   }
   return html`<div class="tier">
     <h3>${name === "memory" ? "Memory" : name === "ssd" ? "SSD" : tierName(name)} <small>${bytes(used)}${limit ? ` of ${bytes(limit)}` : ""}</small></h3>
-    <${Stack} label=${tierName(name)} whole=${limit} parts=${parts} format=${bytes} />
+    ${limit > 0 && html`<${Stack} label=${tierName(name)} whole=${limit} parts=${parts} format=${bytes} />`}
     ${folder?.state === "paused" && html`<p class="warn">Writing pauses: ${folder.reason}</p>`}
     <dl class="facts small">${facts.map(([k, v]) => html`<div key=${k}><dt>${k}</dt><dd>${v}</dd></div>`)}</dl>
     ${folder?.day_bytes != null && html`<p class="wear">Wear in 24 hours: <b>${bytes(folder.day_bytes)}</b>

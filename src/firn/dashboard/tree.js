@@ -10,6 +10,7 @@ const ROW = 30;
 const MIN_PX = 1.5; // narrower runs are not drawn; those above them show that there is more
 const LIMIT = 600;
 const EVERY_MS = 5000;
+const AT_LEAST_MS = 30000;
 
 export function Tree({ store, model, off }) {
   const [path, setPath] = useState([]); // runs that were entered, the last is the top of what is shown
@@ -26,10 +27,11 @@ export function Tree({ store, model, off }) {
   useEffect(() => {
     if (!live) return undefined;
     const abort = new AbortController();
-    let seen = -1;
+    let [seen, at] = [-1, 0];
     const look = async () => {
-      if (seen === store.ended || document.visibilityState !== "visible") return; // nothing can be new
-      seen = store.ended;
+      const old = Date.now() - at > AT_LEAST_MS; // records are written and evicted behind requests
+      if ((seen === store.ended && !old) || document.visibilityState !== "visible") return;
+      [seen, at] = [store.ended, Date.now()];
       try {
         const found = await json(url, { signal: abort.signal });
         setTree(found);
@@ -63,7 +65,7 @@ export function Tree({ store, model, off }) {
       <${Legend} items=${[...places.map((p) => [tierClass(p), p === "memory" ? "in memory" : `on ${tierName(p)} only`]), ["pinned", "pinned"], ["hollow", "not held any more"]]} />
       ${chosen ? html`<${Chosen} key=${chosen.run.node} run=${chosen.run} places=${places} model=${store.several ? model : ""} now=${store.now()} onEnter=${enter}
           onChanged=${() => setStale((n) => n + 1)} />` : html`<p class="hint">Choose a prefix to see what it saves, to pin it or to forget it. Arrow keys move, Enter goes in.</p>`}
-      <${Table} caption="Stored prefixes, the largest first" head=${["tokens", "begins", "held", "below", "where", "last use", "shared by", "pinned"]} rows=${rows(runs, places, store.now())} />`}
+      <${Table} caption="Stored prefixes, the largest first" head=${["tokens", "begins", "held", "below", "where", "last use", "shared by", "pinned"]} rows=${() => rows(runs, places, store.now())} />`}
   <//>`;
 }
 
