@@ -28,7 +28,7 @@ from firn.demo.server import Child
 from tests.browser import chrome
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, FloatRect, Page, ViewportSize
 
 MODELS = ("firn-demo", "firn-demo-hybrid")
 DOCUMENTS = (1200, 2400, 4000)
@@ -40,7 +40,9 @@ RULES = (
 )
 """What all of them begin with, whatever they read."""
 PAUSE_S = (0.2, 2.0)
-WIDE, PHONE = {"width": 1360, "height": 1000}, {"width": 390, "height": 844}
+WIDE: ViewportSize = {"width": 1360, "height": 1250}
+PHONE: ViewportSize = {"width": 390, "height": 844}
+PHONE_TALL = 1700
 
 
 def main() -> int:
@@ -55,7 +57,7 @@ def main() -> int:
             "--ssd-cache-dir",
             f"{tmp}/ssd",
             "--cache-memory-mb",
-            "24",
+            "10",
             "--show-text",
         )
         flags = (*flags, "--cache-block-tokens", "64", "--speculation", "lookup")
@@ -84,14 +86,15 @@ def visit(server: Child, browser: Browser, out: Path) -> None:
         busy.submit(person, server, 100 + seed)
     page.locator(".call.decoding, .call.reading").first.wait_for()
     look(page)
-    page.screenshot(path=out / "page.png", full_page=True)
+    page.screenshot(path=out / "page.png")
     page.emulate_media(color_scheme="dark")
     page.screenshot(path=out / "page-dark.png", full_page=True)
     page.emulate_media(color_scheme="light")
     page.set_viewport_size(PHONE)
     page.evaluate("scrollTo(0, 0)")
     page.wait_for_timeout(500)  # the panels find their new widths
-    page.screenshot(path=out / "page-phone.png", full_page=True)
+    tall: FloatRect = {"x": 0, "y": 0, "width": PHONE["width"], "height": PHONE_TALL}
+    page.screenshot(path=out / "page-phone.png", full_page=True, clip=tall)
     busy.shutdown()
 
 
@@ -144,7 +147,7 @@ def look(page: Page) -> None:
     page.get_by_label("Time shown").select_option("1 min")
     page.locator("#requests .call.done").last.focus()
     page.locator("#tree .run[aria-level='2']").first.click()
-    page.locator("#tree .looked .why").first.wait_for()
+    page.locator("#tree .looked").get_by_text("Saves").wait_for()
     page.mouse.move(5, 5)
 
 

@@ -9,7 +9,7 @@ const SPAN = 300;
 const N_BINS = 60;
 const N_DOTS = 500;
 const HEIGHT = 130;
-const LEFT = 40;
+const LEFT = 48;
 const BOTTOM = 18;
 
 export function Rates({ store, model }) {
@@ -117,10 +117,10 @@ function FirstTokens({ calls }) {
   return html`<${Panel} id="first" title="First token by reused share" note="each dot a request; the time scale is logarithmic">
     ${points.length === 0 && html`<${Empty}>A dot for each request will be drawn here: the further right, the more it reused; the lower, the sooner it was answered.<//>`}
     <div class="chart" ref=${ref}>
-      ${width > 0 && points.length > 0 && html`<svg width=${width} height=${tall + 14} role="img" aria-label="Seconds to the first token by share of the prompt that was reused; the table below has the medians.">
+      ${width > 0 && points.length > 0 && html`<svg width=${width} height=${tall + 20} role="img" aria-label="Seconds to the first token by share of the prompt that was reused; the table below has the medians.">
         ${decades.map((s) => html`<g key=${s}><line class="grid" x1=${LEFT} x2=${width} y1=${py(s)} y2=${py(s)} /><text class="tick" x=${LEFT - 6} y=${py(s) + 4} text-anchor="end">${seconds(s)}</text></g>`)}
         ${[0, 0.25, 0.5, 0.75, 1].map((s) => html`<text key=${s} class="tick" x=${px(s)} y=${tall + 2} text-anchor=${s === 1 ? "end" : s ? "middle" : "start"}>${percent(s)}</text>`)}
-        <text class="tick" x=${px(0.5)} y=${tall + 13} text-anchor="middle">of the prompt reused</text>
+        <text class="tick" x=${px(0.5)} y=${tall + 17} text-anchor="middle">of the prompt reused</text>
         ${points.map((p) => html`<circle key=${p.id} class="dot" cx=${px(p.x)} cy=${py(p.y)} r=${2.5 + Math.min(Math.sqrt(p.n) / 30, 6)} onMouseEnter=${() => setLooked(p)} onMouseLeave=${() => setLooked(null)}><title>${count(p.n)} tokens, ${percent(p.x)} reused, first token after ${seconds(p.y)}</title></circle>`)}
       </svg>`}
     </div>
