@@ -82,7 +82,7 @@ export function Calls({ store, model }) {
           : "Every request will be a bar here: how long it queued, what it reused, what it computed, how long it wrote. Ask something, below or from any client."}<//>`}
     <${Legend} items=${[["queued", "queued"], ["lookup", "lookup"], ["loading", "loading, while others go on"], ["computed", "computing the prompt"], ["decoding", "writing the reply"]]} />
     <${Legend} items=${[["memory", "reused from memory"], ["ssd", "from SSD"], ["neighbour", "from a request beside it"], ["computed", "computed (the thin bar below: shares of the prompt)"]]} />
-    <div class="looked" aria-live="polite">${looked ? html`<${Details} call=${looked} now=${now} />` : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to read its story.</p>`}</div>
+    <div class="looked">${looked ? html`<${Details} call=${looked} now=${now} />` : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to read its story.</p>`}</div>
     ${calls.length > 0 && html`<${Table} caption="Requests, the newest first" head=${HEAD} rows=${() => rows(calls, now)} />`}
   <//>`;
 }
@@ -159,7 +159,7 @@ function Bar({ call, now, x, y, width, focusable, chosen, onSelect, onHover }) {
 
 function summary(call) {
   const reused = call.admitted_s == null ? "" : `, ${percent(share(call))} reused`;
-  return `${clock(call.arrived_at)} ${call.model}: ${call.phase}, ${count(call.prompt_tokens)} prompt tokens${reused}, ${count(call.reply_tokens)} written`;
+  return `${clock(call.arrived_at)} ${call.model}: ${call.phase}, ${count(call.prompt_tokens)} prompt tokens${reused}, ${count(call.reply_tokens)} written${call.admitted_s == null ? "" : `; why not more: ${why(call.reason)}`}`;
 }
 
 function share(call) {

@@ -63,10 +63,10 @@ export function Memory({ state }) {
 export function memoryParts(state) {
   const room = state.cache?.admission;
   if (state.weights_bytes == null || !room) return null;
-  const records = state.cache.memory?.used_bytes ?? 0;
-  const parked = room.parked_bytes ?? 0;
-  const free = Math.max(room.capacity_bytes - room.held_bytes - parked - records, 0);
+  const used = state.cache.memory?.used_bytes ?? 0;
+  const parked = state.cache.memory?.parked_bytes; // of these, what lies in rows that have ended
+  const free = Math.max(room.capacity_bytes - room.held_bytes - used, 0);
   const found = [["weights", "weights", state.weights_bytes], ["live", "live requests", room.held_bytes]];
-  if (room.parked_bytes != null) found.push(["parked", "parked rows", parked]);
-  return [...found, ["memory", "records", records], ["free", "free", free]];
+  if (parked != null) found.push(["parked", "parked rows", parked]);
+  return [...found, ["memory", "records", used - (parked ?? 0)], ["free", "free", free]];
 }
