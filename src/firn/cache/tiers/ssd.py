@@ -462,6 +462,7 @@ class SsdTier:
             last = page.limit_nbytes or own
             self._limit_nbytes = last if self._guest else min(own, last)
             yield page
+            self._day_nbytes = page.day_nbytes(int(self._wall()) // HOUR_S)
 
     @contextlib.contextmanager
     def _change(self, page: Page, sub: str) -> Iterator[None]:
@@ -485,7 +486,6 @@ class SsdTier:
         own = [self._disk.stat(LOCK), self._disk.stat(TAG_FILE), *self._disk.files(MODELS)]
         fixed = sum(x.nbytes for x in own if x is not None)
         fixed += sum(self._disk.subfolder(sub)[0] for sub in (".", TMP, MODELS))
-        self._day_nbytes = page.day_nbytes(int(self._wall()) // HOUR_S)
         self._nbytes = int(page.nbytes.sum()) + temps + fixed + MARGIN_NBYTES
         return self._nbytes
 
