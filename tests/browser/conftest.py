@@ -13,10 +13,17 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
 
+PATIENCE_MS = 30_000
+"""For what will come; a machine may be busy."""
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     try:
         with chrome.started() as found:
+            from playwright.sync_api import expect
+
+            expect.set_options(timeout=PATIENCE_MS)
             yield found
     except (LookupError, ImportError) as e:
         pytest.skip(f"the page is not tested in a browser: {e}")
@@ -28,7 +35,7 @@ class Visit:
     def __init__(self, page: Page) -> None:
         self.page = page
         self.faults: list[str] = []
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: self.faults.append(str(error)))
         page.on("console", self._said)
 
