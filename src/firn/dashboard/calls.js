@@ -44,8 +44,10 @@ export function phases(call, now) {
 /** Tokens of its prompt by where they came from: [class, name, tokens]. */
 export function origins(call) {
   const tiers = Object.entries(call.tiers).map(([tier, n]) => [tierClass(tier), tierName(tier), n]);
-  const left = call.prompt_tokens - call.cached_tokens;
-  return [...tiers, ["computed", "computed", Math.max(left, 0)]];
+  const skipped = call.skipped_tokens ?? 0; // where a prompt is read in part only
+  const left = call.prompt_tokens - call.cached_tokens - skipped;
+  const found = [...tiers, ["computed", "computed", Math.max(left, 0)]];
+  return skipped ? [...found, ["skipped", "not read", skipped]] : found;
 }
 
 export function tierClass(tier) {
@@ -188,6 +190,7 @@ function Details({ call, now }) {
     ["reply", `${tokens(call.reply_tokens)}${speed(call, now) ? `, ${rate(speed(call, now))} a second` : ""}`],
     ["in all", seconds(call.ended_s ?? now - call.arrived_at)],
   ];
+  if (call.skipped_tokens) facts.push(["not read", `${tokens(call.skipped_tokens)}: the answer is approximate`]);
   if (call.drafted_tokens) facts.push(["guessed", `${tokens(call.drafted_tokens)}, ${count(call.accepted_tokens)} right`]);
   return html`<dl class="facts">
       ${facts.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}
