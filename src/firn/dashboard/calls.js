@@ -150,10 +150,10 @@ function Bar({ call, now, x, y, width, focusable, chosen, onSelect, onHover }) {
     })}
     ${call.lookup_s != null && html`<rect class="fill lookup" x=${x(t0 + call.lookup_s)} y=${y} width=${Math.max(clip(call.lookup_s, call.looked_up_s)[1], 1)} height=${BAR} />`}
     ${call.loads && html`<rect class="fill loading" x=${clip(call.looked_up_s, call.admitted_s ?? end)[0]} y=${y + BAR - 4} width=${Math.max(clip(call.looked_up_s, call.admitted_s ?? end)[1], 2)} height="4" />`}
-    ${call.admitted_s != null && origins(call).map(([name, , n]) => {
+    ${call.admitted_s != null && origins(call).map(([name, , n], i) => {
       const px = at;
       at += (n / total) * least;
-      return html`<rect key=${name} class="fill ${name}" x=${px} y=${y + BAR + 1.5} width=${at - px} height="3.5" />`;
+      return html`<rect key=${`from ${i}`} class="fill ${name}" x=${px} y=${y + BAR + 1.5} width=${at - px} height="3.5" />`;
     })}
     ${["failed", "gone"].includes(call.phase) && html`<text class="cross" x=${left + least + 3} y=${y + BAR - 2}>✕</text>`}
   </g>`;

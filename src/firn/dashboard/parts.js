@@ -20,7 +20,7 @@ export function Empty({ children }) {
 
 export function Legend({ items }) {
   return html`<ul class="legend">
-    ${items.map(([name, text]) => html`<li key=${name}><span class="swatch ${name}" aria-hidden="true"></span>${text}</li>`)}
+    ${items.map(([name, text]) => html`<li key=${text}><span class="swatch ${name}" aria-hidden="true"></span>${text}</li>`)}
   </ul>`;
 }
 
@@ -50,10 +50,10 @@ export function Stack({ parts, whole, label, format }) {
   let x = 0;
   return html`<svg class="stack" role="img" aria-label="${label}: ${text}" viewBox="0 0 1000 10" preserveAspectRatio="none">
     <rect class="ground" width="1000" height="10" />
-    ${parts.map(([name, title, n]) => {
+    ${parts.map(([name, title, n], i) => {
       const at = x;
       x += (n / total) * 1000;
-      return html`<rect key=${name} class="fill ${name}" x=${at} width=${Math.max(x - at, 0)} height="10"><title>${title} ${format(n)}</title></rect>`;
+      return html`<rect key=${i} class="fill ${name}" x=${at} width=${Math.max(x - at, 0)} height="10"><title>${title} ${format(n)}</title></rect>`;
     })}
   </svg>`;
 }

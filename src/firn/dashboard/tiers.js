@@ -55,7 +55,7 @@ export function Memory({ state }) {
     ${!state && html`<${Empty}>Weights, live requests, records and what is free will be shown here, once a model is loaded.<//>`}
     ${state && !parts && html`<${Empty}>How full the machine is, only the operator sees: it tells what others do.<//>`}
     ${parts && html`<${Stack} label="Memory" parts=${parts} format=${bytes} />
-      <dl class="facts small keyed">${parts.map(([css, name, n]) => html`<div key=${css}><dt><span class="swatch ${css}" aria-hidden="true"></span>${name}</dt><dd>${bytes(n)}</dd></div>`)}</dl>
+      <dl class="facts small keyed">${parts.map(([css, name, n]) => html`<div key=${name}><dt><span class="swatch ${css}" aria-hidden="true"></span>${name}</dt><dd>${bytes(n)}</dd></div>`)}</dl>
       <p class="hint">MLX holds ${bytes(state.mlx_bytes?.active)} now, and keeps ${bytes(state.mlx_bytes?.cached)} of freed buffers to use again.</p>`}
   <//>`;
 }

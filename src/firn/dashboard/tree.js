@@ -152,15 +152,15 @@ function Run({ item, width, places, now, chosen, focusable, onSelect, onEnter })
   return html`<g class="run ${chosen ? "chosen" : ""}" role="treeitem" aria-level=${item.depth + 1} aria-selected=${chosen} aria-label=${summary(run, places, now)}
       tabindex=${focusable ? 0 : -1} onClick=${() => onSelect(run.node)} onFocus=${() => onSelect(run.node)} onDblClick=${() => onEnter(run)}>
     <rect class="fill hollow" x=${x} y=${y} width=${w} height=${ROW - 3} />
-    ${held(run, places).map(([css, share]) => {
+    ${held(run, places).map(([css, share], i) => {
       const px = at;
       at += share * w;
-      return share > 0 && html`<rect key=${css} class="fill ${css}" x=${px} y=${y} width=${share * w} height=${ROW - 3} />`;
+      return share > 0 && html`<rect key=${i} class="fill ${css}" x=${px} y=${y} width=${share * w} height=${ROW - 3} />`;
     })}
     ${run.pins > 0 && html`<rect class="fill pinned" x=${x} y=${y + ROW - 6} width=${w} height="3" />`}
     ${run.more && html`<line class="morebelow" x1=${x + w * 0.25} x2=${x + w * 0.75} y1=${y + ROW - 4} y2=${y + ROW - 4} />`}
     <rect class="outline" x=${x} y=${y} width=${w} height=${ROW - 3} />
-    ${w > 46 && html`<text class="label" x=${x + 5} y=${y + 17}>${label(run, w)}</text>`}
+    ${w > 46 && html`<text class="label" aria-hidden="true" x=${x + 5} y=${y + 17}>${label(run, w)}</text>`}
     <title>${summary(run, places, now)}</title>
   </g>`;
 }
@@ -188,7 +188,8 @@ function owner(run) {
 }
 
 function summary(run, places, now) {
-  const what = run.namespace ? owner(run) : `tokens ${count(run.start)} to ${count(run.end)}`;
+  const begins = run.text ? `, “${run.text.slice(0, 60)}”` : "";
+  const what = run.namespace ? owner(run) : `tokens ${count(run.start)} to ${count(run.end)}${begins}`;
   const where = places.map((p, i) => run.total_places[i] ? `${bytes(run.total_places[i])} in ${tierName(p)}` : "").filter(Boolean).join(", ");
   return `${what}: ${bytes(run.total_bytes)} with all below${where ? ` (${where})` : ""}, shared by ${count(run.ends)}, last used ${ago(now - run.used_at)}${run.pins ? ", pinned" : ""}`;
 }
