@@ -23,7 +23,7 @@ EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
     "demo", "engine", "fleet", "kv_events", "leaving", "listening", "logs", "machine", "media", "memory",
     "models", "named", "options", "parts", "reservations", "several", "speculating", "supervisors",
-    "text", "traces",
+    "text", "traces", "watching",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -38,8 +38,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": set(),
     "defaults": {"core", "options"},
     "several": {"core", "options"},
-    "config": {"core", "defaults", "options", "several"},
-    "logs": {"config"},
+    "watching": {"options"},
+    "config": {"core", "defaults", "options", "several", "watching"},
+    "logs": {"config", "watching"},
     "text": {"core"},
     "media": {"core"},
     "cache": {"core"},

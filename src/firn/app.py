@@ -207,6 +207,8 @@ def build(config: Config, *, front: int | None = None) -> Server:
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
         recorder=recorder,
+        dashboard=not config.page.no_dashboard,
+        show_text=config.page.show_text,
         allocated=devices.allocated_nbytes,
         health_details=lambda: {
             "cache": health(engine.parts.cache),

@@ -23,6 +23,7 @@ from firn.defaults import ModelDefaults, SamplingConfig
 from firn.options import BadValue, Option, option, options_of
 from firn.several import FleetConfig, ModelTable, read_tables
 from firn.sparse_options import SparseConfig
+from firn.watching import LogConfig, PageConfig
 
 BUILTIN_MODEL = "firn-demo"
 CONFIG_ENV = "FIRN_CONFIG"
@@ -364,22 +365,6 @@ class ImagesConfig:
     )
 
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class LogConfig:
-    level: LogLevel = option(
-        "info", "How much to log.", flag="--log-level", words={"warn": "warning"}
-    )
-    record_trace: Path | None = option(
-        None,
-        "Append a line to this file for each request: time, lengths, salted hashes of blocks, tiers, "
-        "first token; no text. `firn cache advise` and `firn bench replay` read it.",
-        metavar="FILE",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a value came from: `where` is the file, the variable or the flag."""
@@ -406,6 +391,7 @@ class Config:
     sparse: SparseConfig = SparseConfig()
     images: ImagesConfig = ImagesConfig()
     fleet: FleetConfig = FleetConfig()
+    page: PageConfig = PageConfig()
     log: LogConfig = LogConfig()
     tables: tuple[ModelTable, ...] = ()
     """The file's [models.NAME]."""

@@ -121,8 +121,10 @@ def serve(
     wrap_prompts: Any = lambda prompts: prompts,
     reply_format: ReplyFormat = PLAIN,
     connections: Connections | None = None,
+    port: int = 0,
     **options: Any,
 ) -> Iterator[Live]:
+    """port: 0 takes any that is free."""
     tokenizer = tokenizer or FakeTokenizer()
     mailroom = Mailroom()
 
@@ -158,7 +160,7 @@ def serve(
                 **options,
             )
         )
-        server = _Server(http_config(app, connections or Connections(), port=0))
+        server = _Server(http_config(app, connections or Connections(), port=port))
         thread = threading.Thread(target=server.run, name="uvicorn")
         thread.start()
         try:

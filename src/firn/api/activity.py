@@ -1,10 +1,11 @@
 """/v1/activity: what the server is doing, as a stream of events for people who watch.
 
+    event: hello     once: the server's version and clock
     event: calls     those that began, went on or ended since the last one; at first all that are known
     event: state     engine, cache and memory, when they have changed
 
 A call is looked at when somebody watches, and once when it ends: serving pays nothing for it. The
-operator sees everybody's calls, a key its own; nobody sees text.
+operator sees everybody's calls, a key its own; text of prompts only with --show-text.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import json
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from firn import __version__
 from firn.api import sse
 from firn.api.auth import Caller
 from firn.api.exchange import Exchange, exchange_of
@@ -50,7 +52,16 @@ class CallView:
     """Whose it is: the first digits of the key's digest."""
     phase: Phase
     arrived_at: float
+    lookup_s: float | None
+    """The cache was asked from here..."""
+    looked_up_s: float | None
+    """... to here."""
+    row_s: float | None
+    """It left the queue."""
+    loads: bool
+    """From the lookup until it was admitted, records were read from below memory."""
     admitted_s: float | None
+    """What the cache did for it is settled."""
     first_token_s: float | None
     ended_s: float | None
     prompt_tokens: int
@@ -63,7 +74,11 @@ class CallView:
     approximate: bool
     """Some of the prompt is not read."""
     skipped_tokens: int
+    differs: str | None
+    """How the prompt goes on where it differs from what is stored; None: not to be shown."""
     reply_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 @dataclass(eq=False, slots=True)
@@ -72,19 +87,30 @@ class _Followed:
     session: Session
     model: str
     arrived_at: float
+    differs: Callable[[Session], str | None]
+    reason: str = ""
+    excerpt: str | None = None
+    """Made anew when the reason changes."""
 
     def view(self, *, ended: bool = False) -> CallView:
         session, began = self.session, self.exchange.began_at
-        usage, found = session.usage, session.found
+        usage, found, waits = session.usage, session.found, session.waits
         tiers: Counter[str] = Counter()
         for each in found:
             tiers.update(dict(each.tiers))
+        reason = ", ".join(dict.fromkeys(each.reason for each in found if each.reason))
+        if reason != self.reason:
+            self.reason, self.excerpt = reason, self.differs(session)
         return CallView(
             id=self.exchange.id,
             model=self.model,
             key=self.exchange.caller.own[:8],
             phase=self._phase(ended),
             arrived_at=round(self.arrived_at, 3),
+            lookup_s=_since(began, waits.lookup_at if waits else None),
+            looked_up_s=_since(began, waits.looked_up_at if waits else None),
+            row_s=_since(began, waits.row_at if waits else session.admitted_at),
+            loads=waits is not None and waits.loads,
             admitted_s=_since(began, session.admitted_at),
             first_token_s=_since(began, session.first_token_at),
             ended_s=_since(began, time.perf_counter()) if ended else None,
@@ -92,10 +118,13 @@ class _Followed:
             read_tokens=session.n_read,
             cached_tokens=usage.n_cached,
             tiers=dict(tiers),
-            reason=", ".join(dict.fromkeys(each.reason for each in found if each.reason)),
+            reason=reason,
+            differs=self.excerpt,
             approximate=any(each.keep is not None for each in found),
             skipped_tokens=usage.n_skipped,
             reply_tokens=usage.n_completion,
+            drafted_tokens=usage.n_drafted,
+            accepted_tokens=usage.n_accepted,
         )
 
     def _phase(self, ended: bool) -> Phase:
@@ -105,7 +134,8 @@ class _Followed:
             return "done" if self.session.over else "gone"
         if self.session.first_token_at is not None:
             return "decoding"
-        return "queued" if self.session.admitted_at is None else "reading"
+        waiting = self.session.admitted_at is None and not self.session.n_read
+        return "queued" if waiting else "reading"
 
 
 def _since(began: float, then: float | None) -> float | None:
@@ -115,8 +145,10 @@ def _since(began: float, then: float | None) -> float | None:
 class Activity:
     """Calls that go on, and the last that ended. Owner: the app, on the asyncio thread."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, differs: Callable[[Session], str | None]) -> None:
+        """differs: the text that a call's prompt goes on with where nothing stored agrees with it."""
         self._model = model
+        self._differs = differs
         self._open: dict[str, tuple[Namespace, _Followed]] = {}
         self._ended: deque[tuple[int, Namespace, CallView]] = deque(maxlen=N_ENDED)
         self._n_ended = 0
@@ -126,7 +158,7 @@ class Activity:
     def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
         """Around a call, while its session is open."""
         arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
-        call = _Followed(exchange, session, self._model, arrived_at)
+        call = _Followed(exchange, session, self._model, arrived_at, self._differs)
         self._open[exchange.id] = exchange.caller.own, call
         try:
             yield
@@ -191,7 +223,7 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
     activity.n_watchers += 1
     try:
         while not services.mailroom.draining:
-            frames = ""
+            frames = "" if tick else hello()
             calls = activity.news(seen, caller)
             if calls or not tick:
                 frames += _frame("calls", [asdict(call) for call in calls])
@@ -210,6 +242,11 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
         activity.n_watchers -= 1
 
 
+def hello() -> str:
+    """What a watcher needs to read all else: whose times they are, and whether its page is of today."""
+    return _frame("hello", {"version": __version__, "now": round(time.time(), 3)})
+
+
 def _frame(event: str, value: Any) -> str:
     return sse.named(event, json.dumps(value))
 
@@ -221,6 +258,7 @@ async def _state(services: Services, caller: Caller) -> dict[str, Any]:
         "model": model.name,
         "context_length": model.context_length,
         "operator": caller.operator,
+        "show_text": services.show_text,
     }
     if services.cache_admin is not None:
         scope = None if caller.operator else caller.namespace
@@ -238,4 +276,5 @@ async def _state(services: Services, caller: Caller) -> dict[str, Any]:
         }
         found["weights_bytes"] = model.weights_nbytes
         found["mlx_bytes"] = dict(services.allocated())
+        found["speculation"] = services.health_details().get("speculation", {})
     return found

@@ -40,6 +40,8 @@ class Exchange:
     """Why it was refused, or ended badly."""
     session: str = ""
     """The conversation it belongs to."""
+    own_page: bool | None = None
+    """A browser asks for a page that came from this very server. None: nobody has looked."""
     passed_on: bool = False
     """Another process has answered it, and logs it."""
 

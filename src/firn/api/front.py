@@ -23,9 +23,16 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """For supervisors: no key needed, and no log line above DEBUG."""
 POLLED = frozenset({"/metrics", "/v1/loads"})
 """By programs, every few seconds: no log line above DEBUG either."""
+PAGE_FILES = "/page/"
+"""What the page at / is made of lies below: the same for everybody, and nothing of this server's. What
+the page shows it asks for with a key."""
 CROWDED_KEY = "firn.crowded"
 """Set in the scope of a connection that is one too many: it is for those paths."""
 MAX_WHY_CHARS = 300
+
+
+def is_page_file(path: str) -> bool:
+    return path.startswith(PAGE_FILES)
 
 
 class RequestCounts(Protocol):
@@ -87,7 +94,7 @@ class Front:
         path, known = scope["path"], scope["path"] in self._routes
         route, own = path if known else "other", exchange.caller.own
         self._metrics.count_request(own, route, exchange.status, gone=exchange.gone)
-        quiet = path in OPEN_PATHS or path in POLLED or exchange.passed_on
+        quiet = path in OPEN_PATHS or path in POLLED or exchange.passed_on or is_page_file(path)
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %s %s %.3fs%s%s%s",
@@ -122,6 +129,8 @@ class HostGate:
             else:
                 await send_error(send, error, self._shapes.of(scope["path"]))
             return
+        if scope["type"] == "http" and exchange_of(scope).own_page is None:
+            exchange_of(scope).own_page = self._hosts.is_own_page(scope["headers"])
         await self._app(scope, receive, send)
 
 
@@ -151,7 +160,8 @@ class Gate:
                 caller = self._keys.admit(scope["headers"], local=is_local(scope))
                 exchange_of(scope).caller = caller
             except (Unauthorized, Crowded) as error:
-                if not is_open:
+                needs_key = isinstance(error, Crowded) or not is_page_file(scope["path"])
+                if not is_open and needs_key:
                     exchange_of(scope).fault = error
                     await send_error(send, error, self._shapes.of(scope["path"]))
                     return

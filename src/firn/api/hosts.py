@@ -46,9 +46,28 @@ class Hosts:
 
     def allow(self, host: str) -> bool:
         """`host`: as in the header, with or without a port."""
-        name = _normal(_without_port(host))
-        known = name in self._names or name.endswith(self._suffixes)
-        return self._every or known or _address(name) is not None
+        return self._every or self._is_ours(_normal(_without_port(host)))
+
+    def is_own_page(self, headers: RawHeaders) -> bool:
+        """Whether a browser asks for a page of ours: it says where the page came from, and where to.
+
+        The name must be one that nobody else can own, even where every name is answered to: a page
+        that had its own name point here came "from here" as well.
+        """
+        said: dict[bytes, list[str]] = {b"host": [], b"origin": [], b"sec-fetch-site": []}
+        for header, value in headers:
+            if header in said:
+                said[header].append(value.decode("latin-1").strip().lower())
+        hosts, origins, sites = said.values()
+        if len(hosts) != 1 or len(origins) > 1 or any(site != "same-origin" for site in sites):
+            return False
+        from_here = (f"http://{hosts[0]}", f"https://{hosts[0]}")
+        same = origins[0] in from_here if origins else bool(sites)
+        return same and self._is_ours(_normal(_without_port(hosts[0])))
+
+    def _is_ours(self, name: str) -> bool:
+        known = name in self._names - {EVERY} or name.endswith(self._suffixes)
+        return known or _address(name) is not None
 
     def check(self, headers: RawHeaders) -> None:
         """Raises HostNotAllowed. No header at all is not from a browser."""

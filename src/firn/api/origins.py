@@ -1,4 +1,5 @@
-"""Who may change what is kept here: callers with a key, or a program on this machine; no web page.
+"""Who may change what is kept here: callers with a key, or a program on this machine; of web pages
+only the one that this server serves.
 
 A page cannot know a key, but it reaches every server that its visitor reaches.
 """
@@ -21,6 +22,7 @@ def refuse_pages(scope: Scope, allowed: Sequence[str]) -> None:
     """
     origins = [v.decode("latin-1") for name, v in scope["headers"] if name == b"origin"]
     known = bool(origins) and all("*" in allowed or origin in allowed for origin in origins)
+    known = known or bool(exchange_of(scope).own_page)
     if is_from_browser(scope["headers"]) and not known and not exchange_of(scope).caller.has_key:
         raise Forbidden("A web page cannot do that here; see --allow-origin.")
 
@@ -32,5 +34,5 @@ def check_may_change_cache(scope: Scope) -> None:
         return  # what it changes is its own
     if not caller.operator:
         raise Forbidden("The cache is changed from the server's own machine, or with a key.")
-    if is_from_browser(scope["headers"]):
+    if is_from_browser(scope["headers"]) and not exchange_of(scope).own_page:
         raise Forbidden("A web page cannot change the cache.")

@@ -19,7 +19,9 @@ from firn.api.activity import Activity, add_activity
 from firn.api.auth import Caller
 from firn.api.cache_metrics import CacheMetrics, own_snapshot
 from firn.api.cache_routes import CacheRoutes
+from firn.api.dashboard import add_page
 from firn.api.dialects import discover
+from firn.api.differing import first_difference
 from firn.api.embedding_routes import embedding_routes
 from firn.api.exchange import HttpFault, Shapes, error_headers, exchange_of
 from firn.api.extras import add_extra
@@ -35,6 +37,7 @@ from firn.api.rerank_routes import rerank_routes
 from firn.api.router_routes import RouterRoutes
 from firn.api.services import Services
 from firn.api.token_routes import token_routes
+from firn.api.tree_routes import TreeRoutes
 from firn.core.errors import FirnError
 
 
@@ -50,7 +53,8 @@ def create_app(services: Services) -> FastAPI:
         n_calls=services.quotas.n_calls,
         extra=services.extra_collectors,
     )
-    activity = Activity(services.engine.model.name)
+    differs = partial(first_difference, services)
+    activity = Activity(services.engine.model.name, differs)
     for dialect in dialects:
         endpoint = Generate(dialect, services, metrics, intake, activity)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
@@ -66,9 +70,11 @@ def create_app(services: Services) -> FastAPI:
         add_extra(app, extra, services, intake)
     if services.cache_admin is not None:
         CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
+        TreeRoutes(services, services.cache_admin).add_to(app)
     RouterRoutes(services, metrics, max_rows=limits.max_rows).add_to(app)
     add_models(app, services)
     add_activity(app, services, activity)
+    add_page(app, shown=services.dashboard)
     _add_probes(app, services, metrics)
     add_error_shapes(app, shapes)
     # The last one added is the outermost.
@@ -98,9 +104,6 @@ def create_app(services: Services) -> FastAPI:
 
 
 def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
-    async def root() -> dict[str, Any]:
-        return {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
-
     async def health(request: Request) -> dict[str, Any]:
         engine = services.engine.health()
         calls: dict[str, Any] = {}
@@ -142,7 +145,6 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
     not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
     for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
         add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
-        add("/", root, summary="Who is there")
         add("/health", health, summary="The process is alive")
         add("/ready", ready, summary="The engine answers", responses=not_now)
 

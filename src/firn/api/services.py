@@ -102,10 +102,19 @@ class Services:
     read_documents: Gather | None = None
     recorder: Recorder | None = None
     """None: no trace is kept."""
+    dashboard: bool = True
+    """There is a page at /."""
+    show_text: bool = False
+    """People who watch may read prompts, each caller its own."""
     allocated: Callable[[], Mapping[str, int]] = dict
     """Bytes of device memory by kind, from any thread."""
     health_details: Callable[[], Mapping[str, Any]] = dict
     extra_collectors: tuple[Collector, ...] = ()
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Somebody wants to know a call's tokens when it is under way."""
+        return self.recorder is not None or self.show_text
 
     async def aside(self, work: Callable[[], T], *, many: bool) -> T:
         """Do it in the pool where there is much of it: other streams must not wait."""

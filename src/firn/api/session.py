@@ -7,19 +7,18 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from firn.api.asking import offers_tools, refuse_constraints, reply_length, sampling_for
 from firn.api.mailroom import Mailbox
 from firn.api.prompting import gathered, make_prompt
-from firn.api.refusals import refuse_constraints
-from firn.api.services import Limits, Services
+from firn.api.services import Services
 from firn.api.sparse import refuse_sparse
 from firn.api.thinking import ThinkBudget
 from firn.core.errors import (
     BadRequest,
-    ContextTooLong,
     InvalidValue,
     QueueFull,
     ShuttingDown,
@@ -42,23 +41,21 @@ from firn.core.events import (
     TextDelta,
     Token,
     TokenLogprob,
+    Waits,
 )
 from firn.core.values import (
     Chat,
     GenerateRequest,
     Job,
     Middle,
-    ModelInfo,
     Namespace,
     Prompt,
     RawText,
     RawTokens,
     RequestId,
-    Sampling,
     Served,
     TokenArray,
     ToolChoice,
-    ToolMode,
     Usage,
 )
 from firn.text.call_check import CallCheck
@@ -109,7 +106,7 @@ class Run:
     n_accepted: int = 0
     prompt: Prompt | None = None
     reply: list[int] = field(default_factory=list)
-    """Tokens of its first choice. Like `prompt`, kept for a trace alone."""
+    """Tokens of its first choice. Like `prompt`, kept for a trace, or for people who may read it."""
     submitted: bool = False
     done: bool = False
 
@@ -145,6 +142,8 @@ class Session:
             self._runs[run.id] = run
             n_choices += request.n
         self.admitted_at: float | None = None
+        self.waits: Waits | None = None
+        """Of the first of its requests that had its turn."""
         self.first_token_at: float | None = None
         self._on: dict[type[EngineEvent], Callable[[Run, Any, list[Event]], None]] = {
             Token: self._on_token,
@@ -219,6 +218,12 @@ class Session:
     def found(self) -> Sequence[Admitted]:
         """What the cache had for each prompt that was taken in."""
         return [r.found for r in self._runs.values() if r.found is not NOT_ADMITTED]
+
+    @property
+    def prompts(self) -> Sequence[tuple[Prompt, Admitted]]:
+        """Prompts that were taken in and what the cache had for them; none, where none are kept."""
+        runs = self._runs.values()
+        return [(r.prompt, r.found) for r in runs if r.prompt and r.found is not NOT_ADMITTED]
 
     def served(self, *, at_s: float, first_s: float | None) -> Sequence[Served]:
         """What a trace says of each request so far; nothing, where none is kept."""
@@ -296,7 +301,7 @@ class Session:
         model = services.engine.model
         prompt = make_prompt(services, request, self._namespace)
         run.n_prompt = len(prompt)
-        if services.recorder is not None:
+        if services.keeps_prompts:
             run.prompt = prompt
         if request.echo:
             self._note_echo(run, prompt)
@@ -306,13 +311,13 @@ class Session:
         grammar = self._grammar(run, tail)
         run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
         run.budgets = self._budgets(request)
-        if isinstance(request.source, Chat) and _offers_tools(request.source):
+        if isinstance(request.source, Chat) and offers_tools(request.source):
             run.watches = [CallWatch(request.source.tools) for _ in range(request.n)]
         return Job(
             id=run.id,
             prompt=prompt,
-            max_tokens=_reply_length(request, prompt, model, services.limits),
-            sampling=_sampling_for(model, request.sampling),
+            max_tokens=reply_length(request, prompt, model, services.limits),
+            sampling=sampling_for(model, request.sampling),
             n=request.n,
             eos=self._ends(request, grammar),
             top_logprobs=request.top_logprobs,
@@ -491,7 +496,7 @@ class Session:
     def _on_admitted(self, run: Run, event: Admitted, out: list[Event]) -> None:
         run.found, run.n_read = event, event.n_cached
         if self.admitted_at is None:
-            self.admitted_at = time.perf_counter()
+            self.admitted_at, self.waits = time.perf_counter(), event.waits
         out.append(Resumed(event.n_cached))
 
     def _on_advanced(self, run: Run, event: Advanced, out: list[Event]) -> None:
@@ -514,24 +519,3 @@ class Session:
     def _on_job_failed(self, run: Run, event: JobFailed, out: list[Event]) -> None:
         self._ended = True
         out.append(Failed(event.error))
-
-
-def _offers_tools(chat: Chat) -> bool:
-    return bool(chat.tools) and chat.tool_choice.mode is not ToolMode.NONE
-
-
-def _reply_length(
-    request: GenerateRequest, prompt: Prompt, model: ModelInfo, limits: Limits
-) -> int:
-    # [0, n_prompt) prompt   [n_prompt, context_length) room for the reply
-    room = model.context_length - len(prompt)
-    if room < 1:
-        raise ContextTooLong(len(prompt), model.context_length)
-    if request.max_tokens is not None:
-        return min(request.max_tokens, room)
-    return min(limits.max_tokens, limits.max_request_tokens or room, room)
-
-
-def _sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:
-    """A top_k that leaves every token in is no top_k."""
-    return sampling if sampling.top_k < model.vocab_size else replace(sampling, top_k=0)

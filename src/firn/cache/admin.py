@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
+from firn.cache import browse
 from firn.cache.match import MEMORY
-from firn.cache.nodes import Held, Root
+from firn.cache.nodes import Held, Node, Root
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import Usage
-from firn.core.errors import BadRequest
+from firn.core.errors import BadRequest, NotFound
+from firn.core.keys import Key
 from firn.core.values import Namespace, Prompt
 
 PIN_SHARE = 0.5
@@ -52,6 +54,49 @@ class CacheAdmin:
     def clear(self, namespace: Namespace | None) -> Future[dict[str, Any]]:
         return self._ask(lambda tree: clear(tree, namespace))
 
+    def browse(
+        self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
+    ) -> Browsing:
+        key = None if node is None else key_of(node)
+        reader = browse.TreeReader(namespace, key, with_tokens=with_tokens)
+        return Browsing(self._run, reader, reader.read, lambda: reader.answer(limit))
+
+    def forget_node(self, namespace: Namespace | None, node: str) -> Browsing:
+        forgetting = browse.Forgetting(namespace, key_of(node))
+        return Browsing(self._run, forgetting, forgetting.step, forgetting.answer)
+
+    def node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
+        return self._ask_node(namespace, node, browse.details)
+
+    def pin_node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
+        def pin(tree: PrefixTree, found: Node) -> dict[str, Any]:
+            pin_end(tree, found, cap_nbytes=self._pin_cap_nbytes)
+            return browse.details(tree, found)
+
+        return self._ask_node(namespace, node, pin)
+
+    def unpin_node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
+        def unpin(tree: PrefixTree, found: Node) -> dict[str, Any]:
+            return {"unpinned": browse.unpin_below(tree, found), **browse.details(tree, found)}
+
+        return self._ask_node(namespace, node, unpin)
+
+    def _ask_node(
+        self,
+        namespace: Namespace | None,
+        node: str,
+        question: Callable[[PrefixTree, Node], dict[str, Any]],
+    ) -> Future[dict[str, Any]]:
+        key = key_of(node)
+
+        def answer(tree: PrefixTree) -> dict[str, Any]:
+            found = browse.find(tree, key, namespace)
+            if found is None:
+                raise no_such_node()
+            return question(tree, found)
+
+        return self._ask(answer)
+
     def _ask(self, question: Callable[[PrefixTree], dict[str, Any]]) -> Future[dict[str, Any]]:
         def answer(cache: PrefixTree | CacheOff, admission: dict[str, Any]) -> dict[str, Any]:
             if isinstance(cache, CacheOff):
@@ -59,6 +104,58 @@ class CacheAdmin:
             return question(cache)
 
         return self._run(answer)
+
+
+class Asked(Protocol):
+    """is_known: there is the node that it is about."""
+
+    is_known: bool
+
+
+class Browsing:
+    """Implements core.ports.InSlices over something that reads or changes the tree."""
+
+    def __init__(
+        self,
+        run: Run,
+        asked: Asked,
+        step: Callable[[PrefixTree], bool],
+        answer: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._run = run
+        self._asked = asked
+        self._step = step
+        self._answer = answer
+        self._off: CacheOff | None = None
+
+    def step(self) -> Future[bool]:
+        def go_on(cache: PrefixTree | CacheOff, admission: dict[str, Any]) -> bool:
+            if isinstance(cache, CacheOff):
+                self._off = cache
+                return True
+            done = self._step(cache)
+            if not self._asked.is_known:
+                raise no_such_node()
+            return done
+
+        return self._run(go_on)
+
+    def answer(self) -> dict[str, Any]:
+        if self._off is not None:
+            return {"enabled": False, "why": self._off.why}
+        return self._answer()
+
+
+def key_of(node: str) -> Key:
+    """Raises NotFound: what is no key is no node's."""
+    try:
+        return Key(bytes.fromhex(node))
+    except ValueError:
+        raise no_such_node() from None
+
+
+def no_such_node() -> NotFound:
+    return NotFound("There is no such prefix of yours; it may have gone since.", param="node")
 
 
 def stats(tree: PrefixTree, namespace: Namespace | None) -> dict[str, Any]:
@@ -166,6 +263,8 @@ def usage_view(usage: Usage) -> dict[str, Any]:
         "quarantined": usage.n_quarantined,
         "counts": dict(usage.counts),
         "drops": dict(usage.drops),
+        "day_bytes": usage.day_nbytes,
+        "day_limit_bytes": usage.day_limit_nbytes,
     }
 
 
@@ -187,18 +286,22 @@ def pin(
     """Keep what is stored of this prompt until it is unpinned."""
     match = tree.look_up(prompt, namespace).match
     if match.segments:
-        end = match.segments[-1].node
-        allowed = _allowed(tree, end.root, cap_nbytes)
-        was_pinned = end in end.root.pinned
-        tree.records.pin(end)
-        if end.root.pinned_nbytes > allowed:
-            more = end.root.pinned_nbytes
-            if not was_pinned:
-                tree.records.unpin(end)
-            raise BadRequest(
-                f"With this prefix {more} bytes would be pinned; at most {allowed} may be."
-            )
+        pin_end(tree, match.segments[-1].node, cap_nbytes=cap_nbytes)
     return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(tree, namespace)}
+
+
+def pin_end(tree: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
+    """Keep the prefix that ends here. Raises BadRequest where that is more than may be pinned."""
+    allowed = _allowed(tree, end.root, cap_nbytes)
+    was_pinned = end in end.root.pinned
+    tree.records.pin(end)
+    if end.root.pinned_nbytes > allowed:
+        more = end.root.pinned_nbytes
+        if not was_pinned:
+            tree.records.unpin(end)
+        raise BadRequest(
+            f"With this prefix {more} bytes would be pinned; at most {allowed} may be."
+        )
 
 
 def _allowed(tree: PrefixTree, root: Root, cap_nbytes: int) -> int:

@@ -7,7 +7,7 @@ of the same stream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from firn.core.errors import FirnError
@@ -26,12 +26,27 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """What a request waited for before its prompt was read: moments of `time.perf_counter`.
+
+    lookup_at, looked_up_at: the cache was asked. row_at: it left the queue. loads: from the lookup
+    until what the cache did for it was settled, records were on their way from below memory.
+    """
+
+    lookup_at: float
+    looked_up_at: float
+    row_at: float
+    loads: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """The request left the queue; `n_cached` tokens of its prompt need no computing.
 
     tiers: how many of them came from where. reason: why not more, '' when nothing was left to gain.
     keep: which share of the rest is read, where it is not all; n_skipped: how many tokens are not,
     once that is known.
+    waits: for people who watch; who knows no better leaves it out.
     """
 
     n_cached: int
@@ -39,6 +54,7 @@ class Admitted:
     reason: str = ""
     keep: float | None = None
     n_skipped: int = 0
+    waits: Waits | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -500,8 +500,24 @@ class Embedder(Protocol):
         ...
 
 
+class InSlices(Protocol):
+    """A question that is answered a slice at a time, so that no step of the engine waits for it."""
+
+    def step(self) -> Future[bool]:
+        """The next slice; whether it was the last. Raises NotFound."""
+        ...
+
+    def answer(self) -> dict[str, Any]:
+        """Once there are no more. Takes a while: not for the asyncio thread."""
+        ...
+
+
 class CacheAdmin(Protocol):
-    """Questions about the prefix cache, from any thread. Each future holds a plain JSON object."""
+    """Questions about the prefix cache, from any thread. Each future holds a plain JSON object.
+
+    `node`: a block's key in hexadecimal digits, as `browse` tells it. Of others' nodes, where a
+    namespace is given, nobody learns whether there are any.
+    """
 
     def stats(self, namespace: Namespace | None) -> Future[dict[str, Any]]:
         """Of everything, or of one namespace alone."""
@@ -514,3 +530,23 @@ class CacheAdmin(Protocol):
     def unpin(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]: ...
 
     def clear(self, namespace: Namespace | None) -> Future[dict[str, Any]]: ...
+
+    def browse(
+        self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
+    ) -> InSlices:
+        """The tree, in at most `limit` runs of blocks, from the top or from a node on."""
+        ...
+
+    def node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
+        """What the prefix that ends there takes and saves."""
+        ...
+
+    def pin_node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]: ...
+
+    def unpin_node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
+        """What is pinned there or below."""
+        ...
+
+    def forget_node(self, namespace: Namespace | None, node: str) -> InSlices:
+        """The run with this node and all below, but for what is pinned or in use."""
+        ...

@@ -38,7 +38,7 @@ from firn.engine.parts import Limits as Limits
 from firn.engine.parts import Parts as Parts
 from firn.engine.recovery import Recovery
 from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
-from firn.engine.sequence import Choice, Forced, Sequence, Since, Task
+from firn.engine.sequence import Choice, Forced, Sequence, Since, Task, looked_up
 from firn.engine.sparse import ReadBehind, SparsePrefill
 from firn.engine.together import Together
 
@@ -173,13 +173,14 @@ class Loop:
             need = self.budget.need_nbytes(job)
             # What is scored must be computed; it is kept for others all the same.
             control = replace(job.cache, read=False) if job.prompt_logprobs else job.cache
+            began_at = time.perf_counter()
             trail = self.cache.open(job.prompt, job.namespace, control)
         except Exception as e:
             self._leave_queue()
             self._say(job.id, JobFailed(named(job, e)))
             return
         self._behind.pause()
-        sequence = Sequence(job, trail, need_nbytes=need)
+        sequence = Sequence(job, trail, need_nbytes=need, waits=looked_up(trail, began_at))
         self.sequences[job.id] = sequence
         self.waiting.append(sequence)
 
@@ -198,6 +199,7 @@ class Loop:
         self.cache.set_room(self.budget.free_nbytes())  # what it resumed from was needed until here
         if task is None:
             return
+        sequence.has_row()
         if self._guard(sequence, lambda: self._sparse.begin(task)) is None:
             return
         self._announce(sequence)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import abc
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from firn.core.events import Admitted
+from firn.core.events import Admitted, Waits
 from firn.core.ports import Trail
 from firn.core.values import Job, Prompt
 
@@ -81,6 +82,12 @@ class Choice:
         return True
 
 
+def looked_up(trail: Trail, began_at: float) -> Waits:
+    """The cache was asked just now."""
+    now = time.perf_counter()
+    return Waits(began_at, now, now, loads=trail.racing)
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request."""
@@ -92,6 +99,7 @@ class Sequence:
     announced: bool = False
     """The client has been told what the cache did for it."""
     need_nbytes: int = 0
+    waits: Waits | None = None
     was_put_back: bool = False
     """It waits again: its rows were taken from it."""
     was_at_fault: bool = False
@@ -106,13 +114,18 @@ class Sequence:
     def __post_init__(self) -> None:
         self.choices = [Choice(self, i) for i in range(self.job.n)]
 
+    def has_row(self) -> None:
+        """It has left the queue."""
+        if self.waits is not None:
+            self.waits = replace(self.waits, row_at=time.perf_counter())
+
     @property
     def found(self) -> Admitted:
-        """What the cache has done for its prompt."""
+        """What the cache has done for its prompt, and what it waited for."""
         found, whole = self.trail.found, self.found_whole
         if whole is not None:  # of the two, what the row was resumed from
             found = replace(max(whole, found, key=lambda f: f.n_cached), reason=whole.reason)
-        return replace(found, keep=self.keep, n_skipped=self.n_skipped)
+        return replace(found, keep=self.keep, n_skipped=self.n_skipped, waits=self.waits)
 
     @property
     def open_choices(self) -> list[Choice]:

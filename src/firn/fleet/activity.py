@@ -1,5 +1,6 @@
 """/v1/activity of several models: the streams of those that are loaded, put together.
 
+    event: hello     once: the server's version and clock
     event: models    all models and their states, when they have changed
     event: calls, event: state     as the models' own processes tell them; each names its model
 
@@ -19,7 +20,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Scope
 
 from firn.api import sse
-from firn.api.activity import MAX_WATCHERS, QUIET_TICKS, TICK_S, TooManyWatchers
+from firn.api.activity import MAX_WATCHERS, QUIET_TICKS, TICK_S, TooManyWatchers, hello
 from firn.api.exchange import exchange_of
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
@@ -69,6 +70,7 @@ class _Stream:
         self._watchers.n += 1
         shown, quiet = b"", 0
         try:
+            yield hello().encode()
             while not self._relay.draining:
                 self._attach()
                 models = _frame("models", self._models())
@@ -117,12 +119,14 @@ class _Stream:
         request = proxy.Request("GET", b"/v1/activity", self._scope["headers"])
         reply: proxy.Reply | None = None
         try:
-            reply = await proxy.send(child.socket, request, vouch(exchange.caller, exchange.id))
+            reply = await proxy.send(child.socket, request, vouch(exchange))
             await reply.head()
             rest = b""
             while reply.status == 200 and (piece := await reply.piece()):
                 *whole, rest = (rest + piece).split(b"\n\n")
                 for frame in whole:
+                    if frame.startswith(b"event: hello"):
+                        continue  # the front has said its own
                     await self._waiting.put(frame + b"\n\n")
         except proxy.Lost:
             pass  # unloaded, or restarted: it is listened to again when it is back

@@ -47,7 +47,7 @@ async def _ask(fleet: Fleet, model: Model, scope: Scope, target: bytes) -> Answe
     reply: proxy.Reply | None = None
     try:
         async with asyncio.timeout(ANSWER_S):
-            reply = await proxy.send(child.socket, request, vouch(exchange.caller, exchange.id))
+            reply = await proxy.send(child.socket, request, vouch(exchange))
             await reply.head()
             return Answer(model.spec.name, reply.status, await reply.body())
     except (proxy.Lost, TimeoutError):

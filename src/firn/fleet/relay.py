@@ -301,7 +301,7 @@ class _Call:
         target = scope["raw_path"] + (b"?" + query if query else b"")
         request = proxy.Request(scope["method"], target, scope["headers"], self._raw)
         self._raw = b""
-        extra = vouch(self._exchange.caller, self._exchange.id)
+        extra = vouch(self._exchange)
         try:
             reply = await proxy.send(lease.child.socket, request, extra)
         except proxy.Lost:

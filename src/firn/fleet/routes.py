@@ -192,9 +192,6 @@ def add_ollama(app: FastAPI, catalog: Catalog, relay: Relay, intake: Intake) -> 
 
 
 def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
-    async def root() -> dict[str, Any]:
-        return {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
-
     async def health(request: Request) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "status": "ok",
@@ -223,7 +220,6 @@ def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
     not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
     for method in ("GET", "HEAD"):
         add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
-        add("/", root, summary="Who is there")
         add("/health", health, summary="The process is alive")
         add("/ready", ready, summary="Pinned models are loaded", responses=not_now)
 

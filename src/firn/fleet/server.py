@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from firn import __version__
 from firn.api.auth import Keys
 from firn.api.connections import http_config
+from firn.api.dashboard import add_page
 from firn.api.dialects import discover
 from firn.api.exchange import Shapes
 from firn.api.front import Front, Gate, HostGate
@@ -44,6 +45,7 @@ from firn.fleet.child import Launch, launch
 from firn.fleet.files import check, folder_of
 from firn.fleet.fleet import Fleet
 from firn.fleet.relay import Relay, WaitLimits
+from firn.fleet.tree import add_tree
 from firn.fleet.turns import Rules
 from firn.leaving import leave, no_later_than
 from firn.listening import Uvicorn, address, bind, connections
@@ -162,9 +164,11 @@ def build(
     routes.add_loading(app, fleet, catalog, relay, intake, keys, server.allow_origins)
     routes.add_models(app, catalog, relay)
     routes.add_ollama(app, catalog, relay, intake)
+    add_page(app, shown=not config.page.no_dashboard)
     routes.add_probes(app, fleet, relay, keys)
     routes.add_metrics(app, fleet, metrics)
     routes.add_cache(app, fleet, relay)
+    add_tree(app, fleet, relay)
     add_activity(app, fleet, relay)
     add_error_shapes(app, shapes)
     _add_layers(app, config, keys, shapes, metrics, intake)

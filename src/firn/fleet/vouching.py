@@ -15,15 +15,17 @@ from firn.api.exchange import SCOPE_KEY, Exchange
 from firn.core.errors import Unauthorized
 from firn.core.values import Namespace
 
-CALLER, REQUEST = b"x-firn-caller", b"x-firn-request"
+CALLER, REQUEST, PAGE = b"x-firn-caller", b"x-firn-request", b"x-firn-page"
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
-def vouch(caller: Caller, request: str) -> list[tuple[bytes, bytes]]:
-    """The headers by which the front says so."""
+def vouch(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    """The headers by which the front says so; also that its own page asks."""
+    caller = exchange.caller
     text = f"{caller.own} {caller.namespace} {int(caller.operator)}"
-    return [(CALLER, text.encode("ascii")), (REQUEST, request.encode("ascii"))]
+    said = [(CALLER, text.encode("ascii")), (REQUEST, exchange.id.encode("ascii"))]
+    return [*said, (PAGE, b"1")] if exchange.own_page else said
 
 
 class VouchedKeys(Keys):
@@ -44,7 +46,8 @@ def vouched(app: ASGIApp) -> ASGIApp:
         if scope["type"] == "http":
             given = [value.decode("ascii") for name, value in scope["headers"] if name == REQUEST]
             if given:
-                scope[SCOPE_KEY] = Exchange(id=given[0])
+                page = any(name == PAGE for name, _ in scope["headers"])
+                scope[SCOPE_KEY] = Exchange(id=given[0], own_page=page)
         await app(scope, receive, send)
 
     return inner

@@ -384,6 +384,10 @@ def test_the_write_budget_is_one_for_all_and_rolls(
     put(a, *[of_size(200_000, i) for i in range(3)])
     b = opened(write_budget_nbytes=MIB)
     put(b, *[of_size(200_000, 10 + i) for i in range(2)])
+    list(a.scan())
+    for tier in (a, b):  # what wears the disk, all writers of the last day together
+        assert 1_000_000 <= (tier.usage().day_nbytes or 0) <= MIB
+        assert tier.usage().day_limit_nbytes == MIB
     for tier, n in ((a, 20), (b, 21), (opened(write_budget_nbytes=MIB), 22)):
         with pytest.raises(Refused) as caught:
             put(tier, of_size(200_000, n))
@@ -394,6 +398,8 @@ def test_the_write_budget_is_one_for_all_and_rolls(
     with pytest.raises(Refused):
         put(a, of_size(200_000, 30))
     wall.step(3600)
+    list(b.scan())
+    assert b.usage().day_nbytes == 0
     put(a, of_size(200_000, 30))
 
 

@@ -128,6 +128,10 @@ class Usage:
     quarantined, read_faults, touches, stale_temps; those that are 0 may not be there."""
     drops: Mapping[str, int] = field(default_factory=dict)
     """Records not written, by reason."""
+    day_nbytes: int | None = None
+    """Written within the last 24 hours, by all who share it; None: nobody counts."""
+    day_limit_nbytes: int | None = None
+    """The most that may be; None: there is no such limit."""
 
 
 class Tier(Protocol):

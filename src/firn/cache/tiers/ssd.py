@@ -97,7 +97,7 @@ class SsdTier:
         self._tally = Tally()
         self._serial = count()
         self._has_joined = False
-        self._nbytes = 0
+        self._nbytes = self._day_nbytes = 0
         self._limit_nbytes = DEFAULT_LIMIT_NBYTES if self._own_limit is None else self._own_limit
 
     # --- the contract ------------------------------------------------------------------------
@@ -209,6 +209,8 @@ class SsdTier:
             n_quarantined=self._known.n_quarantined,
             counts=self._tally.counts,
             drops=self._tally.drops,
+            day_nbytes=self._day_nbytes,
+            day_limit_nbytes=self._budget_nbytes,
         )
 
     def evict_to(self, nbytes: int) -> int:
@@ -460,6 +462,7 @@ class SsdTier:
             last = page.limit_nbytes or own
             self._limit_nbytes = last if self._guest else min(own, last)
             yield page
+            self._day_nbytes = page.day_nbytes(int(self._wall()) // HOUR_S)
 
     @contextlib.contextmanager
     def _change(self, page: Page, sub: str) -> Iterator[None]:

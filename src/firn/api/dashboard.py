@@ -1,0 +1,114 @@
+"""The page at /: a few files, read once, with headers that let them reach nobody but this server.
+
+A browser gets the page, everybody else what has always been there: who asks for JSON, or for nothing in
+particular, is a program. The files hold nothing of this server's; what the page shows it asks for
+afterwards, with the key that its user has typed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from firn import __version__
+from firn.api.exchange import HttpFault
+from firn.api.front import PAGE_FILES
+
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""No inline script or style, nothing from elsewhere, nowhere to send anything, in nobody's frame."""
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    body: bytes
+    kind: str
+    tag: str
+    """Of this content, for who has it already."""
+
+    def response(self, request: Request) -> Response:
+        headers = {**HEADERS, "etag": self.tag}
+        if self.tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, media_type=self.kind, headers=headers)
+
+
+def read_files() -> Mapping[str, PageFile]:
+    """By name, those of subfolders with the folder's name and a slash."""
+    found: dict[str, PageFile] = {}
+    todo = [("", resources.files("firn") / "dashboard")]
+    while todo:
+        prefix, folder = todo.pop()
+        for entry in folder.iterdir():
+            suffix = entry.name.rpartition(".")[2]
+            if entry.is_dir():
+                todo.append((f"{prefix}{entry.name}/", entry))
+            elif suffix in TYPES:
+                body = entry.read_bytes()
+                tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+                found[prefix + entry.name] = PageFile(body, TYPES[suffix], tag)
+    return found
+
+
+def add_page(app: FastAPI, *, shown: bool) -> None:
+    """The root, and below /page/ what the page is made of. shown: False leaves the name and version."""
+    files = read_files() if shown else {}
+
+    async def root(request: Request) -> Response:
+        page = files.get("index.html")
+        if page is not None and wants_page(request.headers.get("accept", "")):
+            response = page.response(request)
+        else:
+            who = {"name": "firn", "version": __version__, "api": "/v1", "docs": "/docs"}
+            response = JSONResponse(who)
+        response.headers["vary"] = "accept"
+        return response
+
+    async def file(request: Request, name: str) -> Response:
+        if name not in files:
+            raise HttpFault(404, f"There is no {request.method} {request.url.path} here.")
+        return files[name].response(request)
+
+    schema: dict[int | str, dict[str, Any]] = {
+        200: {
+            "description": "Who is there; for a browser, the page.",
+            "content": {"text/html": {"schema": {"type": "string"}}},
+        }
+    }
+    for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
+        add = partial(app.add_api_route, methods=[method])
+        is_told = method == "GET"
+        add("/", root, summary="Who is there", responses=schema, include_in_schema=is_told)
+        add(PAGE_FILES + "{name:path}", file, include_in_schema=False)
+
+
+def wants_page(accept: str) -> bool:
+    """Browsers say text/html first of all; programs say JSON, or that they take anything."""
+    kinds = [kind.partition(";")[0].strip().lower() for kind in accept.split(",")]
+    html, json = (kinds.index(k) if k in kinds else None for k in ("text/html", "application/json"))
+    return html is not None and (json is None or html < json)

@@ -1,0 +1,163 @@
+// A chat that shows what each turn reuses: before it is sent, while it is read, and when it is done.
+
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { count, percent, rate, seconds } from "./format.js";
+import { Empty, Panel, Said, Stack } from "./parts.js";
+import { ask, events, json, read, write } from "./server.js";
+import { origins, speed, tierName, why } from "./calls.js";
+
+const KEPT = "firn.chat";
+const PROBE_MS = 500;
+const QUIET_MS = 60000; // after a refusal: asking must not use up what the turns themselves need
+const MAX_KEPT = 400000;
+
+export function Chat({ store, model }) {
+  const [turns, setTurns] = useState(recall);
+  const [draft, setDraft] = useState("");
+  const [probe, setProbe] = useState(null);
+  const [fault, setFault] = useState("");
+  const abort = useRef(null);
+  const quiet = useRef(0);
+  const log = useRef(null);
+  const writing = turns.at(-1)?.writing ?? false;
+  const known = store.models.find((m) => m.id === model);
+  const loaded = !store.several || known?.state === "loaded";
+  const chats = !known?.capabilities?.length || known.capabilities.includes("chat");
+
+  const update = (change) => setTurns((old) => [...old.slice(0, -1), { ...old.at(-1), ...change(old.at(-1)) }]);
+
+  // While the user types: what would this turn reuse? It is asked of a model that is loaded anyhow.
+  useEffect(() => {
+    if (!draft.trim() || writing || !loaded || store.status !== "live" || Date.now() < quiet.current) return setProbe(null);
+    const stop = new AbortController();
+    const timer = setTimeout(async () => {
+      try {
+        const body = { model, messages: [...history(turns), { role: "user", content: draft }] };
+        setProbe(await json("v1/cache/probe", { method: "POST", body, signal: stop.signal }));
+      } catch (error) {
+        if (error.status === 429) quiet.current = Date.now() + QUIET_MS;
+        setProbe(null); // it is a comfort; the turn itself says what is wrong
+      }
+    }, PROBE_MS);
+    return () => {
+      clearTimeout(timer);
+      stop.abort();
+    };
+  }, [draft, writing, model, loaded, store.status, store.ended]);
+
+  useEffect(() => {
+    const kept = JSON.stringify(turns.map(({ writing: _, ...turn }) => turn));
+    write(sessionStorage, KEPT, turns.length && kept.length < MAX_KEPT ? kept : "");
+    if (log.current) log.current.scrollTop = log.current.scrollHeight;
+  }, [turns]);
+
+  const send = async (event) => {
+    event?.preventDefault();
+    const text = draft.trim();
+    if (!text || writing) return;
+    const messages = [...history(turns), { role: "user", content: text }];
+    setDraft("");
+    setFault("");
+    setTurns([...turns, { role: "user", text }, { role: "assistant", text: "", thought: "", writing: true, complete: false }]);
+    const line = (abort.current = new AbortController());
+    try {
+      const body = { model, messages, stream: true, stream_options: { include_usage: true } };
+      const response = await ask("v1/chat/completions", { method: "POST", body, signal: line.signal });
+      const call = response.headers.get("x-request-id");
+      update(() => ({ call }));
+      for await (const [, data] of events(response)) {
+        if (data === "[DONE]") break;
+        take(JSON.parse(data), update);
+      }
+      update(() => ({ writing: false }));
+    } catch (error) {
+      const stopped = line.signal.aborted;
+      update(() => ({ writing: false, stopped: true }));
+      if (!stopped) setFault(error.message || "The connection was lost.");
+    }
+  };
+
+  const keys = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  };
+  const anew = () => {
+    abort.current?.abort();
+    setTurns([]);
+    setFault("");
+  };
+  return html`<${Panel} id="chat" title="Chat" wide note=${model} tools=${turns.length > 0 && html`<button onClick=${anew}>New chat</button>`}>
+    <div class="log" ref=${log} tabindex="0" role="log" aria-label="Conversation">
+      ${turns.length === 0 && html`<${Empty}>Say something. Each turn will show how much of its prompt was reused, and each further turn should reuse nearly all of it.<//>`}
+      ${turns.map((turn, i) => html`<${Turn} key=${i} turn=${turn} call=${store.calls.get(turn.call)} now=${store.now()} />`)}
+    </div>
+    ${fault && html`<p class="warn" role="alert">${fault}</p>`}
+    <form class="composer" onSubmit=${send}>
+      <label class="unseen" for="draft">Message</label>
+      <textarea id="draft" rows="2" value=${draft} placeholder=${chats ? "Message (Enter sends, Shift+Enter is a new line)" : "This model does not chat"} disabled=${!chats}
+        onInput=${(e) => setDraft(e.target.value)} onKeyDown=${keys} aria-describedby="probe"></textarea>
+      ${writing ? html`<button type="button" onClick=${() => abort.current?.abort()}>Stop</button>` : html`<button class="primary" disabled=${!draft.trim() || !chats}>Send</button>`}
+    </form>
+    <p id="probe" class="reading" aria-live="polite">${foretold(probe, loaded, model)}</p>
+  <//>`;
+}
+
+function foretold(probe, loaded, model) {
+  if (!loaded) return `${model} is not loaded: the first message loads it.`;
+  if (!probe || probe.enabled === false) return "\u00a0";
+  const from = Object.keys(probe.tiers ?? {}).map(tierName).join(" and ");
+  return `Sent now, ${count(probe.cached_tokens)} of ${count(probe.prompt_tokens)} tokens (${percent(probe.cached_tokens / Math.max(probe.prompt_tokens, 1))}) would be reused${from ? ` from ${from}` : ""}${probe.cached_tokens ? "" : `: ${why(probe.reason)}`}.`;
+}
+
+function take(chunk, update) {
+  if (chunk.error) throw new Error(chunk.error.message);
+  const delta = chunk.choices?.[0]?.delta ?? {};
+  if (delta.content) update((turn) => ({ text: turn.text + delta.content }));
+  if (delta.reasoning_content) update((turn) => ({ thought: turn.thought + delta.reasoning_content }));
+  if (chunk.choices?.[0]?.finish_reason) update(() => ({ complete: true }));
+  if (chunk.usage) {
+    const { prompt_tokens, completion_tokens, prompt_tokens_details } = chunk.usage;
+    update(() => ({ usage: { prompt: prompt_tokens, reply: completion_tokens, cached: prompt_tokens_details?.cached_tokens ?? 0 } }));
+  }
+}
+
+function Turn({ turn, call, now }) {
+  if (turn.role === "user") return html`<div class="turn user"><p>${turn.text}</p></div>`;
+  const whole = turn.complete || turn.stopped || turn.writing;
+  return html`<div class="turn assistant">
+    ${turn.thought && html`<details class="thought"><summary>Thinking</summary><p>${turn.thought}</p></details>`}
+    <p>${turn.text}${turn.writing && html`<span class="caret" aria-hidden="true"></span>`}</p>
+    ${!turn.text && !turn.thought && turn.complete && html`<p class="hint">(The reply is empty.)</p>`}
+    ${turn.stopped && html`<p class="hint">Stopped here.</p>`}
+    ${!whole && html`<p class="hint">The page was loaded again while this was being written.</p>`}
+    <${Reuse} turn=${turn} call=${call} now=${now} />
+  </div>`;
+}
+
+/** As the server sees the call while it goes on; what the reply itself said, once that is known no more. */
+function Reuse({ turn, call, now }) {
+  const usage = turn.usage;
+  if (!call && !usage) return turn.writing ? html`<p class="reuse">waiting …</p>` : null;
+  const prompt = call?.prompt_tokens || usage?.prompt || 0;
+  const cached = call ? call.cached_tokens : usage.cached;
+  const settled = !call || call.admitted_s != null;
+  const parts = call && settled ? origins(call) : [["memory", "reused", cached], ["computed", "computed", Math.max((call?.read_tokens ?? prompt) - cached, 0)]];
+  const quick = call && speed(call, now);
+  return html`<div class="reuse">
+    <${Stack} label="The prompt of this turn" whole=${prompt} parts=${parts} format=${count} />
+    <p>${settled ? html`<b>${percent(cached / Math.max(prompt, 1))} reused</b>: ${count(cached)} of ${count(prompt)} tokens` : `${count(call.read_tokens)} of ${count(prompt)} tokens read`}
+      ${call?.first_token_s != null && `, first token after ${seconds(call.first_token_s)}`}${quick ? `, ${rate(quick)} tokens a second` : ""}${call && settled && cached < prompt - 1 ? `; ${why(call.reason)}` : ""}</p>
+    ${!turn.writing && html`<${Said}>${percent(cached / Math.max(prompt, 1))} of the prompt was reused<//>`}
+  </div>`;
+}
+
+function history(turns) {
+  return turns.filter((t) => t.text).map((t) => ({ role: t.role, content: t.text }));
+}
+
+function recall() {
+  try {
+    return JSON.parse(read(sessionStorage, KEPT) || "[]");
+  } catch {
+    return [];
+  }
+}

@@ -1,0 +1,78 @@
+"""/v1/cache/tree of several models: asked of the one that is meant, which is loaded or has no tree.
+
+Nothing is loaded to be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import Scope
+
+from firn.api.openapi import error_responses
+from firn.api.tree_routes import PARAMETERS, PATH
+from firn.fleet import gather
+from firn.fleet.fleet import Fleet
+from firn.fleet.model import Model
+from firn.fleet.relay import Relay
+
+MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
+
+
+def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
+    async def tree(request: Request) -> Response:
+        model = _chosen(fleet, relay, request.query_params.get("model"))
+        if fleet.peek(model) is None:
+            why = f"{model.spec.name} is not loaded"
+            return _json({"enabled": False, "why": why, "model": model.spec.name})
+        return await _ask(fleet, model, request.scope)
+
+    async def one(request: Request, node: str) -> Response:
+        model = _chosen(fleet, relay, request.query_params.get("model"))
+        return await _ask(fleet, model, request.scope)
+
+    add = partial(
+        app.add_api_route,
+        responses=error_responses(),
+        openapi_extra={"parameters": [MODEL]},
+    )
+    add(
+        PATH,
+        tree,
+        methods=["GET"],
+        summary="What a loaded model's cache holds, as a tree",
+        openapi_extra={"parameters": [*PARAMETERS, MODEL]},
+    )
+    add(f"{PATH}/{{node}}", one, methods=["GET"], summary="What a prefix takes and saves")
+    for action, text in (
+        ("pin", "Keep a stored prefix"),
+        ("unpin", "Let it go again"),
+        ("forget", "Forget a prefix and all that goes on from it"),
+    ):
+        add(f"{PATH}/{{node}}/{action}", one, methods=["POST"], summary=text)
+
+
+def _chosen(fleet: Fleet, relay: Relay, name: str | None) -> Model:
+    """The model of this name; without one the default, or the first that is loaded if that is not."""
+    if name:
+        return relay.find(name)
+    default = relay.find("")
+    loaded = (m for m in fleet.models.values() if fleet.peek(m) is not None)
+    return default if fleet.peek(default) is not None else next(loaded, default)
+
+
+async def _ask(fleet: Fleet, model: Model, scope: Scope) -> Response:
+    query = scope["query_string"]
+    target = scope["raw_path"] + (b"?" + query if query else b"")
+    answers = await gather.ask_loaded(fleet, scope, target, [model])
+    if not answers:
+        raise fleet.not_ready(model, "its cache is looked at while it is loaded")
+    return Response(answers[0].body, answers[0].status, media_type="application/json")
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(json.dumps(body), media_type="application/json")

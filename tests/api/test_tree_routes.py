@@ -1,0 +1,147 @@
+"""/v1/cache/tree: what is stored as a tree, who sees it, and which pages may touch it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
+from firn.watching import PageConfig
+from tests.api.real import Real, serving
+from tests.api.test_activity import Events
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+def serve_demo(**server: Any) -> Any:
+    return serving(
+        Path(),
+        config=Config(
+            server=ServerConfig(**server),
+            model=ModelConfig(path="firn-demo"),
+            cache=CacheConfig(no_ssd_cache=True, cache_memory_mb=64, cache_block_tokens=16),
+            page=PageConfig(show_text=True),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Real]:
+    with serve_demo() as real:
+        yield real
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Real]:
+    with serve_demo(api_keys=("alice", "bob"), admin_keys=("root",)) as real:
+        yield real
+
+
+def ask(real: Real, method: str, path: str, **headers: str) -> httpx.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx.request(method, real.url + path, headers=named, timeout=60)
+
+
+def say(real: Real, text: str, **headers: str) -> None:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    answer = httpx.post(f"{real.url}/v1/chat/completions", json=body, headers=named, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+def runs(real: Real, query: str = "", **headers: str) -> list[dict[str, Any]]:
+    answer = ask(real, "GET", f"/v1/cache/tree{query}", **headers)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["runs"])
+
+
+def test_a_prefix_is_seen_pinned_and_forgotten(opened: Real) -> None:
+    say(opened, LONG + "one")
+    trunk = runs(opened)[1]
+    assert trunk["text"].startswith("<|im_start|>user The quick brown fox")
+    path = f"/v1/cache/tree/{trunk['node']}"
+    assert ask(opened, "GET", path).json()["tokens"] == trunk["end"]
+    assert ask(opened, "POST", f"{path}/pin").json()["pinned"]
+    assert runs(opened)[1]["pins"] == 1, "a change is seen at once"
+    assert ask(opened, "POST", f"{path}/forget").json()["forgotten_blocks"] == 0
+    assert ask(opened, "POST", f"{path}/unpin").json()["unpinned"] == 1
+    assert ask(opened, "POST", f"{path}/forget").json()["freed_bytes"] > 0
+    assert ask(opened, "GET", path).status_code == 404
+
+
+@pytest.mark.parametrize("query", ["?limit=0", "?limit=x", "?limit=5001", "?limit="])
+def test_a_limit_that_is_none(opened: Real, query: str) -> None:
+    answer = ask(opened, "GET", f"/v1/cache/tree{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "limit"
+
+
+@pytest.mark.parametrize("node", ["00" * 32, "zz", "%C3%A9"])
+def test_a_node_that_is_none(opened: Real, node: str) -> None:
+    for method, path in (("GET", ""), ("POST", "/pin"), ("POST", "/unpin"), ("POST", "/forget")):
+        answer = ask(opened, method, f"/v1/cache/tree/{node}{path}")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "node"
+    assert ask(opened, "GET", f"/v1/cache/tree?node={node}").status_code == 404
+
+
+def test_the_page_of_this_server_may_and_no_other(opened: Real) -> None:
+    say(opened, LONG + "two")
+    path = f"/v1/cache/tree/{runs(opened)[1]['node']}/pin"
+    for page in (
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:1"},
+        {"origin": f"http://localhost:{opened.port}"},
+        {"origin": opened.url, "sec_fetch_site": "cross-site"},
+        {"origin": opened.url, "sec_fetch_site": "same-site"},
+        {"sec_fetch_site": "same-site"},
+    ):
+        assert ask(opened, "POST", path, **page).status_code == 403, page
+        assert ask(opened, "DELETE", "/v1/cache", **page).status_code == 403, page
+    own = {"origin": opened.url, "sec_fetch_site": "same-origin"}
+    assert ask(opened, "POST", path, **own).status_code == 200
+    assert ask(opened, "POST", path, origin=opened.url).status_code == 200, "older browsers"
+    name = f"localhost:{opened.port}"
+    assert ask(opened, "POST", path, host=name, origin=f"http://{name}").status_code == 200
+
+
+def test_a_name_that_anybody_may_own_is_no_page_of_ours() -> None:
+    with serve_demo(allowed_hosts=("*",)) as real:
+        for host, status in (("evil.example", 403), ("localhost", 200)):
+            page = {"host": f"{host}:{real.port}", "origin": f"http://{host}:{real.port}"}
+            assert ask(real, "DELETE", "/v1/cache", **page).status_code == status
+
+
+def test_a_key_sees_its_own_tree_and_the_operator_all(keyed: Real) -> None:
+    say(keyed, LONG + "alice", x_api_key="alice")
+    say(keyed, LONG + "bob", x_api_key="bob")
+    assert ask(keyed, "GET", "/v1/cache/tree").status_code == 401
+    mine, all_of_them = runs(keyed, x_api_key="alice"), runs(keyed, x_api_key="root")
+    assert sum("namespace" in run for run in mine) == 1
+    assert sum("namespace" in run for run in all_of_them) == 2
+    theirs = {run["node"] for run in all_of_them} - {run["node"] for run in mine}
+    for node in theirs:
+        path = f"/v1/cache/tree/{node}"
+        assert ask(keyed, "GET", path, x_api_key="alice").status_code == 404
+        assert ask(keyed, "POST", f"{path}/forget", x_api_key="alice").status_code == 404
+    page = {"origin": keyed.url, "sec_fetch_site": "same-origin", "x_api_key": "alice"}
+    assert ask(keyed, "POST", f"/v1/cache/tree/{mine[1]['node']}/pin", **page).status_code == 200
+
+
+def test_where_a_prompt_differs_is_quoted_where_the_operator_allows_it(opened: Real) -> None:
+    say(opened, LONG + "three")
+    say(opened, LONG + "zebra")
+    with httpx.stream("GET", f"{opened.url}/v1/activity", timeout=30) as response:
+        events = Events(response)
+        assert events.next("hello")["version"]
+        call = events.next("calls")[-1]
+    assert call["reason"].startswith("diverged")
+    assert "bra" in call["differs"]
+    assert call["lookup_s"] <= call["looked_up_s"] <= call["row_s"] <= call["admitted_s"]
+    assert "lazy" not in json.dumps(call["differs"])

@@ -1,0 +1,61 @@
+"""One browser for all tests of the page; without one they are skipped, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.browser import chrome
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
+
+
+PATIENCE_MS = 30_000
+"""For what will come; a machine may be busy."""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    try:
+        with chrome.started() as found:
+            from playwright.sync_api import expect
+
+            expect.set_options(timeout=PATIENCE_MS)
+            yield found
+    except (LookupError, ImportError) as e:
+        pytest.skip(f"the page is not tested in a browser: {e}")
+
+
+class Visit:
+    """A window, and what went wrong in it: nothing may, no blocked script or style either."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.faults: list[str] = []
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        page.on("console", self._said)
+
+    def _said(self, message: ConsoleMessage) -> None:
+        # The browser notes each refused request by itself: 401 and the like are part of some tests.
+        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+            self.faults.append(message.text)
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Visit]:
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    found = Visit(context.new_page())
+    try:
+        yield found
+        assert found.faults == []
+    finally:
+        context.close()
+
+
+@pytest.fixture
+def page(visit: Visit) -> Page:
+    return visit.page

@@ -1,0 +1,69 @@
+"""The page in front of several models: what it needs is passed on, and who asks is vouched for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.fleet.fronts import Running, config, fronting
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 10
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    made = config(
+        "firn-demo",
+        "firn-demo-hybrid",
+        tmp=tmp_path_factory.mktemp("front"),
+        **{"page.show_text": True},
+    )
+    with fronting(made) as running:
+        yield running
+
+
+def ask(front: Running, method: str, path: str, **headers: str) -> httpx.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return front.plain.request(method, path, headers=named)
+
+
+def test_the_page_and_nothing_loaded_for_it(front: Running) -> None:
+    page = ask(front, "GET", "/", accept="text/html")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert ask(front, "GET", "/page/app.js").status_code == 200
+    assert ask(front, "GET", "/").json()["name"] == "firn"
+    tree = ask(front, "GET", "/v1/cache/tree?model=firn-demo").json()
+    assert tree["enabled"] is False
+    assert "not loaded" in tree["why"]
+    node = "/v1/cache/tree/" + "00" * 32
+    assert ask(front, "GET", node).status_code == 503
+    assert ask(front, "GET", f"{node}?model=nobody").status_code == 404
+    assert set(front.states().values()) == {"unloaded"}
+
+
+def test_a_tree_behind_the_front(front: Running) -> None:
+    front.client.chat.completions.create(
+        model="firn-demo", messages=[{"role": "user", "content": LONG}], max_tokens=1
+    )
+    root, run, *_ = ask(front, "GET", "/v1/cache/tree").json()["runs"]
+    assert root["namespace"] == "shared"
+    assert "quick brown fox" in run["text"]
+    path = f"/v1/cache/tree/{run['node']}"
+    assert ask(front, "GET", f"{path}?model=firn-demo").json()["tokens"] == run["end"]
+    own = {"origin": front.url, "sec_fetch_site": "same-origin"}
+    for page in (
+        {"origin": "http://evil.example"},
+        {"origin": "http://localhost"},  # as the front calls its children
+        {"origin": front.url, "sec_fetch_site": "cross-site"},
+        {"origin": "http://evil.example", "x_firn_page": "1"},
+    ):
+        assert ask(front, "POST", f"{path}/pin", **page).status_code == 403, page
+        assert ask(front, "POST", "/v1/models/firn-demo/unload", **page).status_code == 403, page
+    assert ask(front, "POST", f"{path}/pin", **own).json()["pinned"]
+    assert ask(front, "POST", f"{path}/unpin", **own).json()["unpinned"] == 1
+    assert ask(front, "POST", f"{path}/forget?model=firn-demo", **own).json()["freed_bytes"] > 0
+    assert ask(front, "GET", path).status_code == 404
+    assert ask(front, "POST", "/v1/models/firn-demo/unload", **own).status_code == 200
