@@ -21,8 +21,8 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
-    "demo", "engine", "fleet", "leaving", "listening", "logs", "machine", "media", "memory", "models",
-    "named", "options", "parts", "reservations", "several", "speculating", "supervisors", "text",
+    "demo", "engine", "fleet", "following", "leaving", "listening", "logs", "machine", "media", "memory", "models",
+    "named", "options", "parts", "ranks", "reservations", "several", "speculating", "supervisors", "text",
     "traces",
 }  # fmt: skip
 # fmt: off
@@ -54,8 +54,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "machine", "models", "text",
     },
     "named": {"config", "demo", "models"},
-    "caching": {"backups", "cache", "config", "core", "models"},
-    "parts": {"cache", "caching", "config", "core", "engine", "memory", "models", "speculating"},
+    "ranks": {"cache", "config", "core", "models"},
+    "caching": {"backups", "cache", "config", "core", "models", "ranks"},
+    "parts": {
+        "cache", "caching", "config", "core", "engine", "memory", "models", "ranks", "speculating",
+    },
+    "following": {
+        "cache", "caching", "config", "core", "leaving", "memory", "models", "named", "parts", "ranks",
+    },
     "speculating": {"cache", "config", "core", "engine", "models", "named"},
     "app": EVERYTHING - {"cli", "fleet"},
     "cli": EVERYTHING,

@@ -116,7 +116,7 @@ def _checked(config: Config, team: Team, follower: Follower) -> tuple[dict[str, 
         rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
         folder = named.resolve(wanted.path, rules)
         settings = loader.read_config(folder)
-        check(settings, team.group.size, name=folder.name)
+        check(settings, team.group.size, name=folder.name, text_only=wanted.text_only)
     except SetupError as e:
         said["error"] = str(e)
     follower.answer("checked", said | {"options": options_digest(config)})

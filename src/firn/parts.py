@@ -96,8 +96,11 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
     way = way_of(config, str(settings["model_type"]), wanted.name)
     if leading is not None:
         way = replace(way, cpu_dtype=leading.dtype_for(way.cpu_dtype))
-        leading.prepare(settings, wanted.name, cpu_dtype=way.cpu_dtype)
-        recipe = None
+        text_only = config.model.text_only
+        leading.prepare(settings, wanted.name, text_only=text_only, cpu_dtype=way.cpu_dtype)
+        if recipe is not None:
+            log.warning("no embeddings: the model is shared out among ranks")
+            recipe = None
     if recipe is not None and embedder.needs_encoder(folder, settings):
         return _encoder_parts(folder, recipe, wanted.name, way.limits, way.cpu_dtype)
     loaded = load_model(wanted, way, shard=leading.shard if leading else None)

@@ -52,9 +52,11 @@ class Leading:
 
     # --- the start -------------------------------------------------------------------------
 
-    def prepare(self, settings: Mapping[str, Any], name: str, *, cpu_dtype: str) -> None:
+    def prepare(
+        self, settings: Mapping[str, Any], name: str, *, text_only: bool, cpu_dtype: str
+    ) -> None:
         """All ranks can load this, and are about to. Raises SetupError."""
-        check(settings, self._team.group.size, name=name)
+        check(settings, self._team.group.size, name=name, text_only=text_only)
         told = self.leader.gather("checked", timeout_s=CHECK_S)
         others = {rank: call.args[0] for rank, call in told.items()}
         agree({"error": "", "options": self._options}, others)

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm import utils as mlx_utils
 
 from firn.core.errors import SetupError
+from firn.models.recognise import is_vision
 
 HOW = "start it as `mlx.launch -n 2 firn serve MODEL --tensor-parallel`"
 MESSAGE_NBYTES = 1024
@@ -75,8 +76,10 @@ class RankGroup:
 # --- can it be shared out ------------------------------------------------------------------
 
 
-def check(config: Mapping[str, Any], size: int, *, name: str) -> None:
+def check(config: Mapping[str, Any], size: int, *, name: str, text_only: bool) -> None:
     """Raises SetupError where this model cannot be served by so many ranks. No weights are read."""
+    if is_vision(config) and not text_only:
+        raise SetupError("--tensor-parallel serves no pictures: add --text-only for the text alone")
     kind = str(config["model_type"])
     module = mlx_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" not in config and not _can_shard(module):
