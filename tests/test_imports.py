@@ -21,9 +21,9 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
-    "demo", "engine", "fleet", "following", "leaving", "listening", "logs", "machine", "media", "memory", "models",
-    "named", "options", "parts", "ranks", "reservations", "several", "speculating", "supervisors", "text",
-    "traces",
+    "demo", "engine", "fleet", "following", "leaving", "listening", "logs", "machine", "media", "memory",
+    "models", "named", "options", "parts", "ranks", "reservations", "several", "speculating",
+    "supervisors", "text", "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {

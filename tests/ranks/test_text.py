@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from tests import zoo
 from tests.api import real
 from tests.ranks.processes import Answer, Ranks, ask, serving
 
-MODELS = {"qwen3": "attention", "qwen3_5": "gated delta and attention", "qwen3_moe": "experts"}
 STORY = "Snow that outlives its season becomes firn. " * 12
 FLAGS = ("--cache-block-tokens", "32", "--prefill-chunk", "64")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -41,14 +40,15 @@ QUESTIONS = (
 )
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
+@pytest.fixture
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
     zoo.write_folder(request.param, path)
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected(model: Path) -> dict[str, str]:
     """What a server of one process says, without a cache."""
     config = Config(
@@ -60,41 +60,21 @@ def expected(model: Path) -> dict[str, str]:
         return {q.name: q.asked_of(server.url).text for q in QUESTIONS}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
+@pytest.fixture
+def flags(tmp_path: Path) -> tuple[str, ...]:
+    return (*FLAGS, "--ssd-cache-dir", str(tmp_path / "ssd"))
 
 
-@pytest.fixture(scope="module")
-def flags(folder: Path) -> tuple[str, ...]:
-    return (*FLAGS, "--ssd-cache-dir", str(folder / "ssd"))
-
-
-@pytest.fixture(scope="module")
-def ranks(model: Path, folder: Path, flags: tuple[str, ...]) -> Iterator[Ranks]:
-    with serving(model, *flags, folder=folder / "first") as started:
-        yield started
-
-
-def test_alone_and_again(ranks: Ranks, expected: dict[str, str]) -> None:
+def talk(ranks: Ranks, expected: dict[str, str]) -> None:
+    """One after the other, again from the cache, and all together while others come and go."""
     for question in QUESTIONS:
         assert question.asked_of(ranks.url).text == expected[question.name], question.name
     for question in QUESTIONS:
         again = question.asked_of(ranks.url)
         assert again.text == expected[question.name], question.name
-        assert again.n_cached >= again.n_prompt // 2 or question.name == "short"
-
-
-def test_together_and_some_go(ranks: Ranks, expected: dict[str, str]) -> None:
-    def leave_early(number: int) -> None:
-        body = {"prompt": STORY * 2 + str(number), "max_tokens": 500, "stream": True}
-        with httpx.stream("POST", f"{ranks.url}/v1/completions", json=body, timeout=60) as reply:
-            for i, _ in enumerate(reply.iter_lines()):
-                if i > 4 * number:
-                    return
-
+        assert again.n_cached >= again.n_prompt // 2
     with ThreadPoolExecutor(8) as pool:
-        gone = [pool.submit(leave_early, n) for n in range(3)]
+        gone = [pool.submit(leave_early, ranks, n) for n in range(3)]
         asked = {q.name: pool.submit(q.asked_of, ranks.url) for q in QUESTIONS}
         for name, answer in asked.items():
             assert answer.result().text == expected[name], name
@@ -103,8 +83,39 @@ def test_together_and_some_go(ranks: Ranks, expected: dict[str, str]) -> None:
     assert ask(ranks.url, "hello").text == expected["short"]
 
 
-def test_several_choices_scores_and_a_schema(ranks: Ranks) -> None:
-    """What only rank 0 knows of: logprobs, grammars, several replies to one prompt."""
+def leave_early(ranks: Ranks, number: int) -> None:
+    body = {"prompt": STORY * 2 + str(number), "max_tokens": 500, "stream": True}
+    with httpx.stream("POST", f"{ranks.url}/v1/completions", json=body, timeout=60) as reply:
+        for i, _ in enumerate(reply.iter_lines()):
+            if i > 4 * number:
+                return
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_attention(
+    model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    with serving(model, *flags, "--cache-memory-mb", "1", folder=tmp_path / "first") as ranks:
+        talk(ranks, expected)
+        what_only_rank_0_knows_of(ranks)
+        for i in range(3):  # more than memory holds
+            ask(ranks.url, f"{i} {STORY * 6}", max_tokens=1)
+        assert ask(ranks.url, STORY).text == expected["long"]
+        assert "(ssd" in ranks.log(0)
+        ranks.processes[1].send_signal(signal.SIGTERM)  # a follower passes that on
+        assert ranks.wait() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
+    assert same_records(tmp_path / "ssd")
+    for path in records(tmp_path / "ssd", rank=1):
+        path.write_bytes(path.read_bytes()[:-8] + b"scribble")
+    with serving(model, *flags, folder=tmp_path / "second") as ranks:
+        answer = ask(ranks.url, STORY)
+        assert (answer.text, answer.n_cached) == (expected["long"], 0), "one rank cannot read it"
+        talk(ranks, expected)
+        assert ranks.stop() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
+
+
+def what_only_rank_0_knows_of(ranks: Ranks) -> None:
+    """Logprobs, grammars, several replies to one prompt."""
     body = {"prompt": STORY, "max_tokens": 6, "n": 3, "temperature": 1.0, "logprobs": 2}
     reply = httpx.post(f"{ranks.url}/v1/completions", json=body, timeout=60).json()
     assert len(reply["choices"]) == 3
@@ -120,27 +131,36 @@ def test_several_choices_scores_and_a_schema(ranks: Ranks) -> None:
     assert reply["choices"][0]["message"]["content"].startswith("{")
 
 
-def test_after_a_restart(
-    ranks: Ranks, model: Path, folder: Path, flags: tuple[str, ...], expected: dict[str, str]
+@pytest.mark.parametrize("model", ["qwen3_5"], indirect=True)
+def test_recurrent_layers(
+    model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
 ) -> None:
-    """What all ranks have on their disks is resumed; what one of them lost is computed."""
-    assert ranks.stop() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
-    stored = [sorted(_records(folder, rank)) for rank in (0, 1)]
-    assert stored[0] == stored[1] != []
-    with serving(model, *flags, folder=folder / "second") as again:
-        answer = ask(again.url, STORY)
+    with serving(model, *flags, folder=tmp_path / "first") as ranks:
+        talk(ranks, expected)
+        assert ranks.stop() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
+    assert same_records(tmp_path / "ssd")
+    with serving(model, *flags, folder=tmp_path / "second") as ranks:
+        answer = ask(ranks.url, STORY)
         assert answer.text == expected["long"]
         assert answer.n_cached > answer.n_prompt // 2
-        assert again.stop() == [0, 0]
-    for name in stored[1]:
-        path = _records(folder, 1)[name]
-        path.write_bytes(path.read_bytes()[:-8] + b"scribble")
-    with serving(model, *flags, folder=folder / "third") as again:
-        for question in QUESTIONS:
-            assert question.asked_of(again.url).text == expected[question.name], question.name
-        assert again.stop() == [0, 0]
+        assert ranks.stop() == [0, 0]
 
 
-def _records(folder: Path, rank: int) -> dict[str, Path]:
-    found = (folder / "ssd" / f"rank-{rank}-of-2").glob("??/*.safetensors")
-    return {path.name: path for path in found}
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_experts(
+    model: Path, tmp_path: Path, flags: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    with serving(model, *flags, folder=tmp_path / "first") as ranks:
+        talk(ranks, expected)
+        ranks.processes[1].kill()  # nobody computes anything just now
+        assert ranks.wait() == [1, -signal.SIGKILL], ranks.log(0)[-3000:]
+
+
+def records(folder: Path, *, rank: int) -> list[Path]:
+    return sorted((folder / f"rank-{rank}-of-2").glob("??/*.safetensors"))
+
+
+def same_records(folder: Path) -> bool:
+    """Both ranks hold slices of the same records."""
+    own, others = ([path.name for path in records(folder, rank=rank)] for rank in (0, 1))
+    return own == others != []
