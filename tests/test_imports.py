@@ -60,7 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache", "caching", "config", "core", "engine", "memory", "models", "ranks", "speculating",
     },
     "following": {
-        "cache", "caching", "config", "core", "leaving", "memory", "models", "named", "parts", "ranks",
+        "backups", "cache", "caching", "config", "core", "leaving", "memory", "models", "named", "parts",
+        "ranks",
     },
     "speculating": {"cache", "config", "core", "engine", "models", "named"},
     "app": EVERYTHING - {"cli", "fleet"},

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from firn import named
+from firn.backups import leave_out
 from firn.cache.codecs import At
 from firn.cache.io import TierIo
 from firn.cache.prefix import CacheSettings
@@ -155,6 +156,7 @@ def _slices(
 
 def _tier(config: Config, team: Team, name: str, options: TierOptions, planned: Planned) -> TierIo:
     folder = team.folder(Path(options.location))
+    leave_out(folder)
     tier = discover()[name](replace(options, location=str(folder)))
     threads = IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes)
     return TierIo(tier, threads, seal=seal_of(config), flush_timeout_s=FLUSH_S)

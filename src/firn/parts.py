@@ -6,7 +6,7 @@ Built there, for every array belongs to it from the start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,12 +95,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
     way = way_of(config, str(settings["model_type"]), wanted.name)
     if leading is not None:
-        way = replace(way, cpu_dtype=leading.dtype_for(way.cpu_dtype))
-        text_only = config.model.text_only
-        leading.prepare(settings, wanted.name, text_only=text_only, cpu_dtype=way.cpu_dtype)
-        if recipe is not None:
-            log.warning("no embeddings: the model is shared out among ranks")
-            recipe = None
+        way, recipe = _prepare_ranks(wanted, leading, settings, way), None
     if recipe is not None and embedder.needs_encoder(folder, settings):
         return _encoder_parts(folder, recipe, wanted.name, way.limits, way.cpu_dtype)
     loaded = load_model(wanted, way, shard=leading.shard if leading else None)
@@ -131,10 +126,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
     planned[0].tell()
     plan = planned[0].plan
     devices.set_limits(way.machine.kind, plan)
-    capacity_nbytes, alone_nbytes = plan.capacity_nbytes, planned[0].alone_nbytes
-    if leading is not None:
-        capacity_nbytes = leading.begin(info, capacity_nbytes, device=way.machine.kind)
-        alone_nbytes = min(alone_nbytes, capacity_nbytes)
+    capacity_nbytes, alone_nbytes = _capacity(wanted, info, planned[0], way)
     budget = Budget(
         cost,
         capacity_nbytes=capacity_nbytes,
@@ -154,6 +146,29 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         cache.set_room(budget.free_nbytes())
     runner = _runner(config, loaded, way, guessing, leading)
     return Parts(runner, cache, budget, way.limits, embedder=_decoder_embedder(recipe, loaded))
+
+
+def _prepare_ranks(wanted: Wanted, leading: Leading, settings: Mapping[str, Any], way: Way) -> Way:
+    """All ranks are about to load the model in this way. Raises SetupError."""
+    way = replace(way, cpu_dtype=leading.dtype_for(way.cpu_dtype))
+    leading.prepare(
+        settings,
+        wanted.name,
+        text_only=wanted.config.model.text_only,
+        cpu_dtype=way.cpu_dtype,
+    )
+    if _embedding_recipe(wanted.folder) is not None:
+        log.warning("no embeddings: the model is shared out among ranks")
+    return way
+
+
+def _capacity(wanted: Wanted, info: ModelInfo, planned: Planned, way: Way) -> tuple[int, int]:
+    """For live requests and stored prefixes; and what it would be were this server alone here."""
+    capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
+    if wanted.leading is not None:
+        capacity_nbytes = wanted.leading.begin(info, capacity_nbytes, device=way.machine.kind)
+        alone_nbytes = min(alone_nbytes, capacity_nbytes)
+    return capacity_nbytes, alone_nbytes
 
 
 def plan_for(

@@ -108,7 +108,7 @@ class Answer:
 
 
 def ask(url: str, prompt: str, **more: Any) -> Answer:
-    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0} | more
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0} | more
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
     usage = reply["usage"]
     return Answer(

@@ -127,6 +127,9 @@ class Leader:
         except queue.Empty:
             missing = sorted(set(self._lines) - set(found))
             raise SetupError(f"rank {missing[0]} did not answer for {timeout_s:.0f} s") from None
+        finally:
+            with self._hearing:
+                del self._hearers[name]
         return found
 
     # --- the end ---------------------------------------------------------------------------
