@@ -51,16 +51,16 @@ def test_alone(tmp_path: Path) -> None:
 
 def test_heads_that_cannot_be_shared(tmp_path: Path) -> None:
     entry = zoo.ZOO["llama"]
-    odd = {**entry.config, "num_attention_heads": 3, "num_key_value_heads": 3}
+    odd = {**entry.config, "num_key_value_heads": 1}
     model = tmp_path / "model"
     model.mkdir()
     zoo.folder.write(zoo.build_entry(replace(entry, config=odd)), odd, model)
     ranks = processes.start(model, folder=tmp_path)
     try:
         assert [code != 0 for code in ranks.wait()] == [True, True]
-        said = [line for line in ranks.log(0).splitlines() if "heads" in line]
+        said = [line for line in ranks.log(0).splitlines() if "key-value heads" in line]
         assert len(said) == 1
-        assert "3 attention heads, which 2 ranks cannot share evenly" in said[0]
+        assert "1 key-value heads, which 2 ranks cannot share evenly" in said[0]
         assert "Traceback" not in ranks.log(0) + ranks.log(1)
     finally:
         processes.end(ranks)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from firn.cache.container import unpack
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from tests import zoo
 from tests.api import real
@@ -18,6 +19,8 @@ from tests.ranks.processes import Answer, Ranks, ask, serving
 
 STORY = "Snow that outlives its season becomes firn. " * 12
 FLAGS = ("--cache-block-tokens", "32", "--prefill-chunk", "64")
+N_GOOD = 128
+"""Tokens whose records nobody scribbles on."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -106,11 +109,14 @@ def test_attention(
         assert ranks.wait() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
     assert same_records(tmp_path / "ssd")
     for path in records(tmp_path / "ssd", rank=1):
-        path.write_bytes(path.read_bytes()[:-8] + b"scribble")
+        data = path.read_bytes()
+        if unpack(data).header.start >= N_GOOD:
+            path.write_bytes(data[:-8] + b"scribble")
     with serving(model, *flags, folder=tmp_path / "second") as ranks:
         answer = ask(ranks.url, STORY)
-        assert (answer.text, answer.n_cached) == (expected["long"], 0), "one rank cannot read it"
-        assert ask(ranks.url, STORY).n_cached > 0, "it is stored again"
+        assert answer.text == expected["long"]
+        assert 0 < answer.n_cached <= N_GOOD, "one rank cannot read the rest"
+        assert ask(ranks.url, STORY).n_cached > N_GOOD, "it is stored again"
         assert ranks.stop() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
 
 
