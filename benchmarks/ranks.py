@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 N_RANKS = 2
 N_TRIES = 300
 CHUNK = 2048
+WIDTH = 4096
 
 
 def main() -> None:
@@ -62,14 +63,18 @@ def measure() -> None:
 
     team = form()
     tokens = mx.zeros((8,), dtype=mx.int32)
+    sums = mx.zeros((8, WIDTH), dtype=mx.float16)
 
     def share() -> None:
         mx.eval(team.group.share(tokens))
 
+    def add() -> None:
+        mx.eval(team.group.add(sums))
+
     for _ in range(20):
         share()
     if team.follower is not None:
-        follow(team.follower, share)
+        follow(team.follower, {"share": share, "add": add})
         return
     assert team.leader is not None
     leader = team.leader
@@ -91,7 +96,9 @@ def measure() -> None:
         tell(name, timed(call))
     tell("a call there and an answer back", timed(lambda: there_and_back(leader)))
     leader.tell("share", N_TRIES)
-    tell("the newest tokens of 8 rows shared (MLX's collective)", timed(share))
+    tell("the newest tokens of 8 rows, shared by MLX: one a step", timed(share))
+    leader.tell("add", N_TRIES)
+    tell(f"a layer's sums for 8 rows ({WIDTH} wide), by MLX: two a layer", timed(add))
     leader.end()
 
 
@@ -100,13 +107,13 @@ def there_and_back(leader) -> None:  # type: ignore[no-untyped-def]
     leader.gather("pong", timeout_s=10)
 
 
-def follow(follower, share: Callable[[], None]) -> None:  # type: ignore[no-untyped-def]
+def follow(follower, collectives: Mapping[str, Callable[[], None]]) -> None:  # type: ignore[no-untyped-def]
     while (call := follower.next()).name != "end":
         if call.name == "ping":
             follower.answer("pong")
-        elif call.name == "share":
+        elif call.name in collectives:
             for _ in range(call.args[0]):
-                share()
+                collectives[call.name]()
 
 
 def timed(call: Callable[[], object]) -> list[float]:

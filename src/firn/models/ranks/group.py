@@ -61,7 +61,11 @@ class RankGroup:
 
     def share(self, tokens: mx.array) -> mx.array:
         """Rank 0's tokens, on every rank; the others give zeros. Lazy, and so no reason to wait."""
-        return mx.distributed.all_sum(tokens.astype(mx.int32), group=self._group)
+        return self.add(tokens.astype(mx.int32))
+
+    def add(self, array: mx.array) -> mx.array:
+        """The sum of what each rank gives, on every rank. Lazy."""
+        return mx.distributed.all_sum(array, group=self._group)
 
     def from_first(self, message: bytes) -> bytes:
         """What rank 0 has to say to all. At most MESSAGE_NBYTES."""
