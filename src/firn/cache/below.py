@@ -96,7 +96,6 @@ class Scanned:
 
 News = Arrived | Lost | Written | Unwritten | Seen | Scanned
 Take = Callable[[], News | None]
-Received = Callable[[Name, Payload], Payload]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,9 @@ class Below:
         *,
         stamp: Callable[[Record], float],
         wake: Callable[[], None],
-        received: Received = lambda name, arrays: arrays,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """stamp: what a record is to be written with. received: what was read, as memory is to hold it.
+        """stamp: what a record is to be written with.
 
         `wake` is called from an I/O thread when there is something to poll.
         """
@@ -131,7 +129,6 @@ class Below:
         self._catalogue = catalogue
         self._stamp = stamp
         self._wake = wake
-        self._received = received
         self._clock = clock
         self._results: queue.PriorityQueue[tuple[int, int, Take]] = queue.PriorityQueue()
         """To be called on the engine thread: reads first, for somebody waits for them. The rest in its
@@ -151,6 +148,8 @@ class Below:
         self._last_poll = clock()
         self._last_scan = clock()
         self.scanning = False
+        self.received: Callable[[Name, Payload], Payload] = lambda name, arrays: arrays
+        """What was read, as memory is to hold it."""
 
     # --- orders ----------------------------------------------------------------------------
 
@@ -277,7 +276,7 @@ class Below:
             began = self._clock()
             header = result.header
             arrays = from_host(header.tensors, header.places, result.buffers)
-            arrays = self._received(name_of(record), arrays)
+            arrays = self.received(name_of(record), arrays)
             return Arrived(record, arrays, at, self._clock() - began)
         if isinstance(result, Unwanted):
             if any(wanted() for wanted in askers):

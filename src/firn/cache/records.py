@@ -18,7 +18,6 @@ from firn.cache.below import (
     Below,
     Lost,
     News,
-    Received,
     Scanned,
     Seen,
     Unwritten,
@@ -81,8 +80,6 @@ class Records:
         self._trash: list[Iterator[Node]] = []
         self._in_doubt: list[tuple[Record, int]] | None = None
         """Committed since the last confirmation, with the tiers that had it; None: nobody confirms."""
-        self.received: Received = lambda name, arrays: arrays
-        """What was read below, as memory is to hold it."""
         self._put_off: dict[int, list[News]] = {}
         """By tier: what was told while the engine waited for a write."""
 
@@ -92,14 +89,7 @@ class Records:
         That takes milliseconds for most: worth waiting for, so that the first request hits.
         """
         below = Below(
-            name,
-            io,
-            self.tree,
-            self.catalogue,
-            stamp=self._stamp,
-            wake=wake,
-            received=lambda name, arrays: self.received(name, arrays),
-            clock=self.clock,
+            name, io, self.tree, self.catalogue, stamp=self._stamp, wake=wake, clock=self.clock
         )
         self.tiers.append(below)
         below.scan()

@@ -37,6 +37,11 @@ class Followers(Protocol):
     @property
     def n_followers(self) -> int: ...
 
+    @property
+    def is_lost(self) -> bool:
+        """One of them is gone, and this process is about to end."""
+        ...
+
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
         """Send a call to all, and what was noted before. Any thread. Raises RankLost."""
         ...

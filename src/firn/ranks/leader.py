@@ -41,7 +41,7 @@ class Leader:
         self._early: list[tuple[int, Call]] = []
         """Answers that nobody was there for yet."""
         self._news: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
-        self._is_lost = False
+        self.is_lost = False
         self._is_ending = False
         self._on_lost: Callable[[], object] | None = None
         for rank, line in self._lines.items():
@@ -77,7 +77,7 @@ class Leader:
                 self._noted.clear()
 
     def _send(self, data: bytes) -> None:
-        if self._is_lost:
+        if self.is_lost:
             raise RuntimeError("the group of ranks has ended")
         for rank, line in self._lines.items():
             try:
@@ -149,15 +149,15 @@ class Leader:
     def end(self) -> None:
         """All is done: the others write what they have, and end."""
         self._is_ending = True
-        if not self._is_lost:
+        if not self.is_lost:
             try:
                 self.tell("end")
             except RankLost:
                 log.warning("a rank was gone before the end")
 
     def lose(self, why: str) -> RankLost:
-        if not (self._is_lost or self._is_ending):
-            self._is_lost = True
+        if not (self.is_lost or self._is_ending):
+            self.is_lost = True
             log.critical("%s: the group ends", why)
             threading.Thread(target=self._leave, daemon=True).start()
         return RankLost(why)
@@ -169,7 +169,7 @@ class Leader:
         """A follower says why it ends. Before there are clients, that is the start's one line."""
         why = f"rank {rank}: {call.args[0]}"
         if self._on_lost is None:
-            self._is_lost = True
+            self.is_lost = True
             print(f"firn: {why}", file=sys.stderr, flush=True)
             os._exit(1)
         self.lose(why)

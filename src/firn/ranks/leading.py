@@ -17,7 +17,8 @@ from typing import Any
 from firn.cache.io import Io
 from firn.cache.prefix import PrefixTree
 from firn.cache.ranks.io import RankIo
-from firn.cache.ranks.mirror import Mirror, MirroredLayout, MirroredTree
+from firn.cache.ranks.mirror import Mirror, MirroredLayout
+from firn.cache.ranks.tree import MirroredTree
 from firn.cache.tiers import TierOptions
 from firn.core.values import ModelInfo
 from firn.models.cpu.dtype import Choice as CpuDtype
@@ -101,12 +102,10 @@ class Leading:
 
     def io_over(self, own: Io, tree: PrefixTree) -> RankIo:
         assert isinstance(tree, MirroredTree)
-        io = RankIo(
+        return RankIo(
             own,
             self.leader,
             self._mirror,
             layout=tree.records.identity.layout,
             number_of=tree.number_of,
         )
-        tree.records.received = io.received
-        return io

@@ -34,6 +34,13 @@ log = logging.getLogger("firn.ranks")
 JOIN_S = 600.0
 """How long ranks wait for each other: one may still be copying a model."""
 CONNECT_S = 30.0
+REFUSED = {
+    "--adapter": ("model", "adapter"),
+    "--draft-model": ("engine", "draft_model"),
+    "--sparse-prefill": ("sparse", "sparse_prefill"),
+    "--tier": ("cache", "tiers"),
+}
+"""Options that make rank 0 do what the others are not told of: section and field, where they exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +63,14 @@ class Team:
 
 def check_options(config: Config) -> None:
     """Raises SetupError for what does not go with sharded models."""
-    engine, model = config.engine, config.model
-    refused = {
-        "--adapter": model.adapter is not None,
-        "--draft-model": bool(engine.draft_model),
-        f"--speculation {engine.speculation}": engine.speculation not in ("auto", "off"),
-        "several models": config.several,
-    }
-    for what, is_wanted in refused.items():
-        if is_wanted:
-            raise SetupError(f"--tensor-parallel does not go with {what}")
+    if config.several:
+        raise SetupError("--tensor-parallel does not go with several models")
+    for flag, (section, field) in REFUSED.items():
+        if getattr(getattr(config, section, None), field, None):
+            raise SetupError(f"--tensor-parallel does not go with {flag}")
+    guesses = config.engine.speculation
+    if guesses not in ("auto", "off"):
+        raise SetupError(f"--tensor-parallel does not go with --speculation {guesses}")
 
 
 def form() -> Team:

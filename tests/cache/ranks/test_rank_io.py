@@ -57,6 +57,7 @@ class Others:
     """Implements core.ranks.Followers: two of them, who say what a test has them say."""
 
     n_followers: int = 2
+    is_lost: bool = False
     told: list[Call] = field(default_factory=list)
     hearers: dict[str, Hear] = field(default_factory=dict)
 

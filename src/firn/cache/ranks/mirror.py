@@ -18,11 +18,8 @@ from typing import Any
 
 from firn.cache.arrays.payload import Payload
 from firn.cache.codecs import At
-from firn.cache.container import Name
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
-from firn.cache.prefix import PrefixTree
-from firn.core.ports import Load
 from firn.core.ranks import Followers
 
 Fill = tuple[str, list[int], int]
@@ -59,6 +56,10 @@ class Mirror:
     def drop(self, number: int) -> None:
         """Any thread, also in the midst of another call."""
         self._dropped.append(number)
+
+    @property
+    def is_over(self) -> bool:
+        return self._followers.is_lost
 
     def tell_dropped(self) -> None:
         while self._dropped:
@@ -117,35 +118,6 @@ class MirroredLayout(Layout):
     ) -> None:
         Layout.fill(self, part, layers, payloads, n_tokens)
         self.mirror.filled(part, payloads, n_tokens)
-
-
-class MirroredTree(PrefixTree):
-    """Rank 0's. Between two steps it tells what was dropped."""
-
-    mirror: Mirror
-    flush: Callable[[], None]
-
-    def lead(self, mirror: Mirror, flush: Callable[[], None]) -> MirroredTree:
-        self.mirror, self.flush = mirror, flush
-        return self
-
-    def number_of(self, name: Name) -> int:
-        """The payload of a record that memory holds. Raises LookupError."""
-        node = self.records.tree.find(name.key)
-        if node is None or name.part not in node.records:
-            raise LookupError(f"{name} is not in memory")
-        return number_of(node.records[name.part].arrays)
-
-    def tick(self, load: Load) -> None:
-        super().tick(load)
-        self.mirror.tell_dropped()
-        self.flush()
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except Exception as e:  # the other ranks may be gone
-            self.records.failed("close", e)
 
 
 def _nobody(layers: Sequence[Any], index: int) -> int:

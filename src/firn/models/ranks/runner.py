@@ -60,6 +60,11 @@ class LeaderRunner(Runner):
                 return number
         raise LookupError("nobody's layers")
 
+    @property
+    def reads_together(self) -> bool:
+        """Prompts are read one by one: a padded pass of several is not told."""
+        return False
+
     # --- prefill ---------------------------------------------------------------------------
 
     def start(self, restored: Restored | None) -> Row:
@@ -138,9 +143,11 @@ class LeaderRunner(Runner):
             raise self.followers.lose(f"rank 0 failed in {name}: {e!r}") from e
 
 
-LOCAL = frozenset({"confirm", "force", "groups", "live_nbytes", "resume", "close"})
-"""What the others need not know of: it computes nothing together, or changes only what is sampled.
-(`resume` also says that a row is to be alone, and `join` tells that.)"""
+LOCAL = frozenset(
+    {"confirm", "force", "groups", "live_nbytes", "prefill_together", "resume", "close"}
+)
+"""What the others need not know of: it computes nothing together, changes only what is sampled, or is
+never used here. (`resume` also says that a row is to be alone, and `join` tells that.)"""
 
 
 class FollowerRunner(Runner):
