@@ -21,9 +21,9 @@ SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
-    "demo", "engine", "fleet", "kv_events", "leaving", "listening", "logs", "machine", "media", "memory",
-    "models", "named", "options", "parts", "reservations", "several", "speculating", "supervisors",
-    "text", "traces", "watching",
+    "demo", "engine", "fleet", "following", "kv_events", "leaving", "listening", "logs", "machine",
+    "media", "memory", "models", "named", "options", "parts", "ranks", "reservations", "several",
+    "speculating", "supervisors", "text", "traces", "watching",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -56,9 +56,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "named": {"config", "demo", "models"},
     "kv_events": {"cache", "core"},
-    "caching": {"backups", "cache", "config", "core", "models"},
+    "ranks": {"cache", "config", "core", "models"},
+    "caching": {"backups", "cache", "config", "core", "models", "ranks"},
     "parts": {
-        "cache", "caching", "config", "core", "engine", "kv_events", "memory", "models", "speculating",
+        "cache", "caching", "config", "core", "engine", "kv_events", "memory", "models", "ranks",
+        "speculating",
+    },
+    "following": {
+        "backups", "cache", "caching", "config", "core", "leaving", "memory", "models", "named", "parts",
+        "ranks",
     },
     "speculating": {"cache", "config", "core", "engine", "models", "named"},
     "app": EVERYTHING - {"cli", "fleet"},

@@ -33,12 +33,13 @@ from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.prefix import PrefixTree
 from firn.caching import FLUSH_S, MIB
 from firn.config import Config, default_cache_dir, with_model
-from firn.core.errors import ShuttingDown
+from firn.core.errors import EngineDead, ShuttingDown
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
 from firn.defaults import of_model
 from firn.engine.engine import Engine
 from firn.engine.loop import Parts
+from firn.following import follow, join_ranks
 from firn.leaving import leave, no_later_than
 from firn.listening import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
@@ -52,6 +53,9 @@ from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import score_of
 from firn.parts import Wanted, build_parts
+from firn.ranks.leader import Leader
+from firn.ranks.leading import Leading
+from firn.ranks.team import Team, options_digest
 from firn.text import rerank
 from firn.text.formats import detect
 from firn.text.native import NativeParser
@@ -77,9 +81,14 @@ def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
+    team = None
+    if config.model.tensor_parallel:
+        config, team = join_ranks(config)
+        if team.follower is not None:
+            return leave(follow(config, team))
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
-    server = build(config)
+    server = build(config, team=team)
     server.own_process()
     try:
         code = uvloop.run(_run(server, sock, prompts))
@@ -105,6 +114,8 @@ class Server:
     memory: MemoryWatch | None = None
     awake: Awake = field(default_factory=Awake)
     recorder: Recorder | None = None
+    ranks: Leader | None = None
+    """The others, where the model is shared out."""
 
     def own_process(self) -> None:
         """This server is all that the process is for, and its engine what must not wait."""
@@ -116,6 +127,12 @@ class Server:
 
         self.engine.call(own)
 
+    def lose_rank(self) -> None:
+        """The engine may hang in what the lost one has no part in any more: clients are told here."""
+        self.mailroom.drain()
+        self.mailroom.fail_all(EngineDead())
+        self.died.append("rank")
+
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
@@ -123,14 +140,20 @@ class Server:
         if self.memory is not None:
             self.memory.stop()
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
+        if self.ranks is not None:
+            self.ranks.end()
         self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
-def build(config: Config, *, front: int | None = None) -> Server:
+def build(config: Config, *, front: int | None = None, team: Team | None = None) -> Server:
     """Load the model and wire everything to it. Raises SetupError.
 
-    front: the process that shares memory out among its models, where there is one.
+    front: the process that shares memory out among its models, where there is one. team: the ranks that
+    share the model; this one speaks for all.
     """
+    leading = None
+    if team is not None and team.leader is not None:
+        leading = Leading(team, team.leader, options=options_digest(config))
     folder = _model_folder(config)
     config = _heed_model(config, folder)
     trace = config.log.record_trace
@@ -149,12 +172,12 @@ def build(config: Config, *, front: int | None = None) -> Server:
         takes_tools=template is None or template.rules.tools,
     )
     processor = None
-    if not config.model.text_only:
+    if not config.model.text_only and leading is None:
         processor = loader.load_processor(folder, tokenizer, trust_remote_code=trust)
     mailroom = Mailroom()
     died: list[str] = []
     planned: list[Planned] = []
-    wanted = Wanted(config, folder, name, _keys(config).namespaces, processor, front)
+    wanted = Wanted(config, folder, name, _keys(config).namespaces, processor, front, leading)
     engine = Engine(
         lambda: build_parts(wanted, lambda: engine.wake(), planned),
         mailroom.publish,
@@ -220,12 +243,15 @@ def build(config: Config, *, front: int | None = None) -> Server:
             SpeculationMetrics(lambda: speculating.view(engine.parts)),
         ),
     )
-    watch = _watch(engine, planned[0], front) if planned else None
-    return Server(services, engine, mailroom, pool, died, watch, recorder=recorder)
+    watch = _watch(engine, planned[0], front, fixed=team is not None) if planned else None
+    ranks = leading.leader if leading else None
+    return Server(services, engine, mailroom, pool, died, watch, recorder=recorder, ranks=ranks)
 
 
-def _watch(engine: Engine, planned: Planned, front: int | None) -> MemoryWatch:
+def _watch(engine: Engine, planned: Planned, front: int | None, *, fixed: bool) -> MemoryWatch:
+    """fixed: the capacity is what all ranks have agreed on."""
     device = devices.device()
+    fixed |= front is not None
 
     def set_capacity(nbytes: int) -> None:
         engine.call(lambda parts: parts.set_capacity(nbytes))
@@ -237,7 +263,7 @@ def _watch(engine: Engine, planned: Planned, front: int | None) -> MemoryWatch:
         held_nbytes=lambda: engine.call(lambda parts: parts.budget.held_nbytes).result(LOOK_S),
         capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
         # Whether a CUDA driver says anew what is free is not known: the first look stands.
-        set_capacity=None if front is not None or device.kind == "cuda" else set_capacity,
+        set_capacity=None if fixed or device.kind == "cuda" else set_capacity,
         group=front,
     )
     watch.start()
@@ -353,8 +379,17 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         loop.call_later(DRAIN_S, server.mailroom.fail_all, ShuttingDown())
         web.should_exit = True
 
+    def stop_once() -> None:
+        if not web.should_exit:
+            stop()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if server.ranks is not None:
+        server.ranks.watch(
+            lost=lambda: loop.call_soon_threadsafe(server.lose_rank),
+            asked=lambda: loop.call_soon_threadsafe(stop_once),
+        )
     watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
     log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))

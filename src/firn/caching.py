@@ -11,11 +11,11 @@ from pathlib import Path
 from firn.backups import leave_out
 from firn.cache.asking import StoreIo
 from firn.cache.inventory import ModelNote, note_model
-from firn.cache.io import TierIo
+from firn.cache.io import Io, TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.seal import load_seal
+from firn.cache.seal import Seal, load_seal
 from firn.cache.threads import IoThreads
 from firn.cache.tiers import Store, TierOptions, discover
 from firn.cache.tiers._address import parse_address
@@ -25,6 +25,7 @@ from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.ports import PrefixCache
 from firn.core.values import ModelInfo, Namespace
 from firn.models.loader import LoadedModel
+from firn.ranks.leading import Leading
 
 log = logging.getLogger("firn")
 
@@ -45,19 +46,16 @@ def build_cache(
     *,
     exact_chunk: int,
     arithmetic: str,
+    leading: Leading | None = None,
 ) -> PrefixCache:
-    """arithmetic: what bits depend on beside the model, where bits count."""
+    """arithmetic: what bits depend on beside the model, where bits count. leading: the ranks that each
+    hold a slice of every record, where there are several."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
         log.info("the prefix cache is off")
         return CacheOff()
-    bits = wanted.kv_cache_quantization_bits if wanted.kv_cache_quantization else 0
-    if bits and wanted.reuse == "exact":
-        raise SetupError("--kv-cache-quantization changes what is restored: not with --reuse exact")
     try:
-        layout = Layout.of(
-            loaded.probe, kv_bits=bits, kv_group_size=wanted.kv_cache_quantization_group_size
-        )
+        layout = layout_of(config, loaded)
     except UnknownCacheLayer as e:
         log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
         return CacheOff(str(e))
@@ -68,12 +66,29 @@ def build_cache(
         exact_chunk=exact_chunk,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
-    return PrefixTree(
+    make = PrefixTree if leading is None else leading.make_tree
+    return make(
         layout,
         settings,
         fingerprint=loaded.info.fingerprint,
-        dtype=f"{loaded.info.dtype} {arithmetic}".rstrip(),
+        dtype=computed_in(loaded, arithmetic, leading.text if leading else ""),
     )
+
+
+def layout_of(config: Config, loaded: LoadedModel) -> Layout:
+    """How records are cut. Raises UnknownCacheLayer, SetupError."""
+    wanted = config.cache
+    bits = wanted.kv_cache_quantization_bits if wanted.kv_cache_quantization else 0
+    if bits and wanted.reuse == "exact":
+        raise SetupError("--kv-cache-quantization changes what is restored: not with --reuse exact")
+    return Layout.of(
+        loaded.probe, kv_bits=bits, kv_group_size=wanted.kv_cache_quantization_group_size
+    )
+
+
+def computed_in(loaded: LoadedModel, *more: str) -> str:
+    """A part of every record's key: the type of numbers, and what else their bits depend on."""
+    return " ".join((loaded.info.dtype, *filter(None, more)))
 
 
 def cache_nbytes(config: Config, capacity_nbytes: int) -> int:
@@ -85,7 +100,7 @@ def cache_nbytes(config: Config, capacity_nbytes: int) -> int:
     return min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
 
 
-def _tiers(config: CacheConfig) -> dict[str, TierOptions]:
+def tiers_of(config: CacheConfig) -> dict[str, TierOptions]:
     """What lies below memory, by the names of the modules in cache/tiers."""
     if config.no_ssd_cache:
         return {}
@@ -107,18 +122,22 @@ def add_tiers(
     device: str,
     namespaces: Sequence[Namespace],
     wake: Callable[[], None],
+    leading: Leading | None = None,
 ) -> None:
     """Put a cache on the tiers below memory. namespaces: whose records are looked for there."""
-    key_file = config.cache.ssd_cache_key_file
-    seal = load_seal(key_file) if key_file else None
-    kinds, tiers = discover(), _tiers(config.cache)
+    seal = seal_of(config)
+    kinds, tiers = discover(), tiers_of(config.cache)
     if not tiers:
         log.info("ssd cache: off (--no-ssd-cache)")
     for name, options in tiers.items():
+        if leading is not None:
+            options = leading.options_of(options)
         folder = Path(options.location)
         leave_out(folder)
-        tier = kinds[name](options)
-        io = TierIo(tier, threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing)
+        own = TierIo(
+            kinds[name](options), threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing
+        )
+        io: Io = own if leading is None else leading.io_over(own, cache)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
         cache.add_tier(name, io, namespaces=namespaces, wake=wake)
@@ -133,6 +152,11 @@ def add_tiers(
         takes = spill_policy(address.spill, cache.settings.block)
         cache.add_tier(address.kind, io, namespaces=namespaces, wake=wake, takes=takes)
         log.info("%s store: %s, spill %s", address.kind, address.shown, address.spill)
+
+
+def seal_of(config: Config) -> Seal | None:
+    key_file = config.cache.ssd_cache_key_file
+    return load_seal(key_file) if key_file else None
 
 
 def _flushing(n_left: int, nbytes_left: int) -> None:

@@ -159,6 +159,9 @@ class ModelConfig:
         3, "How often a download that broke off is taken up again.", low=0, high=100
     )
     text_only: bool = option(False, "Serve the text part of a vision model, without images.")
+    tensor_parallel: bool = option(
+        False, "Share the model out among the processes that mlx.launch started."
+    )
     tool_call_parser: str = option(
         "auto",
         "How the model writes tool calls; auto reads it off its chat template.",

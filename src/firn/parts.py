@@ -6,8 +6,8 @@ Built there, for every array belongs to it from the start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from firn.cache.threads import IoThreads
 from firn.caching import MIB, add_tiers, build_cache, cache_nbytes
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
-from firn.core.memory_plan import MIN_CAPACITY_NBYTES, ModelMemory
-from firn.core.values import Namespace
+from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory, Transient
+from firn.core.values import ModelInfo, Namespace
 from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Limits, Parts
 from firn.engine.thinning import recipes_of
@@ -38,6 +38,7 @@ from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.transient import transient_of
 from firn.models.weight_memory import WeightMemory
+from firn.ranks.leading import Leading
 
 log = logging.getLogger("firn")
 
@@ -55,10 +56,12 @@ class Wanted:
     namespaces: Sequence[Namespace]
     processor: VisionProcessor | None = None
     front: int | None = None
+    leading: Leading | None = None
+    """The ranks that the model is shared out among, where it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """How this machine computes it."""
 
     machine: devices.Device
@@ -76,26 +79,41 @@ class _Way:
         usual = self.limits.prefill_chunk
         return usual if self.exact else max(self.limits.largest_chunk, usual)
 
+    @property
+    def exact_chunk(self) -> int:
+        """0: prompts are reused to the token."""
+        return self.limits.prefill_chunk if self.exact else 0
+
+    @property
+    def arithmetic(self) -> str:
+        """What bits depend on beside the model, where bits count."""
+        return self.blas.identity if self.blas and self.exact else ""
+
 
 def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]) -> Parts:
     """On the engine thread. `planned` gets the memory's plan. Raises SetupError."""
-    config, folder = wanted.config, wanted.folder
+    config, folder, leading = wanted.config, wanted.folder, wanted.leading
     before = beside_others(devices.look(devices.device()), group=wanted.front)
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
-    way = _way(config, str(settings["model_type"]), wanted.name)
+    way = way_of(config, str(settings["model_type"]), wanted.name)
+    if leading is not None:
+        way, recipe = _prepare_ranks(wanted, leading, settings, way), None
     if recipe is not None and embedder.needs_encoder(folder, settings):
         return _encoder_parts(folder, recipe, wanted.name, way.limits, way.cpu_dtype)
-    loaded = _load(wanted, way)
-    info, cost = loaded.info, _row_cost(loaded)
+    loaded = load_model(wanted, way, shard=leading.shard if leading else None)
+    info, cost = loaded.info, row_cost(loaded)
     transient = transient_of(settings, device=way.machine.kind, dtype=info.dtype)
 
     def planned_for(cost: RowCost, weights_nbytes: int) -> Planned:
-        rows = (cost.per_token_nbytes, cost.fixed_nbytes)
-        needs = ModelMemory(weights_nbytes, *rows, transient, info.context_length)
-        return plan_server(config, before, needs, chunk=way.chunk, exact=way.exact)
+        return plan_for(config, before, info, way, transient, cost, weights_nbytes)
 
     put_on_tiers = partial(
-        add_tiers, config, device=way.machine.kind, namespaces=wanted.namespaces, wake=wake
+        add_tiers,
+        config,
+        device=way.machine.kind,
+        namespaces=wanted.namespaces,
+        wake=wake,
+        leading=leading,
     )
     for_drafts: dict[str, Any] = {
         "exact": way.exact,
@@ -110,18 +128,20 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
     planned[0].tell()
     plan = planned[0].plan
     devices.set_limits(way.machine.kind, plan)
+    capacity_nbytes, alone_nbytes = _capacity(wanted, info, planned[0], way)
     budget = Budget(
         cost,
-        capacity_nbytes=plan.capacity_nbytes,
+        capacity_nbytes=capacity_nbytes,
         transient=transient,
         chunk_nbytes=plan.chunk_nbytes,
     )
     cache = build_cache(
         config,
         loaded,
-        planned[0].alone_nbytes,
-        exact_chunk=way.limits.prefill_chunk if way.exact else 0,
-        arithmetic=way.blas.identity if way.blas and way.exact else "",
+        alone_nbytes,
+        exact_chunk=way.exact_chunk,
+        arithmetic=way.arithmetic,
+        leading=leading,
     )
     if isinstance(cache, PrefixTree):
         if config.cache.kv_events is not None:
@@ -130,12 +150,49 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
             cache.expect(recipes_of(scorer.recipe))
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
-    runner = _runner(config, loaded, way, guessing)
+    runner = _runner(config, loaded, way, guessing, leading)
     embeds = _decoder_embedder(recipe, loaded)
     return Parts(runner, cache, budget, way.limits, embedder=embeds, scorer=scorer)
 
 
-def _way(config: Config, architecture: str, name: str) -> _Way:
+def _prepare_ranks(wanted: Wanted, leading: Leading, settings: Mapping[str, Any], way: Way) -> Way:
+    """All ranks are about to load the model in this way. Raises SetupError."""
+    way = replace(way, cpu_dtype=leading.dtype_for(way.cpu_dtype))
+    leading.prepare(
+        settings,
+        wanted.name,
+        text_only=wanted.config.model.text_only,
+        cpu_dtype=way.cpu_dtype,
+    )
+    if _embedding_recipe(wanted.folder) is not None:
+        log.warning("no embeddings: the model is shared out among ranks")
+    return way
+
+
+def _capacity(wanted: Wanted, info: ModelInfo, planned: Planned, way: Way) -> tuple[int, int]:
+    """For live requests and stored prefixes; and what it would be were this server alone here."""
+    capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
+    if wanted.leading is not None:
+        capacity_nbytes = wanted.leading.begin(info, capacity_nbytes, device=way.machine.kind)
+        alone_nbytes = min(alone_nbytes, capacity_nbytes)
+    return capacity_nbytes, alone_nbytes
+
+
+def plan_for(
+    config: Config,
+    before: MachineMemory,
+    info: ModelInfo,
+    way: Way,
+    transient: Transient,
+    cost: RowCost,
+    weights_nbytes: int,
+) -> Planned:
+    rows = (cost.per_token_nbytes, cost.fixed_nbytes)
+    needs = ModelMemory(weights_nbytes, *rows, transient, info.context_length)
+    return plan_server(config, before, needs, chunk=way.chunk, exact=way.exact)
+
+
+def way_of(config: Config, architecture: str, name: str) -> Way:
     machine, wanted = devices.device(), config.engine
     exact = _wants_exact(config, architecture, name)
     blas = _tune_cpu(config, exact=exact) if machine.kind == "cpu" else None
@@ -147,7 +204,7 @@ def _way(config: Config, architecture: str, name: str) -> _Way:
         max_step_s=wanted.max_step_ms / 1000,
         aligned=exact,
     )
-    return _Way(machine, limits, blas, _cpu_dtype(config, blas))
+    return Way(machine, limits, blas, _cpu_dtype(config, blas))
 
 
 def _largest_chunk(config: Config, machine: devices.Device) -> int:
@@ -158,7 +215,10 @@ def _largest_chunk(config: Config, machine: devices.Device) -> int:
     return wanted.prefill_chunk or machine.largest_chunk
 
 
-def _load(wanted: Wanted, way: _Way) -> loader.LoadedModel:
+def load_model(
+    wanted: Wanted, way: Way, *, shard: Callable[[Any], None] | None = None
+) -> loader.LoadedModel:
+    """shard: leaves of it what is this rank's."""
     config, processor = wanted.config, wanted.processor
     loaded = loader.load(
         wanted.folder,
@@ -170,23 +230,33 @@ def _load(wanted: Wanted, way: _Way) -> loader.LoadedModel:
         memory=WeightMemory(default_cache_dir()),
         cpu_dtype=way.cpu_dtype,
         max_context=config.engine.max_context or None,
+        shard=shard,
     )
     return speculating.with_head(config, loaded, exact=way.exact, cpu_dtype=way.cpu_dtype)
 
 
 def _runner(
-    config: Config, loaded: loader.LoadedModel, way: _Way, guessing: speculating.Guessing
+    config: Config,
+    loaded: loader.LoadedModel,
+    way: Way,
+    guessing: speculating.Guessing,
+    leading: Leading | None,
 ) -> Runner:
-    library = way.blas.library if way.blas and not way.exact else None
-    return Runner(
+    make = Runner if leading is None else leading.make_runner
+    return make(
         loaded.model,
         loaded.info,
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
-        threads=Threads(library, loaded.model) if library else None,
+        threads=threads_of(loaded, way),
         speculation=guessing.speculation,
     )
+
+
+def threads_of(loaded: loader.LoadedModel, way: Way) -> Threads | None:
+    library = way.blas.library if way.blas and not way.exact else None
+    return Threads(library, loaded.model) if library else None
 
 
 def _tune_cpu(config: Config, *, exact: bool) -> Blas:
@@ -235,7 +305,7 @@ def _encoder_parts(
     return Parts(runner, CacheOff("an embedding model"), budget, limits, embedder=embeds)
 
 
-def _row_cost(loaded: loader.LoadedModel) -> RowCost:
+def row_cost(loaded: loader.LoadedModel) -> RowCost:
     try:
         return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe), step_tokens=BUFFER_TOKENS)
     except UnknownCacheLayer:

@@ -170,6 +170,8 @@ class Below:
         self._last_poll = clock()
         self._last_scan = clock()
         self.scanning = False
+        self.received: Callable[[Name, Payload], Payload] = lambda name, arrays: arrays
+        """What was read, as memory is to hold it."""
 
     # --- orders ----------------------------------------------------------------------------
 
@@ -313,6 +315,7 @@ class Below:
             began = self._clock()
             header = result.header
             arrays = from_host(header.tensors, header.places, result.buffers)
+            arrays = self.received(name_of(record), arrays)
             return Arrived(record, arrays, at, self._clock() - began)
         if isinstance(result, Unwanted):
             if any(wanted() for wanted in askers):

@@ -126,13 +126,15 @@ def load(
     memory: WeightMemory | None = None,
     cpu_dtype: dtype.Choice = "model",
     max_context: int | None = None,
+    shard: Callable[[Any], None] | None = None,
 ) -> LoadedModel:
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
     picture: an example from the model's processor; with it the model is loaded with its vision tower.
     memory: where digests of weights are remembered from one start to the next.
     cpu_dtype: whether weights that are not float32 become so; auto: if there is memory for it.
-    max_context: of what the model can attend to, this much.
+    max_context: of what the model can attend to, this much. shard: leaves of a model that was not read
+    yet what is this rank's.
     """
     config = read_config(folder)
     vision = picture is not None
@@ -140,7 +142,7 @@ def load(
     hashing = Fingerprint(folder, adapter=adapter, vision=vision, memory=memory)
     inputs: Inputs = IdsOnly()
     if picture is None:
-        model, config = _load_weights(folder, config, adapter, trust_remote_code)
+        model, config = _load_weights(folder, config, adapter, trust_remote_code, shard)
     else:
         from firn.models import vision_load
 
@@ -280,10 +282,19 @@ def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:
 
 
 def _load_weights(
-    folder: Path, config: Mapping[str, Any], adapter: Path | None, trust_remote_code: bool
+    folder: Path,
+    config: Mapping[str, Any],
+    adapter: Path | None,
+    trust_remote_code: bool,
+    shard: Callable[[Any], None] | None,
 ) -> tuple[Any, dict[str, Any]]:
     try:
-        model, full_config = mlx_utils.load_model(folder, trust_remote_code=trust_remote_code)
+        model, full_config = mlx_utils.load_model(
+            folder, lazy=shard is not None, trust_remote_code=trust_remote_code
+        )
+        if shard is not None:
+            shard(model)
+            mx.eval(model.parameters())
         if adapter is not None:
             model = mlx_utils.load_adapters(model, str(adapter))
             model.eval()

@@ -37,7 +37,7 @@ from firn.models.padding import in_blocks
 from firn.models.placing import at_positions, behind_gaps
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
-from firn.models.sampling import Picker, pick, score
+from firn.models.sampling import Picker, Picks, pick, score
 from firn.models.speculation import Speculation
 from firn.models.together import Together, can_read_together, together_fault
 from firn.models.verify import Taken, Verification
@@ -281,7 +281,7 @@ class Runner:
             mx.async_eval(group.layers[len(group.layers) // 2].state)
             self._hear(group)
             allowed = mx.array(self._masks.fill([p.constraint for p in pickers]))
-        picks = pick(logits, pickers, forced, allowed=allowed)
+        picks = self._pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
         group.inputs = picks.tokens
         group.unread.append(Launched(tuple(group.seats), picks, flows))
@@ -328,6 +328,17 @@ class Runner:
         group.unread.append(
             Verification(group, seats, tuple(drafts), step, picks, pickers, width, hidden)
         )
+
+    def _pick(
+        self,
+        logits: mx.array,
+        pickers: Sequence[Picker],
+        forced: Sequence[int | None],
+        *,
+        allowed: mx.array | None,
+    ) -> Picks:
+        """A step's tokens; where a model has several ranks, one of them picks for all."""
+        return pick(logits, pickers, forced, allowed=allowed)
 
     def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
         """Read the tokens of this group's steps, but for the newest `keep_in_flight`.

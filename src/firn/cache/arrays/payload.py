@@ -50,6 +50,13 @@ class Payload:
         """The same as arrays of their own, lazily."""
         return Payload(tuple(array_copy(s) for s in self.stacks), self.places)
 
+    def joined(self, others: Sequence[Payload]) -> Payload:
+        """Its tokens, then theirs, lazily. The layers must be alike."""
+        stacks = zip(self.stacks, *(p.stacks for p in others), strict=True)
+        return Payload(
+            tuple(mx.concatenate(list(some), TOKEN_AXIS) for some in stacks), self.places
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Views:
@@ -92,10 +99,7 @@ def array_copy(array: mx.array) -> mx.array:
 
 def joined(payloads: Sequence[Payload]) -> Payload:
     """Their tokens one after another, lazily. The layers must be alike."""
-    stacks = zip(*(p.stacks for p in payloads), strict=True)
-    return Payload(
-        tuple(mx.concatenate(list(some), TOKEN_AXIS) for some in stacks), payloads[0].places
-    )
+    return payloads[0].joined(payloads[1:])
 
 
 def by_layer(payloads: Sequence[Payload | Views], *, at_once: int) -> Iterator[list[Arrays]]:

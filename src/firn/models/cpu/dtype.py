@@ -98,6 +98,8 @@ def _plain(module: Any) -> Any | None:
     )
     if "bias" in module:
         plain.bias = module.bias
+    if hasattr(module, "group"):  # a rank's slice, which is summed with the others'
+        plain.group = module.group
     mx.eval(plain.weight)
     return plain
 

@@ -1,0 +1,134 @@
+"""What following costs: calls from rank 0 to another rank, and the token that all of them get.
+
+    python benchmarks/ranks.py                 two processes over loopback, on whatever device MLX has
+    mlx.launch --hostfile hosts.json -- python benchmarks/ranks.py --rank     on several machines
+
+Prints a table in Markdown. Numbers are medians; a busy machine makes them larger, not their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+N_RANKS = 2
+N_TRIES = 300
+CHUNK = 2048
+WIDTH = 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", action="store_true", help="be one of the ranks")
+    if parser.parse_args().rank:
+        measure()
+    else:
+        launch()
+
+
+def launch() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Path(folder) / "hosts.json"
+        hosts.write_text(json.dumps([[f"127.0.0.1:{_free_port()}"] for _ in range(N_RANKS)]))
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--rank"],
+                env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
+            )
+            for rank in range(N_RANKS)
+        ]
+        for rank in ranks:
+            rank.wait(300)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def measure() -> None:
+    import mlx.core as mx
+
+    from firn.ranks.team import form
+
+    team = form()
+    tokens = mx.zeros((8,), dtype=mx.int32)
+    sums = mx.zeros((8, WIDTH), dtype=mx.float16)
+
+    def share() -> None:
+        mx.eval(team.group.share(tokens))
+
+    def add() -> None:
+        mx.eval(team.group.add(sums))
+
+    for _ in range(20):
+        share()
+    if team.follower is not None:
+        follow(team.follower, {"share": share, "add": add})
+        return
+    assert team.leader is not None
+    leader = team.leader
+    rows = {
+        "a decode step's calls (launch, collect), as rank 0 pays for them": lambda: (
+            leader.tell("launch", 7),
+            leader.tell("collect", 7, 1),
+        ),
+        f"a prefill call with {CHUNK} tokens": lambda: leader.tell(
+            "prefill", 7, 0, CHUNK, 4 * CHUNK, None, blob=bytes(4 * CHUNK)
+        ),
+        "32 payloads cut, noted, and sent": lambda: (
+            [leader.note("cut", i, "pages", 7, 0, 4096, 256 * i, 256 * (i + 1)) for i in range(32)],
+            leader.flush(),
+        ),
+    }
+    print("| what | median | 95th percentile |\n|---|---|---|")
+    for name, call in rows.items():
+        tell(name, timed(call))
+    tell("a call there and an answer back", timed(lambda: there_and_back(leader)))
+    leader.tell("share", N_TRIES)
+    tell("the newest tokens of 8 rows, shared by MLX: one a step", timed(share))
+    leader.tell("add", N_TRIES)
+    tell(f"a layer's sums for 8 rows ({WIDTH} wide), by MLX: two a layer", timed(add))
+    leader.end()
+
+
+def there_and_back(leader) -> None:  # type: ignore[no-untyped-def]
+    leader.tell("ping")
+    leader.gather("pong", timeout_s=10)
+
+
+def follow(follower, collectives: Mapping[str, Callable[[], None]]) -> None:  # type: ignore[no-untyped-def]
+    while (call := follower.next()).name != "end":
+        if call.name == "ping":
+            follower.answer("pong")
+        elif call.name in collectives:
+            for _ in range(call.args[0]):
+                collectives[call.name]()
+
+
+def timed(call: Callable[[], object]) -> list[float]:
+    took = []
+    for _ in range(N_TRIES):
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    return sorted(took)
+
+
+def tell(name: str, took: list[float]) -> None:
+    late = took[int(len(took) * 0.95)]
+    print(f"| {name} | {statistics.median(took) * 1e6:.0f} µs | {late * 1e6:.0f} µs |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""A tier of a sharded model, as rank 0's tree sees it: what all ranks have, and nothing else.
+
+Every rank keeps its slice of a record in a tier of its own, under the same name. A record is stored when
+all have written it, read when all have read and verified it, and there after a start if all have found
+it. Whatever one of them lacks, has lost or cannot read is a miss, and what is evicted by one goes
+everywhere.
+
+Owner: rank 0's engine thread; answers come on threads of the channel and of the tier.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from firn.cache.container import Header, Loaded, Name
+from firn.cache.faults import Missing, Refused, TierError, TierFault
+from firn.cache.io import Changes, Entry, Fetch, Io, Wanted
+from firn.cache.ranks.mirror import Mirror
+from firn.cache.threads import Done
+from firn.cache.tiers import Gone, Stored, Usage
+from firn.core.keys import KeyTokens
+from firn.core.ranks import Call, Followers
+
+NumberOf = Callable[[Name], int]
+"""The payload of a record that memory holds."""
+REFUSED = "refused"
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(eq=False)
+class _Order:
+    """A read or a write, until everybody has said how it went."""
+
+    name: Name
+    done: Done
+    waiting: set[int]
+    result: Any = None
+    """Rank 0's own; None until it is there."""
+    faults: list[TierError] = field(default_factory=list)
+    """The others'."""
+
+    @property
+    def is_over(self) -> bool:
+        return not self.waiting and self.result is not None
+
+
+class RankIo:
+    """Implements Io."""
+
+    def __init__(
+        self, own: Io, followers: Followers, mirror: Mirror, *, layout: str, number_of: NumberOf
+    ) -> None:
+        """layout: what records of this rank say of themselves; no other rank's are read."""
+        self._own = own
+        self._followers = followers
+        self._mirror = mirror
+        self._layout = layout
+        self._number_of = number_of
+        self._ranks = frozenset(range(1, followers.n_followers + 1))
+        self._lock = threading.Lock()
+        self._serial = count(1)
+        self._reads: dict[int, _Order] = {}
+        self._writes: dict[int, _Order] = {}
+        self._was_read: dict[Name, int] = {}
+        """Reads that all have made, and that the tree has not taken yet."""
+        self._have: dict[int, set[Name]] = {rank: set() for rank in self._ranks}
+        """What the others have told that they have."""
+        self._found: dict[Name, Entry] = {}
+        """Seen here, but not by all."""
+        self._scanning: set[int] = set()
+        self._scanned: Done = lambda _: None
+        self._batch: Callable[[Changes], None] = lambda _: None
+        self._is_deferred = False
+        for name, take in (
+            ("read", self._heard_read),
+            ("written", self._heard_written),
+            ("seen", self._heard_seen),
+            ("scanned", lambda rank, _: self._was_scanned(rank, None)),
+        ):
+            followers.hear(name, take)
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def try_write(
+        self,
+        header: Header,
+        fetch: Fetch,
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Wanted = _always,
+    ) -> bool:
+        number, serial = self._number_of(header.name), next(self._serial)
+        self._writes[serial] = _Order(header.name, done, set(self._ranks))
+        taken = self._own.try_write(
+            header,
+            fetch,
+            used_at=used_at,
+            done=lambda result: self._step(self._writes, serial, self._end_write, result=result),
+            wanted=wanted,
+        )
+        if not taken:
+            del self._writes[serial]
+            return False
+        tokens = header.tokens.astype("<u8").tobytes()
+        self._followers.tell("write", serial, number, used_at, _fields(header), blob=tokens)
+        return True
+
+    def _heard_written(self, rank: int, call: Call) -> None:
+        serial, fault, evicted = call.args
+        gone = [name for text in evicted if (name := Name.parse(text))]
+        if gone:
+            self._evicted(gone, by=rank)
+        error = _fault_of(rank, fault) if fault else None
+        if error is None and serial in self._writes:
+            with self._lock:
+                self._have[rank].add(self._writes[serial].name)
+        self._step(self._writes, serial, self._end_write, rank=rank, fault=error)
+
+    def _end_write(self, serial: int, order: _Order) -> None:
+        result = order.result
+        if isinstance(result, Stored) and not order.faults:
+            if result.evicted:
+                self._delete_there(result.evicted)
+            order.done(result)
+            return
+        self.delete([order.name])  # whoever has it: without the others it is of no use
+        order.done(order.faults[0] if isinstance(result, Stored) else result)
+
+    def _evicted(self, names: Sequence[Name], *, by: int) -> None:
+        """One rank had to let go of them, so nobody has them."""
+        with self._lock:
+            self._have[by].difference_update(names)
+        self.delete(names)
+        self._batch([Gone(name) for name in names])
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
+        serial = next(self._serial)
+        self._reads[serial] = _Order(name, done, set(self._ranks))
+        self._followers.tell("read", serial, str(name), blob=expect.astype("<u8").tobytes())
+        self._own.read(
+            name,
+            expect,
+            lambda result: self._step(self._reads, serial, self._end_read, result=result),
+            wanted=wanted,
+        )
+
+    def _heard_read(self, rank: int, call: Call) -> None:
+        serial, fault = call.args
+        error = Missing(f"rank {rank}: {fault}") if fault else None
+        if error is not None and serial in self._reads:
+            with self._lock:
+                self._have[rank].discard(self._reads[serial].name)
+        self._step(self._reads, serial, self._end_read, rank=rank, fault=error)
+
+    def _end_read(self, serial: int, order: _Order) -> None:
+        result = order.result
+        if isinstance(result, Loaded) and result.header.layout != self._layout:
+            result = Missing("another rank's slice")
+        if isinstance(result, Loaded) and not order.faults:
+            with self._lock:
+                self._was_read[order.name] = serial
+            order.done(result)
+            return
+        self._followers.tell("unread", serial)
+        order.done(order.faults[0] if isinstance(result, Loaded) else result)
+
+    def received(self, name: Name, arrays: Any) -> Any:
+        with self._lock:
+            serial = self._was_read.pop(name)
+        return self._mirror.arrived(arrays, serial)
+
+    def _step(
+        self,
+        orders: dict[int, _Order],
+        serial: int,
+        end: Callable[[int, _Order], None],
+        *,
+        result: Any = None,
+        rank: int = 0,
+        fault: TierError | None = None,
+    ) -> None:
+        """Somebody is done with an order; who is the last ends it."""
+        with self._lock:
+            order = orders[serial]
+            if rank:
+                order.waiting.discard(rank)
+                order.faults += [fault] if fault else []
+            else:
+                order.result = result
+            if not order.is_over:
+                return
+            del orders[serial]
+        end(serial, order)
+
+    # --- what there is ---------------------------------------------------------------------
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        with self._lock:
+            self._batch, self._scanned = batch, done
+            self._scanning = {0, *self._ranks}
+        self._followers.tell("scan")
+        self._own.scan(self._seen_here, lambda result: self._was_scanned(0, result))
+
+    def _seen_here(self, changes: Changes) -> None:
+        passed: list[Entry | Gone[Name]] = []
+        with self._lock:
+            for change in changes:
+                if isinstance(change, Gone):
+                    self._found.pop(change.name, None)
+                    passed.append(change)
+                elif change.label.layout == self._layout:
+                    self._found[change.name] = change
+                    passed += self._complete([change.name])
+        if passed:
+            self._batch(passed)
+
+    def _heard_seen(self, rank: int, call: Call) -> None:
+        there, gone = ([n for t in texts if (n := Name.parse(t))] for texts in call.args)
+        with self._lock:
+            self._have[rank].update(there)
+            self._have[rank].difference_update(gone)
+            passed: list[Entry | Gone[Name]] = [*self._complete(there), *map(Gone, gone)]
+        if passed:
+            self._batch(passed)
+
+    def _complete(self, names: Iterable[Name]) -> list[Entry]:
+        """Of these, what is known to be everywhere."""
+        everywhere = [n for n in names if n in self._found and self._all_have(n)]
+        return [self._found.pop(name) for name in everywhere]
+
+    def _all_have(self, name: Name) -> bool:
+        return all(name in have for have in self._have.values())
+
+    def _was_scanned(self, rank: int, result: Any) -> None:
+        """A fault of one is no news to the tree: what it has not told of is not there."""
+        with self._lock:
+            was_scanning = bool(self._scanning)
+            self._scanning.discard(rank)
+            if self._scanning or not was_scanning:
+                return
+        self._scanned(result)
+
+    # --- the rest --------------------------------------------------------------------------
+
+    def delete(self, names: Iterable[Name]) -> None:
+        names = list(names)
+        self._own.delete(names)
+        self._delete_there(names)
+
+    def _delete_there(self, names: Sequence[Name]) -> None:
+        with self._lock:
+            for have in self._have.values():
+                have.difference_update(names)
+        self._followers.tell("delete", [str(name) for name in names])
+
+    def touch(self, stamps: Mapping[Name, float]) -> None:
+        if stamps:
+            self._own.touch(stamps)
+            self._followers.note("touch", {str(name): stamp for name, stamp in stamps.items()})
+
+    def has_room(self, nbytes: int) -> bool:
+        return self._own.has_room(nbytes)
+
+    def defer_writes(self, wanted: bool) -> None:
+        self._own.defer_writes(wanted)
+        if wanted != self._is_deferred:
+            self._is_deferred = wanted
+            self._followers.note("defer", wanted)
+
+    def usage(self) -> Usage:
+        return self._own.usage()
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def _fields(header: Header) -> dict[str, Any]:
+    return {
+        "key": header.key.hex(),
+        "parent": header.parent.hex(),
+        "root": header.root.hex(),
+        "part": header.part.value,
+        "start": header.start,
+        "namespace": header.namespace,
+        "created": header.created,
+        "mark": header.mark,
+    }
+
+
+def _fault_of(rank: int, fault: Sequence[str]) -> TierError:
+    kind, reason = fault
+    told = f"rank {rank}: {reason}"
+    return Refused(told) if kind == REFUSED else TierFault(told)

@@ -1,0 +1,207 @@
+"""A follower's slices of rank 0's records: payloads by number in memory, files by name in its tier.
+
+It decides nothing. What it answers (written, read, seen, evicted, or not) is all that rank 0 needs to
+know which records everybody has.
+
+Owner: the follower's main thread, which makes and drops every array here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from firn.cache.arrays.host import Lent, from_host, lend, staged
+from firn.cache.arrays.payload import Payload, evaluate, joined
+from firn.cache.codecs import At
+from firn.cache.container import Header, Loaded, Name
+from firn.cache.faults import Refused, TierError
+from firn.cache.io import Changes, Io
+from firn.cache.layout import Layout
+from firn.cache.parts import Part
+from firn.cache.ranks.io import REFUSED
+from firn.cache.tiers import Gone, Stored
+from firn.core.keys import Key
+from firn.core.ranks import Call
+
+Answer = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this rank's records say of themselves."""
+
+    fingerprint: bytes
+    layout: str
+
+
+class Slices:
+    def __init__(
+        self,
+        layout: Layout,
+        identity: Identity,
+        *,
+        answer: Answer,
+        to_self: Callable[[Call], None],
+    ) -> None:
+        """answer: tells rank 0; any thread. to_self: a call that this thread is to make."""
+        self._layout = layout
+        self._identity = identity
+        self._answer = answer
+        self._to_self = to_self
+        self._io: Io | None = None
+        self._payloads: dict[int, Payload] = {}
+        self._fresh: dict[int, Payload] = {}
+        """Not computed yet."""
+        self._lent: dict[int, Lent] = {}
+        self._loaded: dict[int, Loaded] = {}
+
+    def add_tier(self, io: Io) -> None:
+        self._io = io
+
+    # --- payloads --------------------------------------------------------------------------
+
+    def on_cut(
+        self, layers: Sequence[Any], number: int, part: str, at: At, start: int, end: int
+    ) -> None:
+        self._keep(number, self._layout.cut(Part(part), layers, at, start, end))
+
+    def on_tokens(self, number: int, of: int, start: int, end: int) -> None:
+        self._keep(number, self._payloads[of].tokens(start, end))
+
+    def on_copied(self, number: int, of: int) -> None:
+        self._keep(number, self._payloads[of].copied())
+
+    def on_joined(self, number: int, parts: Sequence[int]) -> None:
+        self._keep(number, joined([self._payloads[n] for n in parts]))
+
+    def on_arrive(self, number: int, read: int) -> None:
+        header, buffers = self._loaded.pop(read)
+        self._payloads[number] = from_host(header.tensors, header.places, buffers)
+
+    def on_drop(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._payloads.pop(number, None)
+            self._fresh.pop(number, None)
+
+    def _keep(self, number: int, payload: Payload) -> None:
+        self._payloads[number] = self._fresh[number] = payload
+
+    def compute(self) -> None:
+        """Before a row goes on: a copy still pending would make its next write copy all of it."""
+        if self._fresh:
+            evaluate(self._fresh.values())
+            self._fresh.clear()
+
+    def fill(self, layers: list[Any], fills: Sequence[tuple[str, list[int], int]]) -> None:
+        for part, numbers, n_tokens in fills:
+            payloads = [self._payloads[n] for n in numbers]
+            self._layout.fill(Part(part), layers, payloads, n_tokens)
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def on_write(
+        self, serial: int, number: int, used_at: float, fields: dict[str, Any], tokens: bytes
+    ) -> None:
+        assert self._io is not None
+        self.compute()
+        lent = lend(self._payloads[number])
+        header = self._header(fields, tokens, lent)
+        self._lent[serial] = lent
+        taken = self._io.try_write(
+            header, lent.fetch, used_at=used_at, done=lambda result: self._written(serial, result)
+        )
+        if not taken:
+            self._written(serial, Refused("write queue full"))
+
+    def _written(self, serial: int, result: Any) -> None:
+        """On an I/O thread. The arrays must not die there."""
+        self._to_self(Call("unlend", (serial,)))
+        if isinstance(result, Stored):
+            self._answer("written", serial, None, [str(name) for name in result.evicted])
+            return
+        kind = REFUSED if isinstance(result, Refused) else "fault"
+        self._answer("written", serial, [kind, _reason(result)], [])
+
+    def on_unlend(self, serial: int) -> None:
+        del self._lent[serial]
+
+    def _header(self, fields: dict[str, Any], tokens: bytes, lent: Lent) -> Header:
+        return Header(
+            key=Key(bytes.fromhex(fields["key"])),
+            parent=Key(bytes.fromhex(fields["parent"])),
+            root=Key(bytes.fromhex(fields["root"])),
+            part=Part(fields["part"]),
+            start=fields["start"],
+            fingerprint=self._identity.fingerprint,
+            namespace=fields["namespace"],
+            created=fields["created"],
+            mark=fields["mark"],
+            tokens=np.frombuffer(tokens, dtype="<u8"),
+            layout=self._identity.layout,
+            tensors=lent.tensors,
+            places=lent.places,
+        )
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def on_read(self, serial: int, name: str, tokens: bytes) -> None:
+        parsed = Name.parse(name)
+        assert self._io is not None
+        assert parsed is not None
+        expect = np.frombuffer(tokens, dtype="<u8")
+        self._io.read(parsed, expect, lambda result: self._was_read(serial, result))
+
+    def _was_read(self, serial: int, result: Any) -> None:
+        """On an I/O thread."""
+        if not isinstance(result, Loaded):
+            self._answer("read", serial, _reason(result))
+        elif result.header.layout != self._identity.layout:
+            self._answer("read", serial, "another rank's slice")
+        else:
+            self._loaded[serial] = Loaded(result.header, list(staged(result.buffers)))
+            self._answer("read", serial, "")
+
+    def on_unread(self, serial: int) -> None:
+        self._loaded.pop(serial, None)
+
+    # --- what there is ---------------------------------------------------------------------
+
+    def on_scan(self) -> None:
+        if self._io is None:
+            self._answer("scanned")
+        else:
+            self._io.scan(self._seen, lambda result: self._answer("scanned"))
+
+    def _seen(self, changes: Changes) -> None:
+        gone = [str(c.name) for c in changes if isinstance(c, Gone)]
+        there = [
+            str(c.name)
+            for c in changes
+            if not isinstance(c, Gone) and c.label.layout == self._identity.layout
+        ]
+        self._answer("seen", there, gone)
+
+    def on_delete(self, names: Sequence[str]) -> None:
+        if self._io is not None:
+            self._io.delete([name for text in names if (name := Name.parse(text))])
+
+    def on_touch(self, stamps: dict[str, float]) -> None:
+        if self._io is not None:
+            self._io.touch({name: at for text, at in stamps.items() if (name := Name.parse(text))})
+
+    def on_defer(self, wanted: bool) -> None:
+        if self._io is not None:
+            self._io.defer_writes(wanted)
+
+    def close(self) -> None:
+        """Write what is queued, in bounded time."""
+        if self._io is not None:
+            self._io.close()
+
+
+def _reason(result: Any) -> str:
+    return result.reason if isinstance(result, TierError) else repr(result)

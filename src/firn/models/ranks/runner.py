@@ -1,0 +1,215 @@
+"""The runner of a sharded model: rank 0's tells the others what it does, and theirs do the same.
+
+Every forward pass is full of collectives, so all ranks must build and evaluate the same passes in the
+same order. Rank 0 tells a call before it makes it; what can fail for a single request, and computes
+nothing, it does first and tells then. Rows are known by numbers.
+
+Only rank 0 samples. Its tokens go to the others inside the computation (`RankGroup.share`), so that
+decode steps are pipelined as ever. What becomes of a row's group, its seat, its padding follows from the
+calls alone, and a follower checks that it has come to the same.
+
+Owner: the engine thread; on a follower, its main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from firn.core.events import TokenLogprob
+from firn.core.ports import Restored
+from firn.core.ranks import Followers
+from firn.core.values import Job, Prompt, RequestId, Sampling
+from firn.models.batch import Row
+from firn.models.ranks.group import RankGroup
+from firn.models.runner import Picked, Runner
+from firn.models.sampling import Picker, Picks
+
+Fills = list[tuple[str, list[int], int]]
+"""How a row was restored: (part, the numbers of its payloads, tokens)."""
+NOTHING = Prompt(np.zeros(0, dtype=np.int64))
+
+
+class LeaderRunner(Runner):
+    """Rank 0's."""
+
+    group: RankGroup
+    followers: Followers
+    take_fills: Callable[[], Fills]
+
+    def lead(
+        self, group: RankGroup, followers: Followers, take_fills: Callable[[], Fills]
+    ) -> LeaderRunner:
+        """take_fills: what was filled since it was last asked, by the numbers of payloads."""
+        self.group, self.followers, self.take_fills = group, followers, take_fills
+        self._numbers: WeakKeyDictionary[Row, int] = WeakKeyDictionary()
+        self._serial = count(1)
+        return self
+
+    def number_of(self, layers: Sequence[Any], index: int) -> int:
+        """The row at this place of these layers."""
+        for row, number in self._numbers.items():
+            if row.live_layers is layers and row.index == index:
+                return number
+        raise LookupError("nobody's layers")
+
+    @property
+    def reads_together(self) -> bool:
+        """Prompts are read one by one: a padded pass of several is not told."""
+        return False
+
+    # --- prefill ---------------------------------------------------------------------------
+
+    def start(self, restored: Restored | None) -> Row:
+        try:
+            row = super().start(restored)
+        finally:
+            fills = self.take_fills()
+        number = self._named(row)
+        self.followers.tell("start", number, row.n_tokens, fills)
+        return row
+
+    def prefill(
+        self, row: Row, prompt: Prompt, end: int, *, top_logprobs: int | None = None
+    ) -> None:
+        chunk = prompt.ids[row.n_tokens : end].astype("<i4").tobytes()
+        place = (self._numbers[row], row.n_tokens, end, len(prompt))
+        with self._together("prefill", *place, top_logprobs, blob=chunk):
+            super().prefill(row, prompt, end, top_logprobs=top_logprobs)
+
+    def settle(self, row: Row) -> list[TokenLogprob]:
+        with self._together("settle", self._numbers[row]):
+            return super().settle(row)
+
+    def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
+        rows = super().choices(row, job, indices)
+        self.followers.tell("choices", self._numbers[row], [self._named(r) for r in rows])
+        return rows
+
+    # --- decode ----------------------------------------------------------------------------
+
+    def join(self, row: Row, token: int, *, n_coming: int = 0) -> None:
+        with self._together("join", self._numbers[row], token, n_coming, row.alone):
+            super().join(row, token, n_coming=n_coming)
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        with self._together("leave", [self._numbers[r] for r in rows if r in self._numbers]):
+            super().leave(rows)
+        for row in rows:
+            self._numbers.pop(row, None)
+
+    def launch(self, rows: Sequence[Row]) -> None:
+        with self._together("launch", self._numbers[rows[0]]):
+            super().launch(rows)
+
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
+        if rows[0].group is None:
+            return []
+        with self._together("collect", self._numbers[rows[0]], keep_in_flight):
+            return super().collect(rows, keep_in_flight=keep_in_flight)
+
+    def _pick(
+        self,
+        logits: mx.array,
+        pickers: Sequence[Picker],
+        forced: Sequence[int | None],
+        *,
+        allowed: mx.array | None,
+    ) -> Picks:
+        picks = super()._pick(logits, pickers, forced, allowed=allowed)
+        return replace(picks, tokens=self.group.share(picks.tokens))
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _named(self, row: Row) -> int:
+        if row not in self._numbers:
+            self._numbers[row] = next(self._serial)
+        return self._numbers[row]
+
+    @contextmanager
+    def _together(self, name: str, *args: Any, blob: bytes = b"") -> Iterator[None]:
+        """Tell it, then do it. What fails here alone leaves the others with another state: the end."""
+        self.followers.tell(name, *args, blob=blob)
+        try:
+            yield
+        except Exception as e:
+            raise self.followers.lose(f"rank 0 failed in {name}: {e!r}") from e
+
+
+LOCAL = frozenset(
+    {"confirm", "force", "groups", "live_nbytes", "prefill_together", "resume", "close"}
+)
+"""What the others need not know of: it computes nothing together, changes only what is sampled, or is
+never used here. (`resume` also says that a row is to be alone, and `join` tells that.)"""
+
+
+class FollowerRunner(Runner):
+    """The others'. Its methods are those of the calls that rank 0 tells."""
+
+    group: RankGroup
+
+    def follow(self, group: RankGroup) -> FollowerRunner:
+        self.group = group
+        self.by_number: dict[int, Row] = {}
+        return self
+
+    def on_start(
+        self, number: int, n_tokens: int, fill: Callable[[list[Any]], None] | None
+    ) -> None:
+        restored = Restored(n_tokens, fill) if fill is not None else None
+        self.by_number[number] = self.start(restored)
+
+    def on_prefill(
+        self, number: int, start: int, end: int, total: int, top: int | None, *, chunk: bytes
+    ) -> None:
+        row = self.by_number[number]
+        in_step(row.n_tokens == start, "a row's tokens")
+        ids = np.zeros(total, dtype=np.int64)
+        ids[start:end] = np.frombuffer(chunk, dtype="<i4")
+        self.prefill(row, Prompt(ids), end, top_logprobs=top)
+
+    def on_settle(self, number: int) -> None:
+        self.settle(self.by_number[number])
+
+    def on_choices(self, number: int, numbers: Sequence[int]) -> None:
+        job = Job(RequestId(""), NOTHING, 1, sampling=Sampling(temperature=0.0))
+        rows = self.choices(self.by_number[number], job, list(range(len(numbers))))
+        self.by_number.update(zip(numbers, rows, strict=True))
+
+    def on_join(self, number: int, token: int, n_coming: int, alone: bool) -> None:
+        row = self.by_number[number]
+        row.alone = alone
+        self.join(row, token, n_coming=n_coming)
+
+    def on_leave(self, numbers: Sequence[int]) -> None:
+        self.leave([row for n in numbers if (row := self.by_number.pop(n, None)) is not None])
+
+    def on_launch(self, number: int) -> None:
+        self.launch([self.by_number[number]])
+
+    def on_collect(self, number: int, keep_in_flight: int) -> None:
+        self.collect([self.by_number[number]], keep_in_flight=keep_in_flight)
+
+    def _pick(
+        self,
+        logits: mx.array,
+        pickers: Sequence[Picker],
+        forced: Sequence[int | None],
+        *,
+        allowed: mx.array | None,
+    ) -> Picks:
+        """Waits for the same logits as rank 0 does (a slice of them may be computed here)."""
+        return Picks(self.group.share(mx.argmax(logits, axis=-1) * 0), None, None, None)
+
+
+def in_step(same: bool, what: str) -> None:
+    """A follower that has come to something else than rank 0 must not go on."""
+    if not same:
+        raise RuntimeError(f"out of step with rank 0: {what}")

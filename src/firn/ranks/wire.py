@@ -1,0 +1,94 @@
+"""Calls as bytes on a socket between two ranks.
+
+    u32 n   u32 m   n bytes: ["name", args...] as JSON   m bytes: the blob
+
+Both ends are firn of one version that was started by one command, and the first call proves it. Nothing
+here is trusted with more than numbers, names and bytes: no pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+from firn.core.ranks import Call
+
+_HEAD = struct.Struct("<II")
+MAX_NBYTES = 1 << 30
+KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPALIVE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+"""A machine that is gone without a word is noticed in ten seconds. The second is macOS's name."""
+
+
+class Closed(Exception):
+    """The other end is gone."""
+
+
+def encode(call: Call) -> bytes:
+    text = json.dumps([call.name, *call.args], separators=(",", ":")).encode()
+    return _HEAD.pack(len(text), len(call.blob)) + text + call.blob
+
+
+class Line:
+    """One connection. Any thread may send; one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE:
+            if (number := getattr(socket, name, None)) is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, number, value)
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
+
+    def send(self, data: bytes) -> None:
+        """Raises Closed."""
+        with self._lock:
+            try:
+                self._sock.sendall(data)
+            except OSError as e:
+                raise Closed from e
+
+    def receive(self) -> Call:
+        """The next call; waits for it. Raises Closed."""
+        n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
+        if n_text + n_blob > MAX_NBYTES:
+            raise Closed
+        body = self._take(n_text + n_blob)
+        name, *args = json.loads(body[:n_text])
+        return Call(str(name), tuple(args), body[n_text:])
+
+    def _take(self, n: int) -> bytes:
+        while len(self._buffer) < n:
+            try:
+                data = self._sock.recv(max(n - len(self._buffer), 1 << 16))
+            except OSError as e:
+                raise Closed from e
+            if not data:
+                raise Closed
+            self._buffer += data
+        taken = bytes(self._buffer[:n])
+        del self._buffer[:n]
+        return taken
+
+    def listen(self, take: Callable[[Call], None], gone: Callable[[], None], name: str) -> None:
+        """A thread that hands on what comes, until the other end is gone."""
+
+        def run() -> None:
+            try:
+                while True:
+                    take(self.receive())
+            except (Closed, ValueError):
+                gone()
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

@@ -1,0 +1,300 @@
+"""A tier of a sharded model: what all ranks have, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from firn.cache.children import Text
+from firn.cache.container import Header, Label, Loaded, Name
+from firn.cache.faults import Damaged, Missing, Refused, TierFault, Unwanted
+from firn.cache.io import Changes, Entry, Fetch, Wanted
+from firn.cache.parts import Part
+from firn.cache.ranks.io import RankIo
+from firn.cache.ranks.mirror import Mirror
+from firn.cache.threads import Done
+from firn.cache.tiers import Gone, Stored, Usage
+from firn.core.keys import Key, KeyTokens
+from firn.core.ranks import Call, Hear, RankLost
+
+LAYOUT = "kv16;float32 rank 0 of 3;block4;full"
+TOKENS = np.arange(4, dtype=np.uint64)
+
+
+def name(number: int) -> Name:
+    return Name(Key(bytes([number]) * 32), Part.PAGES)
+
+
+def header(number: int, *, layout: str = LAYOUT) -> Header:
+    return Header(
+        key=name(number).key,
+        parent=Key(bytes(32)),
+        root=Key(bytes(32)),
+        part=Part.PAGES,
+        start=0,
+        fingerprint=b"f",
+        namespace="",
+        created=1.0,
+        mark=0,
+        tokens=TOKENS,
+        layout=layout,
+        tensors=(),
+        places=(),
+    )
+
+
+def entry(number: int, *, layout: str = LAYOUT) -> Entry:
+    h = header(number, layout=layout)
+    fields = (f for f in Label.__dataclass_fields__ if f not in ("tensors", "places"))
+    return Entry(Label(**{f: getattr(h, f) for f in fields}), 10, 1.0, Text(TOKENS))
+
+
+@dataclass(eq=False)
+class Others:
+    """Implements core.ranks.Followers: two of them, who say what a test has them say."""
+
+    n_followers: int = 2
+    is_lost: bool = False
+    told: list[Call] = field(default_factory=list)
+    hearers: dict[str, Hear] = field(default_factory=dict)
+
+    def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
+        self.told.append(Call(name, args, blob))
+
+    def note(self, name: str, *args: Any) -> None:
+        self.told.append(Call(name, args))
+
+    def hear(self, name: str, take: Hear) -> None:
+        self.hearers[name] = take
+
+    def lose(self, why: str) -> RankLost:
+        return RankLost(why)
+
+    def say(self, rank: int, what: str, *args: Any) -> None:
+        self.hearers[what](rank, Call(what, args))
+
+    def were_told(self, what: str) -> list[Call]:
+        return [call for call in self.told if call.name == what]
+
+
+@dataclass(eq=False)
+class OwnIo:
+    """Rank 0's own tier; a test says how its orders end."""
+
+    done: Done = lambda result: None
+    batch: Callable[[Changes], None] = lambda changes: None
+    scanned: Done = lambda result: None
+    deleted: list[Name] = field(default_factory=list)
+    takes: bool = True
+
+    def try_write(
+        self,
+        header: Header,
+        fetch: Fetch,
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Wanted = lambda: True,
+    ) -> bool:
+        self.done = done
+        return self.takes
+
+    def has_room(self, nbytes: int) -> bool:
+        return True
+
+    def defer_writes(self, wanted: bool) -> None: ...
+
+    def read(
+        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = lambda: True
+    ) -> None:
+        self.done = done
+
+    def delete(self, names: Iterable[Name]) -> None:
+        self.deleted += names
+
+    def touch(self, stamps: Mapping[Name, float]) -> None: ...
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        self.batch, self.scanned = batch, done
+
+    def usage(self) -> Usage:
+        return Usage(0, 1)
+
+    def close(self) -> None: ...
+
+
+class Case:
+    def __init__(self) -> None:
+        self.own, self.others = OwnIo(), Others()
+        self.results: list[Any] = []
+        self.seen: list[Any] = []
+        mirror = Mirror(self.others)
+        self.io = RankIo(self.own, self.others, mirror, layout=LAYOUT, number_of=lambda name: 7)
+
+    def write(self, number: int) -> int:
+        """The order's number."""
+        self.io.try_write(header(number), list, used_at=1.0, done=self.results.append)
+        return int(self.others.were_told("write")[-1].args[0])
+
+    def read(self, number: int) -> int:
+        self.io.read(name(number), TOKENS, self.results.append)
+        return int(self.others.were_told("read")[-1].args[0])
+
+    def scan(self) -> None:
+        self.io.scan(self.seen.extend, self.results.append)
+
+    def there(self) -> list[Name]:
+        return [change.name for change in self.seen if isinstance(change, Entry)]
+
+    def gone(self) -> list[Name]:
+        return [change.name for change in self.seen if isinstance(change, Gone)]
+
+
+# --- writing -------------------------------------------------------------------------------
+
+
+def test_written_when_all_have_written() -> None:
+    case = Case()
+    serial = case.write(1)
+    case.others.say(2, "written", serial, None, [])
+    case.own.done(Stored(10, new=True))
+    assert not case.results
+    case.others.say(1, "written", serial, None, [])
+    assert case.results == [Stored(10, new=True)]
+
+
+def test_what_one_cannot_write_nobody_keeps() -> None:
+    for fault, kind in ((["fault", "disk full"], TierFault), (["refused", "full"], Refused)):
+        case = Case()
+        serial = case.write(1)
+        case.own.done(Stored(10, new=True))
+        case.others.say(1, "written", serial, fault, [])
+        case.others.say(2, "written", serial, None, [])
+        assert isinstance(case.results[0], kind)
+        assert "rank 1" in case.results[0].reason
+        assert case.own.deleted == [name(1)]
+        assert case.others.were_told("delete")[0].args == ([str(name(1))],)
+
+
+def test_what_rank_0_does_not_want_any_more() -> None:
+    case = Case()
+    serial = case.write(1)
+    for rank in (1, 2):
+        case.others.say(rank, "written", serial, None, [])
+    case.own.done(Unwanted())
+    assert isinstance(case.results[0], Unwanted)
+    assert case.others.were_told("delete")
+
+
+def test_a_full_queue_here_asks_nobody() -> None:
+    case = Case()
+    case.own.takes = False
+    assert not case.io.try_write(header(1), list, used_at=1.0, done=case.results.append)
+    assert not case.others.told
+
+
+def test_what_one_evicts_goes_everywhere() -> None:
+    case = Case()
+    case.scan()
+    serial = case.write(1)
+    case.own.done(Stored(10, new=True, evicted=(name(8),)))
+    case.others.say(1, "written", serial, None, [str(name(9))])
+    case.others.say(2, "written", serial, None, [])
+    assert case.own.deleted == [name(9)]
+    assert case.gone() == [name(9)]
+    deleted = [text for call in case.others.were_told("delete") for text in call.args[0]]
+    assert set(deleted) == {str(name(8)), str(name(9))}
+    assert case.results == [Stored(10, new=True, evicted=(name(8),))]
+
+
+# --- reading -------------------------------------------------------------------------------
+
+
+def test_read_when_all_have_read() -> None:
+    case = Case()
+    serial = case.read(1)
+    loaded = Loaded(header(1), [])
+    for rank in (1, 2):
+        case.others.say(rank, "read", serial, "")
+        assert not case.results
+    case.own.done(loaded)
+    assert case.results == [loaded]
+
+
+def test_what_one_cannot_read_is_a_miss() -> None:
+    case = Case()
+    serial = case.read(1)
+    case.own.done(Loaded(header(1), []))
+    case.others.say(1, "read", serial, "")
+    case.others.say(2, "read", serial, "bad checksum")
+    assert isinstance(case.results[0], Missing)
+    assert case.others.were_told("unread")[0].args == (serial,), "rank 1 drops what it has read"
+
+
+def test_rank_0s_own_fault_is_told_as_it_is() -> None:
+    case = Case()
+    serial = case.read(1)
+    for rank in (1, 2):
+        case.others.say(rank, "read", serial, "")
+    case.own.done(Damaged("bad checksum"))
+    assert isinstance(case.results[0], Damaged)
+    assert case.others.were_told("unread")
+
+
+def test_another_ranks_slice_is_not_read() -> None:
+    case = Case()
+    serial = case.read(1)
+    for rank in (1, 2):
+        case.others.say(rank, "read", serial, "")
+    case.own.done(Loaded(header(1, layout=LAYOUT.replace("rank 0", "rank 1")), []))
+    assert isinstance(case.results[0], Missing)
+
+
+# --- what there is -------------------------------------------------------------------------
+
+
+def test_there_is_what_all_have_found() -> None:
+    case = Case()
+    case.scan()
+    case.others.say(1, "seen", [str(name(1)), str(name(2))], [])
+    case.own.batch([entry(1), entry(2), entry(3)])
+    assert case.there() == []
+    case.others.say(2, "seen", [str(name(2)), str(name(3))], [])
+    assert case.there() == [name(2)]
+    case.others.say(1, "seen", [str(name(3))], [])
+    assert case.there() == [name(2), name(3)]
+
+
+def test_what_one_lost_is_gone_until_it_has_it_again() -> None:
+    case = Case()
+    case.scan()
+    for rank in (1, 2):
+        case.others.say(rank, "seen", [str(name(1))], [])
+    case.others.say(2, "seen", [], [str(name(1))])
+    assert case.gone() == [name(1)]
+    case.own.batch([entry(1)])
+    assert case.there() == []
+    case.others.say(2, "seen", [str(name(1))], [])
+    assert case.there() == [name(1)]
+
+
+def test_another_ranks_records_are_not_seen() -> None:
+    case = Case()
+    case.scan()
+    for rank in (1, 2):
+        case.others.say(rank, "seen", [str(name(1))], [])
+    case.own.batch([entry(1, layout=LAYOUT.replace("rank 0", "rank 2"))])
+    assert case.there() == []
+
+
+def test_a_scan_ends_when_all_have_scanned() -> None:
+    case = Case()
+    case.scan()
+    case.others.say(1, "scanned")
+    case.own.scanned(None)
+    assert not case.results
+    case.others.say(2, "scanned")
+    assert case.results == [None]

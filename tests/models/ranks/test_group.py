@@ -1,0 +1,57 @@
+"""Which models can be shared out, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from firn.core.errors import SetupError
+from firn.models.ranks.group import check
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def fault(config: dict[str, Any], size: int, *, text_only: bool = False) -> str | None:
+    try:
+        check(config, size, name="M", text_only=text_only)
+    except SetupError as e:
+        return str(e)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"model_type": "llama", **HEADS}, 4),
+        ({"model_type": "qwen3_moe", **HEADS}, 2),
+        ({"model_type": "qwen3_5", "text_config": {**HEADS, "num_key_value_heads": 2}}, 4),
+        ({"model_type": "deepseek_v3", **HEADS, "num_key_value_heads": 1, "kv_lora_rank": 8}, 8),
+    ],
+    ids=["dense", "experts", "kv heads that are repeated", "latent attention"],
+)
+def test_can(config: dict[str, Any], size: int) -> None:
+    assert fault(config, size) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "said"),
+    [
+        ({"model_type": "gemma3_text", **HEADS}, 2, "architecture gemma3_text"),
+        ({"model_type": "llama", **HEADS}, 3, "8 attention heads"),
+        ({"model_type": "llama", **HEADS}, 8, "4 key-value heads"),
+        (
+            {"model_type": "qwen3_5", "text_config": {**HEADS, "linear_num_key_heads": 3}},
+            2,
+            "3 key",
+        ),
+        ({"model_type": "qwen3_5", "vision_config": {"depth": 1}, **HEADS}, 2, "--text-only"),
+    ],
+)
+def test_cannot(config: dict[str, Any], size: int, said: str) -> None:
+    assert said in (fault(config, size) or "")
+
+
+def test_the_text_of_a_vision_model_alone() -> None:
+    config = {"model_type": "qwen3_5", "vision_config": {"num_heads": 3}, **HEADS}
+    assert fault(config, 2, text_only=True) is None

@@ -1,0 +1,118 @@
+"""Two real `firn serve --tensor-parallel` processes over loopback, started as mlx.launch starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from firn.demo.server import _free_port
+
+START_S = 120.0
+"""Bounds, not expectations: the machine may be busy."""
+STOP_S = 60.0
+N_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Ranks:
+    port: int
+    processes: Sequence[subprocess.Popen[bytes]]
+    logs: Sequence[Path]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def log(self, rank: int) -> str:
+        return self.logs[rank].read_text()
+
+    def stop(self) -> list[int]:
+        """As one stops a server: rank 0 is told. The exit codes of all."""
+        self.processes[0].send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> list[int]:
+        return [p.wait(STOP_S) for p in self.processes]
+
+
+def start(model: Path, *flags: str, folder: Path) -> Ranks:
+    """folder: for logs, and for the home of these processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{_free_port()}"] for _ in range(N_RANKS)]))
+    command = [sys.executable, "-m", "firn", "serve", str(model), "--port", str(port)]
+    processes, logs = [], []
+    for rank in range(N_RANKS):
+        log = folder / f"rank-{rank}.log"
+        environ = {**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
+        environ["XDG_CACHE_HOME"] = str(folder / "home")
+        with log.open("wb") as f:
+            processes.append(
+                subprocess.Popen(
+                    [*command, "--tensor-parallel", *flags], stdout=f, stderr=f, env=environ
+                )
+            )
+        logs.append(log)
+    return Ranks(port, processes, logs)
+
+
+@contextmanager
+def serving(model: Path, *flags: str, folder: Path) -> Iterator[Ranks]:
+    ranks = start(model, *flags, folder=folder)
+    try:
+        _await(ranks)
+        yield ranks
+    finally:
+        end(ranks)
+
+
+def end(ranks: Ranks) -> None:
+    for process in ranks.processes:
+        process.kill()
+        process.wait(STOP_S)
+
+
+def _await(ranks: Ranks) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        if any(p.poll() is not None for p in ranks.processes):
+            break
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{ranks.url}/ready").status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError("\n".join(ranks.log(rank)[-3000:] for rank in range(N_RANKS)))
+
+
+# --- asking --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    n_cached: int
+    n_prompt: int
+
+
+def ask(url: str, prompt: str, **more: Any) -> Answer:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0} | more
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    usage = reply["usage"]
+    return Answer(
+        reply["choices"][0]["text"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+        usage["prompt_tokens"],
+    )

@@ -1,0 +1,64 @@
+"""Calls on a socket: whole, in order, and an end that is noticed."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+
+import pytest
+
+from firn.core.ranks import Call
+from firn.ranks.leader import Leader
+from firn.ranks.wire import Closed, Line, encode
+
+CALLS = [Call("launch", (7,)), Call("prefill", (1, None, [2, "x"]), b"\0" * 70_000), Call("end")]
+
+
+def pair() -> tuple[socket.socket, Line]:
+    server = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_connection(server.getsockname())
+    far, _ = server.accept()
+    server.close()
+    return near, Line(far)
+
+
+@pytest.mark.parametrize("step", [1, 7, 4096, 1 << 20])
+def test_calls_arrive_whole_however_they_are_cut(step: int) -> None:
+    near, line = pair()
+    calls = CALLS if step > 100 else [CALLS[0], CALLS[2]]
+    data = b"".join(map(encode, calls))
+
+    def send() -> None:
+        for at in range(0, len(data), step):
+            near.sendall(data[at : at + step])
+        near.close()
+
+    threading.Thread(target=send).start()
+    assert [line.receive() for _ in calls] == calls
+    with pytest.raises(Closed):
+        line.receive()
+
+
+def test_answers_wait_for_whoever_is_to_hear_them() -> None:
+    near, line = pair()
+    leader = Leader({1: line})
+    near.sendall(encode(Call("ready", ({"capacity": 3},))))
+    assert leader.gather("ready", timeout_s=30)[1].args == ({"capacity": 3},)
+    heard: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    near.sendall(encode(Call("seen", ([], []))))
+    leader.hear("seen", lambda rank, call: heard.put(call))
+    assert heard.get(timeout=30).name == "seen"
+    leader.end()
+    near.close()
+
+
+def test_what_is_noted_comes_before_what_is_told() -> None:
+    near, line = pair()
+    leader, far = Leader({1: line}), Line(near)
+    leader.note("cut", 1)
+    leader.note("drop", [1])
+    leader.tell("launch", 7)
+    leader.end()
+    assert [far.receive().name for _ in range(4)] == ["cut", "drop", "launch", "end"]
+    far.close()
