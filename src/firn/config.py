@@ -27,8 +27,8 @@ from firn.watching import LogConfig, PageConfig
 
 BUILTIN_MODEL = "firn-demo"
 CONFIG_ENV = "FIRN_CONFIG"
-# Variables of ours that are no setting of the server: the Makefile's and the chat's.
-OTHER_ENV = frozenset({CONFIG_ENV, "FIRN_MLX", "FIRN_URL", "FIRN_API_KEY"})
+# Variables of ours that are no setting of the server: the Makefile's, the chat's and the tests'.
+OTHER_ENV = frozenset({CONFIG_ENV, "FIRN_MLX", "FIRN_URL", "FIRN_API_KEY", "FIRN_BROWSER"})
 
 
 class UsageError(SetupError):

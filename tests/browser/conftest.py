@@ -1,4 +1,8 @@
-"""One browser for all tests of the page; without one they are skipped, and say so."""
+"""One browser for a file's tests of the page; without one they are skipped, and say so.
+
+Not for all of them: while it runs, Playwright's event loop counts as the thread's, and other tests want to
+run one of their own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ PATIENCE_MS = 30_000
 """For what will come; a machine may be busy."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     try:
         with chrome.started() as found:

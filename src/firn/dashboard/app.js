@@ -25,7 +25,7 @@ function App() {
   if (store.status === "key") return html`<${SignIn} why=${store.why} />`;
   const names = store.models.map((m) => m.id);
   const chosen = names.includes(wanted) ? wanted : "";
-  const model = chosen || (store.models.find((m) => m.default && m.state === "loaded") ?? store.models.find((m) => m.state === "loaded") ?? store.models.find((m) => m.default) ?? store.models[0])?.id || "";
+  const model = chosen || usual(store.models);
   const state = store.states.get(model);
   const off = state?.cache?.enabled === false ? state.cache.why || "switched off" : "";
   return html`<a class="skip" href="#requests">To the requests</a>
@@ -52,6 +52,13 @@ function App() {
       <${Chat} store=${store} model=${model} />
     </main>
     <footer>firn ${store.version} · <a href="docs" rel="noopener" target="_blank">API</a> · <a href="health" rel="noopener" target="_blank">health</a></footer>`;
+}
+
+/** Whom the panels are about that are about one model: the default, or one that is loaded if that is not. */
+function usual(models) {
+  const loaded = models.filter((m) => m.state === "loaded");
+  const found = loaded.find((m) => m.default) ?? loaded[0] ?? models.find((m) => m.default) ?? models[0];
+  return found?.id ?? "";
 }
 
 function leave() {

@@ -26,6 +26,22 @@ const REASONS = {
   fault: "the cache had a fault, and was left alone",
 };
 
+const FIRST = `Every request will be a bar here: how long it queued, what it reused, what it computed, how long it
+  wrote. Ask something, below or from any client.`;
+const TIMES = [
+  ["queued", "queued"],
+  ["lookup", "lookup"],
+  ["loading", "loading, while others go on"],
+  ["computed", "computing the prompt"],
+  ["decoding", "writing the reply"],
+];
+const ORIGINS = [
+  ["memory", "reused from memory"],
+  ["ssd", "from SSD"],
+  ["neighbour", "from a request beside it"],
+  ["computed", "computed (the thin bar below: shares of the prompt)"],
+];
+
 export function why(reason) {
   const diverged = /^diverged at token (\d+)/.exec(reason);
   if (diverged) return `from token ${count(Number(diverged[1]))} on it differs from everything stored`;
@@ -81,10 +97,12 @@ export function Calls({ store, model }) {
       : html`<${Empty}>${calls.length
           ? html`Nothing was asked in this time. The last request came at ${clock(last.arrived_at)}.
               <button class="link" onClick=${() => setSpan(reach(now - last.arrived_at))}>Show it</button>`
-          : "Every request will be a bar here: how long it queued, what it reused, what it computed, how long it wrote. Ask something, below or from any client."}<//>`}
-    <${Legend} items=${[["queued", "queued"], ["lookup", "lookup"], ["loading", "loading, while others go on"], ["computed", "computing the prompt"], ["decoding", "writing the reply"]]} />
-    <${Legend} items=${[["memory", "reused from memory"], ["ssd", "from SSD"], ["neighbour", "from a request beside it"], ["computed", "computed (the thin bar below: shares of the prompt)"]]} />
-    <div class="looked">${looked ? html`<${Details} call=${looked} now=${now} />` : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to read its story.</p>`}</div>
+          : FIRST}<//>`}
+    <${Legend} items=${TIMES} />
+    <${Legend} items=${ORIGINS} />
+    <div class="looked">${looked
+      ? html`<${Details} call=${looked} now=${now} />`
+      : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to read its story.</p>`}</div>
     ${calls.length > 0 && html`<${Table} caption="Requests, the newest first" head=${HEAD} rows=${() => rows(calls, now)} />`}
   <//>`;
 }
@@ -112,7 +130,8 @@ function Timeline({ store, calls, now, span, selected, onSelect, onHover }) {
     requestAnimationFrame(() => box.current?.querySelector("[tabindex='0']")?.focus());
   };
   return html`<div class="timeline scroll" ref=${ref}>
-    ${width > 0 && html`<svg ref=${box} width=${width} height=${height} role="listbox" aria-label="Requests over time" onKeyDown=${move} onMouseLeave=${() => onHover(null)}>
+    ${width > 0 && html`<svg ref=${box} width=${width} height=${height} role="listbox" aria-label="Requests over time"
+        onKeyDown=${move} onMouseLeave=${() => onHover(null)}>
       ${axis(span).map((t) => html`<g key=${t}>
         <line class="grid" x1=${x(now - t)} x2=${x(now - t)} y1="0" y2=${height - 18} />
         <text class="tick" x=${x(now - t)} y=${height - 5} text-anchor=${t === 0 ? "end" : "middle"}>${t === 0 ? "now" : `−${t % 60 ? `${t} s` : `${t / 60} min`}`}</text>
@@ -137,6 +156,8 @@ function Bar({ call, now, x, y, width, focusable, chosen, onSelect, onHover }) {
   };
   const end = call.ended_s ?? Math.max(now - t0, 0);
   const [left, wide] = clip(0, end);
+  const lookup = call.lookup_s != null && x(t0 + call.lookup_s) >= 0 && clip(call.lookup_s, call.looked_up_s);
+  const loading = call.loads && clip(call.looked_up_s, call.admitted_s ?? end);
   const least = Math.max(wide, MIN_PX);
   const total = Math.max(call.prompt_tokens, 1);
   let at = left;
@@ -148,8 +169,8 @@ function Bar({ call, now, x, y, width, focusable, chosen, onSelect, onHover }) {
       const [px, w] = clip(a, b);
       return html`<rect key=${name} class="fill ${name}" x=${px} y=${y} width=${w} height=${BAR} />`;
     })}
-    ${call.lookup_s != null && html`<rect class="fill lookup" x=${x(t0 + call.lookup_s)} y=${y} width=${Math.max(clip(call.lookup_s, call.looked_up_s)[1], 1)} height=${BAR} />`}
-    ${call.loads && html`<rect class="fill loading" x=${clip(call.looked_up_s, call.admitted_s ?? end)[0]} y=${y + BAR - 4} width=${Math.max(clip(call.looked_up_s, call.admitted_s ?? end)[1], 2)} height="4" />`}
+    ${lookup && html`<rect class="fill lookup" x=${lookup[0]} y=${y} width=${Math.max(lookup[1], 1)} height=${BAR} />`}
+    ${loading && html`<rect class="fill loading" x=${loading[0]} y=${y + BAR - 4} width=${Math.max(loading[1], 2)} height="4" />`}
     ${call.admitted_s != null && origins(call).map(([name, , n], i) => {
       const px = at;
       at += (n / total) * least;
@@ -160,8 +181,10 @@ function Bar({ call, now, x, y, width, focusable, chosen, onSelect, onHover }) {
 }
 
 function summary(call) {
-  const reused = call.admitted_s == null ? "" : `, ${percent(share(call))} reused`;
-  return `${clock(call.arrived_at)} ${call.model}: ${call.phase}, ${count(call.prompt_tokens)} prompt tokens${reused}, ${count(call.reply_tokens)} written${call.admitted_s == null ? "" : `; why not more: ${why(call.reason)}`}`;
+  const settled = call.admitted_s != null;
+  const reused = settled ? `, ${percent(share(call))} reused` : "";
+  const left = settled ? `; why not more: ${why(call.reason)}` : "";
+  return `${clock(call.arrived_at)} ${call.model}: ${call.phase}, ${count(call.prompt_tokens)} prompt tokens${reused}, ${count(call.reply_tokens)} written${left}`;
 }
 
 function share(call) {

@@ -117,14 +117,20 @@ function FirstTokens({ calls }) {
   return html`<${Panel} id="first" title="First token by reused share" note="each dot a request; the time scale is logarithmic">
     ${points.length === 0 && html`<${Empty}>A dot for each request will be drawn here: the further right, the more it reused; the lower, the sooner it was answered.<//>`}
     <div class="chart" ref=${ref}>
-      ${width > 0 && points.length > 0 && html`<svg width=${width} height=${tall + 20} role="img" aria-label="Seconds to the first token by share of the prompt that was reused; the table below has the medians.">
-        ${decades.map((s) => html`<g key=${s}><line class="grid" x1=${LEFT} x2=${width} y1=${py(s)} y2=${py(s)} /><text class="tick" x=${LEFT - 6} y=${py(s) + 4} text-anchor="end">${seconds(s)}</text></g>`)}
-        ${[0, 0.25, 0.5, 0.75, 1].map((s) => html`<text key=${s} class="tick" x=${px(s)} y=${tall + 2} text-anchor=${s === 1 ? "end" : s ? "middle" : "start"}>${percent(s)}</text>`)}
+      ${width > 0 && points.length > 0 && html`<svg width=${width} height=${tall + 20} role="img"
+          aria-label="Seconds to the first token by share of the prompt that was reused; the table below has the medians.">
+        ${decades.map((s) => html`<g key=${s}><line class="grid" x1=${LEFT} x2=${width} y1=${py(s)} y2=${py(s)} />
+          <text class="tick" x=${LEFT - 6} y=${py(s) + 4} text-anchor="end">${seconds(s)}</text></g>`)}
+        ${[0, 0.25, 0.5, 0.75, 1].map((s) => html`<text key=${s} class="tick" x=${px(s)} y=${tall + 2}
+          text-anchor=${s === 1 ? "end" : s ? "middle" : "start"}>${percent(s)}</text>`)}
         <text class="tick" x=${px(0.5)} y=${tall + 17} text-anchor="middle">of the prompt reused</text>
-        ${points.map((p) => html`<circle key=${p.id} class="dot" cx=${px(p.x)} cy=${py(p.y)} r=${2.5 + Math.min(Math.sqrt(p.n) / 30, 6)} onMouseEnter=${() => setLooked(p)} onMouseLeave=${() => setLooked(null)}><title>${count(p.n)} tokens, ${percent(p.x)} reused, first token after ${seconds(p.y)}</title></circle>`)}
+        ${points.map((p) => html`<circle key=${p.id} class="dot" cx=${px(p.x)} cy=${py(p.y)} r=${2.5 + Math.min(Math.sqrt(p.n) / 30, 6)}
+          onMouseEnter=${() => setLooked(p)} onMouseLeave=${() => setLooked(null)} />`)}
       </svg>`}
     </div>
-    ${points.length > 0 && html`<p class="reading">${looked ? `${count(looked.n)} prompt tokens, ${percent(looked.x)} reused: first token after ${seconds(looked.y)}` : "Larger dots are longer prompts."}</p>
+    ${points.length > 0 && html`<p class="reading">${looked
+        ? `${count(looked.n)} prompt tokens, ${percent(looked.x)} reused: first token after ${seconds(looked.y)}`
+        : "Larger dots are longer prompts."}</p>
       <${Table} caption="Time to the first token by reused share" head=${["reused", "requests", "median", "longest"]}
         rows=${() => groups.map(([from, to, name]) => {
           const times = points.filter((p) => p.x >= from && p.x < to).map((p) => p.y).sort((a, b) => a - b);
@@ -160,11 +166,13 @@ function Guesses({ store, model, now }) {
       : "No step has been made yet.";
   return html`<${Panel} id="guesses" title="Tokens a step" note="of a row; more than one where guesses came true">
     ${steps > 0
-      ? html`<p class="figure"><b>${(taken / steps).toFixed(2)}</b> tokens a step since the start, ${drafted ? `${percent(accepted / drafted)} of ${count(drafted)} guesses right` : "no guesses yet"}</p>`
+      ? html`<p class="figure"><b>${(taken / steps).toFixed(2)}</b> tokens a step since the start,
+          ${" "}${drafted ? `${percent(accepted / drafted)} of ${count(drafted)} guesses right` : "no guesses yet"}</p>`
       : html`<${Empty}>${empty}<//>`}
     <div class="chart" ref=${ref}>
       ${width > 0 && points.length > 1 && html`<svg width=${width} height=${HEIGHT + 6} role="img" aria-label="Tokens a step over the last five minutes, last ${points.at(-1)[1].toFixed(2)}">
-        ${marks.map((n) => html`<g key=${n}><line class="grid" x1=${LEFT} x2=${width} y1=${y(n)} y2=${y(n)} /><text class="tick" x=${LEFT - 6} y=${y(n) + 4} text-anchor="end">${n}</text></g>`)}
+        ${marks.map((n) => html`<g key=${n}><line class="grid" x1=${LEFT} x2=${width} y1=${y(n)} y2=${y(n)} />
+          <text class="tick" x=${LEFT - 6} y=${y(n) + 4} text-anchor="end">${n}</text></g>`)}
         <path class="line decoding" d=${points.map(([t, n], i) => `${i ? "L" : "M"}${x(t).toFixed(1)} ${y(n).toFixed(1)}`).join("")} />
         <text class="tick" x=${LEFT} y=${HEIGHT + 2}>−${seconds(SPAN)}</text><text class="tick" x=${width} y=${HEIGHT + 2} text-anchor="end">now</text>
       </svg>`}

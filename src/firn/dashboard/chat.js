@@ -104,8 +104,10 @@ export function Chat({ store, model }) {
 function foretold(probe, loaded, model) {
   if (!loaded) return `${model} is not loaded: the first message loads it.`;
   if (!probe || probe.enabled === false) return "\u00a0";
-  const from = Object.keys(probe.tiers ?? {}).map(tierName).join(" and ");
-  return `Sent now, ${count(probe.cached_tokens)} of ${count(probe.prompt_tokens)} tokens (${percent(probe.cached_tokens / Math.max(probe.prompt_tokens, 1))}) would be reused${from ? ` from ${from}` : ""}${probe.cached_tokens ? "" : `: ${why(probe.reason)}`}.`;
+  const { cached_tokens: cached, prompt_tokens: prompt } = probe;
+  const tiers = Object.keys(probe.tiers ?? {}).map(tierName).join(" and ");
+  const from = cached ? (tiers ? ` from ${tiers}` : "") : `: ${why(probe.reason)}`;
+  return `Sent now, ${count(cached)} of ${count(prompt)} tokens (${percent(cached / Math.max(prompt, 1))}) would be reused${from}.`;
 }
 
 function take(chunk, update) {
@@ -145,7 +147,9 @@ function Reuse({ turn, call, now }) {
   return html`<div class="reuse">
     <${Stack} label="The prompt of this turn" whole=${prompt} parts=${parts} format=${count} />
     <p>${settled ? html`<b>${percent(cached / Math.max(prompt, 1))} reused</b>: ${count(cached)} of ${count(prompt)} tokens` : `${count(call.read_tokens)} of ${count(prompt)} tokens read`}
-      ${call?.first_token_s != null && `, first token after ${seconds(call.first_token_s)}`}${quick ? `, ${rate(quick)} tokens a second` : ""}${call && settled && cached < prompt - 1 ? `; ${why(call.reason)}` : ""}</p>
+      ${call?.first_token_s != null && `, first token after ${seconds(call.first_token_s)}`}
+      ${quick ? `, ${rate(quick)} tokens a second` : ""}
+      ${call && settled && cached < prompt - 1 ? `; ${why(call.reason)}` : ""}</p>
     ${!turn.writing && html`<${Said}>${percent(cached / Math.max(prompt, 1))} of the prompt was reused<//>`}
   </div>`;
 }

@@ -12,6 +12,9 @@ const LIMIT = 600;
 const EVERY_MS = 5000;
 const AT_LEAST_MS = 30000;
 
+const FIRST = `Nothing is stored yet. Prefixes will be drawn here as prompts are read: what several share above,
+  where they part below.`;
+
 export function Tree({ store, model, off }) {
   const [path, setPath] = useState([]); // runs that were entered, the last is the top of what is shown
   const [tree, setTree] = useState(null);
@@ -57,10 +60,12 @@ export function Tree({ store, model, off }) {
   const places = tree?.places ?? ["memory"];
   return html`<${Panel} id="tree" title="Stored prefixes" wide note=${tree?.enabled ? told(tree, layout) : ""}>
     ${path.length > 0 && html`<nav class="crumbs" aria-label="Where in the tree"><button class="link" onClick=${() => setPath([])}>everything</button>
-      ${path.map((step, i) => html`<span key=${step.node}> › ${i < path.length - 1 ? html`<button class="link" onClick=${() => setPath(path.slice(0, i + 1))}>${step.name}</button>` : html`<b>tokens ${step.name}</b>`}</span>`)}</nav>`}
+      ${path.map((step, i) => html`<span key=${step.node}> › ${i < path.length - 1
+        ? html`<button class="link" onClick=${() => setPath(path.slice(0, i + 1))}>${step.name}</button>`
+        : html`<b>tokens ${step.name}</b>`}</span>`)}</nav>`}
     ${fault && html`<p class="warn" role="alert">${fault}</p>`}
     ${(off || (tree && !tree.enabled)) && html`<${Empty}>Nothing is stored: ${off ? `reuse is ${off}` : tree.why || "reuse is off"}.<//>`}
-    ${!off && (!tree || (tree.enabled && runs.length === 0)) && html`<${Empty}>${tree ? "Nothing is stored yet. Prefixes will be drawn here as prompts are read: what several share above, where they part below." : "What is stored will be drawn here."}<//>`}
+    ${!off && (!tree || (tree.enabled && runs.length === 0)) && html`<${Empty}>${tree ? FIRST : "What is stored will be drawn here."}<//>`}
     ${runs.length > 0 && html`<${Icicle} layout=${layout} places=${places} selected=${chosen?.run.node} onSelect=${setSelected} onEnter=${enter} now=${store.now()} />
       <${Legend} items=${[...places.map((p) => [tierClass(p), p === "memory" ? "in memory" : `on ${tierName(p)} only`]), ["pinned", "pinned"], ["hollow", "not held any more"]]} />
       ${chosen ? html`<${Chosen} key=${chosen.run.node} run=${chosen.run} places=${places} model=${store.several ? model : ""} now=${store.now()} onEnter=${enter}
@@ -238,13 +243,17 @@ function Chosen({ run, places, model, now, onEnter, onChanged }) {
         : html`<button disabled=${busy} onClick=${() => act("pin", (f) => `Pinned: ${count(f.tokens)} tokens stay until they are unpinned.`)}>Pin</button>`)}
       ${!run.namespace && !asks && html`<button disabled=${busy} onClick=${() => setAsks(true)}>Forget …</button>`}
       ${asks && html`<span role="alertdialog" aria-label="Forget this prefix?">Forget ${bytes(run.total_bytes)}, with all that goes on from it?
-        <button class="danger" disabled=${busy} onClick=${() => act("forget", (f) => `Forgotten: ${bytes(f.freed_bytes)}${f.kept_blocks ? `; ${count(f.kept_blocks)} blocks are in use or pinned and stay` : ""}.`)}>Forget it</button>
+        <button class="danger" disabled=${busy} onClick=${() => act("forget", forgotten)}>Forget it</button>
         <button onClick=${() => setAsks(false)}>Keep it</button></span>`}
       ${!run.namespace && html`<button onClick=${() => onEnter(run)}>Show only this</button>`}
     </div>
     ${said && html`<p class="said">${said}</p>`}
     <${Said}>${said}<//>
   </div>`;
+}
+
+function forgotten({ freed_bytes, kept_blocks }) {
+  return `Forgotten: ${bytes(freed_bytes)}${kept_blocks ? `; ${count(kept_blocks)} blocks are in use or pinned and stay` : ""}.`;
 }
 
 function rows(runs, places, now) {
