@@ -216,14 +216,14 @@ def test_redis_dies_hangs_and_comes_back(tmp_path: Path) -> None:
 
 @needs_redis
 def test_a_redis_that_is_full_refuses_and_one_that_evicts_misses(tmp_path: Path) -> None:
-    full = stores.redis_server("--maxmemory", "1500kb", "--maxmemory-policy", "noeviction")
-    tight = stores.redis_server("--maxmemory", "1500kb", "--maxmemory-policy", "allkeys-lru")
-    talks = sessions(4, first=30)
+    full = stores.redis_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
+    tight = stores.redis_server("--maxmemory", "2mb", "--maxmemory-policy", "allkeys-lru")
+    talks = sessions(8, first=30)
     try:
         for server in (full, tight):
             server.start()
         with machine(None, address_of("redis", full.port, "spill=all")) as one:
-            for talk in talks:
+            for talk in talks[:3]:
                 assert one.ask(talk, 0).right
             one.settle()
             found = one.store()["folder"]
@@ -236,7 +236,7 @@ def test_a_redis_that_is_full_refuses_and_one_that_evicts_misses(tmp_path: Path)
             one.settle()
             assert one.store()["folder"]["drops"].get("full", 0) == 0
         with machine(None, address) as one:
-            for talk in talks:
+            for talk in (talks[0], talks[-1]):
                 assert one.ask(talk, 1).right
     finally:
         full.kill()

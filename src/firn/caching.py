@@ -145,11 +145,11 @@ def add_tiers(
         limit = io.usage().limit_nbytes / GIB
         log.info("%s cache: %s, at most %.1f GiB (--no-ssd-cache: none)", name, folder, limit)
     for address in map(parse_address, config.cache.tiers):
+        takes = spill_policy(address.spill, cache.settings.block)
         store = kinds[address.kind](address.options)
         assert isinstance(store, Store)
         own_threads = IoThreads(N_STORE_THREADS, max_write_nbytes=STORE_QUEUE_NBYTES)
         io = StoreIo(store, own_threads, seal=seal, flush_timeout_s=STORE_FLUSH_S)
-        takes = spill_policy(address.spill, cache.settings.block)
         cache.add_tier(address.kind, io, namespaces=namespaces, wake=wake, takes=takes)
         log.info("%s store: %s, spill %s", address.kind, address.shown, address.spill)
 
