@@ -191,9 +191,8 @@ class Speculation:
             if self._width(group, flows=True).width == 1:
                 self._pass_over(group, known)
                 return None
-            self._drains = True
-            hear()
-            self._drains = False
+            with self._draining():
+                hear()
         for row, record in known:
             self._look(row, record)
             record.next = _within(row, record.next)
@@ -253,6 +252,15 @@ class Speculation:
         elif step.flows:
             self.times.saw_plain(n_rows, seconds)
         pace.n_wide, pace.drained_s = 0, None
+
+    @contextmanager
+    def _draining(self) -> Iterator[None]:
+        """Steps are read early here, to draft behind them."""
+        self._drains = True
+        try:
+            yield
+        finally:
+            self._drains = False
 
     def disturbed(self) -> None:
         """Something else is computed: the time until the next tokens says nothing."""
