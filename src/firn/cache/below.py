@@ -25,7 +25,7 @@ from firn.cache.catalogue import Catalogue
 from firn.cache.container import Loaded, Name
 from firn.cache.faults import TierError, TierFault, Unwanted
 from firn.cache.io import Changes, Io, Wanted
-from firn.cache.live import payload_of
+from firn.cache.live import payload_of, wait_for_row
 from firn.cache.nodes import Record
 from firn.cache.threads import Done
 from firn.cache.tiers import Stored, Usage
@@ -224,6 +224,7 @@ class Below:
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         yield from self.take_results(now + POLL_S[load])
         while self._to_spill and (not busy or self._may_spill(load, now)):
+            wait_for_row(self._to_spill[0][0])
             began = self._clock()
             if not self._spill_next():
                 break

@@ -126,6 +126,13 @@ def payload_of(record: Record) -> Payload:
     return payload
 
 
+def wait_for_row(record: Record) -> None:
+    """Until what its row was dispatched is done: a cut would wait for that, too, and seem slow."""
+    pages = record.arrays
+    if isinstance(pages, RowPages) and pages.row is not None and pages.row.is_live:
+        compute(pages.views(record.node.start, record.node.end).layers)
+
+
 class LiveRows:
     """Every row that records lie in."""
 
