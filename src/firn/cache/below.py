@@ -224,7 +224,8 @@ class Below:
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         yield from self.take_results(now + POLL_S[load])
         while self._to_spill and (not busy or self._may_spill(load, now)):
-            wait_for_row(self._to_spill[0][0])
+            if not self.idle:
+                wait_for_row(self._to_spill[0][0])
             began = self._clock()
             if not self._spill_next():
                 break
