@@ -74,8 +74,8 @@ class Parking:
     def _cut(self, pages: RowPages, row: LiveRow) -> None:
         """Give its records arrays of their own. The request's memory is free in a moment: if there is
         too little even so, the order of all records says what goes."""
-        records = sorted(pages.records, key=lambda r: r.node.start)
-        cuts = Cuts(self._layout, row, records[0].node.start, records[-1].node.end)
+        records = list(pages.records)
+        cuts = Cuts(self._layout, row, min(r.node.start for r in records), pages.end)
         cut = [cuts.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
         evaluate(cut)
         for record, payload in zip(records, cut, strict=True):
