@@ -301,6 +301,26 @@ def test_a_neighbours_row_takes_over_what_a_failed_one_shared() -> None:
         lab.check()
 
 
+def test_a_row_that_fails_while_it_is_trimmed_is_forgotten() -> None:
+    """Some of its layers are cut back by then, and others are not."""
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        ids = tokens(1, 300)
+        harness.ask(ids, 10)
+        (row,) = parked(harness)
+
+        def fail() -> None:
+            assert row.slab is not None
+            row.slab.layers[5] = (mx.zeros((1,)), mx.zeros((1,)))
+            harness.cache.set_room(harness.cache.records.memory.nbytes // 2)
+            harness.cache.set_room(1 << 30)
+
+        harness.between_steps(fail)
+        assert harness.cache.stats.faults["room"] == 1
+        result = harness.ask(ids, 10)
+        assert result.n_cached == 0
+        assert parked(harness) != [row]
+
+
 def test_only_long_rows_are_parked() -> None:
     with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
         ids = tokens(1, (LEAST_BLOCKS - 1) * BLOCK)

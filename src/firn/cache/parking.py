@@ -84,9 +84,11 @@ class Parking:
     # --- faults ----------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Forget what lay in rows that have left, or were not made after all."""
+        """Forget what lay in rows that have left, were not made after all, or could not be trimmed."""
         rows = self._rows
-        for pages in [p for r, p in rows.live.items() if not r.is_live] + list(rows.moving):
+        gone = [p for r, p in rows.live.items() if not r.is_live]
+        broken = [p for p in rows.parked if p.slab is None]
+        for pages in [*gone, *broken, *rows.moving]:
             self._drop(pages, "in doubt")
         for pages in [p for p in rows.parked if not p.records]:
             rows.forget(pages)
