@@ -252,8 +252,8 @@ class LiveRows:
         assert not pages.records
         for table in (self.parked, self.moving, self.unconfirmed):
             table.pop(pages, None)
-        if pages.row is not None:
-            self.live.pop(pages.row, None)
+        if pages.row is not None and self.live.get(pages.row) is pages:
+            del self.live[pages.row]
         pages.row = pages.slab = None
 
 

@@ -81,6 +81,12 @@ class Parking:
         for record, payload in zip(records, cut, strict=True):
             self._tree.move(record, payload)
 
+    def abandon(self, trail: CacheTrail) -> None:
+        """Its row goes, and is not to be kept."""
+        if isinstance(trail.pages, RowPages) and trail.pages.row is not None:
+            self._drop(trail.pages, "in doubt")
+        trail.pages = None
+
     # --- faults ----------------------------------------------------------------------------
 
     def sweep(self) -> None:
@@ -182,8 +188,10 @@ class Parking:
     def _leave_old(self, trail: CacheTrail, pages: RowPages) -> None:
         """The trail has a new row, and its old one will leave: the new one holds the same, and more."""
         old, trail.pages = trail.pages, pages
-        for record in list(old.records) if old is not None and old is not pages else ():
-            self._tree.move(record, pages)
+        if isinstance(old, RowPages) and old is not pages:
+            for record in list(old.records):
+                self._tree.move(record, pages)
+            self._rows.forget(old)
 
     def _moves(self, trail: CacheTrail, record: Record) -> bool:
         """Not what is pinned, which outlives a fault of this row; nor what another row goes on with."""
