@@ -15,7 +15,15 @@ from firn.cache.parts import Part
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.values import CacheControl, Namespace, Prompt
-from tests.cache.lab import IN_ROWS, LabEngine, records_of, tree
+from tests.cache.lab import (
+    IN_ROWS,
+    LabEngine,
+    LabLayer,
+    LabRow,
+    prompt_of,
+    records_of,
+    tree,
+)
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
 from tests.harness import Harness, Result, running
 from tests.hash_runner import Faults
@@ -299,6 +307,65 @@ def test_a_neighbours_row_takes_over_what_a_failed_one_shared() -> None:
         third.check()
         assert third.n_cached == 80
         lab.check()
+
+
+def test_a_row_that_fails_while_it_is_trimmed_is_forgotten() -> None:
+    """Some of its layers are cut back by then, and others are not."""
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        ids = tokens(1, 300)
+        harness.ask(ids, 10)
+        (row,) = parked(harness)
+
+        def fail() -> None:
+            assert row.slab is not None
+            row.slab.layers[5] = (mx.zeros((1,)), mx.zeros((1,)))
+            harness.cache.set_room(harness.cache.records.memory.nbytes // 2)
+            harness.cache.set_room(1 << 30)
+
+        harness.between_steps(fail)
+        assert harness.cache.stats.faults["room"] == 1
+        result = harness.ask(ids, 10)
+        assert result.n_cached == 0
+        assert parked(harness) != [row]
+
+
+def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> None:
+    """A draft model's rows leave no runner: the cache must not keep them alive."""
+    cache = tree(IN_ROWS, block=8)
+    rows = cache.records.rows
+
+    def opened(ids: list[int]) -> tuple[Any, LabRow]:
+        trail = cache.open(prompt_of(ids), Namespace(""), CacheControl())
+        restored = cache.restore(trail)
+        row = LabRow(LabLayer([[]], IN_ROWS))
+        if restored is not None:
+            restored.fill([row.layer])
+            row.n_tokens = restored.n_tokens
+            restored.filled(row)
+        return trail, row
+
+    ids = words(1, 90)
+    slow, slow_row = opened(ids)
+    slow_row.consume(ids[:16])
+    cache.commit(slow, slow_row)
+    fast, fast_row = opened(ids)
+    fast_row.consume(ids[fast_row.n_tokens : 64])
+    cache.commit(fast, fast_row)
+    ahead = cache.advance(slow, slow_row.n_tokens)
+    assert ahead is not None
+    next_row = LabRow(LabLayer([[]], IN_ROWS))
+    ahead.fill([next_row.layer])
+    next_row.n_tokens = ahead.n_tokens
+    ahead.filled(next_row)
+    assert set(rows.live) == {next_row, fast_row}
+    cache.close_trail(fast, None)
+    assert set(rows.live) == {next_row}
+    cache.close_trail(slow, next_row)
+    assert rows.live == {}
+    assert rows.parked
+    trail, row = opened([*ids, 3])
+    assert row.n_tokens == 64, "what the one that was given up had computed, the other had copied"
+    cache.close_trail(trail, row)
 
 
 def test_only_long_rows_are_parked() -> None:

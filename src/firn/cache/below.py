@@ -28,7 +28,7 @@ from firn.cache.container import Loaded, Name
 from firn.cache.estimates import FIRST_LATENCY_S, STALE_S, Samples
 from firn.cache.faults import TierError, TierFault, Unwanted
 from firn.cache.io import Changes, Entry, Io, Wanted
-from firn.cache.live import payload_of
+from firn.cache.live import payload_of, wait_for_row
 from firn.cache.lookup import Question, search
 from firn.cache.nodes import Record
 from firn.cache.threads import Done
@@ -264,6 +264,8 @@ class Below:
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
         yield from self.take_results(now + POLL_S[load])
         while self._to_spill and (not busy or self._may_spill(load, now)):
+            if not self.idle:
+                wait_for_row(self._to_spill[0][0])
             began = self._clock()
             if not self._spill_next():
                 break

@@ -126,6 +126,13 @@ def payload_of(record: Record) -> Payload:
     return payload
 
 
+def wait_for_row(record: Record) -> None:
+    """Until what its row was dispatched is done: a cut would wait for that, too, and seem slow."""
+    pages = record.arrays
+    if isinstance(pages, RowPages) and pages.row is not None and pages.row.is_live:
+        compute(pages.views(record.node.start, record.node.end).layers)
+
+
 class LiveRows:
     """Every row that records lie in."""
 
@@ -201,9 +208,15 @@ class LiveRows:
         if not found:
             return False
         pages = min(found, key=lambda p: max(r.node.used_at for r in p.records))
-        assert pages.slab is not None
-        pages.slab.trim(_first_of(pages), pages.end)
+        self._trim(pages, _first_of(pages), pages.end)
         return True
+
+    def _trim(self, pages: RowPages, first: int, end: int) -> None:
+        """One that is trimmed by halves has no slab any more: it is dropped with the next sweep."""
+        slab, pages.slab = pages.slab, None
+        assert slab is not None
+        slab.trim(first, end)
+        pages.slab = slab
 
     def _holds_more(self, pages: RowPages) -> bool:
         """Whether many tokens at its front have their records elsewhere."""
@@ -216,7 +229,7 @@ class LiveRows:
             if not pages.records:
                 self.forget(pages)
             elif pages.slab is not None and self._is_wasteful(pages.slab, pages.end):
-                pages.slab.trim(pages.slab.first, pages.end)
+                self._trim(pages, pages.slab.first, pages.end)
 
     def _is_wasteful(self, slab: Slab, end: int) -> bool:
         return slab.n_room - (end - slab.first) > self._n_worth(slab)
@@ -239,8 +252,8 @@ class LiveRows:
         assert not pages.records
         for table in (self.parked, self.moving, self.unconfirmed):
             table.pop(pages, None)
-        if pages.row is not None:
-            self.live.pop(pages.row, None)
+        if pages.row is not None and self.live.get(pages.row) is pages:
+            del self.live[pages.row]
         pages.row = pages.slab = None
 
 

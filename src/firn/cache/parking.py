@@ -74,19 +74,27 @@ class Parking:
     def _cut(self, pages: RowPages, row: LiveRow) -> None:
         """Give its records arrays of their own. The request's memory is free in a moment: if there is
         too little even so, the order of all records says what goes."""
-        records = sorted(pages.records, key=lambda r: r.node.start)
-        cuts = Cuts(self._layout, row, records[0].node.start, records[-1].node.end)
+        records = list(pages.records)
+        cuts = Cuts(self._layout, row, min(r.node.start for r in records), pages.end)
         cut = [cuts.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
         evaluate(cut)
         for record, payload in zip(records, cut, strict=True):
             self._tree.move(record, payload)
 
+    def abandon(self, trail: CacheTrail) -> None:
+        """Its row goes, and is not to be kept."""
+        if isinstance(trail.pages, RowPages) and trail.pages.row is not None:
+            self._drop(trail.pages, "in doubt")
+        trail.pages = None
+
     # --- faults ----------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Forget what lay in rows that have left, or were not made after all."""
+        """Forget what lay in rows that have left, were not made after all, or could not be trimmed."""
         rows = self._rows
-        for pages in [p for r, p in rows.live.items() if not r.is_live] + list(rows.moving):
+        gone = [p for r, p in rows.live.items() if not r.is_live]
+        broken = [p for p in rows.parked if p.slab is None]
+        for pages in [*gone, *broken, *rows.moving]:
             self._drop(pages, "in doubt")
         for pages in [p for p in rows.parked if not p.records]:
             rows.forget(pages)
@@ -180,8 +188,10 @@ class Parking:
     def _leave_old(self, trail: CacheTrail, pages: RowPages) -> None:
         """The trail has a new row, and its old one will leave: the new one holds the same, and more."""
         old, trail.pages = trail.pages, pages
-        for record in list(old.records) if old is not None and old is not pages else ():
-            self._tree.move(record, pages)
+        if isinstance(old, RowPages) and old is not pages:
+            for record in list(old.records):
+                self._tree.move(record, pages)
+            self._rows.forget(old)
 
     def _moves(self, trail: CacheTrail, record: Record) -> bool:
         """Not what is pinned, which outlives a fault of this row; nor what another row goes on with."""

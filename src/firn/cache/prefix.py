@@ -191,6 +191,7 @@ class PrefixTree:
 
     def _fork(self, trail: CacheTrail, reply: Sequence[int]) -> CacheTrail:
         self.records.tree.lease(trail.node)
+        trail.pages = None  # the row is the choice's now
         return CacheTrail(
             root=trail.root,
             prompt=trail.prompt,
@@ -223,6 +224,8 @@ class PrefixTree:
         try:
             if row is not None:
                 self._parking.end(row)
+            else:
+                self._parking.abandon(trail)
         except Exception as e:
             self.records.failed("park", e)
         for release in (self._restorer.unlease, self._mark_used, self._leave_node):

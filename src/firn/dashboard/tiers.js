@@ -63,10 +63,14 @@ export function Memory({ state }) {
 export function memoryParts(state) {
   const room = state.cache?.admission;
   if (state.weights_bytes == null || !room) return null;
-  const used = state.cache.memory?.used_bytes ?? 0;
-  const parked = state.cache.memory?.parked_bytes; // of these, what lies in rows that have ended
-  const free = Math.max(room.capacity_bytes - room.held_bytes - used, 0);
-  const found = [["weights", "weights", state.weights_bytes], ["live", "live requests", room.held_bytes]];
-  if (parked != null) found.push(["parked", "parked rows", parked]);
-  return [...found, ["memory", "records", used - (parked ?? 0)], ["free", "free", free]];
+  const memory = state.cache.memory;
+  const used = (memory?.used_bytes ?? 0) - (memory?.live?.bytes ?? 0); // what lies in live rows is theirs
+  const parked = memory?.parked?.bytes ?? 0;
+  return [
+    ["weights", "weights", state.weights_bytes],
+    ["live", "live requests", room.held_bytes],
+    ["parked", "parked rows", parked],
+    ["memory", "records", Math.max(used - parked, 0)],
+    ["free", "free", Math.max(room.capacity_bytes - room.held_bytes - Math.max(used, parked), 0)],
+  ];
 }
