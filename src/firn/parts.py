@@ -103,7 +103,8 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         "add_tiers": lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     }
     guessing = speculating.build(config, loaded, **for_drafts)
-    scorer, guessing = sparse.build(config, loaded, guessing, **for_drafts)
+    threads = _threads(way, loaded)
+    scorer, guessing = sparse.build(config, loaded, guessing, threads=threads, **for_drafts)
     cost = guessing.with_rows(cost)
     planned.append(planned_for(cost, info.weights_nbytes + guessing.weights_nbytes))
     planned[0].tell()
@@ -127,7 +128,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
             cache.expect(recipes_of(scorer.recipe))
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
-    runner = _runner(config, loaded, way, guessing)
+    runner = _runner(config, loaded, guessing, threads)
     embeds = _decoder_embedder(recipe, loaded)
     return Parts(runner, cache, budget, way.limits, embedder=embeds, scorer=scorer)
 
@@ -171,17 +172,24 @@ def _load(wanted: Wanted, way: _Way) -> loader.LoadedModel:
     return speculating.with_head(config, loaded, exact=way.exact, cpu_dtype=way.cpu_dtype)
 
 
-def _runner(
-    config: Config, loaded: loader.LoadedModel, way: _Way, guessing: speculating.Guessing
-) -> Runner:
+def _threads(way: _Way, loaded: loader.LoadedModel) -> Threads | None:
     library = way.blas.library if way.blas and not way.exact else None
+    return Threads(library, loaded.model) if library else None
+
+
+def _runner(
+    config: Config,
+    loaded: loader.LoadedModel,
+    guessing: speculating.Guessing,
+    threads: Threads | None,
+) -> Runner:
     return Runner(
         loaded.model,
         loaded.info,
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
-        threads=Threads(library, loaded.model) if library else None,
+        threads=threads,
         speculation=guessing.speculation,
     )
 

@@ -13,6 +13,7 @@ from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models import loader
 from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.threads import Threads
 from firn.models.placing import why_not_sparse
 from firn.models.scoring import AttentionScorer
 from firn.speculating import Guessing
@@ -25,6 +26,7 @@ def build(
     loaded: loader.LoadedModel,
     guessing: Guessing,
     *,
+    threads: Threads | None,
     exact: bool,
     cpu_dtype: CpuDtype,
     cache_nbytes: int,
@@ -56,6 +58,7 @@ def build(
             make_layers=draft.model.make_layers,
             cache=draft.cache,
             owns_cache=not shared,
+            threads=threads,
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e
