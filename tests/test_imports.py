@@ -22,8 +22,8 @@ SOURCES = Path(firn.__file__).parent
 EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
     "demo", "engine", "fleet", "leaving", "listening", "logs", "machine", "media", "memory", "models",
-    "named", "options", "parts", "reservations", "several", "speculating", "supervisors", "text",
-    "traces",
+    "named", "options", "parts", "reservations", "several", "sparse", "sparse_options", "speculating",
+    "supervisors", "text", "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": set(),
     "defaults": {"core", "options"},
     "several": {"core", "options"},
-    "config": {"core", "defaults", "options", "several"},
+    "sparse_options": {"options"},
+    "config": {"core", "defaults", "options", "several", "sparse_options"},
     "logs": {"config"},
     "text": {"core"},
     "media": {"core"},
@@ -55,7 +56,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "named": {"config", "demo", "models"},
     "caching": {"backups", "cache", "config", "core", "models"},
-    "parts": {"cache", "caching", "config", "core", "engine", "memory", "models", "speculating"},
+    "parts": {
+        "cache", "caching", "config", "core", "engine", "memory", "models", "sparse", "speculating",
+    },
+    "sparse": {"cache", "config", "core", "models", "speculating"},
     "speculating": {"cache", "config", "core", "engine", "models", "named"},
     "app": EVERYTHING - {"cli", "fleet"},
     "cli": EVERYTHING,

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from firn import __version__, named, speculating
+from firn import __version__, named, sparse, speculating
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
@@ -189,7 +189,7 @@ def build(config: Config, *, front: int | None = None) -> Server:
             requests_per_minute=config.server.rate_limit or None,
         ),
         defaults=config.sampling.defaults(),
-        sparse=config.sparse.rules(),
+        sparse=sparse.rules(config),
         keys=_keys(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
         quotas=_quotas(config),

@@ -10,7 +10,7 @@ from firn import speculating
 from firn.cache.prefix import PrefixTree
 from firn.config import Config
 from firn.core.errors import SetupError
-from firn.core.values import ModelInfo
+from firn.core.values import ModelInfo, SparseRules
 from firn.models import loader
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
@@ -19,6 +19,15 @@ from firn.models.scoring import AttentionScorer
 from firn.speculating import Guessing
 
 log = logging.getLogger("firn")
+
+
+def rules(config: Config) -> SparseRules:
+    """What the server does about it. Raises SetupError."""
+    wanted = config.sparse
+    if wanted.sparse_prefill_over and not wanted.sparse_prefill:
+        raise SetupError("--sparse-prefill-over needs --sparse-prefill")
+    keep = round(wanted.sparse_prefill_keep, 2)
+    return SparseRules(wanted.sparse_prefill, keep, over=wanted.sparse_prefill_over)
 
 
 def build(
@@ -35,7 +44,7 @@ def build(
     """On the engine thread. Raises SetupError. Who scores prompts, where they may be thinned, and
     the draft model's memory: it is loaded once, whether it guesses or scores or both."""
     small = config.engine.draft_model
-    if not config.sparse.rules().allowed:
+    if not rules(config).allowed:
         return None, guessing
     if small is None:
         raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
