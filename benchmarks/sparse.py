@@ -29,7 +29,12 @@ from prefill import SHAPES, prompts
 from report import cli, grid, names, numbers, save
 
 from firn.cache.off import CacheOff
-from firn.core.values import Chat, Message, Sparse, TextPart
+from firn.core.sparse import Sparse
+from firn.core.values import (
+    Chat,
+    Message,
+    TextPart,
+)
 from firn.demo.facts import make_session, n_facts_for
 from firn.models import loader
 from firn.models.scoring import AttentionScorer

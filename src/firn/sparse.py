@@ -10,7 +10,8 @@ from firn import speculating
 from firn.cache.prefix import PrefixTree
 from firn.config import Config
 from firn.core.errors import SetupError
-from firn.core.values import ModelInfo, SparseRules
+from firn.core.sparse import SparseRules
+from firn.core.values import ModelInfo
 from firn.models import loader
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
@@ -53,7 +54,7 @@ def build(
     why = _why_not(loaded)
     if why:
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
-    shared, draft = guessing.draft is not None, guessing.draft
+    draft = guessing.draft
     if draft is None:
         draft = speculating.open_draft(
             config, loaded, cpu_dtype=cpu_dtype, cache_nbytes=cache_nbytes, add_tiers=add_tiers
@@ -66,7 +67,7 @@ def build(
             draft.model.info,
             make_layers=draft.model.make_layers,
             cache=draft.cache,
-            owns_cache=not shared,
+            owns_cache=not draft.guesses,
             threads=threads,
         )
     except ValueError as e:
