@@ -31,6 +31,7 @@ from firn.config import default_cache_dir
 from firn.core.events import Admitted, Advanced, JobDone, JobFailed, Token
 from firn.core.memory_plan import BUFFER_CACHE_SHARE
 from firn.core.ports import Delivery, Scorer
+from firn.core.sparse import Sparse
 from firn.core.values import (
     CacheControl,
     Job,
@@ -39,7 +40,6 @@ from firn.core.values import (
     Prompt,
     RequestId,
     Sampling,
-    Sparse,
 )
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine

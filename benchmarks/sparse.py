@@ -29,7 +29,12 @@ from prefill import SHAPES, prompts
 from report import cli, grid, names, numbers, save
 
 from firn.cache.off import CacheOff
-from firn.core.values import Chat, Message, Sparse, TextPart
+from firn.core.sparse import Sparse
+from firn.core.values import (
+    Chat,
+    Message,
+    TextPart,
+)
 from firn.demo.facts import make_session, n_facts_for
 from firn.models import loader
 from firn.models.scoring import AttentionScorer
@@ -74,26 +79,20 @@ class Exam:
             )
             self.asked.append((prompts.make(chat), session.questions[1].answer))
 
-    def sit(
-        self, engine: BenchEngine, keep: float | None, *, only: int | None = None
-    ) -> tuple[int, list[float], list[float]]:
-        """Right answers, seconds to each first token, and the share of each prompt that was read."""
-        right, first, shares = 0, [], []
-        for prompt, expected in self.asked[:only]:
-            answer = engine.ask(
-                prompt.ids.tolist(),
-                MAX_REPLY,
-                read=False,
-                write=False,
-                sparse=None if keep is None else Sparse(keep, 0),
-                essential=prompt.essential,
-                eos=self.tokenizer.eos,
-            ).wait()
-            said = [t for t in answer.tokens if t not in self.tokenizer.eos]
-            right += self.tokenizer.decode(said) == expected
-            first.append(answer.first_s)
-            shares.append(1 - answer.n_skipped / len(prompt))
-        return right, first, shares
+    def sit(self, engine: BenchEngine, n: int, keep: float | None) -> tuple[bool, Answer]:
+        """The n-th question, its prompt read in full or in part: whether the answer is right."""
+        prompt, expected = self.asked[n]
+        answer = engine.ask(
+            prompt.ids.tolist(),
+            MAX_REPLY,
+            read=False,
+            write=False,
+            sparse=None if keep is None else Sparse(keep, 0),
+            essential=prompt.essential,
+            eos=self.tokenizer.eos,
+        ).wait()
+        said = [t for t in answer.tokens if t not in self.tokenizer.eos]
+        return self.tokenizer.decode(said) == expected, answer
 
 
 def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | None) -> None:
@@ -114,16 +113,23 @@ def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | 
     with engine:
         for n_tokens in lengths:
             exam = Exam(n_tokens, n_sessions)
-            exam.sit(engine, SHARES[0], only=1)  # warms up
-            full, full_s, _ = exam.sit(engine, None)
+            exam.sit(engine, 0, SHARES[0])  # warms up
+            right = dict.fromkeys((None, *SHARES), 0)
+            ratios: dict[float | None, list[float]] = {keep: [] for keep in right}
+            for n in range(n_sessions):
+                full_s = 0.0
+                for keep in right:
+                    is_right, answer = exam.sit(engine, n, keep)
+                    right[keep] += is_right
+                    full_s = full_s or answer.first_s
+                    ratios[keep].append(answer.first_s / full_s)
             n_prompt = round(statistics.mean(len(p) for p, _ in exam.asked))
-            cells = [f"{n_prompt}", f"{full}/{n_sessions}"]
+            cells = [f"{n_prompt}", f"{right[None]}/{n_sessions}"]
             for keep in SHARES:
-                right, first, shares = exam.sit(engine, keep)
-                ratio = statistics.median(a / b for a, b in zip(first, full_s, strict=True))
-                cells.append(f"{right}/{n_sessions} {ratio:.2f}")
-                point = {"tokens": n_prompt, "keep": keep, "right": right, "full": full}
-                found.append(point | {"ratio": ratio, "read": statistics.mean(shares)})
+                ratio = statistics.median(ratios[keep])
+                cells.append(f"{right[keep]}/{n_sessions} {ratio:.2f}")
+                point = {"tokens": n_prompt, "keep": keep, "ratio": ratio}
+                found.append(point | {"right": right[keep], "full": right[None]})
             rows.append(cells)
             print(grid([["tokens", "in full", *map(str, SHARES)], *rows]), flush=True)
     print("right answers, and the first token's time over that of the full prompt")

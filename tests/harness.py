@@ -32,6 +32,7 @@ from firn.core.events import (
     TokenLogprob,
 )
 from firn.core.ports import Delivery
+from firn.core.sparse import Sparse
 from firn.core.values import (
     CacheControl,
     Job,
@@ -40,7 +41,6 @@ from firn.core.values import (
     Prompt,
     RequestId,
     Sampling,
-    Sparse,
 )
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine

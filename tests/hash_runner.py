@@ -31,6 +31,7 @@ from firn.core.events import (
     TokenLogprob,
 )
 from firn.core.ports import Delivery, LiveRow, Load, PrefixCache, Restored, Scorer
+from firn.core.sparse import Sparse
 from firn.core.values import (
     CacheControl,
     Job,
@@ -39,7 +40,6 @@ from firn.core.values import (
     Prompt,
     RequestId,
     Sampling,
-    Sparse,
 )
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine

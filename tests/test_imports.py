@@ -23,7 +23,7 @@ EVERYTHING = {
     "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
     "demo", "engine", "fleet", "following", "kv_events", "leaving", "listening", "logs", "machine",
     "media", "memory", "models", "named", "options", "parts", "ranks", "reservations", "several",
-    "speculating", "supervisors", "text", "traces", "watching",
+    "sparse", "sparse_options", "speculating", "supervisors", "text", "traces", "watching",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "defaults": {"core", "options"},
     "several": {"core", "options"},
     "watching": {"options"},
-    "config": {"core", "defaults", "options", "several", "watching"},
+    "sparse_options": {"options"},
+    "config": {"core", "defaults", "options", "several", "sparse_options", "watching"},
     "logs": {"config", "watching"},
     "text": {"core"},
     "media": {"core"},
@@ -60,8 +61,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "caching": {"backups", "cache", "config", "core", "models", "ranks"},
     "parts": {
         "cache", "caching", "config", "core", "engine", "kv_events", "memory", "models", "ranks",
-        "speculating",
+        "sparse", "speculating",
     },
+    "sparse": {"cache", "config", "core", "models", "speculating"},
     "following": {
         "backups", "cache", "caching", "config", "core", "leaving", "memory", "models", "named", "parts",
         "ranks",

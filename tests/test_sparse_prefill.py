@@ -14,7 +14,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.cache.admin import clear, stats
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from firn.core.values import CacheControl, Namespace, Prompt, Sparse, Thinned
+from firn.core.sparse import Sparse
+from firn.core.values import (
+    CacheControl,
+    Namespace,
+    Prompt,
+    Thinned,
+)
 from firn.demo.facts import Session, make_session
 from firn.engine.thinning import recipe_of
 from firn.models import loader

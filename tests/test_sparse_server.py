@@ -335,3 +335,22 @@ def test_it_survives_a_restart_with_its_folder(folders: dict[str, Path], tmp_pat
         )
         assert again.choices[0].message.content == plain.choices[0].message.content
         assert prompt_tokens(real, chat(3), extra_body=KEEP)[0] > 100
+
+
+def test_the_draft_model_scores_and_guesses(folders: dict[str, Path]) -> None:
+    """One model, one prefix cache: what it read for the scores it need not read again to guess."""
+    wanted = config(folders["llama"], folders["qwen3"], speculation="model")
+    plain = config(folders["llama"], folders["qwen3"])
+    said = []
+    for each in (wanted, plain):
+        with serving(folders["llama"], config=each) as real:
+            reply = real.openai().chat.completions.create(
+                model="",
+                messages=chat(2),  # type: ignore[arg-type]
+                max_tokens=40,
+                temperature=0,
+                extra_body={"ignore_eos": True, **KEEP},
+            )
+            assert skipped(reply.usage) > 100
+            said.append(reply.choices[0].message.content)
+    assert said[0] == said[1]

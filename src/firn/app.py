@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from firn import __version__, named, speculating
+from firn import __version__, named, sparse, speculating
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
@@ -213,7 +213,7 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
             max_rows=config.engine.max_concurrency,
         ),
         defaults=config.sampling.defaults(),
-        sparse=config.sparse.rules(),
+        sparse=sparse.rules(config),
         keys=_keys(config),
         hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
         quotas=_quotas(config),

@@ -122,7 +122,8 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         "add_tiers": lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     }
     guessing = speculating.build(config, loaded, **for_drafts)
-    scorer, guessing = sparse.build(config, loaded, guessing, **for_drafts)
+    threads = threads_of(loaded, way)
+    scorer, guessing = sparse.build(config, loaded, guessing, threads=threads, **for_drafts)
     cost = guessing.with_rows(cost)
     planned.append(planned_for(cost, info.weights_nbytes + guessing.weights_nbytes))
     planned[0].tell()
@@ -150,7 +151,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
             cache.expect(recipes_of(scorer.recipe))
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
-    runner = _runner(config, loaded, way, guessing, leading)
+    runner = _runner(config, loaded, guessing, threads, leading)
     embeds = _decoder_embedder(recipe, loaded)
     return Parts(runner, cache, budget, way.limits, embedder=embeds, scorer=scorer)
 
@@ -238,8 +239,8 @@ def load_model(
 def _runner(
     config: Config,
     loaded: loader.LoadedModel,
-    way: Way,
     guessing: speculating.Guessing,
+    threads: Threads | None,
     leading: Leading | None,
 ) -> Runner:
     make = Runner if leading is None else leading.make_runner
@@ -249,7 +250,7 @@ def _runner(
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
-        threads=threads_of(loaded, way),
+        threads=threads,
         speculation=guessing.speculation,
     )
 

@@ -10,9 +10,11 @@ from firn import speculating
 from firn.cache.prefix import PrefixTree
 from firn.config import Config
 from firn.core.errors import SetupError
+from firn.core.sparse import SparseRules
 from firn.core.values import ModelInfo
 from firn.models import loader
 from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.threads import Threads
 from firn.models.placing import why_not_sparse
 from firn.models.scoring import AttentionScorer
 from firn.speculating import Guessing
@@ -20,11 +22,21 @@ from firn.speculating import Guessing
 log = logging.getLogger("firn")
 
 
+def rules(config: Config) -> SparseRules:
+    """What the server does about it. Raises SetupError."""
+    wanted = config.sparse
+    if wanted.sparse_prefill_over and not wanted.sparse_prefill:
+        raise SetupError("--sparse-prefill-over needs --sparse-prefill")
+    keep = round(wanted.sparse_prefill_keep, 2)
+    return SparseRules(wanted.sparse_prefill, keep, over=wanted.sparse_prefill_over)
+
+
 def build(
     config: Config,
     loaded: loader.LoadedModel,
     guessing: Guessing,
     *,
+    threads: Threads | None,
     exact: bool,
     cpu_dtype: CpuDtype,
     cache_nbytes: int,
@@ -33,7 +45,7 @@ def build(
     """On the engine thread. Raises SetupError. Who scores prompts, where they may be thinned, and
     the draft model's memory: it is loaded once, whether it guesses or scores or both."""
     small = config.engine.draft_model
-    if not config.sparse.rules().allowed:
+    if not rules(config).allowed:
         return None, guessing
     if small is None:
         raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
@@ -42,7 +54,7 @@ def build(
     why = _why_not(loaded)
     if why:
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
-    shared, draft = guessing.draft is not None, guessing.draft
+    draft = guessing.draft
     if draft is None:
         draft = speculating.open_draft(
             config, loaded, cpu_dtype=cpu_dtype, cache_nbytes=cache_nbytes, add_tiers=add_tiers
@@ -55,7 +67,8 @@ def build(
             draft.model.info,
             make_layers=draft.model.make_layers,
             cache=draft.cache,
-            owns_cache=not shared,
+            owns_cache=not draft.guesses,
+            threads=threads,
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e

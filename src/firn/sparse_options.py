@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firn.core.errors import SetupError
-from firn.core.values import SparseRules
 from firn.options import option
 
 OVER = 16_384
@@ -30,11 +28,3 @@ class SparseConfig:
     sparse_prefill_keep: float = option(
         0.3, "Which share of the cold tokens is read, unless a request says.", low=0.01, high=1
     )
-
-    def rules(self) -> SparseRules:
-        """Raises SetupError."""
-        if self.sparse_prefill_over and not self.sparse_prefill:
-            raise SetupError("--sparse-prefill-over needs --sparse-prefill")
-        return SparseRules(
-            self.sparse_prefill, round(self.sparse_prefill_keep, 2), over=self.sparse_prefill_over
-        )

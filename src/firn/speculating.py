@@ -45,6 +45,8 @@ class Draft:
     model: loader.LoadedModel
     cache: PrefixCache
     row_cost: RowCost
+    guesses: bool = False
+    """A drafter has it, and ends what it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ def build(
     )
     try:
         drafters.append(_drafter(draft.model, draft.cache, small))
+        draft = replace(draft, guesses=True)
         log.info("%s guesses for %s", small, loaded.info.name)
     except SetupError as e:
         if not config.sparse.sparse_prefill:

@@ -1,7 +1,7 @@
 """One browser for a file's tests of the page; without one they are skipped, and say so.
 
-Not for all of them: while it runs, Playwright's event loop counts as the thread's, and other tests want to
-run one of their own.
+Not for all of them: while it runs, Playwright's event loop counts as the thread's, and other tests want
+to run one of their own.
 """
 
 from __future__ import annotations

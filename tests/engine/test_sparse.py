@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from firn.core.events import Admitted, Advanced, Prefilled
-from firn.core.values import CacheControl, Namespace, Prompt, Sampling, Scores, Sparse
+from firn.core.sparse import Sparse
+from firn.core.values import (
+    CacheControl,
+    Namespace,
+    Prompt,
+    Sampling,
+    Scores,
+)
 from firn.engine.budget import Budget, RowCost
 from firn.engine.thinning import select
 from tests.hash_runner import (

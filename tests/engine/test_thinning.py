@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.core.values import Job, MediaSpan, Prompt, RequestId, Sparse
+from firn.core.sparse import Sparse
+from firn.core.values import (
+    Job,
+    MediaSpan,
+    Prompt,
+    RequestId,
+)
 from firn.engine.thinning import CHUNK, recipe_of, recipes_of, select, thinned, why_not
 
 

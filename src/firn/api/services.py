@@ -16,6 +16,7 @@ from firn.api.mailroom import Mailroom
 from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
 from firn.core.ports import CacheAdmin, Embedder, Engine, Recorder, Tokenizer
+from firn.core.sparse import SparseRules
 from firn.core.values import (
     Defaults,
     GenerateRequest,
@@ -25,7 +26,6 @@ from firn.core.values import (
     Reasoning,
     Softened,
     Source,
-    SparseRules,
 )
 from firn.text.formats import ReplyFormat
 from firn.text.rerank import Reranker

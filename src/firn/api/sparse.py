@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from firn.core.errors import InvalidValue
 from firn.core.events import Admitted
-from firn.core.values import GenerateRequest, SparseRules
+from firn.core.sparse import SparseRules
+from firn.core.values import GenerateRequest
 
 PARAM = "sparse_prefill"
 HEADER = b"x-firn-approximate"

@@ -14,6 +14,8 @@ from typing import Any, Literal, NewType
 import numpy as np
 import numpy.typing as npt
 
+from firn.core.sparse import Sparse
+
 RequestId = NewType("RequestId", str)
 Namespace = NewType("Namespace", str)
 """Whose cache this is: derived by the server from the API key, never taken from a request."""
@@ -384,41 +386,12 @@ class Prompt:
 class Thinned:
     """Which tokens of the whole prompt a thinned one has: one position for each, ascending.
 
-    recipe: how they were chosen. It is a part of the root of whatever is stored of them, so that
-    nothing of it is ever found by a prompt that is read in full.
+    recipe: how they were chosen; a part of the root of what is stored, which no whole prompt finds.
     """
 
     positions: TokenArray
     whole: Prompt
     recipe: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sparse:
-    """A prompt may be thinned to the share `keep` of what is not cached of it, if that is more than
-    `over` tokens."""
-
-    keep: float
-    over: int
-
-
-ASKED_OVER = 1024
-"""Shorter prompts are read in full, even if a request asks for less: that is soon done."""
-
-
-@dataclass(frozen=True, slots=True)
-class SparseRules:
-    """What a server does about sparse prefill. keep: where a request says nothing. over: prompts with
-    more cold tokens are read so unasked; 0: none."""
-
-    allowed: bool = False
-    keep: float = 0.3
-    over: int = 0
-
-    def of(self, asked: float | None) -> Sparse | None:
-        if asked is not None:
-            return Sparse(asked, ASKED_OVER) if self.allowed else None
-        return Sparse(self.keep, self.over) if self.allowed and self.over else None
 
 
 @dataclass(frozen=True, slots=True)

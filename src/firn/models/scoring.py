@@ -24,6 +24,7 @@ import numpy as np
 from firn.core.ports import Load, PrefixCache
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
 from firn.models.batch import Row
+from firn.models.cpu.threads import Threads
 from firn.models.placing import PLAIN
 from firn.models.rewind import kind, leaves
 from firn.models.room import give_room
@@ -79,8 +80,10 @@ class AttentionScorer:
         make_layers: Callable[[], list[Any]],
         cache: PrefixCache,
         owns_cache: bool = True,
+        threads: Threads | None = None,
     ) -> None:
-        """owns_cache: nobody else closes it.
+        """owns_cache: nobody else closes it. threads: of the library that multiplies, as the runner has
+        them.
 
         Raises ValueError for a model whose attention is not heard.
         """
@@ -88,6 +91,7 @@ class AttentionScorer:
         self._make_layers = make_layers
         self._cache = cache
         self._owns_cache = owns_cache
+        self._threads = threads
         self._last_id = info.n_ids - 1
         self.max_tokens = info.context_length - N_SAID
         # What others keep by the chunk (states, windows) is cut after each.
@@ -138,6 +142,7 @@ class AttentionScorer:
         end = min(row.n_tokens + n_tokens, reading.n_total)
         end = min([end, *(p for p in self._cache.stops(reading.trail) if p > row.n_tokens)])
         give_room(row.layers, len(reading.prompt) + N_SAID)
+        self._prepare(end - row.n_tokens)
         ids = np.minimum(reading.prompt.ids[row.n_tokens : end], self._last_id)
         self._model(mx.array(ids.astype(np.int32))[None], cache=row.layers)
         row.n_tokens = end
@@ -152,6 +157,7 @@ class AttentionScorer:
             for layer in leaves(reading.row.layers):
                 if kind(layer) in PLAIN:
                     layer.state = layer.state
+        self._prepare(1)
         n_keys = reading.row.n_tokens + 1
         with _overhearing(n_keys) as heard:
             logits = self._model(reading.token[:, None], cache=reading.row.layers)
@@ -165,6 +171,10 @@ class AttentionScorer:
         reading.n_said += 1
         reading.pending = [reading.total, reading.token]
         mx.async_eval(reading.pending)
+
+    def _prepare(self, n_tokens: int) -> None:
+        if self._threads is not None:
+            self._threads.prepare(n_tokens)
 
     def settle(self, reading: Reading) -> bool:
         mx.eval(reading.pending)

@@ -10,6 +10,7 @@ import numpy as np
 
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, Prompt, TokenArray
+from firn.text.essential import Opener, essential
 from firn.text.typed import Rendered
 
 HEADER_TOKENS = 16
@@ -36,45 +37,31 @@ class Boundaries:
             # All but the last token, which the tokenizer may join with the reply's first.
             header, end = max(points), len(ids) - 1
             points = (points - {header} if end - header < HEADER_TOKENS else points) | {end}
-        in_user = self._end_of_system(rendered.text, ids, messages)
-        points.update(in_user)
+        points.update(self._end_of_system(rendered.text, ids, messages))
         boundaries = tuple(sorted(p for p in points if 0 < p < len(ids)))
-        return replace(
-            prompt,
-            boundaries=boundaries,
-            hints=self._hints(rendered, starts, messages),
-            essential=self._essential(
-                starts, messages, n_system=max(in_user, default=0), n=len(ids)
-            ),
-        )
+        return replace(prompt, boundaries=boundaries, hints=self._hints(rendered, starts, messages))
+
+    def essential(
+        self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message]
+    ) -> tuple[tuple[int, int], ...]:
+        """What is read of the prompt whatever else is skipped."""
+        starts = self._message_starts(prompt.ids)
+        typed = {start for start, _ in rendered.typed}
+        found = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]
+        if len(found) != len(starts):  # a tokenizer that reads them in another way
+            return ()
+        openers = [Opener(*m.span(), int(t)) for m, t in zip(found, starts, strict=True)]
+
+        def count(text: str) -> int:
+            return len(self._tokenizer.encode(text, add_special=False))
+
+        return essential(rendered.text, openers, messages, n_tokens=len(prompt), count=count)
 
     def _message_starts(self, ids: TokenArray) -> TokenArray:
         """Positions of the tokens that begin a message; the last is where the reply's header is."""
         if not self._openers:
             return np.empty(0, dtype=np.int64)
         return np.flatnonzero(np.isin(ids, self._openers)).astype(np.int64)
-
-    def _essential(
-        self, starts: TokenArray, messages: Sequence[Message], *, n_system: int, n: int
-    ) -> tuple[tuple[int, int], ...]:
-        """System prompt and tools, and the newest message to the end of the prompt.
-
-        n_system: where the system prompt ends, if it is a part of the first user message. Templates
-        make a message of tools that come without a system prompt; more openers than messages show it.
-        """
-        if not len(starts) or not messages:
-            return ()
-        continues = messages[-1].role == "assistant"
-        n_system_messages = next(
-            (i for i, m in enumerate(messages) if m.role != "system"), len(messages)
-        )
-        n_head = n_system_messages if not n_system else 0
-        if not n_head and len(starts) - (not continues) > len(messages):
-            n_head = 1
-        head = max(n_system, int(starts[n_head]) if 0 < n_head < len(starts) else 0)
-        newest = int(starts[-1 if continues or len(starts) == 1 else -2])
-        found = [(0, head)] if head else []
-        return (*found, (newest, n))
 
     def _hints(
         self, rendered: Rendered, starts: TokenArray, messages: Sequence[Message]

@@ -128,7 +128,11 @@ class PromptMaker:
             prompt = self._illustrated(prompt, album)
         self._checked_ids(prompt.ids, param="messages", prompt=prompt)
         messages = self._arranged(content, template)
-        return self._boundaries.marked(prompt, rendered, messages, keeps_header=keeps)
+        prompt = self._boundaries.marked(prompt, rendered, messages, keeps_header=keeps)
+        # By the messages as they were sent: a template that knows no system prompt has none in it.
+        return replace(
+            prompt, essential=self._boundaries.essential(prompt, rendered, content.messages)
+        )
 
     def _checked(self, chat: Chat) -> Template:
         """The template, for a chat that this model can take."""
