@@ -45,14 +45,7 @@ class EventPublisher:
 
     def __init__(self, address: str) -> None:
         """address: tcp://host:port; replays are answered at the next port. Raises SetupError."""
-        try:
-            import msgpack
-            import zmq
-        except ImportError as e:
-            raise SetupError(
-                "--kv-events needs the packages pyzmq and msgpack: pip install 'firn[events]'."
-            ) from e
-        self._pack, self._zmq = msgpack.packb, zmq
+        zmq, self._pack = _libraries()
         self._queue: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
         self._n_lost = 0
         self._stop = threading.Event()
@@ -123,6 +116,18 @@ class EventPublisher:
             if seq >= start:
                 self._replay.send_multipart([client, b"", seq.to_bytes(8, "big"), payload])
         self._replay.send_multipart([client, b"", END_SEQ, b""])
+
+
+def _libraries() -> tuple[Any, Any]:
+    """ZeroMQ, and msgpack's way to write. Raises SetupError."""
+    try:
+        import msgpack
+        import zmq
+    except ImportError as e:
+        raise SetupError(
+            "--kv-events needs the packages pyzmq and msgpack: pip install 'firn[events]'."
+        ) from e
+    return zmq, msgpack.packb
 
 
 def _wire(event: Announcement) -> list[Any]:
