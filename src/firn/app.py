@@ -236,6 +236,7 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         health_details=lambda: {
             "cache": health(engine.parts.cache),
             "speculation": speculating.view(engine.parts),
+            "ranks": 1 if team is None else team.group.size,
         },
         extra_collectors=(
             CacheMetrics(lambda: snapshot(engine.parts.cache)),

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from firn.cli.serve import serve
 from firn.config import Config, EngineConfig, ModelConfig
 from firn.core.errors import SetupError
-from firn.ranks.team import agree, check_options
+from firn.ranks.team import agree, check_options, host_of_first
+from firn.several import ModelTable
 from tests import zoo
 from tests.ranks import processes
 
@@ -27,6 +29,30 @@ from tests.ranks import processes
 def test_options_that_do_not_go_with_it(config: Config, said: str) -> None:
     with pytest.raises(SetupError, match=said):
         check_options(config)
+
+
+def test_several_models() -> None:
+    tables = (ModelTable("a", "/a"), ModelTable("b", "/b"))
+    with pytest.raises(SetupError, match="several models"):
+        serve(Config(model=ModelConfig(tensor_parallel=True), tables=tables))
+
+
+@pytest.mark.parametrize(
+    ("environ", "host"),
+    [
+        ({"MLX_JACCL_COORDINATOR": "10.0.0.1:32323"}, "10.0.0.1"),
+        ({"MLX_JACCL_COORDINATOR": "[fe80::1]:32323"}, "fe80::1"),
+        ({"NCCL_HOST_IP": "10.0.0.2", "NCCL_PORT": "1"}, "10.0.0.2"),
+    ],
+)
+def test_where_rank_0_is(environ: dict[str, str], host: str) -> None:
+    assert host_of_first(environ) == host
+
+
+def test_where_rank_0_of_a_ring_is(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text('[["10.0.0.3:5000", "10.0.1.3:5000"], ["10.0.0.4:5001"]]')
+    assert host_of_first({"MLX_HOSTFILE": str(hosts)}) == "10.0.0.3"
 
 
 def test_the_defaults_do() -> None:

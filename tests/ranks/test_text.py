@@ -1,4 +1,4 @@
-"""Two ranks say what one process says, whatever the cache and the neighbours do."""
+"""Two ranks say what one process says, whatever the cache and the neighbours do, and end together."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from firn.cache.container import unpack
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from tests import zoo
 from tests.api import real
+from tests.ranks import deaths
 from tests.ranks.processes import Answer, Ranks, ask, serving
 
 STORY = "Snow that outlives its season becomes firn. " * 12
@@ -117,7 +118,7 @@ def test_attention(
         assert answer.text == expected["long"]
         assert 0 < answer.n_cached <= N_GOOD, "one rank cannot read the rest"
         assert ask(ranks.url, STORY).n_cached > N_GOOD, "it is stored again"
-        assert ranks.stop() == [0, 0], ranks.log(0)[-3000:] + ranks.log(1)[-3000:]
+        deaths.busy_leader(ranks)
 
 
 def what_only_rank_0_knows_of(ranks: Ranks) -> None:
@@ -149,7 +150,7 @@ def test_recurrent_layers(
         answer = ask(ranks.url, STORY)
         assert answer.text == expected["long"]
         assert answer.n_cached > answer.n_prompt // 2
-        assert ranks.stop() == [0, 0]
+        deaths.busy_follower(ranks)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
@@ -158,8 +159,7 @@ def test_experts(
 ) -> None:
     with serving(model, *flags, folder=tmp_path / "first") as ranks:
         talk(ranks, expected)
-        ranks.processes[1].kill()  # nobody computes anything just now
-        assert ranks.wait() == [1, -signal.SIGKILL], ranks.log(0)[-3000:]
+        deaths.idle_follower(ranks)
 
 
 def records(folder: Path, *, rank: int) -> list[Path]:

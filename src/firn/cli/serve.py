@@ -35,6 +35,8 @@ def _app(config: Config) -> Callable[[Config], int]:
             f"{most_descriptors()}; raise it (ulimit -Hn {MLX_LM_FILES})"
         )
     if config.several:
+        if config.model.tensor_parallel:
+            raise SetupError("--tensor-parallel does not go with several models")
         from firn.fleet.server import serve as front
 
         return front

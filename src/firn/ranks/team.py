@@ -63,8 +63,6 @@ class Team:
 
 def check_options(config: Config) -> None:
     """Raises SetupError for what does not go with sharded models."""
-    if config.several:
-        raise SetupError("--tensor-parallel does not go with several models")
     for flag, (section, field) in REFUSED.items():
         if getattr(getattr(config, section, None), field, None):
             raise SetupError(f"--tensor-parallel does not go with {flag}")
@@ -96,7 +94,7 @@ def _give_up(joined: threading.Event) -> None:
 
 
 def _open(group: RankGroup) -> Leader:
-    host, secret = _host_of_first(os.environ), secrets.token_hex(16)
+    host, secret = host_of_first(os.environ), secrets.token_hex(16)
     server = socket.create_server((host, 0), family=_family(host))
     server.settimeout(CONNECT_S)
     group.from_first(json.dumps([host, server.getsockname()[1], secret]).encode())
@@ -147,16 +145,30 @@ def _connect(group: RankGroup) -> Follower:
     return Follower(group.rank, line)
 
 
-def _host_of_first(environ: Mapping[str, str]) -> str:
+def host_of_first(environ: Mapping[str, str]) -> str:
     """Rank 0's address, as the other ranks know it: the launcher has told MLX."""
     if address := environ.get("MLX_JACCL_COORDINATOR"):
-        return address.rsplit(":", 1)[0]
+        return _without_port(address)
     if host := environ.get("NCCL_HOST_IP"):
         return host
     if path := environ.get("MLX_HOSTFILE"):
         hosts: list[list[str]] = json.loads(Path(path).read_text(encoding="utf-8"))
-        return hosts[0][0].rsplit(":", 1)[0]
-    return socket.gethostbyname(socket.gethostname())
+        return _without_port(hosts[0][0])
+    return _own_address()
+
+
+def _without_port(address: str) -> str:
+    return address.rsplit(":", 1)[0].strip("[]")
+
+
+def _own_address() -> str:
+    """The one that leads out of this machine: where nobody has said, it is MPI that knows."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect(("192.0.2.1", 9))  # sends nothing, but chooses an interface
+        except OSError:
+            return "127.0.0.1"
+        return str(s.getsockname()[0])
 
 
 def _family(host: str) -> socket.AddressFamily:

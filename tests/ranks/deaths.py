@@ -1,0 +1,45 @@
+"""A rank that dies takes the group along, and clients are told. Each ends the ranks that it is given.
+
+Servers are slow to start, so these come at the end of tests that have one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+
+import httpx
+
+from tests.ranks.processes import Ranks
+
+BODY = {"prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+
+
+def idle_follower(ranks: Ranks) -> None:
+    ranks.processes[1].kill()
+    assert ranks.wait() == [1, -signal.SIGKILL], ranks.log(0)[-3000:]
+    assert "rank 1 is gone" in ranks.log(0)
+
+
+def busy_follower(ranks: Ranks) -> None:
+    """It has its part in a step just now: rank 0's engine hangs in that, or has a fault of it."""
+    lines = []
+    with httpx.stream("POST", f"{ranks.url}/v1/completions", json=BODY, timeout=60) as told:
+        for line in told.iter_lines():
+            if not lines:
+                ranks.processes[1].kill()
+            lines.append(line)
+    assert any('"error"' in line for line in lines), lines[-3:]
+    assert ranks.wait() == [1, -signal.SIGKILL], ranks.log(0)[-3000:]
+
+
+def busy_leader(ranks: Ranks) -> None:
+    with (
+        contextlib.suppress(httpx.TransportError),
+        httpx.stream("POST", f"{ranks.url}/v1/completions", json=BODY, timeout=60) as told,
+    ):
+        for _ in told.iter_lines():
+            ranks.processes[0].kill()
+    codes = ranks.wait()
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1] not in (0, -signal.SIGKILL), "it has ended by itself, and not well"
