@@ -33,7 +33,7 @@ from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.prefix import PrefixTree
 from firn.caching import FLUSH_S, MIB
 from firn.config import Config, default_cache_dir, with_model
-from firn.core.errors import EngineDead, ShuttingDown
+from firn.core.errors import EngineDead, SetupError, ShuttingDown
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
 from firn.defaults import of_model
@@ -55,7 +55,7 @@ from firn.models.recognise import score_of
 from firn.parts import Wanted, build_parts
 from firn.ranks.leader import Leader
 from firn.ranks.leading import Leading
-from firn.ranks.team import Team, options_digest
+from firn.ranks.team import Team, end_start, options_digest
 from firn.text import rerank
 from firn.text.formats import detect
 from firn.text.native import NativeParser
@@ -88,7 +88,12 @@ def serve(config: Config) -> int:
             return leave(follow(config, team))
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
-    server = build(config, team=team)
+    try:
+        server = build(config, team=team)
+    except SetupError as e:
+        if team is not None:
+            end_start(e)
+        raise
     server.own_process()
     try:
         code = uvloop.run(_run(server, sock, prompts))

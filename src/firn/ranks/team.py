@@ -13,12 +13,13 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from firn import __version__
 from firn.config import Config
@@ -173,6 +174,12 @@ def _own_address() -> str:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def end_start(error: SetupError) -> NoReturn:
+    """Say why, and end at once: MLX's threads may wait for ranks that have ended, and abort an exit."""
+    print(f"firn: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 # --- what they must agree on ---------------------------------------------------------------

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx import nn
+from mlx.nn.layers.distributed import shard_linear
 
 from firn.core.errors import SetupError
+from firn.models.cpu.dtype import widen
 from firn.models.ranks.group import check
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -55,3 +59,16 @@ def test_cannot(config: dict[str, Any], size: int, said: str) -> None:
 def test_the_text_of_a_vision_model_alone() -> None:
     config = {"model_type": "qwen3_5", "vision_config": {"num_heads": 3}, **HEADS}
     assert fault(config, 2, text_only=True) is None
+
+
+@pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
+def test_a_slice_that_is_widened_is_still_a_slice(sharding: str) -> None:
+    """It is summed with the others', by the group that it was made for."""
+    whole = nn.QuantizedLinear.from_linear(nn.Linear(64, 64), group_size=32, bits=4)
+    owner = nn.Module()
+    owner.part = shard_linear(whole, sharding, group=mx.distributed.init())
+    x = mx.random.normal((1, 64))
+    before = owner.part(x)
+    widen(owner)
+    assert owner.part.weight.dtype == mx.float32
+    assert mx.allclose(owner.part(x), before, atol=1e-3).item()
