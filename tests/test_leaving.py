@@ -14,8 +14,8 @@ from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
 app.DRAIN_S, app.LEAVE_S = 0.2, {leave_s}
 built = app.build
 
-def build(config):
-    server = built(config)
+def build(config, **more):
+    server = built(config, **more)
     server.pool.submit({hang})
     return server
 

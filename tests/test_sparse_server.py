@@ -159,7 +159,9 @@ def test_activity_shows_it(real: Real) -> None:
     reply = httpx.post(f"{real.url}/v1/chat/completions", json=body, timeout=60)
     id = reply.headers["x-request-id"]
     with httpx.stream("GET", f"{real.url}/v1/activity", timeout=60) as watching:
-        line = next(line for line in watching.iter_lines() if line.startswith("data: "))
+        lines = watching.iter_lines()
+        assert "event: calls" in lines
+        line = next(lines)
     call = next(c for c in json.loads(line[6:]) if c["id"] == id)
     assert call["approximate"] is True
     assert call["skipped_tokens"] > 100

@@ -67,3 +67,19 @@ def test_a_tree_behind_the_front(front: Running) -> None:
     assert ask(front, "POST", f"{path}/forget?model=firn-demo", **own).json()["freed_bytes"] > 0
     assert ask(front, "GET", path).status_code == 404
     assert ask(front, "POST", "/v1/models/firn-demo/unload", **own).status_code == 200
+
+
+def test_what_routers_ask(front: Running) -> None:
+    """Of the models that are loaded; nothing is loaded for it."""
+    unloaded = "/model_info?model=firn-demo-hybrid"
+    assert ask(front, "GET", unloaded).status_code == 503
+    front.client.chat.completions.create(
+        model="firn-demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=1
+    )
+    told = ask(front, "GET", "/v1/loads").json()
+    assert [load["model"] for load in told["loads"]] == ["firn-demo"]
+    assert told["dp_rank_count"] == 1
+    assert told["aggregate"]["total_reqs"] == 0
+    assert ask(front, "GET", "/server_info").json()["served_model_name"] == "firn-demo"
+    assert ask(front, "GET", "/model_info").json()["is_generation"] is True
+    assert front.states()["firn-demo-hybrid"] == "unloaded"

@@ -45,6 +45,7 @@ from firn.fleet.child import Launch, launch
 from firn.fleet.files import check, folder_of
 from firn.fleet.fleet import Fleet
 from firn.fleet.relay import Relay, WaitLimits
+from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
 from firn.fleet.turns import Rules
 from firn.leaving import leave, no_later_than
@@ -169,6 +170,7 @@ def build(
     routes.add_metrics(app, fleet, metrics)
     routes.add_cache(app, fleet, relay)
     add_tree(app, fleet, relay)
+    add_router(app, fleet, relay)
     add_activity(app, fleet, relay)
     add_error_shapes(app, shapes)
     _add_layers(app, config, keys, shapes, metrics, intake)

@@ -20,20 +20,21 @@ from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
 from firn.fleet.relay import Relay
 
+LOOKED_AT = "its cache is looked at while it is loaded"
 MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
 
 
 def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
     async def tree(request: Request) -> Response:
-        model = _chosen(fleet, relay, request.query_params.get("model"))
+        model = chosen(fleet, relay, request.query_params.get("model"))
         if fleet.peek(model) is None:
             why = f"{model.spec.name} is not loaded"
             return _json({"enabled": False, "why": why, "model": model.spec.name})
-        return await _ask(fleet, model, request.scope)
+        return await ask_one(fleet, model, request.scope, LOOKED_AT)
 
     async def one(request: Request, node: str) -> Response:
-        model = _chosen(fleet, relay, request.query_params.get("model"))
-        return await _ask(fleet, model, request.scope)
+        model = chosen(fleet, relay, request.query_params.get("model"))
+        return await ask_one(fleet, model, request.scope, LOOKED_AT)
 
     add = partial(
         app.add_api_route,
@@ -56,7 +57,7 @@ def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         add(f"{PATH}/{{node}}/{action}", one, methods=["POST"], summary=text)
 
 
-def _chosen(fleet: Fleet, relay: Relay, name: str | None) -> Model:
+def chosen(fleet: Fleet, relay: Relay, name: str | None) -> Model:
     """The model of this name; without one the default, or the first that is loaded if that is not."""
     if name:
         return relay.find(name)
@@ -65,12 +66,13 @@ def _chosen(fleet: Fleet, relay: Relay, name: str | None) -> Model:
     return default if fleet.peek(default) is not None else next(loaded, default)
 
 
-async def _ask(fleet: Fleet, model: Model, scope: Scope) -> Response:
+async def ask_one(fleet: Fleet, model: Model, scope: Scope, why: str) -> Response:
+    """Its own answer to the same request. why: to be said where it is not loaded."""
     query = scope["query_string"]
     target = scope["raw_path"] + (b"?" + query if query else b"")
     answers = await gather.ask_loaded(fleet, scope, target, [model])
     if not answers:
-        raise fleet.not_ready(model, "its cache is looked at while it is loaded")
+        raise fleet.not_ready(model, why)
     return Response(answers[0].body, answers[0].status, media_type="application/json")
 
 
