@@ -83,7 +83,7 @@ class EventPublisher:
                 events = self._take()
                 if events:
                     self._send(events)
-                while self._replay.poll(0 if events else POLL_MS):
+                if self._replay.poll(0 if events else POLL_MS):  # one: others wait for what is new
                     self._answer()
             except Exception as e:  # the thread's outermost frame
                 if not self._stop.is_set():
