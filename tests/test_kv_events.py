@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,6 @@ from firn.core.errors import SetupError
 from firn.core.values import Namespace
 from firn.kv_events import END_SEQ, TOPIC, EventPublisher
 from tests.cache.lab import DENSE, LabEngine, tree
-from tests.stores import free_port
 
 zmq = pytest.importorskip("zmq", reason="the package pyzmq is not installed")
 msgpack = pytest.importorskip("msgpack", reason="the package msgpack is not installed")
@@ -20,6 +20,19 @@ msgpack = pytest.importorskip("msgpack", reason="the package msgpack is not inst
 BLOCK = 8
 WAIT_MS = 30_000
 PROMPT = [(7 * i) % 89 + 1 for i in range(50)]
+
+
+def free_pair() -> int:
+    """A port that is free, as is the next."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
 
 
 class Router:
@@ -91,7 +104,7 @@ class Router:
 
 @contextmanager
 def publishing(**options: Any) -> Iterator[tuple[LabEngine, Router]]:
-    port = free_port()
+    port = free_pair()
     publisher = EventPublisher(f"tcp://127.0.0.1:{port}")
     cache = tree(DENSE, block=BLOCK, **options)
     cache.records.tree.announcer = publisher
@@ -142,7 +155,7 @@ def test_what_is_evicted_is_told() -> None:
 
 
 def test_a_subscriber_that_missed_something_asks_again() -> None:
-    port = free_port()
+    port = free_pair()
     publisher = EventPublisher(f"tcp://127.0.0.1:{port}")
     cache = tree(DENSE, block=BLOCK)
     cache.records.tree.announcer = publisher
