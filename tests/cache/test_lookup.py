@@ -144,13 +144,13 @@ def server(
 
 
 def settle(lab: LabEngine) -> None:
-    """Until everything that is to be written is."""
+    """Until everything that is to be read or written is."""
     (below,) = lab.tree.records.tiers
     until = time.monotonic() + WAIT_S
 
     def is_busy() -> bool:
         writing = any(r.writing for n in lab.tree.records.tree.nodes() for r in n.records.values())
-        return bool(below._to_spill or writing or below._results.qsize())
+        return bool(below._to_spill or below._loading or writing or below._results.qsize())
 
     while lab.between_steps(is_busy):
         assert time.monotonic() < until
@@ -296,17 +296,27 @@ def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(
 
 
 def test_what_turns_out_damaged_while_it_is_computed_is_written_anew() -> None:
-    """It was thought to be there, so nobody wrote it; then its read failed."""
+    """It was thought to be there, so nobody wrote it; then its read failed. How many are read before the
+    prompt is computed is a matter of time."""
     shared = dict[str, bytes]()
     with server(DENSE, DictStore(shared)) as first:
         ask(first, PROMPT)
         settle(first)
-    good = dict(shared)
-    for name in shared:
-        shared[name] = b"?" * 100
-    with server(DENSE, DictStore(shared), clock=time.monotonic) as second:
-        ask(second, PROMPT)
-        settle(second)
-    with server(DENSE, DictStore(shared)) as third:
-        assert ask(third, PROMPT).n_cached == 96
-    assert set(shared) == set(good)
+    bad = b"?" * 100
+    damaged = set(shared)
+    shared |= dict.fromkeys(damaged, bad)
+
+    def n_bad() -> int:
+        return sum(shared[name] == bad for name in damaged)
+
+    until = time.monotonic() + WAIT_S
+    while n_bad() > 1:  # the last is of another reply, and nobody asks for it
+        assert time.monotonic() < until
+        with server(DENSE, DictStore(shared), clock=time.monotonic) as other:
+            n_before = n_bad()
+            ask(other, PROMPT)
+            settle(other)
+            n_found = other.tree.records.stats.faults["read: unreadable header"]
+            assert n_before - n_bad() == n_found
+    with server(DENSE, DictStore(shared)) as last:
+        assert ask(last, PROMPT).n_cached == 96
