@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from report import cli, grid, names, numbers, save
 from servers import lab
 from ssd_device import SHAPES, PreferLoading
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.slow_disk import SlowDisk
 
 GIB = 1 << 30
