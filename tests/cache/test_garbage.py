@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from firn.cache.garbage import GROWN_BUSY_BYTES, GROWN_IDLE_BYTES, IDLE_EVERY_S, LOOK_EVERY_S
+
 SCRIPT = """
 import gc
 from firn.cache.garbage import BUSY_EVERY_S, IDLE_EVERY_S, MANY, Garbage
@@ -69,8 +71,10 @@ def test_full_collections_come_when_there_is_time() -> None:
 
 
 TRIM = """
-import threading, time
-from firn.cache.garbage import IDLE_EVERY_S, Garbage
+import sys, threading, time
+from firn.cache.garbage import Garbage
+
+idle, after_s, n_mib = sys.argv[1] == "idle", float(sys.argv[2]), int(sys.argv[3])
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -81,7 +85,7 @@ garbage = Garbage(lambda: now)
 made = threading.Event(), threading.Event()
 
 def other_thread():  # its memory is its own, in glibc
-    blocks = [bytearray(64 << 10) for _ in range(1000)]
+    blocks = [bytearray(64 << 10) for _ in range(n_mib * 16)]
     last = bytearray(64 << 10)
     del blocks
     made[0].set()
@@ -91,10 +95,10 @@ thread = threading.Thread(target=other_thread)
 thread.start()
 made[0].wait()
 before = resident()
-now = IDLE_EVERY_S
-garbage.tick(idle=True)
+now = after_s
+garbage.tick(idle=idle)
 until = time.monotonic() + 30
-while resident() > before - (30 << 20):
+while resident() > before - (n_mib << 19):
     assert time.monotonic() < until, (before, resident())
     time.sleep(0.01)
 made[1].set()
@@ -103,5 +107,14 @@ thread.join()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others give it back at once")
-def test_free_memory_goes_back_to_the_system() -> None:
-    subprocess.run([sys.executable, "-c", TRIM], check=True, timeout=60)
+@pytest.mark.parametrize(
+    ("load", "after_s", "n_mib"),
+    [
+        ("idle", IDLE_EVERY_S, 60),
+        ("idle", LOOK_EVERY_S, (GROWN_IDLE_BYTES >> 20) + 16),
+        ("busy", LOOK_EVERY_S, (GROWN_BUSY_BYTES >> 20) + 16),
+    ],
+)
+def test_free_memory_goes_back_to_the_system(load: str, after_s: float, n_mib: int) -> None:
+    script = [sys.executable, "-c", TRIM, load, str(after_s), str(n_mib)]
+    subprocess.run(script, check=True, timeout=60)

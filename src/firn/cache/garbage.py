@@ -6,8 +6,10 @@ taken out of its sight ("frozen"). Reference counts free that: only cycles need 
 tree breaks its own. What a running request has may be a cycle later: nothing is frozen while there are
 any, but for the records that a scan brings by the thousands.
 
-What is free goes back to the system when there is no work: glibc keeps it for the thread that had it,
-and a server has many.
+glibc keeps freed memory for the thread that had it, and a server has many threads: buffers of changing
+sizes can hold several times what MLX has in use. So free memory goes back to the system when there is
+no work, and under load whenever the process has grown by GROWN_BUSY_BYTES. (A low M_MMAP_THRESHOLD would
+return each buffer at once, and costs prefill on a CPU a third of its speed in page faults.)
 
 Owner: the engine thread. For a whole process: a server has one, tests have none.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +26,9 @@ from collections.abc import Callable
 IDLE_EVERY_S, BUSY_EVERY_S = 60.0, 600.0
 NEVER = 1 << 30
 MANY = 64
-"""Fewer records are not worth to freeze the rest of the process with them."""
+"""Freezing the rest of the process is not worth it for fewer records."""
+GROWN_BUSY_BYTES, GROWN_IDLE_BYTES = 256 << 20, 64 << 20
+LOOK_EVERY_S = 0.25
 
 
 class Garbage:
@@ -31,7 +36,7 @@ class Garbage:
         """Takes over from Python: of its own accord it collects young objects only."""
         self._clock = clock
         self._collected_at = clock()
-        self._trim = _trim()
+        self._heap = Heap(clock)
         gc.set_threshold(*gc.get_threshold()[:2], NEVER)
         gc.freeze()
 
@@ -44,19 +49,59 @@ class Garbage:
 
     def tick(self, *, idle: bool) -> None:
         """Now and then a full collection, of what is new since the last."""
+        self._heap.tick(idle=idle)
         if self._clock() - self._collected_at < (IDLE_EVERY_S if idle else BUSY_EVERY_S):
             return
         gc.collect()
         if idle:
             gc.freeze()
-            threading.Thread(target=self._trim, name="firn-trim", daemon=True).start()
+            self._heap.trim()
         self._collected_at = self._clock()
 
 
-def _trim() -> Callable[[], object]:
-    """Gives free memory back to the system, where the C library keeps it."""
+class Heap:
+    """What the C library has from the system. It is trimmed by a thread: that may take 100 ms."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._malloc_trim = _malloc_trim()
+        self._looked_at = clock()
+        self._resident = _resident_bytes()
+        self._trimming = threading.Lock()
+
+    def tick(self, *, idle: bool) -> None:
+        if self._clock() - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = self._clock()
+        grown = _resident_bytes() - self._resident
+        if grown >= (GROWN_IDLE_BYTES if idle else GROWN_BUSY_BYTES):
+            self.trim()
+
+    def trim(self) -> None:
+        """Returns at once. Does nothing without glibc, or while the last trim still runs."""
+        if self._malloc_trim and self._trimming.acquire(blocking=False):
+            threading.Thread(target=self._run, name="firn-trim", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            assert self._malloc_trim
+            self._malloc_trim(0)
+            self._resident = _resident_bytes()
+        finally:
+            self._trimming.release()
+
+
+def _malloc_trim() -> Callable[[int], int] | None:
     try:
-        trim = ctypes.CDLL(None).malloc_trim
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        return trim
     except (OSError, AttributeError):  # macOS, musl
-        return lambda: None
-    return lambda: trim(0)
+        return None
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # macOS
+        return 0
