@@ -1,7 +1,7 @@
 """What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
 
     PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17]
-        [--steps 24] [--parts]
+        [--steps 24] [--only plain,alone,padded,new] [--parts]
 
     plain     one token a row, the next step prepared while the device computes; `alone` waits for each
     new       several tokens, all accepted: attention sees another number of columns at each step
@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from report import cli, grid, numbers
+from report import cli, grid, names, numbers
 from speculation_device import SHAPES
 
 from firn.models.padding import in_blocks
@@ -150,15 +150,17 @@ def run(args: argparse.Namespace) -> None:
         rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms)])
         print(" ".join(rows[-1]), flush=True)
 
+    wanted = names(args.only)
     for n in numbers(args.rows):
         bench = Bench(model, n_rows=n, n_steps=args.steps)
-        show(n, 1, "plain", bench.plain(in_flight=True))
-        show(n, 1, "alone", bench.plain(in_flight=False))
+        for what in ("plain", "alone"):
+            if what in wanted:
+                show(n, 1, what, bench.plain(in_flight=what == "plain"))
         for width in numbers(args.widths):
-            show(
-                n, width, "padded", bench.wide(width, block=BLOCK, layers=bench.caches(block=BLOCK))
-            )
-            if n > 1:
+            if "padded" in wanted:
+                layers = bench.caches(block=BLOCK)
+                show(n, width, "padded", bench.wide(width, block=BLOCK, layers=layers))
+            if n > 1 or "new" not in wanted:
                 continue
             layers = bench.caches()
             show(n, width, "new", bench.wide(width, block=0, layers=layers))
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--widths", default="2,5,9,17,32")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--only", default="plain,alone,padded,new", help="new: and the same again")
     parser.add_argument("--parts", action="store_true", help="products and attention by themselves")
     run(parser.parse_args())
 
