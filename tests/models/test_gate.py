@@ -8,7 +8,16 @@ import random
 import pytest
 
 from firn.models import gate
-from firn.models.gate import N_STALE, N_UNSEEN, Allowance, Hope, Odds, StepTimes
+from firn.models.gate import (
+    N_DOUBTFUL,
+    N_PLAIN,
+    N_STALE,
+    N_UNSEEN,
+    Allowance,
+    Hope,
+    Odds,
+    StepTimes,
+)
 from firn.models.traits import TRAITS, Traits
 from tests.models.simulated import Machine, gain
 
@@ -146,9 +155,44 @@ def test_a_plain_step_is_looked_at_now_and_then() -> None:
     times = measured(FLAT)
     for _ in range(N_UNSEEN):
         times.saw_wide(1, 9, 0.6)
-    assert best_width(times, [KEEN]) == 1
-    times.saw_plain(1, 0.5)
+    for _ in range(N_PLAIN):
+        assert best_width(times, [KEEN]) == 1
+        times.saw_plain(1, 0.5)
     assert best_width(times, [KEEN]) > 1
+
+
+def test_plain_steps_that_seem_dearer_than_wide_ones_are_looked_at_soon() -> None:
+    """The first few were slow: a server that believed them would draft at a loss for long."""
+    times = StepTimes(CPU)
+    for _ in range(N_PLAIN):
+        times.saw_plain(1, 2.0)
+    weak = Hope.of([0.01] * 16)
+    for _ in range(N_DOUBTFUL + 1):  # of the first alone nothing is believed
+        times.saw_wide(1, 2, 0.7)
+    assert best_width(times, [weak]) == 1
+    for _ in range(N_PLAIN + 1):
+        times.saw_plain(1, 0.5)
+    for _ in range(5):
+        times.saw_wide(1, 2, 0.7)
+    assert times.price(1, 2) == pytest.approx(1.4)
+    assert best_width(times, [weak]) == 1
+
+
+def test_wide_steps_that_are_cheaper_are_believed_once_that_was_looked_at() -> None:
+    """Of many rows a wide step can be: plain ones are not to be tried every few steps for ever."""
+    times, n_looks = StepTimes(CPU), 0
+    for _ in range(1000):
+        if not times.knows(8):
+            n_looks += 1
+            times.saw_plain(8, 1.0)
+        else:
+            times.saw_wide(8, 9, 0.8)
+    assert n_looks <= 7 * N_PLAIN
+
+
+def test_one_slow_step_is_not_charged_to_drafts() -> None:
+    times = measured({9: 1.5})
+    assert times.saw_wide(1, 9, 50.0) == pytest.approx(1.5)
 
 
 def test_steps_that_prepare_kernels_say_nothing() -> None:

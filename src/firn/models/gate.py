@@ -25,11 +25,12 @@ N_KEPT = 9
 """Newest measurements of a kind; their median is believed: single slow steps say nothing."""
 N_PLAIN = 3
 """Plain steps that are seen before anything is tried."""
-N_STALE, N_UNSURE = 256, 32
-"""A width that is passed over so often forgets a measurement: what spoke against it may be over. The
-second where it has few of them, which may have been a moment's."""
-N_UNSEEN = 512
-"""Wide steps after which a plain one is looked at again."""
+N_STALE, N_UNSURE = 128, 32
+"""A width that is passed over so often forgets its dearest measurement: what spoke against it may be over.
+The second where it has few of them, which may have been a moment's."""
+N_UNSEEN, N_DOUBTFUL = 512, 16
+"""Wide steps after which plain ones are looked at again. The second, and twice as many each time, where
+they seem dearer than wide ones: it may be that a few plain ones were slow."""
 PRIOR_CHANGE = 0.3
 PRIOR_EPISODE = 2.0
 MAX_EPISODE = 16.0
@@ -66,9 +67,9 @@ class Recent:
         self._values.append(value)
         self._median = None
 
-    def forget_one(self) -> None:
+    def forget_worst(self) -> None:
         if self._values:
-            self._values.popleft()
+            self._values.remove(max(self._values))
             self._median = None
 
     def believed(self, prior: float) -> float:
@@ -79,8 +80,9 @@ class Recent:
 
     @property
     def median(self) -> float:
+        """The lower one of two: a machine is slow at times, and never fast by accident."""
         if self._median is None:
-            self._median = statistics.median(self._values)
+            self._median = statistics.median_low(self._values)
         return self._median
 
 
@@ -93,6 +95,10 @@ class _Rows:
     change: Recent = field(default_factory=Recent)
     n_seen: Counter[int] = field(default_factory=Counter)
     n_since_plain: int = 0
+    n_doubtful: int = 0
+    n_trusted: int = N_DOUBTFUL
+    n_wanted: int = N_PLAIN
+    """Plain steps to be seen before any more is tried."""
     n_passed: int = 0
 
 
@@ -110,19 +116,29 @@ class StepTimes:
         """Between the tokens of two plain steps, one of which was in flight."""
         rows = self._of(n_rows)
         rows.plain.saw(seconds)
+        rows.n_wanted = max(rows.n_wanted - 1, 0)
         rows.n_since_plain = 0
 
     def saw_wide(self, n_rows: int, width: int, seconds: float) -> float | None:
-        """Its price in plain steps; None where that says nothing, as kernels were prepared."""
+        """What it cost in plain steps. Once some were measured that is what is believed of its width: single
+        slow steps are the machine's doing, and happen to plain ones as well. None where it says nothing,
+        as kernels were prepared."""
         rows = self._of(n_rows)
         rows.n_since_plain += 1
         rows.n_passed = 0
         rows.n_seen[width] += 1
         if rows.n_seen[width] <= self._traits.n_preparing or not rows.plain:
             return None
-        price, most = seconds / rows.plain.median, MAX_OFF * self.price(n_rows, width)
-        rows.wide.setdefault(width, Recent()).saw(price)
-        return min(price, most)
+        measured, before = seconds / rows.plain.median, self.price(n_rows, width)
+        known = rows.wide.setdefault(width, Recent())
+        known.saw(measured)
+        price = self.price(n_rows, width)
+        rows.n_doubtful = rows.n_doubtful + 1 if price < 1.0 else 0
+        if rows.n_since_plain >= N_UNSEEN or rows.n_doubtful >= rows.n_trusted:
+            if rows.n_doubtful:
+                rows.n_trusted *= 2
+            rows.n_wanted, rows.n_doubtful = N_PLAIN, 0
+        return price if len(known) >= N_SURE else min(measured, MAX_OFF * before)
 
     def saw_episode(self, n_rows: int, n_steps: int, extra_s: float) -> float:
         """Drafts were tried so many times in a row; going over to them and back took so much more."""
@@ -130,9 +146,8 @@ class StepTimes:
         self._episode += 0.2 * (min(n_steps, MAX_EPISODE) - self._episode)
         if not rows.plain:
             return 0.0
-        change = max(extra_s, 0.0) / rows.plain.median
-        rows.change.saw(change)
-        return min(change, MAX_OFF)
+        rows.change.saw(max(extra_s, 0.0) / rows.plain.median)
+        return rows.change.believed(PRIOR_CHANGE)
 
     def passed_over(self, n_rows: int) -> None:
         """No drafts were tried, though there were some."""
@@ -140,14 +155,14 @@ class StepTimes:
         rows.n_passed += 1
         for each in (*rows.wide.values(), rows.change):
             if rows.n_passed % (N_STALE if len(each) >= N_SURE else N_UNSURE) == 0:
-                each.forget_one()
+                each.forget_worst()
 
     # --- asking ----------------------------------------------------------------------------
 
     def knows(self, n_rows: int) -> bool:
         """Whether plain steps of so many rows were seen, and not too long ago."""
         rows = self._rows.get(n_rows)
-        return rows is not None and len(rows.plain) >= N_PLAIN and rows.n_since_plain < N_UNSEEN
+        return rows is not None and not rows.n_wanted
 
     def plain_s(self, n_rows: int) -> float:
         return self._of(n_rows).plain.median
