@@ -45,7 +45,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.loop import Limits, Parts
 from firn.engine.sequence import Forced
-from firn.models import cpu
+from firn.models import cpu, cuda
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
@@ -139,6 +139,8 @@ class BenchEngine:
             threads = None
             if machine.kind == "cpu":
                 blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
+            if machine.kind == "cuda":
+                cuda.tune()
             self.weights = model or random_model(config, dtype=dtype)
             if machine.kind == "cpu" and blas.library:
                 threads = Threads(blas.library, self.weights)

@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17]
         [--steps 24] [--only plain,alone,padded,new] [--parts]
+        [--mlx-products]
 
     plain     one token a row, the next step prepared while the device computes; `alone` waits for each
     new       several tokens, all accepted: attention sees another number of columns at each step
@@ -24,6 +25,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from report import cli, grid, names, numbers
 from speculation_device import SHAPES
 
+from firn.models import cuda
+from firn.models import device as devices
 from firn.models.padding import in_blocks
 from firn.models.rewind import Step, ready
 from models import random_model
@@ -138,6 +141,8 @@ def run(args: argparse.Namespace) -> None:
     if args.parts:
         parts(config, dtype, widths=numbers(args.widths), n_steps=args.steps)
         return
+    if devices.device().kind == "cuda" and not args.mlx_products:
+        cuda.tune()
     model = random_model(config, dtype=dtype)
     rows = [["rows", "width", "", "host", "all", "longest", "first"]]
 
@@ -177,6 +182,7 @@ def main() -> None:
     parser.add_argument("--widths", default="2,5,9,17,32")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", default="plain,alone,padded,new", help="new: and the same again")
+    parser.add_argument("--mlx-products", action="store_true", help="not by firn's kernel")
     parser.add_argument("--parts", action="store_true", help="products and attention by themselves")
     run(parser.parse_args())
 
