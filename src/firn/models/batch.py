@@ -19,7 +19,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,6 +31,9 @@ from firn.models.ragged import RaggedCache
 from firn.models.rewind import plain, ready
 from firn.models.sampling import Picker, Picks, Scores, read_logprobs, to_host
 from firn.models.verify import Taken, Verification
+
+if TYPE_CHECKING:
+    from firn.models.backlog import HeadBacklog
 
 BUFFER_TOKENS = 256
 """mlx-lm's caches grow by so many tokens."""
@@ -83,11 +86,14 @@ class Row:
 
     @property
     def live_layers(self) -> list[Any]:
-        return self.group.layers if self.group else self.layers
+        if self.group is None:
+            return self.layers
+        self.group.catch_up()
+        return self.group.layers
 
     @property
     def is_live(self) -> bool:
-        return bool(self.live_layers)
+        return bool(self.group.layers if self.group else self.layers)
 
 
 @dataclass(eq=False, slots=True)
@@ -133,10 +139,13 @@ class Group:
     """The caches are of classes whose rows can be set back one by one: see `rewind`."""
     patience: int = 0
     """Steps until vacant seats are taken out."""
+    backlog: HeadBacklog | None = None
+    """What the model's prediction head has not read yet, where it has one."""
 
     @classmethod
-    def of_one(cls, row: Row, token: int) -> Group:
-        group = cls([row], row.layers, mx.array([token]), width=row.n_tokens)
+    def of_one(cls, row: Row, token: int, *, backlog: HeadBacklog | None = None) -> Group:
+        tokens = mx.array([token])
+        group = cls([row], row.layers, tokens, width=row.n_tokens, backlog=backlog)
         row.layers, row.group, row.pending = [], group, [token]
         return group
 
@@ -158,6 +167,7 @@ class Group:
     def join(self, row: Row, token: int, *, n_seats: int = 1) -> None:
         """n_seats: how many it may take for this row and those that follow it soon."""
         self.settle()
+        self.catch_up()
         seat = next((i for i, r in enumerate(self.seats) if r.group is not self), None)
         if seat is not None:
             self._seat(row, token, seat)
@@ -203,8 +213,14 @@ class Group:
                 with contextlib.suppress(Exception):
                     step.read()
 
+    def catch_up(self) -> None:
+        """Have every layer hold the same tokens: a prediction head rests in steps without drafts."""
+        if self.backlog is not None and self.layers:
+            self.backlog.read(self.layers, [row.gap for row in self.seats])
+
     def make_ready(self, *, block: int = 1) -> None:
         """Before a step with drafts. block: see `ready`."""
+        self.catch_up()
         if not self.is_ready:
             self.layers = ready(self.layers, block=block)
             self.is_ready = True
@@ -233,6 +249,7 @@ class Group:
 
     def _close_up(self) -> None:
         """Take out the vacant seats, and the padding that nobody needs."""
+        self.catch_up()
         self.patience = 0
         self.width = self._n_longest
         keep = [i for i, r in enumerate(self.seats) if r.group is self]

@@ -26,8 +26,8 @@ N_KEPT = 9
 N_PLAIN = 3
 """Plain steps that are seen before anything is tried."""
 N_STALE, N_UNSURE = 128, 32
-"""A width that is passed over so often forgets its dearest measurement: what spoke against it may be over.
-The second where it has few of them, which may have been a moment's."""
+"""A width that is passed over so often forgets its dearest measurement: what spoke against it may be
+over. The second where it has few of them, which may have been a moment's."""
 N_UNSEEN, N_DOUBTFUL = 512, 16
 """Wide steps after which plain ones are looked at again. The second, and twice as many each time, where
 they seem dearer than wide ones: it may be that a few plain ones were slow."""
@@ -120,9 +120,9 @@ class StepTimes:
         rows.n_since_plain = 0
 
     def saw_wide(self, n_rows: int, width: int, seconds: float) -> float | None:
-        """What it cost in plain steps. Once some were measured that is what is believed of its width: single
-        slow steps are the machine's doing, and happen to plain ones as well. None where it says nothing,
-        as kernels were prepared."""
+        """What it cost in plain steps. Once some were measured, that is what is believed of its width:
+        single slow steps are the machine's doing, and happen to plain ones as well. None where it says
+        nothing, as kernels were prepared."""
         rows = self._of(n_rows)
         rows.n_since_plain += 1
         rows.n_passed = 0

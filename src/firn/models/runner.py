@@ -27,6 +27,7 @@ from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
+from firn.models.backlog import HeadBacklog
 from firn.models.batch import Group, Launched, Row, fork
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
@@ -202,7 +203,8 @@ class Runner:
                     self._feed_pending(group)
                 group.join(row, token, n_seats=min(1 + n_coming, self._max_rows - len(group.rows)))
                 return
-        self._groups.append(Group.of_one(row, token))
+        backlog = HeadBacklog(self._mtp) if self._mtp is not None else None
+        self._groups.append(Group.of_one(row, token, backlog=backlog))
 
     def _feed_pending(self, group: Group) -> None:
         """A lone row whose step was taken back, of a model that needs rows of equal steps in a group:
@@ -211,6 +213,7 @@ class Runner:
         row, rest = group.seats[0], group.seats[0].pending[:-1]
         if len(group.seats) > 1 or not rest:
             return
+        group.catch_up()
         more = self._inputs.step([row], len(rest)) | self._carry([row])
         self._model(mx.array([rest]), cache=_seen(group), **more)
         row.n_tokens += len(rest)
@@ -271,8 +274,7 @@ class Runner:
     def _launch_one(self, group: Group) -> None:
         flows = any(not step.is_heard for step in group.unread)
         self._prepare(len(group.seats))
-        more = self._inputs.step(group.seats) | self._carry(group.seats)
-        logits = self._model(group.inputs[:, None], cache=_seen(group), **more)[:, -1, :]
+        logits = self._next_logits(group)
         # The step consumes position n_tokens, so it picks the one after.
         forced = [r.forced.pop(r.n_tokens + 1, None) if r.forced else None for r in group.seats]
         pickers = [_picker(r) for r in group.seats]
@@ -289,6 +291,20 @@ class Runner:
             row.n_tokens += 1
             if self._mtp is not None:
                 row.hidden = [HiddenAt(self._mtp.hidden, i, 0)]
+
+    def _next_logits(self, group: Group) -> mx.array:
+        """(seats, vocabulary), of one token a seat. A prediction head rests meanwhile."""
+        ids, more = group.inputs, self._inputs.step(group.seats)
+        logits: mx.array
+        if self._mtp is None or group.backlog is None:
+            logits = self._model(ids[:, None], cache=_seen(group), **more)
+            return logits[:, -1, :]
+        before = self._mtp.before(group.layers, carry_of(group.seats))
+        logits = self._mtp.without_head(ids[:, None], _seen(group), **more)
+        group.backlog.add(ids, mx.zeros_like(self._mtp.hidden[:, 0]) if before is None else before)
+        if group.backlog.is_full:
+            group.catch_up()
+        return logits[:, -1, :]
 
     def _launch_several(self, group: Group, drafts: Sequence[tuple[int, ...]]) -> None:
         """Every token of these rows is on the host: what they were guessed from."""
