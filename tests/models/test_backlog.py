@@ -34,7 +34,7 @@ class Resting(Speculation):
         super().__init__(drafter)
         self._drafts_at = drafts_at
         self.told: dict[int, Guess] = {}
-        """By the number of tokens that the row had consumed."""
+        """By how many tokens of the row were known, the newest included."""
 
     def _width(self, group: Group, *, flows: bool = False) -> Width:
         asks = [row for row in group.rows if self._drafts_at(row.n_tokens)]
@@ -42,7 +42,8 @@ class Resting(Speculation):
 
     def _ask(self, best: Width) -> None:
         super()._ask(best)
-        self.told |= {row.n_tokens: self._rows[row].next for row in best.asks}
+        for row in best.asks:
+            self.told[row.n_tokens + len(row.pending)] = self._rows[row].next
 
 
 def resting(
@@ -76,8 +77,9 @@ def test_behind_a_rest_the_head_guesses_as_if_it_had_read_along(name: str, n_res
     with engine as harness:
         reply = harness.ask(prompt, n_rest + 3 + N_GUESSES).reply
     told = speculation[0].told
-    assert min(told) == at
-    assert told[at] == first_guesses(name, [*prompt, *reply[: at - len(prompt)]])
+    n_known = min(told)
+    assert n_known == at + 1
+    assert told[n_known] == first_guesses(name, [*prompt, *reply][:n_known])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,7 +93,7 @@ def test_rows_that_come_and_go_disturb_no_rest(name: str) -> None:
         replies = [r.wait().reply for r in (late, *others)]
     assert [len(r) for r in replies] == [70, 9, 17]
     text = [*prompts[0], *replies[0]]
-    assert speculation[0].told[90] == first_guesses(name, text[:90])
+    assert speculation[0].told[91] == first_guesses(name, text[:91])
 
 
 @pytest.mark.parametrize("name", NAMES)
