@@ -103,6 +103,9 @@ class Answer:
         return self.times[0] - self.asked
 
 
+MakeLayers = Callable[[], list[Any]]
+
+
 class BenchEngine:
     """An engine with a prefix cache, and an SSD tier if a folder is given. Owner: who built it."""
 
@@ -117,15 +120,15 @@ class BenchEngine:
         disk: Disk | None = None,
         memo: Path | None = None,
         model: Any = None,
-        speculation: Callable[[Any], Speculation] | None = None,
+        speculation: Callable[[Any, MakeLayers], Speculation] | None = None,
         has_head: bool = False,
         scorer: Callable[[], Scorer] | None = None,
         chunk: int = 0,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who guesses tokens,
-        given the model. has_head: it has a prediction head. scorer: who scores long prompts. chunk: of
-        prefill; 0 for the device's."""
+        given the model and what makes its caches. has_head: it has a prediction head. scorer: who scores
+        long prompts. chunk: of prefill; 0 for the device's."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -175,7 +178,7 @@ class BenchEngine:
                 make_layers=make_layers,
                 max_rows=MAX_ROWS,
                 threads=threads,
-                speculation=speculation(made) if speculation else None,
+                speculation=speculation(made, make_layers) if speculation else None,
             )
             limits = Limits(MAX_ROWS, 1000, chunk or machine.prefill_chunk)
             scores = scorer() if scorer else None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from engines import BenchEngine
+from engines import BenchEngine, MakeLayers
 from report import grid, names, numbers, save
 
 from firn.core.values import Job
@@ -28,8 +28,9 @@ from firn.models.batch import Group, Launched, Row
 from firn.models.drafters import NOTHING, Guess
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.gate import Hope, Odds
+from firn.models.raggedcheck import traits_of
 from firn.models.speculation import MAX_DEAR, MAX_DRAFT, Record, Speculation
-from firn.models.traits import TRAITS
+from firn.models.traits import Traits
 from firn.models.verify import Taken, Verification
 from models import COMMON, CONFIGS
 
@@ -50,6 +51,7 @@ SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
     "tiny": (CONFIGS["dense"], mx.float32),
 }
 N_PROMPT = 512
+WARM_UP = (1.0, 0.8, 1.0)
 
 
 class Oracle:
@@ -126,8 +128,8 @@ class OracleHead(Oracle):
 class OracleSpeculation(Speculation):
     """The reply is forced here to make it known; the guesses are the oracle's all the same."""
 
-    def __init__(self, oracle: Oracle) -> None:
-        super().__init__(oracle, traits=TRAITS[devices.device().kind])
+    def __init__(self, oracle: Oracle, traits: Traits) -> None:
+        super().__init__(oracle, traits=traits)
         self.oracle = oracle
         self.step_ms: dict[str, list[float]] = {}
 
@@ -182,6 +184,12 @@ def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guess
     return n / (ended - began)
 
 
+def warm_up(engine: BenchEngine, oracle: Oracle, *, n_streams: int, n_tokens: int) -> None:
+    """Every shape of a step is prepared, which takes longer than many steps."""
+    for seed, oracle.right in enumerate(WARM_UP):
+        rate(engine, n_streams=n_streams, n_tokens=n_tokens, seed=1 + seed, guesses=True)
+
+
 def compare(engine: BenchEngine, args: argparse.Namespace, n_streams: int) -> Found:
     """With guesses and without, in turns."""
     totals = engine.engine.parts.runner.speculation.totals  # type: ignore[attr-defined]
@@ -229,10 +237,10 @@ def run(args: argparse.Namespace) -> None:
     result = []
     oracle = OracleHead() if args.head else Oracle()
 
-    def speculation(model: Any) -> OracleSpeculation:
+    def speculation(model: Any, make_layers: MakeLayers) -> OracleSpeculation:
         if isinstance(oracle, OracleHead):
             oracle.head = MtpDrafter(model)
-        return OracleSpeculation(oracle)
+        return OracleSpeculation(oracle, traits_of(model, make_layers, devices.device().kind))
 
     began = time.perf_counter()
     with BenchEngine(
@@ -245,6 +253,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"the engine is up after {time.perf_counter() - began:.0f} s", flush=True)
         call = engine.engine.call
         for n_streams in numbers(args.streams):
+            warm_up(engine, oracle, n_streams=n_streams, n_tokens=args.tokens)
             for right in [float(x) for x in names(args.right)]:
                 oracle.right = right
                 call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]

@@ -7,7 +7,8 @@
     plain     one token a row, the next step prepared while the device computes; `alone` waits for each
     new       several tokens, all accepted: attention sees another number of columns at each step
     again     the same lengths once more
-    padded    columns in blocks of 512 and a mask, as steps with drafts have them on CUDA
+    padded    columns in blocks of 512 and a mask, as steps with drafts have them on CUDA; `bias`: the
+              mask is one of numbers
 
 host: until the step is dispatched. all: until its tokens are read. Medians in ms, and the longest step.
 """
@@ -28,6 +29,7 @@ from speculation_device import SHAPES
 from firn.models import cuda
 from firn.models import device as devices
 from firn.models.padding import in_blocks
+from firn.models.ragged import ALL_COLUMNS, Columns
 from firn.models.rewind import Step, ready
 from models import random_model
 
@@ -39,8 +41,8 @@ class Bench:
         self.model, self.n_rows, self.n_steps = model, n_rows, n_steps
         self.vocab = model.args.vocab_size
 
-    def caches(self, *, block: int = 0) -> list[Any]:
-        """With a prompt in them. block: as a group that drafts has them."""
+    def caches(self, columns: Columns | None = None) -> list[Any]:
+        """With a prompt in them. columns: as a group that drafts has them."""
         rows = []
         for i in range(self.n_rows):
             layers = make_prompt_cache(self.model)
@@ -51,7 +53,7 @@ class Bench:
         if self.n_rows == 1:
             return rows[0]
         layers = [KVCache.merge(list(same)) for same in zip(*rows, strict=True)]
-        return ready(layers, block=block) if block else layers
+        return ready(layers, columns) if columns else layers
 
     def plain(self, *, in_flight: bool) -> list[tuple[float, float]]:
         layers, tokens, found = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
@@ -68,13 +70,15 @@ class Bench:
             heard = time.perf_counter()
         return found[self.n_steps :]
 
-    def wide(self, width: int, *, block: int, layers: list[Any]) -> list[tuple[float, float]]:
+    def wide(
+        self, width: int, layers: list[Any], columns: Columns = ALL_COLUMNS
+    ) -> list[tuple[float, float]]:
         found = []
         ids = [list(range(1, width + 1))] * self.n_rows
         for _ in range(self.n_steps):
             began = time.perf_counter()
             step = Step(layers, [width] * self.n_rows, width)
-            logits = self.model(mx.array(ids), cache=in_blocks(layers, max(block, 1)))
+            logits = self.model(mx.array(ids), cache=in_blocks(layers, columns))
             tokens = mx.argmax(logits, axis=-1)
             mx.async_eval(tokens)
             host = time.perf_counter() - began
@@ -163,15 +167,16 @@ def run(args: argparse.Namespace) -> None:
                 show(n, 1, what, bench.plain(in_flight=what == "plain"))
         for width in numbers(args.widths):
             if "padded" in wanted:
-                layers = bench.caches(block=BLOCK)
-                show(n, width, "padded", bench.wide(width, block=BLOCK, layers=layers))
+                for what, columns in (("padded", Columns(BLOCK)), ("bias", Columns(BLOCK, True))):
+                    layers = bench.caches(columns)
+                    show(n, width, what, bench.wide(width, layers, columns))
             if n > 1 or "new" not in wanted:
                 continue
             layers = bench.caches()
-            show(n, width, "new", bench.wide(width, block=0, layers=layers))
+            show(n, width, "new", bench.wide(width, layers))
             for layer in layers:
                 layer.trim(width * args.steps)
-            show(n, width, "again", bench.wide(width, block=0, layers=layers))
+            show(n, width, "again", bench.wide(width, layers))
     print(grid(rows))
 
 

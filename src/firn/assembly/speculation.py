@@ -27,10 +27,9 @@ from firn.models.drafters.model import ModelDrafter
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.hub import HubRules
 from firn.models.mtp import MtpModel, with_head_layer
-from firn.models.raggedcheck import ragged_fault, rewind_fault
+from firn.models.raggedcheck import ragged_fault, rewind_fault, traits_of
 from firn.models.runner import Runner
 from firn.models.speculation import Speculation
-from firn.models.traits import TRAITS
 
 log = logging.getLogger("firn")
 
@@ -131,7 +130,7 @@ def build(
     why = ragged_fault(loaded.model, loaded.make_layers) if loaded.info.batchable else None
     if why:
         log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
-    traits = TRAITS[device().kind]
+    traits = traits_of(loaded.model, loaded.make_layers, device().kind)
     drafters: list[Drafter] = [Lookup()] if wanted in ("auto", "lookup") else []
     if isinstance(loaded.model, MtpModel):
         drafters.append(MtpDrafter(loaded.model))

@@ -27,7 +27,7 @@ from mlx_lm.models.cache import BatchKVCache
 
 from firn.core.values import Sampling
 from firn.models.carry import HiddenAt
-from firn.models.ragged import RaggedCache
+from firn.models.ragged import ALL_COLUMNS, Columns, RaggedCache
 from firn.models.rewind import plain, ready
 from firn.models.sampling import Picker, Picks, Scores, read_logprobs, to_host
 from firn.models.verify import Taken, Verification
@@ -139,13 +139,22 @@ class Group:
     """The caches are of classes whose rows can be set back one by one: see `rewind`."""
     patience: int = 0
     """Steps until vacant seats are taken out."""
+    columns: Columns = ALL_COLUMNS
+    """What its steps of several tokens see."""
     backlog: HeadBacklog | None = None
     """What the model's prediction head has not read yet, where it has one."""
 
     @classmethod
-    def of_one(cls, row: Row, token: int, *, backlog: HeadBacklog | None = None) -> Group:
-        tokens = mx.array([token])
-        group = cls([row], row.layers, tokens, width=row.n_tokens, backlog=backlog)
+    def of_one(
+        cls,
+        row: Row,
+        token: int,
+        *,
+        columns: Columns = ALL_COLUMNS,
+        backlog: HeadBacklog | None = None,
+    ) -> Group:
+        group = cls([row], row.layers, mx.array([token]), columns=columns, backlog=backlog)
+        group.width = row.n_tokens
         row.layers, row.group, row.pending = [], group, [token]
         return group
 
@@ -218,11 +227,11 @@ class Group:
         if self.backlog is not None and self.layers:
             self.backlog.read(self.layers, [row.gap for row in self.seats])
 
-    def make_ready(self, *, block: int = 1) -> None:
-        """Before a step with drafts. block: see `ready`."""
+    def make_ready(self) -> None:
+        """Before a step with drafts."""
         self.catch_up()
         if not self.is_ready:
-            self.layers = ready(self.layers, block=block)
+            self.layers = ready(self.layers, self.columns)
             self.is_ready = True
 
     def leave(self, gone: Sequence[Row]) -> None:

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from firn.core.memory_plan import DeviceKind
+from firn.models.batch import can_batch
+from firn.models.padding import in_blocks
+from firn.models.ragged import Columns
 from firn.models.rewind import Step, is_rewindable, ready
 from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+from firn.models.traits import TRAITS, Traits
 
 FED = (3, 1, 2)
 """Of these tokens the last row takes some back, all of them where it cannot take back a part."""
+TRIED_BLOCK = 8
 
 
 def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
@@ -38,6 +45,43 @@ def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
     return (
         f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
     )
+
+
+def traits_of(model: Any, make_layers: Callable[[], list[Any]], kind: DeviceKind) -> Traits:
+    """Those of the device, for this model."""
+    traits = TRAITS[kind]
+    if traits.columns.block == 1 or not _takes_bias(model, make_layers):
+        return traits
+    return replace(traits, columns=replace(traits.columns, has_bias=True))
+
+
+def _takes_bias(model: Any, make_layers: Callable[[], list[Any]]) -> bool:
+    """Whether attention takes masks of numbers. Models that mask by hand may know truth values only."""
+    n, text = LENGTHS[0], [3 * j % 50 + 1 for j in range(LENGTHS[0] + 4)]
+    cache = prefilled(model, make_layers(), text[:n])
+    group = [1, 2] if can_batch(cache) is None else [1]
+    try:
+        for n_rows in group:
+            masked, biased = (
+                _wide_logits(model, cache, [text[n:]] * n_rows, Columns(TRIED_BLOCK, has_bias))
+                for has_bias in (False, True)
+            )
+            if apart(masked, biased) > FAR:
+                return False
+    except Exception:  # whatever it is, it would have been a request's fault
+        return False
+    return True
+
+
+def _wide_logits(
+    model: Any, cache: list[Any], fed: Sequence[Sequence[int]], columns: Columns
+) -> mx.array:
+    layers = copy.deepcopy(cache)
+    if len(fed) > 1:
+        layers = [type(layer).merge([layer] * len(fed)) for layer in layers]
+    ids = mx.array([list(f) for f in fed])
+    logits: mx.array = model(ids, cache=in_blocks(ready(layers, columns), columns))
+    return logits
 
 
 def _first_line(error: Exception) -> str:

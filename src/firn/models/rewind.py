@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.models.ragged import Places, RaggedCache, RaggedKVCache, RaggedRing
+from firn.models.ragged import ALL_COLUMNS, Columns, Places, RaggedCache, RaggedKVCache, RaggedRing
 
 HOMES = frozenset({"mlx_lm.models.cache", "mlx_vlm.models.cache"})
 """Both have classes of these names, with the same fields."""
@@ -48,12 +48,9 @@ def is_rewindable(layers: Sequence[Any]) -> bool:
     )
 
 
-def ready(layers: Sequence[Any], *, block: int = 1) -> list[Any]:
-    """The same caches, of classes whose rows can be set back one by one. Done once a group.
-
-    block: steps of several tokens see a multiple of so many columns.
-    """
-    places = Places(block)
+def ready(layers: Sequence[Any], columns: Columns = ALL_COLUMNS) -> list[Any]:
+    """The same caches, of classes whose rows can be set back one by one. Done once a group."""
+    places = Places(columns)
     return [_ready(layer, places) for layer in layers]
 
 

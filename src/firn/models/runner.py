@@ -36,6 +36,7 @@ from firn.models.masks import Masks
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
 from firn.models.placing import at_positions, behind_gaps
+from firn.models.ragged import ALL_COLUMNS, Columns
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
@@ -217,8 +218,9 @@ class Runner:
                     self._feed_pending(group)
                 group.join(row, token, n_seats=min(1 + n_coming, self._max_rows - len(group.rows)))
                 return
+        columns = self.speculation.traits.columns if self.speculation else ALL_COLUMNS
         backlog = HeadBacklog(self._mtp) if self._mtp is not None else None
-        self._groups.append(Group.of_one(row, token, backlog=backlog))
+        self._groups.append(Group.of_one(row, token, columns=columns, backlog=backlog))
 
     def _feed_pending(self, group: Group) -> None:
         """A lone row whose step was taken back, of a model that needs rows of equal steps in a group:
@@ -324,7 +326,7 @@ class Runner:
         """Every token of these rows is on the host: what they were guessed from."""
         assert self.speculation is not None
         traits = self.speculation.traits
-        group.make_ready(block=traits.block)
+        group.make_ready()
         seats = tuple(group.seats)
         fed = [(*r.pending, *draft) for r, draft in zip(seats, drafts, strict=True)]
         width = max(map(len, fed))
@@ -334,7 +336,7 @@ class Runner:
         step = Step(group.layers, [len(f) for f in fed], width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
         more = self._inputs.step(seats, width) | self._carry(seats)
-        logits = self._model(ids, cache=_seen(group, block=traits.block), **more)
+        logits = self._model(ids, cache=_seen(group, group.columns), **more)
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
         )
@@ -451,9 +453,9 @@ def _picked(taken: Taken) -> list[PickedToken]:
     return out
 
 
-def _seen(group: Group, *, block: int = 1) -> list[Any]:
-    """The group's caches as the model sees them; block: columns come in multiples of it."""
-    return behind_gaps(in_blocks(group.layers, block), [row.gap for row in group.seats])
+def _seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:
+    """The group's caches as the model sees them."""
+    return behind_gaps(in_blocks(group.layers, columns), [row.gap for row in group.seats])
 
 
 def _picker(row: Row) -> Picker:
