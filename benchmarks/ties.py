@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from engines import BenchEngine
+from engines import BenchEngine, MakeLayers
 from report import cli, grid, names, save
 from speculation import ASKS
 
@@ -103,7 +103,7 @@ def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
     loaded = loader.load(folder, served_name=name, cpu_dtype="auto")
     known = Known()
 
-    def speculation(model: Any) -> Speculation:
+    def speculation(model: Any, make_layers: MakeLayers) -> Speculation:
         return Always(known)
 
     build = partial(

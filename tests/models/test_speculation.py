@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.values import RequestId, Sampling
 from firn.models.drafters.lookup import Lookup
+from firn.models.ragged import Columns
 from firn.models.raggedcheck import ragged_fault, rewind_fault
 from firn.models.traits import TRAITS
 from tests.harness import GREEDY, Harness, Result, running
@@ -124,7 +125,8 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
     options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 3}
     with running(plain(name), **options) as harness:
         want = tell(harness, requests)
-    traits = dataclasses.replace(TRAITS["cuda"], shapes=(4, 9), block=64)
+    columns = Columns(64, has_bias=name == "qwen3")
+    traits = dataclasses.replace(TRAITS["cuda"], shapes=(4, 9), columns=columns)
     drafter = Knowing(known(requests, want), right=0.7, vocab_size=VOCAB_SIZE)
     speculation = Bold(drafter, traits=traits)
     with running(plain(name), speculation=lambda: speculation, **options) as harness:

@@ -27,7 +27,7 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Limits, Parts
 from firn.engine.thinning import recipes_of
 from firn.kv_events import EventPublisher
-from firn.models import cpu, embedder, loader
+from firn.models import cpu, cuda, embedder, loader
 from firn.models import device as devices
 from firn.models.batch import BUFFER_TOKENS
 from firn.models.cpu.blas import Blas
@@ -202,6 +202,8 @@ def way_of(config: Config, architecture: str, name: str) -> Way:
     machine, wanted = devices.device(), config.engine
     exact = _wants_exact(config, architecture, name)
     blas = _tune_cpu(config, exact=exact) if machine.kind == "cpu" else None
+    if machine.kind == "cuda" and not exact:
+        cuda.tune()
     limits = Limits(
         max_rows=wanted.max_concurrency,
         max_queue=wanted.max_queue,

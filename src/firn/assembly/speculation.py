@@ -207,6 +207,7 @@ def _drafter(draft: loader.LoadedModel, cache: PrefixCache, name: str) -> ModelD
             cache=cache,
             batchable=info.batchable and ragged_fault(draft.model, draft.make_layers) is None,
             n_ids=info.n_ids,
+            traits=traits_of(draft.model, draft.make_layers, device().kind),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {name} cannot guess: {e}") from e

@@ -24,9 +24,11 @@ from firn.core.ports import EngineLoad, PrefixCache
 from firn.core.values import Job
 from firn.models.batch import Group, Row
 from firn.models.drafters import NOTHING, Guess
+from firn.models.padding import in_blocks
 from firn.models.ragged import MAX_FEED, RaggedCache
 from firn.models.rewind import Step, is_rewindable, leaves
 from firn.models.sampling import to_host
+from firn.models.traits import TRAITS, Traits
 
 MAX_GUESSES = 8
 ODDS = (0.7, 0.65, 0.6, 0.55, 0.5, 0.5, 0.5, 0.5)
@@ -68,8 +70,9 @@ class ModelDrafter:
         batchable: bool,
         n_ids: int = 1 << 31,
         chunk: int = CHUNK,
+        traits: Traits = TRAITS["cpu"],
     ) -> None:
-        """n_ids: ids from here on are unknown to it.
+        """n_ids: ids from here on are unknown to it. traits: of the device, for this model.
 
         Raises ValueError for a model whose tokens cannot be taken back one by one.
         """
@@ -81,6 +84,7 @@ class ModelDrafter:
         self._batchable = batchable
         self._last_id = n_ids - 1
         self._chunk = chunk
+        self._traits = traits
         self._readers: dict[Hashable, _Reader] = {}
         self._groups: list[Group] = []
 
@@ -178,7 +182,7 @@ class ModelDrafter:
                 group.join(own, last)
                 break
         else:
-            group = Group.of_one(own, last)
+            group = Group.of_one(own, last, columns=self._traits.columns)
             self._groups.append(group)
         group.make_ready()
 
@@ -239,9 +243,12 @@ class ModelDrafter:
         self._cut(group)
         lengths = [len(f) for f in fed]
         width = max(lengths)
-        step = Step(group.layers, lengths)
+        if width > 1:
+            width = self._traits.shape(width)
+        step = Step(group.layers, lengths, width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
-        logits: mx.array = self._model(mx.minimum(ids, self._last_id), cache=group.layers)
+        layers = in_blocks(group.layers, group.columns) if width > 1 else group.layers
+        logits: mx.array = self._model(mx.minimum(ids, self._last_id), cache=layers)
         step.settle(lengths)
         return logits
 
