@@ -29,7 +29,7 @@ from firn.models.drafters import NOTHING, Guess
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.gate import Hope, Odds
 from firn.models.raggedcheck import traits_of
-from firn.models.speculation import MAX_DEAR, MAX_DRAFT, Record, Speculation
+from firn.models.speculation import MAX_DEAR, MAX_DRAFT, N_REST, Record, Speculation
 from firn.models.traits import Traits
 from firn.models.verify import Taken, Verification
 from models import COMMON, CONFIGS
@@ -158,6 +158,9 @@ class OracleSpeculation(Speculation):
         record.next, record.source = NOTHING, 0
         if self.oracle.is_free:
             record.next = self.oracle.guess([row], MAX_DRAFT)[0]
+
+    def _rest(self, row: Row, record: Record) -> int:
+        return N_REST if self.oracle.is_free and self._is_weak(record) else 0
 
     def _dear_hope(self, row: Row, record: Record | None, n_pending: int) -> Hope | None:
         if record is None or not record.is_ready or self.oracle.is_free:

@@ -289,11 +289,11 @@ class Speculation:
     def _rest(self, row: Row, record: Record) -> int:
         """Looking takes the host's time: where guesses are weak, or none, it is done now and then."""
         is_bound = row.forced or (row.picker is not None and row.picker.constraint is not None)
-        if is_bound or not self._free:
-            return 0
+        return N_REST if self._free and not is_bound and self._is_weak(record) else 0
+
+    def _is_weak(self, record: Record) -> bool:
         kinds = record.next.kinds
-        weak = not kinds or self._chance(record, record.source, kinds[0]) < WEAK_ODDS
-        return N_REST if weak else 0
+        return not kinds or self._chance(record, record.source, kinds[0]) < WEAK_ODDS
 
     def _prepare(self, known: Sequence[tuple[Row, Record]]) -> None:
         """One row that is not ready reads on: others must not wait for more."""
