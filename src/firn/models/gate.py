@@ -188,8 +188,8 @@ class StepTimes:
         above = min((w for w in seen if w > width), default=None)
         if above is None:
             return seen.get(below, 1.0) * self._prior(n_rows, width) / self._prior(n_rows, below)
-        low, share = seen.get(below, 1.0), (width - below) / (above - below)
-        return low + share * (seen[above] - low)
+        low = seen[below] if below > 1 else min(1.0 + self._traits.flat, seen[above])
+        return low + (width - below) / (above - below) * (seen[above] - low)
 
     def hoped(self, n_rows: int, width: int) -> float:
         """Its price if a wider step is dearer than a narrower one only as devices have it: what was
