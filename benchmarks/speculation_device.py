@@ -27,9 +27,9 @@ from firn.models import device as devices
 from firn.models.batch import Group, Launched, Row
 from firn.models.drafters import NOTHING, Guess
 from firn.models.drafters.mtp import MtpDrafter
-from firn.models.gate import Hope, Odds
+from firn.models.gate import ExpectedTokens, Odds
 from firn.models.raggedcheck import traits_of
-from firn.models.speculation import MAX_DEAR, MAX_DRAFT, N_REST, Record, Speculation
+from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, N_REST, RowGuesses, Speculation
 from firn.models.traits import Traits
 from firn.models.verify import Taken, Verification
 from models import COMMON, CONFIGS
@@ -142,7 +142,7 @@ class OracleSpeculation(Speculation):
         if pace is not None:
             wide = f"x{step.width}" if isinstance(step, Verification) else ""
             kind = wide or ("drained" if self._drains else "back" if pace.n_wide else "plain")
-            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.heard_at))
+            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.read_at))
         super()._time(group, taken, step)
 
     def told(self) -> str:
@@ -154,19 +154,21 @@ class OracleSpeculation(Speculation):
         ]
         return "; ".join([*each, f"allowance {self.allowance.steps:.1f}"])
 
-    def _look(self, row: Row, record: Record) -> None:
-        record.next, record.source = NOTHING, 0
+    def _look(self, row: Row, guessed: RowGuesses) -> None:
+        guessed.next, guessed.source = NOTHING, 0
         if self.oracle.is_free:
-            record.next = self.oracle.guess([row], MAX_DRAFT)[0]
+            guessed.next = self.oracle.guess([row], MAX_DRAFT)[0]
 
-    def _rest(self, row: Row, record: Record) -> int:
-        return N_REST if self.oracle.is_free and self._is_weak(record) else 0
+    def _rest(self, row: Row, guessed: RowGuesses) -> int:
+        return N_REST if self.oracle.is_free and self._is_weak(guessed) else 0
 
-    def _dear_hope(self, row: Row, record: Record | None, n_pending: int) -> Hope | None:
-        if record is None or not record.is_ready or self.oracle.is_free:
+    def _expected_of_costly(
+        self, row: Row, guessed: RowGuesses | None, n_pending: int
+    ) -> ExpectedTokens | None:
+        if guessed is None or not guessed.is_ready or self.oracle.is_free:
             return None
-        odds = [self._chance(record, 0, i) for i in range(MAX_DEAR)]
-        return Hope.of(odds, n_pending=n_pending)
+        odds = [self._chance(guessed, 0, i) for i in range(MAX_COSTLY)]
+        return ExpectedTokens.of(odds, n_pending=n_pending)
 
 
 def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guesses: bool) -> float:

@@ -17,7 +17,7 @@ from firn.models.batch import Group
 from firn.models.drafters import Guess
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import split
-from firn.models.speculation import Speculation, Width
+from firn.models.speculation import DraftPlan, Speculation
 from tests.cache.below import settle
 from tests.harness import Harness, running
 from tests.models.alone import prompt_of
@@ -36,11 +36,11 @@ class Resting(Speculation):
         self.told: dict[int, Guess] = {}
         """By how many tokens of the row were known, the newest included."""
 
-    def _width(self, group: Group, *, flows: bool = False) -> Width:
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
         asks = [row for row in group.rows if self._drafts_at(row.n_tokens)]
-        return Width(1 + N_GUESSES, tuple(asks)) if asks else Width(1)
+        return DraftPlan(1 + N_GUESSES, tuple(asks)) if asks else DraftPlan(1)
 
-    def _ask(self, best: Width) -> None:
+    def _ask(self, best: DraftPlan) -> None:
         super()._ask(best)
         for row in best.asks:
             self.told[row.n_tokens + len(row.pending)] = self._rows[row].next

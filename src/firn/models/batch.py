@@ -104,7 +104,7 @@ class Launched:
     picks: Picks
     flows: bool = False
     """It was dispatched while the step before it was in flight."""
-    is_heard: bool = False
+    is_counted: bool = False
     _taken: list[Taken] | None = None
 
     @property

@@ -35,7 +35,7 @@ PRIOR_CHANGE = 0.3
 PRIOR_EPISODE = 2.0
 MAX_EPISODE = 16.0
 MIN_GAIN = 1.05
-"""What is expected of drafts, to give up steps in flight for them; and of more of them, once begun."""
+"""How much drafts must gain for a step in flight to be given up; below: for more drafts, once begun."""
 MIN_MORE = 1.02
 EARNED, START, MOST, LEAST = 0.01, 2.0, 20.0, -1.0
 """Plain steps that drafts may lose: for each plain step, at the start, and at any time. What they lose
@@ -44,9 +44,9 @@ N_SURE = 3
 """Measurements that outvote what was thought before."""
 MAX_OFF = 4.0
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
-"""Of what guesses took more, or less, than thought, so much is believed."""
+"""How fast the time of guesses follows a measurement that is slower, or faster, than believed."""
 MEMORY = 300.0
-"""Guesses of a kind that are remembered, as it were."""
+"""Effective number of guesses of a kind that count."""
 PRIOR_WEIGHT = 8.0
 FADING = 0.99
 Kind = tuple[int, int]
@@ -141,7 +141,8 @@ class StepTimes:
         return price if len(known) >= N_SURE else min(measured, MAX_OFF * before)
 
     def saw_episode(self, n_rows: int, n_steps: int, extra_s: float) -> float:
-        """Drafts were tried so many times in a row; going over to them and back took so much more."""
+        """So many steps in a row had drafts; changing to them and back took so much longer. Returns what
+        such a change costs, in plain steps."""
         rows = self._of(n_rows)
         self._episode += 0.2 * (min(n_steps, MAX_EPISODE) - self._episode)
         if not rows.plain:
@@ -191,8 +192,8 @@ class StepTimes:
         low = seen[below] if below > 1 else min(1.0 + self._traits.flat, seen[above])
         return low + (width - below) / (above - below) * (seen[above] - low)
 
-    def hoped(self, n_rows: int, width: int) -> float:
-        """Its price if a wider step is dearer than a narrower one only as devices have it: what was
+    def lowest_price(self, n_rows: int, width: int) -> float:
+        """Its price if it exceeds that of narrower steps only as it does on such devices: what was
         measured of it may be out of date, or have been one slow step."""
         shapes = sorted({self._traits.shape(w) for w in self._traits.widths if 1 < w < width})
         own = self._prior(n_rows, self._traits.shape(width))
@@ -283,17 +284,15 @@ class Odds:
 
 
 @dataclass(frozen=True, slots=True)
-class Hope:
-    """One row's prospects. n_pending: tokens that it must be fed anyway.
-
-    gains[k]: how many tokens it is expected to take with k guesses.
-    """
+class ExpectedTokens:
+    """Of one row and one step. n_pending: tokens that the row must be fed anyway. gains[k]: how many
+    tokens it is expected to take with k guesses."""
 
     n_pending: int = 1
     gains: tuple[float, ...] = (1.0,)
 
     @classmethod
-    def of(cls, odds: Sequence[float], *, n_pending: int = 1) -> Hope:
+    def of(cls, odds: Sequence[float], *, n_pending: int = 1) -> ExpectedTokens:
         """odds: of each guess, given that those before it were right."""
         gains, chance = [1.0], 1.0
         for p in odds:
@@ -308,8 +307,8 @@ class Hope:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """How wide the next step is to be, and what it is expected to bring: tokens a row and plain step."""
+class BestWidth:
+    """width: of the next step. rate: tokens expected of it, for each row and plain step."""
 
     width: int
     rate: float
@@ -317,35 +316,35 @@ class Best:
 
 def best_width(
     times: StepTimes,
-    hopes: Sequence[Hope],
+    rows: Sequence[ExpectedTokens],
     *,
     n_seats: int,
     widths: Sequence[int],
     flows: bool = False,
-    hopeful: bool = False,
+    explores: bool = False,
     allowance: Allowance | None = None,
     draft_s: Callable[[int], float] = lambda width: 0.0,
-) -> Best:
+) -> BestWidth:
     """The width that brings the most tokens a second; 1 where no drafts pay.
 
     A row drafts what the width leaves beside the tokens that it must be fed. flows: a step is in flight,
-    which is given up for drafts. hopeful: try what may have become cheaper. draft_s: how long the
-    guesses for a step of this width take.
+    which drafts would give up. explores: try widths that may have become cheaper. draft_s: how long
+    guessing takes for a step of this width.
     """
-    least = max(h.n_pending for h in hopes)
-    best = Best(1, (MIN_GAIN if flows else MIN_MORE) / times.price(n_seats, least))
-    if all(len(h.gains) == 1 for h in hopes) or not times.knows(n_seats):
+    least = max(row.n_pending for row in rows)
+    best = BestWidth(1, (MIN_GAIN if flows else MIN_MORE) / times.price(n_seats, least))
+    if all(len(row.gains) == 1 for row in rows) or not times.knows(n_seats):
         return best
     change, plain_s = times.change(n_seats) if flows else 0.0, times.plain_s(n_seats)
     for width in widths:
         if width <= least:
             continue
-        price = (times.hoped if hopeful else times.price)(n_seats, width)
+        price = (times.lowest_price if explores else times.price)(n_seats, width)
         loss = 0.0 if times.is_measured(n_seats, width) else price - 1.0
         if allowance is not None and not allowance.covers(loss):
             continue
-        tokens = sum(h.tokens(width) for h in hopes) / len(hopes)
+        tokens = sum(row.tokens(width) for row in rows) / len(rows)
         rate = tokens / (price + change + draft_s(width) / plain_s)
         if rate > best.rate:
-            best = Best(width, rate)
+            best = BestWidth(width, rate)
     return best

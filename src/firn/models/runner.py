@@ -282,13 +282,13 @@ class Runner:
         """What each seat is to be tried with; None for a step of one token each."""
         found = None
         if self.speculation is not None:
-            found = self.speculation.plan(group, lambda: self._hear(group))
+            found = self.speculation.plan(group, lambda: self._read_all(group))
         if found is None and any(len(r.pending) > 1 for r in group.seats):
             return [()] * len(group.seats)
         return found
 
     def _launch_one(self, group: Group) -> None:
-        flows = any(not step.is_heard for step in group.unread)
+        flows = any(not step.is_counted for step in group.unread)
         self._prepare(len(group.seats))
         logits = self._next_logits(group)
         # The step consumes position n_tokens, so it picks the one after.
@@ -297,7 +297,7 @@ class Runner:
         allowed = None
         if any(p.constraint for p in pickers):
             mx.async_eval(group.layers[len(group.layers) // 2].state)
-            self._hear(group)
+            self._read_all(group)
             allowed = mx.array(self._masks.fill([p.constraint for p in pickers]))
         picks = self._pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
@@ -401,16 +401,16 @@ class Runner:
             mx.clear_cache()  # most often there was too little memory
             raise
 
-    def _hear(self, group: Group) -> None:
+    def _read_all(self, group: Group) -> None:
         """Have every dispatched token on the host; grammars and drafters then know them."""
         for step in group.unread:
             self._read(group, step)
 
     def _read(self, group: Group, step: Launched | Verification) -> list[Taken]:
         taken = step.read()
-        if self.speculation is not None and not step.is_heard:
-            step.is_heard = True
-            self.speculation.heard(group, taken, step)
+        if self.speculation is not None and not step.is_counted:
+            step.is_counted = True
+            self.speculation.count(group, taken, step)
         return taken
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class Verification:
     hidden: mx.array | None = None
     """The model's states, where it has a prediction head."""
     is_settled: bool = False
-    is_heard: bool = False
+    is_counted: bool = False
     fault: Exception | None = None
     _taken: list[Taken] = field(default_factory=list)
 

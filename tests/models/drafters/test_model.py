@@ -16,7 +16,7 @@ from firn.models.batch import Group
 from firn.models.drafters.lookup import Lookup
 from firn.models.drafters.model import ModelDrafter
 from firn.models.ragged import Columns
-from firn.models.speculation import Speculation, Width
+from firn.models.speculation import DraftPlan, Speculation
 from firn.models.traits import TRAITS, Traits
 from tests.harness import GREEDY, Result, running
 from tests.models.alone import plain, prompt_of
@@ -31,10 +31,10 @@ class Asking(Speculation):
         super().__init__(*drafters)
         self._rng = random.Random(seed)
 
-    def _width(self, group: Group, *, flows: bool = False) -> Width:
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
         ready = [r for r in group.rows if r in self._rows and self._rows[r].is_ready]
         asks = [r for r in ready if self._rng.random() < 0.8]
-        return Width(self._rng.randint(1, 9), tuple(asks))
+        return DraftPlan(self._rng.randint(1, 9), tuple(asks))
 
 
 def drafter(

@@ -17,7 +17,7 @@ from firn.models.drafters import Guess
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import Head, MtpModel, with_head_layer
 from firn.models.mtp_load import FAMILIES, has_head, read_head
-from firn.models.speculation import Speculation, Width
+from firn.models.speculation import DraftPlan, Speculation
 from tests.harness import GREEDY, running
 from tests.models.alone import Built, plain, prompt_of
 from tests.models.drafters.test_model import Asking, assert_all_equal
@@ -116,10 +116,10 @@ class Watched(Speculation):
         super().__init__(drafter)
         self.told: list[Guess] = []
 
-    def _width(self, group: Group, *, flows: bool = False) -> Width:
-        return Width(5, tuple(group.rows))
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+        return DraftPlan(5, tuple(group.rows))
 
-    def _ask(self, best: Width) -> None:
+    def _ask(self, best: DraftPlan) -> None:
         super()._ask(best)
         self.told += [self._rows[row].next for row in best.asks]
 
