@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from firn.core.memory_plan import DeviceKind
 from firn.models.batch import can_batch
+from firn.models.faults import first_line
 from firn.models.padding import in_blocks
 from firn.models.ragged import Columns
 from firn.models.rewind import Step, is_rewindable, ready
@@ -32,7 +33,7 @@ def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
     try:
         worst = _least(lambda seed: _lone_difference(model, make_layers, seed=seed))
     except Exception as e:  # whatever it is, it would have been a request's fault
-        return f"a step cannot be taken back: {_first_line(e)}"
+        return f"a step cannot be taken back: {first_line(e)}"
     return f"a step that is taken back leaves traces ({worst:.1f})" if worst > FAR else None
 
 
@@ -41,7 +42,7 @@ def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
     try:
         worst = _least(lambda seed: _difference(model, make_layers, seed=seed))
     except Exception as e:
-        return f"a step of unequal rows fails: {_first_line(e)}"
+        return f"a step of unequal rows fails: {first_line(e)}"
     return (
         f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
     )
@@ -82,10 +83,6 @@ def _wide_logits(
     ids = mx.array([list(f) for f in fed])
     logits: mx.array = model(ids, cache=in_blocks(ready(layers, columns), columns))
     return logits
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def _least(difference: Callable[[int], float]) -> float:

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from firn.models.cpu.openblas import Library, OpenBlas
+from firn.models.faults import first_line
 
 TIMEOUT_S = 60.0
 N_TRIES, MIN_S = 4, 0.2
@@ -59,7 +60,7 @@ def main(kind: str, path: str, prefix: str, n_threads: str) -> None:
         _check()
         trial = Trial(f"{blas.version} for {blas.core}", gflops(), own)
     except Exception as e:  # a trial ends with a finding, whatever it meets
-        trial = Trial(own_gflops=own, fault=str(e).splitlines()[0] if str(e) else repr(e))
+        trial = Trial(own_gflops=own, fault=first_line(e))
     print(json.dumps(asdict(trial)))
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from firn.models.faults import first_line
+
 MAX_TOKENS = 32
 """Of more, cuBLAS makes better use of the device than this saves on the host."""
 N_COLUMNS, N_INNER, N_THREADS = 16, 32, 256
@@ -150,7 +152,7 @@ def fault() -> str | None:
             error = mx.abs(product(x, weight).astype(mx.float32) - want).max()
             far = float(error / mx.abs(want).max())
         except (RuntimeError, ValueError) as e:
-            return str(e).splitlines()[0]
+            return first_line(e)
         if not far < TOLERANCE:
             return f"a product of {n_tokens} tokens is off by {far:.3g}"
     return None
