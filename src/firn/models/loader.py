@@ -25,6 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models import local as local_models
+from firn.models import vision_load
 from firn.models.batch import can_batch
 from firn.models.cpu import dtype
 from firn.models.faults import first_line
@@ -137,16 +138,14 @@ def load(
     cuts a model whose weights were not read yet down to this rank's part.
     """
     config = read_config(folder)
-    vision = picture is not None
+    vision, kind = picture is not None, str(config["model_type"])
     _check_files(folder, adapter, vision=vision)
     hashing = Fingerprint(folder, adapter=adapter, vision=vision, memory=memory)
+    inputs: Inputs = IdsOnly()
     if picture is None:
         model, config = _load_weights(folder, config, adapter, trust_remote_code, shard)
-        inputs: Inputs = IdsOnly()
         widened = dtype.apply(model, cpu_dtype)
     else:
-        from firn.models import vision_load
-
         model = inputs = vision_load.load_weights(
             folder,
             config,
@@ -155,8 +154,7 @@ def load(
             feature_nbytes=feature_nbytes,
         )
         widened = dtype.apply(model.model, cpu_dtype)
-        vision_load.check_pictures(model, picture, str(config["model_type"]))
-    kind = str(config["model_type"])
+        vision_load.check_pictures(model, picture, kind)
     logits, layers = _first_token(model, f"{folder} ({kind})")
     why_not = can_batch(layers) or batch_fault(model, lambda: make_prompt_cache(model), kind)
     n_vocab, (weights_dtype, weights_nbytes) = int(logits.shape[-1]), _weights(model)
@@ -246,8 +244,6 @@ def load_processor(
     config = read_config(folder)
     if not is_vision(config):
         return None
-    from firn.models import vision_load
-
     vision_load.require_extra(folder.name)
     return vision_load.load_processor(
         folder, config, tokenizer, trust_remote_code=trust_remote_code
