@@ -49,7 +49,7 @@ from firn.models import cpu, cuda
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
-from firn.models.mtp import Head, MtpModel, with_head_layer
+from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.runner import Runner
 from firn.models.shapes import few_shapes
 from firn.models.speculation import Speculation
@@ -304,7 +304,7 @@ class BenchEngine:
 def _with_head(model: Any, config: dict[str, Any], *, dtype: mx.Dtype) -> MtpModel:
     """With random weights, and a layer like the model's own."""
     layer = random_model({**config, "num_hidden_layers": 1}, dtype=dtype).model.layers[0]
-    head = Head(layer, hidden_size=config["hidden_size"], eps=config["rms_norm_eps"])
+    head = PredictionHead(layer, hidden_size=config["hidden_size"], eps=config["rms_norm_eps"])
     head.set_dtype(dtype)
     mx.eval(head.parameters())
     return MtpModel(model, head)

@@ -199,12 +199,12 @@ def _check_tokenizer(folder: Path, found: _Findings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _TensorHeader:
     dtype: str
     nbytes: int
 
 
-_Header = dict[str, _Tensor]
+_Header = dict[str, _TensorHeader]
 
 
 def _headers(folder: Path, found: _Findings) -> Iterator[tuple[str, _Header]]:
@@ -233,7 +233,9 @@ def _header(path: Path) -> _Header:
         try:
             entries = json.loads(file.read(n_header))
             spans = {k: v["data_offsets"] for k, v in entries.items() if k != "__metadata__"}
-            tensors = {k: _Tensor(entries[k]["dtype"], end - at) for k, (at, end) in spans.items()}
+            tensors = {
+                k: _TensorHeader(entries[k]["dtype"], end - at) for k, (at, end) in spans.items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError("has a damaged header; download it again.") from error
     end = 8 + n_header + max((end for _, end in spans.values()), default=0)

@@ -30,7 +30,7 @@ from firn.models.vision import VisionModel
 STATE = "ArraysCache"
 
 
-class Head(nn.Module):  # type: ignore[misc]
+class PredictionHead(nn.Module):  # type: ignore[misc]
     """What DeepSeek's and Qwen's models have in common, whatever they call it."""
 
     def __init__(self, layer: nn.Module, *, hidden_size: int, eps: float) -> None:
@@ -53,7 +53,7 @@ class Head(nn.Module):  # type: ignore[misc]
 class MtpModel(nn.Module):  # type: ignore[misc]
     """Callable like mlx-lm's models; the last of its caches are the head's."""
 
-    def __init__(self, base: Any, head: Head) -> None:
+    def __init__(self, base: Any, head: PredictionHead) -> None:
         super().__init__()
         self.base = base
         self.head = head

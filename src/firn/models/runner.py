@@ -42,7 +42,7 @@ from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
 from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
-from firn.models.together import Together, can_read_together, together_fault
+from firn.models.together import BatchedPrefill, can_read_together, together_fault
 from firn.models.verify import Taken, Verification
 
 
@@ -163,7 +163,7 @@ class Runner:
             self._was_tried = True
         self._before = mx.get_active_memory(), mx.get_peak_memory()
         every = zip(rows, prompts, ends, strict=True)
-        step = Together(
+        step = BatchedPrefill(
             rows,
             [p.ids[r.n_tokens : end] for r, p, end in every],
             few_shapes=self._shapes is not None,

@@ -50,7 +50,7 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
         rows.append(row)
         if n_past:
             prefilled(model, row.layers, text[:n_past])
-    step = Together(rows, [np.array(t[n:-1]) for t, n in zip(texts, PASTS, strict=True)])
+    step = BatchedPrefill(rows, [np.array(t[n:-1]) for t, n in zip(texts, PASTS, strict=True)])
     model(step.feed, cache=step.layers)
     step.share_out()
     return max(
@@ -59,7 +59,7 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
     )
 
 
-class Together:
+class BatchedPrefill:
     """One pass: `feed` is run through the model with `layers`, then each row takes its own."""
 
     def __init__(

@@ -16,7 +16,7 @@ WORTHWHILE = 1 << 18
 """Multiplications in a product that are worth more than one thread."""
 
 
-class Library(Protocol):
+class HasThreads(Protocol):
     n_threads: int
 
     def set_threads(self, n: int) -> None: ...
@@ -25,7 +25,7 @@ class Library(Protocol):
 class Threads:
     """One thread where products are small, all where they are not. Owner: the engine thread."""
 
-    def __init__(self, library: Library, model: Any) -> None:
+    def __init__(self, library: HasThreads, model: Any) -> None:
         self._library = library
         self._now = library.n_threads
         self._weights = weights_a_product(model)

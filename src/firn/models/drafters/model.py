@@ -36,7 +36,7 @@ CHUNK = 512
 
 
 @dataclass(eq=False)
-class _Reader:
+class _DraftRow:
     """One row of the large model, as the small one has read it."""
 
     job: Job
@@ -85,7 +85,7 @@ class ModelDrafter:
         self._last_id = n_ids - 1
         self._chunk = chunk
         self._traits = traits
-        self._readers: dict[Hashable, _Reader] = {}
+        self._readers: dict[Hashable, _DraftRow] = {}
         self._groups: list[Group] = []
 
     def odds(self, kind: int) -> float:
@@ -104,7 +104,7 @@ class ModelDrafter:
         own = Row(layers, restored.n_tokens if restored else 0)
         if restored is not None:
             restored.filled(own)
-        self._readers[row] = _Reader(job, own, cursor)
+        self._readers[row] = _DraftRow(job, own, cursor)
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         reader = self._readers.get(row)
@@ -152,7 +152,7 @@ class ModelDrafter:
             self._catch_up(reader)
         return reader.n_text - reader.row.n_tokens <= MAX_FEED
 
-    def _read_prompt(self, reader: _Reader) -> bool:
+    def _read_prompt(self, reader: _DraftRow) -> bool:
         own, n_prompt = reader.row, len(reader.job.prompt)
         ahead = self._cache.advance(reader.cursor, own.n_tokens)
         if ahead is not None:
@@ -171,7 +171,7 @@ class ModelDrafter:
             self._cache.commit(reader.cursor, own)
         return own.n_tokens == n_prompt - 1
 
-    def _join(self, reader: _Reader) -> None:
+    def _join(self, reader: _DraftRow) -> None:
         own = reader.row
         cursor, reader.cursor = reader.cursor, self._cache.fork(reader.cursor, reader.reply)
         self._cache.close_cursor(cursor, None)
@@ -186,7 +186,7 @@ class ModelDrafter:
             self._groups.append(group)
         group.make_ready()
 
-    def _catch_up(self, reader: _Reader) -> None:
+    def _catch_up(self, reader: _DraftRow) -> None:
         """What was said while nobody guessed."""
         own = reader.row
         group = own.group
