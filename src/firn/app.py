@@ -338,11 +338,11 @@ def _fetcher(config: Config) -> Gather | None:
     return Fetcher(limits).gather
 
 
-def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
+def _embedder_desk(engine: Engine) -> embedder.EngineEmbedder | None:
     found = engine.parts.embedder
     if found is None:
         return None
-    return embedder.EmbedderDesk(
+    return embedder.EngineEmbedder(
         lambda f: engine.call(lambda parts: f(parts.embedder)),
         n_dims=found.n_dims,
         max_tokens=found.max_tokens,

@@ -14,7 +14,7 @@ import mlx.core as mx
 VISUAL = "vision"
 
 
-def reads_whole_images(model: Any) -> bool:
+def has_whole_pictures(model: Any) -> bool:
     """Whether a picture's tokens see each other."""
     config = getattr(model.config, "text_config", None)
     inner = getattr(model.language_model, "model", None)
@@ -23,8 +23,8 @@ def reads_whole_images(model: Any) -> bool:
     )
 
 
-def see_whole_images(model: Any) -> None:
-    """Teach the model's mask to lie over a chunk that has a past."""
+def attend_to_whole_pictures(model: Any) -> None:
+    """Make the model's overlay of its mask fit a chunk that has a past."""
     inner = model.language_model.model
 
     def overlay(base: mx.array, kinds: mx.array | None) -> mx.array:
