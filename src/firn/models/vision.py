@@ -17,7 +17,7 @@ import numpy as np
 from firn.core.values import PictureSpan, Prompt
 from firn.models.batch import Row
 from firn.models.picture import FeatureCache, Features, Picture
-from firn.models.vision_gemma import has_whole_pictures, attend_to_whole_pictures
+from firn.models.vision_gemma import attend_to_whole_pictures, has_whole_pictures
 from firn.models.vision_rope import RotaryPositions
 
 
