@@ -113,7 +113,7 @@ class _Weights:
             if self._hash is not None and self._memory is not None:
                 self._memory.remember(now, digest)
         elif before is None or WeightHash(self._paths).result() != before:
-            # Known before they were loaded and the same behind it: then they were the same meanwhile.
+            # Known before they were loaded and the same afterwards: so they were the same meanwhile.
             # Hashed meanwhile, they may have been loaded before the change and hashed after it.
             where = self._paths[0].parent
             raise SetupError(f"{where}: the weights changed while they were loaded; start again.")

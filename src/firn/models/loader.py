@@ -309,7 +309,7 @@ def _load_weights(
 
 
 def _n_embeddings(model: Any, default: int) -> int:
-    """Rows of the table in which token ids are looked up; MLX reads on behind its end."""
+    """Rows of the table in which token ids are looked up; MLX reads on past its end."""
     found = {
         path: module.weight.shape[0]
         for path, module in model.named_modules()

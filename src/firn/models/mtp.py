@@ -1,14 +1,14 @@
 """A model with its own prediction head: one more layer, which guesses the token after the next.
 
-    hidden state behind token t-1, embedding of token t  ->  head  ->  guess of token t+1
+    hidden state after token t-1, embedding of token t  ->  head  ->  guess of token t+1
 
-The head's KV is one more cache of plain attention behind the others: batched, set back, stored and
+The head's KV is one more cache of plain attention, the last one: batched, set back, stored and
 restored as they are, and written along with them or a little later (`models.backlog`). The hidden state
 that the head goes on from is a layer, too, in models that have states of their own:
 
-    layers   [the model's ...][the head's KV][the hidden state behind the newest token]
+    layers   [the model's ...][the head's KV][the hidden state after the newest token]
 
-Models of plain attention are stored by block, and a state a block would be a multiple of it: behind a
+Models of plain attention are stored by block, and a state a block would be a multiple of it: after a
 restored prefix its newest token is read once more instead (`look_back`).
 
 Owner: the engine thread.
@@ -85,7 +85,7 @@ class MtpModel(nn.Module):  # type: ignore[misc]
     def __call__(
         self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None, **inputs: Any
     ) -> mx.array:
-        """Model and head. carry: (rows, width), the hidden states behind the tokens before these, where
+        """Model and head. carry: (rows, width), the hidden states after the tokens before these, where
         no layer keeps them. inputs: what a model of pictures takes beside ids."""
         last, first = split(cache)[1], self.before(cache, carry)
         hidden, embeds = self._read(ids, cache, inputs)
@@ -110,12 +110,12 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         self.head(before, self._embed(ids), head_cache)
 
     def before(self, cache: list[Any], carry: mx.array | None) -> mx.array | None:
-        """(rows, width): the hidden states behind the newest tokens; None where nothing is known."""
+        """(rows, width): the hidden states after the newest tokens; None where nothing is known."""
         state = split(cache)[2]
         return carry if state is None or state[0] is None else state[0][:, 0]
 
     def look_back(self, token: int, cache: list[Any]) -> mx.array | None:
-        """The hidden state behind a lone row's newest token, computed once more; None where its layers
+        """The hidden state after a lone row's newest token, computed once more; None where its layers
         cannot take that back. (1, 1, width)"""
         own, _, state = split(cache)
         if state is not None:
@@ -180,7 +180,7 @@ def split(cache: list[Any]) -> tuple[list[Any], Any, Any | None]:
 
 
 def _newest(hidden: mx.array, state: Any) -> mx.array:
-    """(rows, 1, width): behind the newest token of each row; as it was for rows that took none."""
+    """(rows, 1, width): after the newest token of each row; as it was for rows that took none."""
     if state.lengths is None:
         return hidden[:, -1:]
     lengths = state.lengths[:, None, None]

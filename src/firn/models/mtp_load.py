@@ -119,7 +119,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tensors(folder: Path, family: Family, text: Mapping[str, Any]) -> Weights:
-    """The head's tensors, by their names behind the prefix. Nothing is read yet."""
+    """The head's tensors, by their names without the prefix. Nothing is read yet."""
     prefix = family.prefix.format(n=text["num_hidden_layers"])
     found: Weights = {}
     for path in glob.glob(str(folder / "*.safetensors")):

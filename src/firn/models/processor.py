@@ -2,7 +2,7 @@
 
 mlx-vlm and transformers want the whole prompt with all of its pictures. One picture by itself, in the
 markup that the chat template puts around it, gives the same tokens and the same pixel values; and what
-it gives does not depend on the pictures before and behind it, so a longer chat keeps its prefix.
+it gives does not depend on the pictures before and after it, so a longer chat keeps its prefix.
 
 Used from the tokenize pool.
 """

@@ -128,7 +128,7 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
 
 
 def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> mx.array:
-    """Logits behind each of these tokens, read in one piece: a large model's steps take their time."""
+    """Logits after each of these tokens, read in one piece: a large model's steps take their time."""
     logits: mx.array = model(mx.array([list(ids)]), cache=layers)[0]
     return logits
 

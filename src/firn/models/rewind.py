@@ -76,7 +76,7 @@ def plain(layer: Any) -> Any:
 
 @dataclass(eq=False)
 class Step:
-    """One step of rows that take unequal numbers of tokens; the shorter ones are padded behind.
+    """One step of rows that take unequal numbers of tokens; the shorter ones are padded at their ends.
 
     `fed` is how many tokens each row takes, of a step that is as wide as the longest, or wider.
     """
@@ -115,7 +115,7 @@ class Step:
 
 
 def _choose(layer: Any, before: list[mx.array | None], accepted: Sequence[bool]) -> None:
-    """A row's state is that from behind the step if all of it was right, else that from before."""
+    """A row's state is the one after the step if all of it was right, else the one before."""
     if all(accepted):
         return
     if not any(accepted):

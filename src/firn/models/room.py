@@ -17,7 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 from firn.models.shapes import growth, rounded
 
 MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
-"""Room behind a prompt, in parts of it: growing copies all there is, and most turns add little."""
+"""Room after a prompt, in parts of it: growing copies all there is, and most turns add little."""
 GROWING = (KVCache, QuantizedKVCache)
 """Exactly these: other classes use their step for windows and rings."""
 

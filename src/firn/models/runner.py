@@ -238,7 +238,7 @@ class Runner:
             row.hidden = [HiddenAt(self._mtp.hidden, 0, len(rest) - 1)]
 
     def resume(self, row: Row, reply: Sequence[int], *, alone: bool = True) -> None:
-        """The row was read again: go on behind this reply, after a fault in a group of its own."""
+        """The row was read again after a fault: go on after this reply. alone: in a group of its own."""
         _picker(row).replay(reply)
         row.alone = alone
         if self.speculation is not None:
@@ -340,7 +340,7 @@ class Runner:
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
         )
-        # Row r's next token is picked behind its last pending one, and so on behind each guess.
+        # Row r's next token is picked after its last pending one, and so on after each guess.
         first = [i * width + len(r.pending) - 1 for i, r in enumerate(seats)]
         places = [n + j for n, each in zip(first, pickers, strict=True) for j in range(len(each))]
         logits = logits.reshape(-1, logits.shape[-1])[mx.array(places)]

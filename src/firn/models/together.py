@@ -1,8 +1,8 @@
 """Several rows' prompts read in one pass.
 
 mlx-lm's batched cache holds the rows' pasts side by side, right-justified; their new tokens follow from
-one column on, shorter ones padded behind. So each row's tokens lie in one piece, and its own caches
-become views of that: nothing is moved.
+one column on, shorter ones padded at their ends. So each row's tokens lie in one piece, and its own
+caches become views of that: nothing is moved.
 
     row 0   . . p p p | n n n n n        row 0 holds columns [2, 10)
     row 1   p p p p p | n n . . .        row 1 holds columns [0, 7)

@@ -5,7 +5,7 @@
     taken       p0 ... pa, where draft[:a] == picked[:a]: the guesses that came true and one more
 
 What a row takes is what it would have picked one by one, so speculation never changes a text. A row
-ends at its end token, whatever was guessed behind it.
+ends at its end token, whatever was guessed after it.
 
 Owner: the engine thread, through a group.
 """

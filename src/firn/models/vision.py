@@ -48,7 +48,7 @@ class VisionModel:
         return list(self._language.named_modules())
 
     def __call__(self, ids: mx.array, *, cache: list[Any], **inputs: Any) -> mx.array:
-        """Logits. Without `inputs` it is text alone, behind what the caches hold."""
+        """Logits. Without `inputs` it is text alone, after what the caches hold."""
         out: mx.array = self._language(ids, cache=cache, **self._placed(ids, cache, inputs)).logits
         return out
 

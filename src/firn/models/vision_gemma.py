@@ -1,7 +1,7 @@
 """Pictures whose tokens see each other.
 
 Gemma 4 can let the tokens of a picture see each other, later ones included. mlx-vlm lays that over the
-mask only if the whole prompt is read at once; here a chunk may come behind others, as long as no picture
+mask only if the whole prompt is read at once; here a chunk may come after others, as long as no picture
 is cut.
 """
 

@@ -239,7 +239,7 @@ class ModelDrafter:
             reader.guessed = table[reader.row.index]
 
     def _feed(self, group: Group, fed: Sequence[Sequence[int]]) -> mx.array:
-        """Logits behind these tokens of each seat; some seats are fed nothing."""
+        """Logits after these tokens of each seat; some seats are fed nothing."""
         self._cut(group)
         lengths = [len(f) for f in fed]
         width = max(lengths)

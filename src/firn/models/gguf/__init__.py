@@ -105,7 +105,7 @@ def _special(file: GgufFile) -> dict[str, int]:
 
 
 def _safetensors(plan: weights.ConversionPlan, progress: Progress) -> Iterator[bytes | memoryview]:
-    """The file in pieces: length of the header, header, arrays one behind the other."""
+    """The file in pieces: length of the header, header, arrays one after the other."""
     arrays: list[weights.Array] = []
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     n_done = at = 0
