@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from firn.models.backlog import HeadBacklog
 
 BUFFER_TOKENS = 256
-"""mlx-lm's caches grow by so many tokens."""
+"""By how many tokens mlx-lm's caches grow."""
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048
@@ -86,6 +86,7 @@ class Row:
 
     @property
     def live_layers(self) -> list[Any]:
+        """Its caches, its group's where it is in one; all of them hold the same tokens."""
         if self.group is None:
             return self.layers
         self.group.catch_up()
@@ -105,6 +106,7 @@ class Launched:
     flows: bool = False
     """It was dispatched while the step before it was in flight."""
     is_counted: bool = False
+    """The speculation knows what it took."""
     _taken: list[Taken] | None = None
 
     @property

@@ -161,7 +161,7 @@ class StepTimes:
     # --- asking ----------------------------------------------------------------------------
 
     def knows(self, n_rows: int) -> bool:
-        """Whether plain steps of so many rows were seen, and not too long ago."""
+        """Whether enough plain steps with `n_rows` rows were seen, and not too long ago."""
         rows = self._rows.get(n_rows)
         return rows is not None and not rows.n_wanted
 
@@ -231,7 +231,7 @@ class Allowance:
 
 
 class DraftTimes:
-    """Seconds that guesses take which are not free, for each token of so many rows."""
+    """Seconds that the costly drafter takes for each token, by the number of rows."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}

@@ -32,8 +32,8 @@ STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a step of several tokens sees of its caches. block: a multiple of so many columns, the last
-    ones masked. has_bias: masks are numbers to add, and not truth values."""
+    """What a step of several tokens sees of its caches. block: they come in multiples of it, the last
+    columns masked. has_bias: masks are numbers to add, and not truth values."""
 
     block: int = 1
     has_bias: bool = False
@@ -108,7 +108,7 @@ class RaggedCache:
         self.keep(lengths)
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Each row holds so many tokens, and no more."""
+        """Set how many tokens each row holds."""
         self.lengths = list(lengths)
         self.offset = self._places.offsets(self.lengths)
 
@@ -177,7 +177,7 @@ class RaggedKVCache(RaggedCache):
         return self.keys[..., :width, :], self.values[..., :width, :]
 
     def _width(self, n_new: int) -> int:
-        """Columns that a step of so many tokens sees."""
+        """Columns that a step of `n_new` tokens sees."""
         width = self.size() + n_new
         return self._places.seen.seen(width) if n_new > 1 else width
 
@@ -311,6 +311,6 @@ def seen_width(n_tokens: int, *, block: int) -> int:
 
 
 def padded(a: mx.array, width: int) -> mx.array:
-    """(rows, heads, columns, width) with so many columns at least."""
+    """(rows, heads, columns, width), padded to at least `width` columns."""
     more = width - a.shape[2]
     return mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) if more > 0 else a

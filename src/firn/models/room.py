@@ -41,7 +41,7 @@ def give_room(layers: Iterable[Any], n_tokens: int, *, few_shapes: bool = False)
 
 
 def _grow(layer: Any, room: int) -> None:
-    """Now, by a copy into a buffer with room for so many more."""
+    """Now, by a copy into a buffer with room for `room` more tokens."""
 
     def grown(a: mx.array) -> mx.array:
         more = mx.zeros((*a.shape[:-2], room, a.shape[-1]), dtype=a.dtype)

@@ -41,7 +41,7 @@ SURE, SURE_ODDS = -1, 0.999
 GRAMMAR, GRAMMAR_ODDS = -2, 0.95
 """Of text that a grammar leaves no choice about, which a model may cut into other tokens."""
 EXPLORE_EVERY = 16
-"""One step with drafts in so many is of a width that may have become cheaper than it was."""
+"""Every 16th step with drafts tries a width that may have become cheaper than it was."""
 WEAK_ODDS, N_REST = 0.4, 3
 MAX_CHARGE = 4.0
 """Plain steps that guesses for one step can have taken: more was the machine's doing."""

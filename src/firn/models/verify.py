@@ -54,6 +54,7 @@ class Verification:
     """The model's states, where it has a prediction head."""
     is_settled: bool = False
     is_counted: bool = False
+    """The speculation knows what it took."""
     fault: Exception | None = None
     _taken: list[Taken] = field(default_factory=list)
 

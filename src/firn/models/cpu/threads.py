@@ -31,7 +31,7 @@ class Threads:
         self._weights = weights_a_product(model)
 
     def prepare(self, n_tokens: int) -> None:
-        """The products that come are of so many tokens at once."""
+        """The next products are of `n_tokens` tokens each."""
         n = self._library.n_threads if self._weights * n_tokens >= WORTHWHILE else 1
         if n != self._now:
             self._library.set_threads(n)

@@ -20,7 +20,7 @@ FORMAT = 2
 """Of what is remembered: raise it when a trial measures something else."""
 TIMEOUT_S = 60.0
 N_TRIES, MIN_S = 4, 0.2
-"""At least so many products, and so long: whoever else is at work pauses at some time."""
+"""At least this many products, for at least this long: other processes pause at some time."""
 SIZE = (96, 512, 512)
 
 

@@ -54,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        """For each row, up to so many tokens after all that it took; nothing for unknown rows, or where
+        """For each row, up to `n_most` tokens after all that it took; nothing for unknown rows, or where
         nothing comes to mind."""
         ...
 
