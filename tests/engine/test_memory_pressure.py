@@ -74,7 +74,7 @@ def test_a_request_that_was_put_back_can_be_cancelled() -> None:
         first = lab.submit(prompt_of(1, 10), 180)
         second = lab.submit(prompt_of(2, 10), 180)
         gate.set()
-        while not lab.between_steps(lambda: lab.engine._loop.waiting):
+        while not lab.between_steps(lambda: lab.engine._loop.inflight.waiting):
             if first.finished.is_set():
                 break
         lab.cancel(second)

@@ -34,7 +34,7 @@ from firn.config import Config
 from firn.core.errors import FirnError, ShuttingDown
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
 from firn.core.values import GenerateRequest
-from firn.engine.loop import Parts
+from firn.engine import EngineParts
 from firn.fleet.catalogue import ModelSpec, from_json
 from firn.fleet.files import folder_of
 from firn.fleet.memory import estimate
@@ -274,7 +274,7 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Li
         await asyncio.sleep(REPORT_S)
 
 
-def _measure(parts: Parts) -> dict[str, Any]:
+def _measure(parts: EngineParts) -> dict[str, Any]:
     """On the engine thread."""
     view = parts.budget.view()
     return {
