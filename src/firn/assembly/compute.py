@@ -12,7 +12,10 @@ from firn.models import device as devices
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
+from firn.models.inputs import IdsOnly
+from firn.models.mtp import MtpModel
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.shapes import FewShapes, few_shapes
 
 log = logging.getLogger("firn")
 
@@ -91,3 +94,17 @@ def threads_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> Threads 
     """Chooses the BLAS library's threads for each pass. Not in exact mode: other sums, other bits."""
     library = compute.blas.library if compute.blas and not compute.exact else None
     return Threads(library, loaded.model) if library else None
+
+
+def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes | None:
+    """How prompts are padded for a device that prefers few shapes. None: not at all, so that exact mode
+    stays exact. Ranks must not use it: they would come to read different shapes."""
+    if compute.device.kind != "cuda" or compute.exact:
+        return None
+    if not isinstance(loaded.inputs, IdsOnly) or isinstance(loaded.model, MtpModel):
+        return None
+    try:
+        return few_shapes(loaded.model, loaded.make_layers)
+    except ValueError as e:
+        log.info("prompts are read without padding: %s", e)
+        return None

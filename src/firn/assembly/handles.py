@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
+from firn.cache.off import CacheOff
+from firn.cache.prefix import PrefixTree
 from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner, Scorer
 
 R = TypeVar("R", bound=LiveRow)
@@ -20,7 +22,13 @@ def any_rows(runner: Runner[R]) -> Runner[LiveRow]:
     return cast("Runner[LiveRow]", runner)
 
 
-def any_cursors(cache: PrefixCache[C]) -> PrefixCache[Cursor]:
+def any_cursors(cache: PrefixTree | CacheOff) -> PrefixCache[Cursor]:
+    if isinstance(cache, CacheOff):  # each branch checks that its class implements the port
+        return _any_cursors(cache)
+    return _any_cursors(cache)
+
+
+def _any_cursors(cache: PrefixCache[C]) -> PrefixCache[Cursor]:
     return cast("PrefixCache[Cursor]", cache)
 
 

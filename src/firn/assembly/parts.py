@@ -13,7 +13,7 @@ from typing import Any
 
 from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
-from firn.assembly.compute import ComputeSettings, compute_settings, threads_of
+from firn.assembly.compute import ComputeSettings, compute_settings, shapes_of, threads_of
 from firn.assembly.handles import any_cursors, any_rows, any_scorings
 from firn.assembly.memory import MemoryPlanner, Planned, beside_others
 from firn.assembly.model import ServerSpec, load_model, row_cost
@@ -137,7 +137,7 @@ def _decoder_parts(
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         tree.set_room(budget.free_nbytes())
     return ServerParts(
-        any_rows(_runner(spec, loaded, guessing.speculation, threads)),
+        any_rows(_runner(spec, compute, loaded, speculation=guessing.speculation, threads=threads)),
         any_cursors(tree),
         budget,
         compute.limits,
@@ -161,7 +161,9 @@ def _capacity(
 
 def _runner(
     spec: ServerSpec,
+    compute: ComputeSettings,
     loaded: loader.LoadedModel,
+    *,
     speculation: Speculation | None,
     threads: Threads | None,
 ) -> Runner:
@@ -174,6 +176,7 @@ def _runner(
         inputs=loaded.inputs,
         threads=threads,
         speculation=speculation,
+        shapes=shapes_of(loaded, compute) if spec.leading is None else None,
     )
 
 
