@@ -27,7 +27,7 @@ from firn.engine.inflight import InFlight
 from firn.engine.parts import EngineParts
 from firn.engine.prefill import Prefill
 from firn.engine.recovery import Recovery
-from firn.engine.scheduler import Prefilling, StepPlan, Waiting, Workload, plan
+from firn.engine.scheduler import PendingWork, Prefilling, StepPlan, Waiting, plan
 from firn.engine.sequence import Choice, ForcedTokens, Sequence, looked_up
 from firn.engine.sparse import ReadBehind
 
@@ -117,7 +117,7 @@ class Loop:
     def _plan(self) -> StepPlan:
         inflight, busy = self.inflight, bool(self.inflight.rows)
         return plan(
-            Workload(
+            PendingWork(
                 waiting=tuple(Waiting(s.job.id, s.job.n, s.need_nbytes) for s in inflight.waiting),
                 prefilling=tuple(
                     Prefilling(t.number, t.n_left, t.cursor.racing, t.cursor.should_wait(busy=busy))

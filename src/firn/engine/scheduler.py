@@ -40,7 +40,7 @@ class Prefilling:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PendingWork:
     waiting: tuple[Waiting, ...]
     prefilling: tuple[Prefilling, ...]
     n_rows: int
@@ -60,7 +60,7 @@ class StepPlan:
     decode: bool
 
 
-def plan(work: Workload) -> StepPlan:
+def plan(work: PendingWork) -> StepPlan:
     return StepPlan(
         admit=_admit(work),
         prefill=_next_prefill(work.prefilling, work.turn),
@@ -68,7 +68,7 @@ def plan(work: Workload) -> StepPlan:
     )
 
 
-def _admit(work: Workload) -> tuple[RequestId, ...]:
+def _admit(work: PendingWork) -> tuple[RequestId, ...]:
     """First come, first served: one that does not fit yet holds back those behind it."""
     admitted: list[RequestId] = []
     n_rows, free = work.n_rows, work.free_nbytes
