@@ -1,8 +1,8 @@
 """The seams between packages. Each has a second, small implementation in the tests.
 
-Values and opaque handles (rows, cursors) cross these boundaries; other stateful objects do not. A port
-has at most eight methods. Where one implementation serves several callers, each caller has a port of its
-own, and the whole (`Runner`, `PrefixCache`) is their sum.
+Values and opaque handles (rows, cursors) cross these boundaries; other stateful objects do not. A
+port has at most eight methods. Where one implementation serves several callers, each caller has a
+port of its own, and the whole (`Runner`, `PrefixCache`) is their sum.
 """
 
 from firn.core.ports.admin import CacheAdmin, PrefixAdmin, SlicedQuery, TreeAdmin

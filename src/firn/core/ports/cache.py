@@ -1,8 +1,8 @@
 """The prefix cache as the engine thread drives it.
 
-No method raises, and none changes an answer: a fault inside is a counted miss. A cursor is a handle: the
-cache makes it, the engine passes it back. Each cache has cursors of its own class, so the ports are
-generic in it.
+No method raises, and none changes an answer: a fault inside is a counted miss. A cursor is a
+handle: the cache makes it, the engine passes it back. Each cache has cursors of its own class, so
+the ports are generic in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Cursor(Protocol):
 
     @property
     def n_expected(self) -> int:
-        """Tokens of its prompt that need no computing if no load fails, including those being loaded."""
+        """Tokens of its prompt that need no computing if no load fails, including those being
+        loaded."""
         ...
 
     @property

@@ -121,8 +121,8 @@ class PrefillRunner(Protocol[R]):
 
     @property
     def chunk_peak_nbytes(self) -> int:
-        """Memory that the chunk settled last took while it ran, beyond what it left. 0: unknown, because
-        an earlier peak was higher."""
+        """Memory that the chunk settled last took while it ran, beyond what it left. 0: unknown,
+        because an earlier peak was higher."""
         ...
 
 
