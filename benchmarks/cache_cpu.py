@@ -25,11 +25,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.children import Text
-from firn.cache.match import points, walk
-from firn.cache.nodes import Mark
 from firn.cache.parts import Part
+from firn.cache.planning.match import points, walk
 from firn.cache.prefix import PrefixTree
+from firn.cache.tree import Mark, Text
 from firn.core.keys import key_tokens
 from firn.core.values import Namespace, Prompt
 from tests.cache.lab import Shape, tree

@@ -37,16 +37,15 @@ import numpy as np
 from report import BenchError, cli, grid, save
 from servers import free_port
 
-from firn.cache.below import Seen
-from firn.cache.catalogue import Identity
-from firn.cache.children import Text
-from firn.cache.container import Header, Label, TensorSpec, pack, unpack
 from firn.cache.garbage import Garbage
-from firn.cache.io import BATCH, Entry
-from firn.cache.nodes import Record
 from firn.cache.parts import Needs, Part
 from firn.cache.records import Records
+from firn.cache.storage.catalogue import Identity
+from firn.cache.storage.client import Seen
+from firn.cache.storage.container import Header, Label, TensorSpec, pack, unpack
+from firn.cache.storage.io import BATCH, Entry
 from firn.cache.tiers._folder import SHELVES, path_of
+from firn.cache.tree import Record, Text
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from firn.cache.admin import clear, stats
+from firn.cache.admin.control import clear, stats
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.sparse import Sparse

@@ -29,7 +29,7 @@ from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
 from firn.api.speculation_metrics import SpeculationMetrics
 from firn.awake import Awake
-from firn.cache.admin import CacheAdmin, health, snapshot
+from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.cache.prefix import PrefixTree
 from firn.caching import FLUSH_S, MIB
 from firn.config import Config, default_cache_dir, with_model

@@ -17,10 +17,10 @@ from typing import Any
 from firn import named
 from firn.backups import leave_out
 from firn.cache.codecs import At
-from firn.cache.io import TierIo
 from firn.cache.prefix import CacheSettings
 from firn.cache.ranks.slices import Identity, Slices
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions, discover
 from firn.caching import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
 from firn.config import Config

@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from firn.cache.announce import Announcement, Cleared, Removed, StoredBlock
-from firn.cache.children import tokens_of
+from firn.cache.tree import Announcement, Cleared, Removed, StoredBlock, tokens_of
 from firn.core.errors import SetupError
 
 log = logging.getLogger("firn")

@@ -16,7 +16,7 @@ from firn import sparse, speculating
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.threads import IoThreads
 from firn.caching import MIB, add_tiers, build_cache, cache_nbytes
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer

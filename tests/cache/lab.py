@@ -16,11 +16,11 @@ import mlx.core as mx
 import numpy as np
 
 from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers
-from firn.cache.estimates import Estimates
 from firn.cache.layout import Layout
-from firn.cache.nodes import Held, InRow, Node, Record
 from firn.cache.parts import Needs, Part
+from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.tree import Held, InRow, Node, Record
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.ports import Restored
 from firn.core.values import Job, Prompt

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache import below
-from firn.cache.children import Text
-from firn.cache.container import Header, Name
-from firn.cache.faults import Missing, Refused, TierError, TierFault
-from firn.cache.io import Changes
-from firn.cache.nodes import Mark
 from firn.cache.parts import Part
-from firn.cache.threads import Done
+from firn.cache.storage import client as below
+from firn.cache.storage.container import Header, Name
+from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
+from firn.cache.storage.io import Changes
+from firn.cache.storage.threads import Done
 from firn.cache.tiers import Status, Stored, Usage
+from firn.cache.tree import Mark, Text
 from firn.core.keys import KeyTokens
 from firn.core.ports import Load
 from firn.core.values import Namespace

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.cache import browse
-from firn.cache.admin import CacheAdmin
-from firn.cache.children import Text
-from firn.cache.nodes import Mark, Node
+from firn.cache.admin import browse
+from firn.cache.admin.control import CacheAdmin
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
+from firn.cache.tree import Mark, Node, Text
 from firn.core.errors import BadRequest, NotFound
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE

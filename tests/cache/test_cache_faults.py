@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from firn.cache import admin, commit
+from firn.cache import commit
+from firn.cache.admin import control as admin
 from firn.cache.arrays import payload
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree

@@ -19,9 +19,9 @@ import pytest
 from firn.cache.arrays.host import from_host, lend
 from firn.cache.arrays.payload import Payload, evaluate, stacked
 from firn.cache.codecs import Arrays
-from firn.cache.container import Header, pack, unpack
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
+from firn.cache.storage.container import Header, pack, unpack
 from firn.core.keys import Key
 from firn.core.values import CacheControl, MediaSpan, Namespace, Prompt
 from firn.models.fingerprint import fingerprint

@@ -26,9 +26,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from firn.cache import admin
-from firn.cache.nodes import Node, Record
+from firn.cache.admin import control as admin
 from firn.cache.parts import Part
+from firn.cache.tree import Node, Record
 from firn.core.errors import BadRequest
 from firn.core.keys import key_tokens
 from firn.core.ports import Load

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from firn.cache.children import Text
-from firn.cache.match import points, walk
-from firn.cache.nodes import Mark, Node
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Tree
+from firn.cache.planning.match import points, walk
+from firn.cache.tree import Mark, Node, Text, Tree
 from firn.core.keys import Key, KeyTokens
 from firn.core.values import Namespace
 

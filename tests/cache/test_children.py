@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.cache.children import NARROW, WIDE, Children, Text, tokens_of
+from firn.cache.tree.children import NARROW, WIDE, Children, Text, tokens_of
 from firn.core.keys import KeyTokens
 
 tokens = st.sampled_from([1, 2, 3, 1 << 20, (1 << 63) + 1, (1 << 63) + 2])

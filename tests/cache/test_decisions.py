@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firn.cache import admin
-from firn.cache.estimates import Estimates
-from firn.cache.io import TierIo
+from firn.cache.admin import control as admin
 from firn.cache.parts import Part
+from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
@@ -348,9 +348,8 @@ def test_what_is_cleared_during_the_first_scan_does_not_come_back(tmp_path: Path
 def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
     """The look-up touches a few children, however many there are."""
     cache = tree(DENSE, block=BLOCK)
-    from firn.cache.children import Text
-    from firn.cache.match import walk
-    from firn.cache.nodes import Mark
+    from firn.cache.planning.match import walk
+    from firn.cache.tree import Mark, Text
 
     inner, root = cache.records.tree, cache.records.catalogue.root(Namespace(""))
     rng = np.random.default_rng(3)

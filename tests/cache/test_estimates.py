@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from firn.cache.estimates import (
+from firn.cache.planning.estimates import (
     FIRST_LATENCY_S,
     FIRST_SECONDS_PER_BYTE,
     N_KEPT,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.cache.container import Loaded, Name
-from firn.cache.faults import Missing, TierError
-from firn.cache.io import BATCH, Entry, TierIo
-from firn.cache.threads import MAX_DEFER_S, Closed, IoThreads
+from firn.cache.storage.container import Loaded, Name
+from firn.cache.storage.faults import Missing, TierError
+from firn.cache.storage.io import BATCH, Entry, TierIo
+from firn.cache.storage.threads import MAX_DEFER_S, Closed, IoThreads
 from firn.cache.tiers import Gone, Stored, TierOptions
 from tests.cache.tiers.records import Direct, Folder, chain, of_size
 from tests.dict_tier import DictTier

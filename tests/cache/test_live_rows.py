@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from firn.cache.live import LEAST_BLOCKS, RowPages
-from firn.cache.nodes import InRow
+from firn.cache.memory.rows import LEAST_BLOCKS, RowPages
 from firn.cache.parts import Part
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
+from firn.cache.tree import InRow
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import (
     IN_ROWS,

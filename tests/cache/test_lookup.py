@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from firn.cache.asking import StoreIo
-from firn.cache.children import Text
-from firn.cache.container import Name
 from firn.cache.lookup import N_ROUND, Question, search
 from firn.cache.parts import Needs, Part
-from firn.cache.threads import IoThreads
+from firn.cache.storage.container import Name
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Found
+from firn.cache.tree import Text
 from firn.cache.worth import spill_policy
 from firn.core.errors import SetupError
 from firn.core.keys import Key, block_keys

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.children import Text
-from firn.cache.memory import STATE_SHARE
-from firn.cache.nodes import Mark, Node, Record
+from firn.cache.memory.eviction import STATE_SHARE
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
+from firn.cache.tree import Mark, Node, Record, Text
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, records_of, tree
 

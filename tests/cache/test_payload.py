@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from firn.cache import places
 from firn.cache.arrays import cuda, host, payload
 from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
 from firn.cache.codecs import Arrays, At
 from firn.cache.commit import Cuts
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
+from firn.cache.storage import places
 
 QUICK = settings(max_examples=40, deadline=None)
 SHAPES = st.sampled_from([(1, 2, 6, 4), (1, 1, 6, 3), (1, 2, 6, 1)])

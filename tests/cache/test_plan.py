@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from firn.cache.estimates import Estimates
-from firn.cache.plan import MAX_TARGETS, Plan
+from firn.cache.planning.estimates import Estimates
+from firn.cache.planning.plan import MAX_TARGETS, Plan
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import DENSE, LabEngine, records_of, tree
 from tests.cache.test_below import SickIo

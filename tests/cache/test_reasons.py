@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from firn.cache import admin
+from firn.cache.admin import control as admin
 from firn.cache.parts import Part
 from firn.core.ports import Load
 from firn.core.values import CacheControl, Namespace

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache import admin
+from firn.cache.admin import control as admin
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.tree import BLOCK_S, DAY_S

@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from firn.cache import admin, records
-from firn.cache.children import Text
-from firn.cache.container import Header, Loaded, Name
-from firn.cache.faults import Damaged, Missing, TierFault, TierFull, Unwanted
-from firn.cache.io import Changes, Entry, Fetch
+from firn.cache import records
+from firn.cache.admin import control as admin
 from firn.cache.parts import Part
-from firn.cache.threads import Done
+from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull, Unwanted
+from firn.cache.storage.io import Changes, Entry, Fetch
+from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, Status, Stored, Usage
+from firn.cache.tree import Text
 from firn.core.keys import KeyTokens
 from firn.core.ports import Load
 from firn.core.values import Namespace

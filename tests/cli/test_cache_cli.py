@@ -18,12 +18,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from firn.cache.container import Name
-from firn.cache.faults import Refused
-from firn.cache.inventory import ModelNote, note_model, prefixes, records_of, take
-from firn.cache.io import load
+from firn.cache.admin.inventory import ModelNote, note_model, prefixes, records_of, take
 from firn.cache.parts import Part
-from firn.cache.seal import load_seal
+from firn.cache.storage.container import Name
+from firn.cache.storage.faults import Refused
+from firn.cache.storage.io import load
+from firn.cache.storage.seal import load_seal
 from firn.cache.tiers._folder import path_of
 from firn.cli import make_cli
 from firn.core.keys import root_key

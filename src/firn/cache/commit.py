@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from functools import partial
 
 from firn.cache.arrays.payload import Payload, evaluate, joined
-from firn.cache.children import Text
 from firn.cache.codecs import At
+from firn.cache.cursor import CacheTrail, Piece
 from firn.cache.layout import Layout
-from firn.cache.live import LEAST_BLOCKS
-from firn.cache.nodes import Mark, Node, Record
+from firn.cache.memory.rows import LEAST_BLOCKS
 from firn.cache.parts import Part
 from firn.cache.records import Records
-from firn.cache.trail import CacheTrail, Piece
+from firn.cache.tree import Mark, Node, Record, Text
 from firn.core.ports import LiveRow
 
 USED_EVERY_S = 60.0

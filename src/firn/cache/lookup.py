@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from firn.cache.asking import Find
-from firn.cache.children import Text
-from firn.cache.container import Label, Name
-from firn.cache.io import Entry
-from firn.cache.nodes import Mark
 from firn.cache.parts import Needs, Part
+from firn.cache.storage.container import Label, Name
+from firn.cache.storage.io import Entry
 from firn.cache.tiers import Found
-from firn.cache.tree import BLOCK_S
+from firn.cache.tree import BLOCK_S, Mark, Text
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
 

@@ -12,22 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from firn.cache import checkpoints, memo
-from firn.cache.below import Answered, Arrived, Lost, Seen, takes_all
-from firn.cache.catalogue import Identity
-from firn.cache.children import Text
 from firn.cache.commit import Committer
+from firn.cache.cursor import CacheTrail
 from firn.cache.garbage import Garbage
-from firn.cache.io import Io
 from firn.cache.layout import Layout
-from firn.cache.match import Match
-from firn.cache.nodes import Record
+from firn.cache.memory.parking import Parking
 from firn.cache.off import BlankTrail
-from firn.cache.parking import Parking
+from firn.cache.planning import checkpoints
+from firn.cache.planning import estimates_file as memo
+from firn.cache.planning.match import Match
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
-from firn.cache.trail import CacheTrail
+from firn.cache.storage.catalogue import Identity
+from firn.cache.storage.client import Answered, Arrived, Lost, Seen, takes_all
+from firn.cache.storage.io import Io
+from firn.cache.tree import Record, Text
 from firn.core.events import Admitted
 from firn.core.keys import Key, KeyTokens, key_tokens, placed_tokens
 from firn.core.ports import LiveRow, Load, Restored

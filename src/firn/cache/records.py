@@ -12,9 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from firn.cache.announce import Cleared
 from firn.cache.arrays.payload import Payload
-from firn.cache.below import (
+from firn.cache.memory.eviction import Memory
+from firn.cache.memory.rows import LiveRows, RowPages
+from firn.cache.parts import Needs, Part
+from firn.cache.planning.estimates import Estimates
+from firn.cache.stats import Stats
+from firn.cache.storage.catalogue import Catalogue, Identity
+from firn.cache.storage.client import (
     Answered,
     Arrived,
     Below,
@@ -27,18 +32,11 @@ from firn.cache.below import (
     name_of,
     takes_all,
 )
-from firn.cache.catalogue import Catalogue, Identity
-from firn.cache.container import Name
-from firn.cache.estimates import Estimates
-from firn.cache.faults import TierError
-from firn.cache.io import Entry, Io
-from firn.cache.live import LiveRows, RowPages
-from firn.cache.memory import Memory
-from firn.cache.nodes import Mark, Node, Record
-from firn.cache.parts import Needs, Part
-from firn.cache.stats import Stats
+from firn.cache.storage.container import Name
+from firn.cache.storage.faults import TierError
+from firn.cache.storage.io import Entry, Io
 from firn.cache.tiers import AHEAD_S, Gone
-from firn.cache.tree import Tree
+from firn.cache.tree import Cleared, Mark, Node, Record, Tree
 from firn.core.ports import Load
 from firn.core.values import Namespace
 

@@ -14,18 +14,16 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from firn.cache import checkpoints
 from firn.cache.arrays.payload import Payload, Views
-from firn.cache.below import Answered, Arrived, Below
-from firn.cache.faults import Damaged, Missing, TierError
+from firn.cache.cursor import Asking, CacheTrail, Loading, Piece
 from firn.cache.layout import Layout
-from firn.cache.live import RowPages
 from firn.cache.lookup import Question
-from firn.cache.match import MEMORY, Match, Walk, points, walk
-from firn.cache.nodes import Node, Record
-from firn.cache.parking import Parking
+from firn.cache.memory.parking import Parking
+from firn.cache.memory.rows import RowPages
 from firn.cache.parts import Needs, Part
-from firn.cache.plan import (
+from firn.cache.planning import checkpoints
+from firn.cache.planning.match import MEMORY, Match, Walk, points, walk
+from firn.cache.planning.plan import (
     EVICTED,
     GRACE_S,
     NOT_YET,
@@ -37,7 +35,9 @@ from firn.cache.plan import (
     why_not_more,
 )
 from firn.cache.records import Records
-from firn.cache.trail import Asking, CacheTrail, Loading, Piece
+from firn.cache.storage.client import Answered, Arrived, Below
+from firn.cache.storage.faults import Damaged, Missing, TierError
+from firn.cache.tree import Node, Record
 from firn.core.events import Admitted
 from firn.core.ports import LiveRow, Restored
 

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from firn.cache.container import Header
-from firn.cache.inventory import Block, Group, Inventory, Prefix, prefixes
-from firn.cache.io import load
+from firn.cache.admin.inventory import Block, Group, Inventory, Prefix, prefixes
 from firn.cache.parts import Part
+from firn.cache.storage.container import Header
+from firn.cache.storage.io import load
 from firn.cache.tiers._folder import QUARANTINE, TMP, peek
 from firn.cli.cache_work import Where, out
 from firn.cli.doctor import size

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.children import Text
-from firn.cache.container import Header, Label, Loaded, Name
-from firn.cache.faults import Damaged, Missing, Refused, TierFault, Unwanted
-from firn.cache.io import Changes, Entry, Fetch, Wanted
 from firn.cache.parts import Part
 from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror
-from firn.cache.threads import Done
+from firn.cache.storage.container import Header, Label, Loaded, Name
+from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwanted
+from firn.cache.storage.io import Changes, Entry, Fetch, Wanted
+from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, Stored, Usage
+from firn.cache.tree import Text
 from firn.core.keys import Key, KeyTokens
 from firn.core.ranks import Call, Hear, RankLost
 

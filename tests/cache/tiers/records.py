@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.container import Header, Loaded, Name, TensorSpec, derived_key
-from firn.cache.faults import Damaged, Missing, TierError
-from firn.cache.io import Entry, TierIo
 from firn.cache.parts import Part
-from firn.cache.places import places_of
-from firn.cache.seal import Seal
-from firn.cache.threads import IoThreads
+from firn.cache.storage.container import Header, Loaded, Name, TensorSpec, derived_key
+from firn.cache.storage.faults import Damaged, Missing, TierError
+from firn.cache.storage.io import Entry, TierIo
+from firn.cache.storage.places import places_of
+from firn.cache.storage.seal import Seal
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Gone, Stored, Tier, TierOptions, Usage
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import Key, root_key

@@ -14,7 +14,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firn.cache.container import (
+from firn.cache.parts import Part
+from firn.cache.storage.container import (
     ALIGN,
     ITEM_NBYTES,
     Header,
@@ -26,9 +27,8 @@ from firn.cache.container import (
     read_header,
     unpack,
 )
-from firn.cache.faults import Damaged, Foreign
-from firn.cache.parts import Part
-from firn.cache.places import places_of
+from firn.cache.storage.faults import Damaged, Foreign
+from firn.cache.storage.places import places_of
 from firn.cache.tiers import PEEK_NBYTES
 from firn.core.keys import Key
 from tests.cache.tiers.records import BLOCK, Record, assert_same, chain, header, record

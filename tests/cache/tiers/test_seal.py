@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from firn.cache.container import (
+from firn.cache.parts import Part
+from firn.cache.storage.container import (
     _PREFIX,
     Label,
     Tag,
@@ -23,9 +24,8 @@ from firn.cache.container import (
     read_header,
     unpack,
 )
-from firn.cache.faults import Damaged, Foreign, Locked, Missing
-from firn.cache.parts import Part
-from firn.cache.seal import PIECE_NBYTES, Seal, load_seal
+from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing
+from firn.cache.storage.seal import PIECE_NBYTES, Seal, load_seal
 from firn.cache.tiers._folder import path_of
 from firn.core.errors import SetupError
 from tests.cache.tiers.records import Folder, assert_same, beside, chain, of_size, record
@@ -262,7 +262,7 @@ def test_a_missing_package_is_one_clear_line() -> None:
     script = (
         "import sys\n"
         "sys.modules['cryptography'] = None\n"
-        "from firn.cache.seal import Seal\n"
+        "from firn.cache.storage.seal import Seal\n"
         "from firn.core.errors import SetupError\n"
         "try:\n    Seal(bytes(32))\n"
         "except SetupError as e:\n    print(e.message)\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.faults import TierFault
-from firn.cache.io import Entry
+from firn.cache.storage.faults import TierFault
+from firn.cache.storage.io import Entry
 from firn.cache.tiers import Gone
 from firn.cli.cache_work import Where
 from firn.core.errors import SetupError

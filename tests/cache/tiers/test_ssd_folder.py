@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from firn.cache.faults import Missing, Refused, TierFault
-from firn.cache.io import Entry
 from firn.cache.parts import Part
+from firn.cache.storage.faults import Missing, Refused, TierFault
+from firn.cache.storage.io import Entry
 from firn.cache.tiers import Gone, TierOptions
 from firn.cache.tiers._folder import (
     DEFAULT_LIMIT_NBYTES,

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firn.cache.container import TensorSpec, pack
-from firn.cache.io import Entry
+from firn.cache.storage.container import TensorSpec, pack
+from firn.cache.storage.io import Entry
 from firn.cache.tiers._folder import SHELVES, Disk, path_of
 from tests.cache.tiers.records import Folder, Record, record
 

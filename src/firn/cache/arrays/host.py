@@ -20,8 +20,8 @@ import numpy as np
 
 from firn.cache.arrays import cuda
 from firn.cache.arrays.payload import Payload
-from firn.cache.container import TensorSpec
-from firn.cache.places import Places
+from firn.cache.storage.container import TensorSpec
+from firn.cache.storage.places import Places
 
 CODES: dict[mx.Dtype, str] = {
     mx.bool_: "BOOL",

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
-from firn.cache.places import Places, places_of
+from firn.cache.storage.places import Places, places_of
 
 FILL_NBYTES = 512 << 20
 """A GPU fills so many bytes of layers at once: twice the memory meanwhile, and far fewer copies."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from firn.cache.container import Header, Loaded, Name
-from firn.cache.faults import Missing, Refused, TierError, TierFault
-from firn.cache.io import Changes, Entry, Fetch, Io, Wanted
 from firn.cache.ranks.mirror import Mirror
-from firn.cache.threads import Done
+from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
+from firn.cache.storage.io import Changes, Entry, Fetch, Io, Wanted
+from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, Stored, Usage
 from firn.core.keys import KeyTokens
 from firn.core.ranks import Call, Followers

@@ -17,12 +17,12 @@ import numpy as np
 from firn.cache.arrays.host import Lent, from_host, lend, staged
 from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.codecs import At
-from firn.cache.container import Header, Loaded, Name
-from firn.cache.faults import Refused, TierError
-from firn.cache.io import Changes, Io
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.ranks.io import REFUSED
+from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.storage.faults import Refused, TierError
+from firn.cache.storage.io import Changes, Io
 from firn.cache.tiers import Gone, Stored
 from firn.core.keys import Key
 from firn.core.ranks import Call

@@ -20,9 +20,8 @@ from typing import Any
 from firn.cache.arrays.payload import Payload, Views, array_copy, compute, evaluate, stacked
 from firn.cache.codecs import TOKEN_AXIS, Arrays, At, nbytes_of
 from firn.cache.layout import Layout
-from firn.cache.nodes import InRow, Node, Record
 from firn.cache.parts import Part
-from firn.cache.tree import Tree
+from firn.cache.tree import InRow, Node, Record, Tree
 from firn.core.ports import LiveRow
 
 LEAST_BLOCKS = 4

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from firn.cache.children import Text
-from firn.cache.nodes import Node, Record, Root
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Tree
+from firn.cache.tree import Node, Record, Root, Text, Tree
 
 MAX_SIBLINGS = 64
 """Children of one node that are looked at: those that share most with the prompt."""

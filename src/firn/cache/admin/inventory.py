@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from firn.cache.container import Label, Name, Tag
-from firn.cache.faults import Damaged, Foreign, Missing
-from firn.cache.io import label_of
 from firn.cache.parts import Part
-from firn.cache.seal import Seal
+from firn.cache.storage.container import Label, Name, Tag
+from firn.cache.storage.faults import Damaged, Foreign, Missing
+from firn.cache.storage.io import label_of
+from firn.cache.storage.seal import Seal
 from firn.cache.tiers import Seen, TierOptions
 from firn.cache.tiers._folder import MODELS, look, path_of
 from firn.cache.tiers.ssd import SsdTier

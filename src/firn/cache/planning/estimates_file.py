@@ -11,7 +11,7 @@ import logging
 import os
 from pathlib import Path
 
-from firn.cache.estimates import Estimates
+from firn.cache.planning.estimates import Estimates
 
 log = logging.getLogger("firn.cache")
 VERSION = 1

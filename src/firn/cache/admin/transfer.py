@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from firn.cache.container import Header, Loaded, Name, derived_key, pack, unpack
-from firn.cache.faults import Damaged, Foreign
-from firn.cache.seal import Seal
+from firn.cache.storage.container import Header, Loaded, Name, derived_key, pack, unpack
+from firn.cache.storage.faults import Damaged, Foreign
+from firn.cache.storage.seal import Seal
 from firn.cache.tiers import Tier
 from firn.core.keys import Key, root_key
 from firn.core.values import Namespace

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from firn.cache import browse
-from firn.cache.match import MEMORY
-from firn.cache.nodes import Held, Node, Root
+from firn.cache.admin import browse
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
+from firn.cache.planning.match import MEMORY
 from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import Usage
+from firn.cache.tree import Held, Node, Root
 from firn.core.errors import BadRequest, NotFound
 from firn.core.keys import Key
 from firn.core.values import Namespace, Prompt

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from firn.cache.announce import Announcer, Removed, StoredBlock
-from firn.cache.children import NARROW, Children, Text
-from firn.cache.nodes import NO_CHILDREN, Held, InRow, Mark, Node, Record, Root
 from firn.cache.parts import Part
+from firn.cache.tree.announce import Announcer, Removed, StoredBlock
+from firn.cache.tree.children import NARROW, Children, Text
+from firn.cache.tree.nodes import NO_CHILDREN, Held, InRow, Mark, Node, Record, Root
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.values import Namespace
 

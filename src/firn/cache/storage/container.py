@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from firn.cache import places as _places
-from firn.cache.faults import Damaged, Foreign, Locked
 from firn.cache.parts import Part
-from firn.cache.places import Places
-from firn.cache.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, Box, Seal
+from firn.cache.storage import places as _places
+from firn.cache.storage.faults import Damaged, Foreign, Locked
+from firn.cache.storage.places import Places
+from firn.cache.storage.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, Box, Seal
 from firn.cache.tiers import Buffer
 from firn.core.keys import Key, KeyTokens, child_key
 

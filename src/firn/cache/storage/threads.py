@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from firn.cache.faults import TierError
+from firn.cache.storage.faults import TierError
 
 log = logging.getLogger("firn.cache")
 

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from firn.cache.arrays.payload import compute, evaluate
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import Cuts
+from firn.cache.cursor import CacheTrail
 from firn.cache.layout import Layout
-from firn.cache.live import LEAST_BLOCKS, RowPages, Slab
-from firn.cache.match import Match
-from firn.cache.memory import carries
-from firn.cache.nodes import Record
+from firn.cache.memory.eviction import carries
+from firn.cache.memory.rows import LEAST_BLOCKS, RowPages, Slab
 from firn.cache.parts import Part
+from firn.cache.planning.match import Match
 from firn.cache.records import Records
-from firn.cache.trail import CacheTrail
+from firn.cache.tree import Record
 from firn.core.ports import LiveRow
 
 ROOM_TOKENS = 256

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from firn.cache.nodes import Mark
+from firn.cache.tree import Mark
 
 N_TURNS = 2
 N_HINTS = 4

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.children import Text
 from firn.cache.lookup import Question
-from firn.cache.nodes import InRow, Mark, Node, Record, Root
-from firn.cache.plan import GRACE_S
+from firn.cache.planning.plan import GRACE_S
+from firn.cache.tree import InRow, Mark, Node, Record, Root, Text
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl

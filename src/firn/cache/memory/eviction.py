@@ -15,10 +15,9 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
-from firn.cache.live import LiveRows, RowPages
-from firn.cache.nodes import Record
+from firn.cache.memory.rows import LiveRows, RowPages
 from firn.cache.parts import Part
-from firn.cache.tree import Tree
+from firn.cache.tree import Record, Tree
 
 STATE_SHARE = 0.5
 ALONG_S = 60.0

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from firn.cache.children import NARROW, Children, tokens_of
 from firn.cache.parts import Part
+from firn.cache.tree.children import NARROW, Children, tokens_of
 from firn.core.keys import Key, KeyTokens
 from firn.core.values import Namespace
 

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from firn.cache.estimates import Estimates
-from firn.cache.match import NOTHING, Match, Walk, points
-from firn.cache.nodes import Record
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Tree
+from firn.cache.planning.estimates import Estimates
+from firn.cache.planning.match import NOTHING, Match, Walk, points
+from firn.cache.tree import Record, Tree
 
 MAX_TARGETS = 64
 """Resume points that are weighed against each other."""

@@ -17,8 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from firn.cache.children import Text
-from firn.cache.container import (
+from firn.cache.storage.container import (
     Header,
     Label,
     Loaded,
@@ -29,11 +28,12 @@ from firn.cache.container import (
     read_header,
     unpack,
 )
-from firn.cache.faults import Damaged, Foreign, Locked, Missing, TierFault, Unwanted
-from firn.cache.seal import Seal
-from firn.cache.threads import Done, IoThreads
+from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFault, Unwanted
+from firn.cache.storage.seal import Seal
+from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import Gone, Seen, Stored, Tier, Usage
 from firn.cache.tiers._health import Tally
+from firn.cache.tree import Text
 from firn.core.keys import KeyTokens
 
 log = logging.getLogger("firn.cache")

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firn.cache.faults import Damaged
+from firn.cache.storage.faults import Damaged
 from firn.core.errors import SetupError
 
 if TYPE_CHECKING:

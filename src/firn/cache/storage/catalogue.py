@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from firn.cache.children import Text
-from firn.cache.container import Header, Label, TensorSpec
-from firn.cache.io import Entry
-from firn.cache.nodes import Node, Record, Root
 from firn.cache.parts import Needs
-from firn.cache.places import Places
-from firn.cache.tree import Tree
+from firn.cache.storage.container import Header, Label, TensorSpec
+from firn.cache.storage.io import Entry
+from firn.cache.storage.places import Places
+from firn.cache.tree import Node, Record, Root, Text, Tree
 from firn.core.keys import Key, KeyTokens, root_key
 from firn.core.values import Namespace
 

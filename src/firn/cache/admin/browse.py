@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from firn.cache.match import MEMORY
-from firn.cache.nodes import Node, Root
+from firn.cache.planning.match import MEMORY
 from firn.cache.prefix import PrefixTree
+from firn.cache.tree import Node, Root
 from firn.core.keys import Key
 from firn.core.values import Namespace
 

@@ -23,17 +23,16 @@ from typing import Any
 from firn.cache.arrays.host import Lent, from_host, lend, staged
 from firn.cache.arrays.payload import Payload
 from firn.cache.asking import Asked
-from firn.cache.catalogue import Catalogue
-from firn.cache.container import Loaded, Name
-from firn.cache.estimates import FIRST_LATENCY_S, STALE_S, Samples
-from firn.cache.faults import TierError, TierFault, Unwanted
-from firn.cache.io import Changes, Entry, Io, Wanted
-from firn.cache.live import payload_of, wait_for_row
 from firn.cache.lookup import Question, search
-from firn.cache.nodes import Record
-from firn.cache.threads import Done
+from firn.cache.memory.rows import payload_of, wait_for_row
+from firn.cache.planning.estimates import FIRST_LATENCY_S, STALE_S, Samples
+from firn.cache.storage.catalogue import Catalogue
+from firn.cache.storage.container import Loaded, Name
+from firn.cache.storage.faults import TierError, TierFault, Unwanted
+from firn.cache.storage.io import Changes, Entry, Io, Wanted
+from firn.cache.storage.threads import Done
 from firn.cache.tiers import Stored, Usage
-from firn.cache.tree import Tree
+from firn.cache.tree import Record, Tree
 from firn.core.ports import Load
 
 BUSY_SHARE = 0.02
