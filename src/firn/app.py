@@ -321,7 +321,7 @@ def _pictures(
     limits = ImageLimits(
         nbytes=wanted.max_image_mb * MIB, pixels=int(wanted.max_image_megapixels * 1e6)
     )
-    return Album(processor, whole=model.whole_images, limits=limits)
+    return Album(processor, whole=model.whole_pictures, limits=limits)
 
 
 def _fetcher(config: Config) -> Gather | None:

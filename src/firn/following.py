@@ -25,7 +25,7 @@ from firn.cache.tiers import TierOptions, discover
 from firn.caching import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 from firn.leaving import no_later_than
 from firn.memory import Planned, beside_others
 from firn.models import device as devices
@@ -181,7 +181,7 @@ class Hands:
             self.slices.close()
         self.runner.close()
 
-    def _make(self, call: Call) -> None:
+    def _make(self, call: RankCall) -> None:
         own = self.slices
         if own is not None and call.name not in PAYLOADS:
             own.compute()

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.cache.admin import browse
-from firn.cache.admin.control import CacheAdmin
+from firn.cache.admin.control import CacheAdmin, browse
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree

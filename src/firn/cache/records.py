@@ -37,7 +37,7 @@ from firn.cache.storage.faults import TierError
 from firn.cache.storage.io import Entry, Io
 from firn.cache.tiers import AHEAD_S, Gone
 from firn.cache.tree import Cleared, Mark, Node, Record, Tree
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
 
 log = logging.getLogger("firn.cache")
@@ -383,7 +383,7 @@ class Records:
 
     # --- what happens below ----------------------------------------------------------------
 
-    def poll(self, load: Load) -> Iterator[tuple[Below, News]]:
+    def poll(self, load: EngineLoad) -> Iterator[tuple[Below, News]]:
         """Bring the tree up to date with what the tiers tell; what was read comes out here."""
         self._empty_trash()
         self._forget_elsewhere()

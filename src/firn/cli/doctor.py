@@ -21,7 +21,7 @@ from firn import __version__
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
-from firn.core.memory_plan import Wishes
+from firn.core.memory_plan import MemoryOptions
 from firn.machine import Memory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
@@ -258,8 +258,8 @@ def _budget(report: ModelReport, device: DeviceReport, now: Memory) -> Iterator[
     from firn.models.device import LARGEST_CHUNKS
 
     machine = beside_others(machine_of(device, now))
-    model, wishes = model_of(report), Wishes(chunk=LARGEST_CHUNKS[machine.kind])
-    plan, fits_alone = verdict(machine, model, wishes)
+    model, options = model_of(report), MemoryOptions(chunk=LARGEST_CHUNKS[machine.kind])
+    plan, fits_alone = verdict(machine, model, options)
     topic = "budget"
     for nbytes, text in budget_rows(machine, plan):
         sign = "-" if nbytes < 0 else " "
