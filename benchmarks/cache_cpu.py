@@ -28,7 +28,7 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
 from firn.cache.planning.match import points, walk
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark, Text
+from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import key_tokens
 from firn.core.values import Namespace, Prompt
 from tests.cache.lab import Shape, tree
@@ -83,7 +83,7 @@ def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[Pref
         cache.records.keep(node, part, payload, Mark.TURN)
 
     def grow(node: Any, tokens: Any) -> Any:
-        child = cache.records.tree.child(node, Text(tokens), 0, len(tokens))
+        child = cache.records.tree.child(node, PackedTokens(tokens), 0, len(tokens))
         if shape.pages:
             add(child, Part.PAGES)
         if shape.window and (windows or n < 20):
@@ -123,7 +123,7 @@ def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
     keys_s, match_s = [], []
     for _ in range(rounds):
         began = time.process_time()
-        text = Text(key_tokens(prompt.ids))
+        text = PackedTokens(key_tokens(prompt.ids))
         middle = time.process_time()
         way = walk(cache.records.tree, root, text)
         match = next(points(way, needs, have))

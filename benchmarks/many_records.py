@@ -45,7 +45,7 @@ from firn.cache.storage.client import Seen
 from firn.cache.storage.container import Header, Label, TensorSpec, pack, unpack
 from firn.cache.storage.io import BATCH, Entry
 from firn.cache.tiers._folder import SHELVES, path_of
-from firn.cache.tree import Record, Text
+from firn.cache.tree import PackedTokens, Record
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
 
@@ -271,7 +271,7 @@ def _entries(root: Key, n_records: int) -> Iterator[Entry]:
             tokens=tokens,
             layout="benchmark",
         )
-        yield Entry(label, 2048, now - 2 * depth, Text(tokens))
+        yield Entry(label, 2048, now - 2 * depth, PackedTokens(tokens))
         parent = label.key
 
 

@@ -18,7 +18,7 @@ from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
 from firn.cache.storage.io import Changes
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Status, Stored, Usage
-from firn.cache.tree import Mark, Text
+from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
@@ -194,7 +194,10 @@ def test_a_stop_ends_a_scan_that_waits() -> None:
 
 def test_what_was_read_comes_before_what_a_scan_tells() -> None:
     io, made = opened()
-    node = made._tree.child(made._catalogue.root(Namespace("")), Text(np.zeros(8, np.uint64)), 0, 8)
+    root = made._catalogue.root(Namespace(""))
+    node = made._tree.child(root, PackedTokens(np.zeros(8, np.uint64)), 0, 8)
+        made._catalogue.root(Namespace("")), PackedTokens(np.zeros(8, np.uint64)), 0, 8
+    )
     record = made._tree.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
     made._done(partial(made._was_read, record), is_urgent=True)(Missing())
     assert isinstance(next(made.take_results(math.inf)), below.Lost)

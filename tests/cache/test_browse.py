@@ -14,7 +14,7 @@ from firn.cache.admin.control import CacheAdmin, browse
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark, Node, Text
+from firn.cache.tree import Mark, Node, PackedTokens
 from firn.core.errors import BadRequest, NotFound
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE
@@ -28,7 +28,7 @@ def store(cache: PrefixTree, tokens: Sequence[int], namespace: Namespace = ALICE
     """Records for every block of these tokens, as if they had been computed; returns the last node."""
     records = cache.records
     node: Node = records.catalogue.root(namespace)
-    text = Text(np.array(tokens, dtype=np.uint64))
+    text = PackedTokens(np.array(tokens, dtype=np.uint64))
     for start in range(0, len(tokens), BLOCK):
         node = records.tree.child(node, text, start, min(start + BLOCK, len(tokens)))
         if Part.PAGES not in node.records:

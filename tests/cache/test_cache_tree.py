@@ -260,7 +260,7 @@ class Machine(RuleBasedStateMachine):
             held = [r for r in records_of(self.tree) if r.arrays is not None]
             left = [r for r in held if not r.leaving]
             left = [r for r in left if self.tree.records.rows.may_go(r)]
-            assert not [r for r in left if inner.may_go(r)], "over the limit for no reason"
+            assert not [r for r in left if inner.may_evict(r)], "over the limit for no reason"
 
     # --- what always holds -----------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.match import points, walk
-from firn.cache.tree import Mark, Node, Text, Tree
+from firn.cache.tree import Mark, Node, PackedTokens, Tree
 from firn.core.keys import Key, KeyTokens
 from firn.core.values import Namespace
 
@@ -22,14 +22,14 @@ def stored(n_tokens: int, *parts: Part) -> Tree:
     tree = Tree(BLOCK)
     node: Node = tree.root(ROOT, EVERYONE)
     for start in range(0, n_tokens, BLOCK):
-        node = tree.child(node, Text(PROMPT), start, min(start + BLOCK, n_tokens))
+        node = tree.child(node, PackedTokens(PROMPT), start, min(start + BLOCK, n_tokens))
         for part in parts:
             tree.add(node, part, nbytes=1, mark=Mark.TURN)
     return tree
 
 
 def resumes(tree: Tree, needs: Needs, *unbroken: tuple[int, int]) -> list[int]:
-    way = walk(tree, tree.root(ROOT, EVERYONE), Text(PROMPT), unbroken=unbroken)
+    way = walk(tree, tree.root(ROOT, EVERYONE), PackedTokens(PROMPT), unbroken=unbroken)
     return [m.n_tokens for m in points(way, needs, lambda record: True)]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.cache.tree.children import NARROW, WIDE, Children, Text, tokens_of
+from firn.cache.tree.children import NARROW, WIDE, Children, PackedTokens, unpacked
 from firn.core.keys import KeyTokens
 
 tokens = st.sampled_from([1, 2, 3, 1 << 20, (1 << 63) + 1, (1 << 63) + 2])
@@ -17,7 +17,7 @@ runs = st.lists(tokens, min_size=1, max_size=6)
 
 @dataclass(frozen=True)
 class Leaf:
-    text: bytes
+    packed: bytes
     width: int
 
 
@@ -26,7 +26,7 @@ def array(run: list[int]) -> KeyTokens:
 
 
 def leaf(run: list[int]) -> Leaf:
-    return Leaf(*Text(array(run)).stored(0, len(run)))
+    return Leaf(*PackedTokens(array(run)).narrowest(0, len(run)))
 
 
 def shared(a: list[int], b: list[int]) -> int:
@@ -44,7 +44,7 @@ def made(siblings: set[tuple[int, ...]]) -> Children[Leaf]:
 
 
 def run_of(child: Leaf) -> tuple[int, ...]:
-    return tuple(int(t) for t in tokens_of(child.text, child.width))
+    return tuple(int(t) for t in unpacked(child.packed, child.width))
 
 
 families = st.sets(runs.map(tuple), max_size=12)
@@ -52,7 +52,7 @@ families = st.sets(runs.map(tuple), max_size=12)
 
 @given(families, runs, st.integers(0, 3))
 def test_against_a_list(siblings: set[tuple[int, ...]], prompt: list[int], start: int) -> None:
-    children, text = made(siblings), Text(array([7] * start + prompt))
+    children, text = made(siblings), PackedTokens(array([7] * start + prompt))
     end = start + len(prompt)
     want = sorted((shared(list(s), prompt) for s in siblings), reverse=True)
     assert [n for _, n in children.closest(text, start)] == [n for n in want if n]
@@ -63,7 +63,7 @@ def test_against_a_list(siblings: set[tuple[int, ...]], prompt: list[int], start
     begins = sorted((s for s in siblings if tuple(prompt[: len(s)]) == s), key=len, reverse=True)
     assert [run_of(c) for c in children.prefixes(text, start, end)] == begins
     longer = {s for s in siblings if s[: len(prompt)] == tuple(prompt)}
-    assert {run_of(c) for c in children.longer(text, start, end)} == longer
+    assert {run_of(c) for c in children.extensions(text, start, end)} == longer
 
 
 @given(families, st.data())
@@ -86,6 +86,6 @@ def test_the_narrowest_form_holds_all(run: list[int]) -> None:
 
 
 def test_a_plain_block_behind_a_picture_is_as_narrow_as_any() -> None:
-    text = Text(array([1, 1 << 63, 2, 3]))
-    assert text.stored(2, 4) == Text(array([2, 3])).stored(0, 2)
-    assert text.cut(0, 4, NARROW) == Text(array([1])).cut(0, 1, NARROW)
+    text = PackedTokens(array([1, 1 << 63, 2, 3]))
+    assert text.narrowest(2, 4) == PackedTokens(array([2, 3])).narrowest(0, 2)
+    assert text.cut(0, 4, NARROW) == PackedTokens(array([1])).cut(0, 1, NARROW)

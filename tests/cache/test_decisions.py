@@ -349,12 +349,12 @@ def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
     """The look-up touches a few children, however many there are."""
     cache = tree(DENSE, block=BLOCK)
     from firn.cache.planning.match import walk
-    from firn.cache.tree import Mark, Text
+    from firn.cache.tree import Mark, PackedTokens
 
     inner, root = cache.records.tree, cache.records.catalogue.root(Namespace(""))
     rng = np.random.default_rng(3)
     for tokens in rng.integers(0, 1000, size=(2000, BLOCK)).astype(np.uint64):
-        node = inner.child(root, Text(tokens), 0, BLOCK)
+        node = inner.child(root, PackedTokens(tokens), 0, BLOCK)
         inner.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
     looked = 0
     real = type(root.children)._key
@@ -366,7 +366,7 @@ def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
 
     type(root.children)._key = key  # type: ignore[method-assign,assignment]
     try:
-        walk(inner, root, Text(np.arange(40, dtype=np.uint64)))
+        walk(inner, root, PackedTokens(np.arange(40, dtype=np.uint64)))
     finally:
         type(root.children)._key = real  # type: ignore[method-assign]
     assert looked < 60

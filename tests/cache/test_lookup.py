@@ -17,7 +17,7 @@ from firn.cache.parts import Needs, Part
 from firn.cache.storage.container import Name
 from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Found
-from firn.cache.tree import Text
+from firn.cache.tree import PackedTokens
 from firn.cache.worth import spill_policy
 from firn.core.errors import SetupError
 from firn.core.keys import Key, block_keys
@@ -37,7 +37,7 @@ ENDS = (13, 40, 77, 90)
 
 
 def question(n_tokens: int, *, n_known: int = 0) -> Question:
-    text = Text(np.arange(n_tokens, dtype=np.uint64))
+    text = PackedTokens(np.arange(n_tokens, dtype=np.uint64))
     root = Key(b"r" * 32)
     return Question(
         root=root,

@@ -14,7 +14,7 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.memory.eviction import STATE_SHARE
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
-from firn.cache.tree import Mark, Node, Record, Text
+from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, records_of, tree
 
@@ -31,7 +31,7 @@ def node_of(cache: PrefixTree, blocks: Sequence[int]) -> Node:
     """The node at the end of a chain of blocks, each full of one number."""
     node: Node = cache.records.catalogue.root(Namespace(""))
     for block in blocks:
-        text = Text(np.full(BLOCK, block, dtype=np.uint64))
+        text = PackedTokens(np.full(BLOCK, block, dtype=np.uint64))
         node = cache.records.tree.child(node, text, 0, BLOCK)
     return node
 

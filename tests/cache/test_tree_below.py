@@ -20,7 +20,7 @@ from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull, Unw
 from firn.cache.storage.io import Changes, Entry, Fetch
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, Status, Stored, Usage
-from firn.cache.tree import Text
+from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
@@ -137,7 +137,7 @@ class DictIo:
         if not self.scanned:
             self.scanned = True
             every = [
-                Entry(h, 40, self.stamps[name], Text(h.tokens))
+                Entry(h, 40, self.stamps[name], PackedTokens(h.tokens))
                 for name, (h, _) in self.stored.items()
             ]
             self.rng.shuffle(every)

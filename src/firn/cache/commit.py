@@ -16,7 +16,7 @@ from firn.cache.layout import Layout
 from firn.cache.memory.rows import LEAST_BLOCKS
 from firn.cache.parts import Part
 from firn.cache.records import Records
-from firn.cache.tree import Mark, Node, Record, Text
+from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.ports import LiveRow
 
 USED_EVERY_S = 60.0
@@ -78,7 +78,9 @@ class Committer:
             self._commit_state(cursor, row, Mark.REPLY_END, new)
         elif row.n_tokens > cursor.node.end:
             cut = cursor.cut(cursor.node.end, row.n_tokens)
-            cover = next((c for c in cursor.node.children.longer(*cut) if self._is_whole(c)), None)
+            cover = next(
+                (c for c in cursor.node.children.extensions(*cut) if self._is_whole(c)), None
+            )
             if cover is not None:
                 self._records.extend_life(cover, cursor.control.ttl_s)
                 return
@@ -142,7 +144,7 @@ class Committer:
 
     def _store(self, cursor: CacheCursor, node: Node, cuts: Cuts, new: list[Record]) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
-        self._tree.use(node, late_s=USED_EVERY_S)
+        self._tree.use(node, every_s=USED_EVERY_S)
         for part in self._needs.by_block:
             if part is Part.PAGES and self._lies_in_row(cursor):
                 self._keep_in_row(node, cuts, new)
@@ -204,7 +206,7 @@ class Committer:
     def _supersede(self, node: Node) -> None:
         """Tails that a longer node contains are of no more use, unless they hold a state."""
         assert node.parent is not None
-        text = Text(node.tokens)
+        text = PackedTokens(node.tokens)
         for other in list(node.parent.children.prefixes(text, 0, len(text) - 1)):
             if Part.STATE in other.records or other.n_leases or other.n_pins:
                 continue

@@ -10,7 +10,7 @@ import numpy as np
 from firn.cache.arrays.payload import Payload
 from firn.cache.lookup import Question
 from firn.cache.planning.plan import GRACE_S
-from firn.cache.tree import InRow, Mark, Node, Record, Root, Text
+from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl
@@ -90,7 +90,7 @@ class CacheCursor:
     """
 
     root: Root
-    prompt: Text
+    prompt: PackedTokens
     boundaries: Sequence[int]
     hints: Sequence[int]
     control: CacheControl
@@ -163,12 +163,12 @@ class CacheCursor:
     def commit_due(self, n_tokens: int) -> bool:
         return self.writes and n_tokens - self.n_saved >= self.step
 
-    def cut(self, start: int, end: int) -> tuple[Text, int, int]:
+    def cut(self, start: int, end: int) -> tuple[PackedTokens, int, int]:
         """Tokens [start, end) of the prompt and the reply: a text, and where in it they are."""
         n_prompt = len(self.prompt)
         if end <= n_prompt:
             return self.prompt, start, end
-        return Text(self.tokens(start, end)), 0, end - start
+        return PackedTokens(self.tokens(start, end)), 0, end - start
 
     def tokens(self, start: int, end: int) -> KeyTokens:
         n_prompt = len(self.prompt)

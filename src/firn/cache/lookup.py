@@ -23,7 +23,7 @@ from firn.cache.parts import Needs, Part
 from firn.cache.storage.container import Label, Name
 from firn.cache.storage.io import Entry
 from firn.cache.tiers import Found
-from firn.cache.tree import BLOCK_S, Mark, Text
+from firn.cache.tree import BLOCK_S, Mark, PackedTokens
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
 
@@ -50,7 +50,7 @@ class Question:
     namespace: Namespace
     block: int
     needs: Needs
-    text: Text
+    text: PackedTokens
     known: Sequence[Key]
     """Of the whole blocks that are known here."""
     limit: int
@@ -225,4 +225,4 @@ def _entry(question: Question, name: Name, start: int, end: int, found: Found) -
         layout=question.layout,
     )
     used_at = question.now - BLOCK_S * (depth + (name.part is not question.carrier))
-    return Entry(label, found.nbytes, used_at, Text(tokens))
+    return Entry(label, found.nbytes, used_at, PackedTokens(tokens))

@@ -27,7 +27,7 @@ from firn.cache.stats import Stats
 from firn.cache.storage.catalogue import Identity
 from firn.cache.storage.client import Answered, Arrived, Lost, Seen, takes_all
 from firn.cache.storage.io import Io
-from firn.cache.tree import Record, Text
+from firn.cache.tree import PackedTokens, Record
 from firn.core.events import Admitted
 from firn.core.keys import Key, KeyTokens, key_tokens, placed_tokens
 from firn.core.ports import EngineLoad, LiveRow, Restored
@@ -349,7 +349,7 @@ class PrefixTree:
     def _cursor(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheCursor:
         thinned = prompt.thinned
         root = self.records.catalogue.root(namespace, thinned.recipe if thinned else "")
-        text = Text(_key_tokens(prompt))
+        text = PackedTokens(_key_tokens(prompt))
         self.records.tree.lease(root)
         return CacheCursor(
             root=root,
@@ -458,5 +458,5 @@ def _is_the_end(match: Match) -> bool:
     node = last.node
     if len(node.children) or node.parent is None or last.n_tokens < node.n_tokens:
         return False
-    longer = node.parent.children.longer(Text(node.tokens), 0, node.n_tokens)
+    longer = node.parent.children.extensions(PackedTokens(node.tokens), 0, node.n_tokens)
     return all(other is node for other in longer)

@@ -74,7 +74,7 @@ class Records:
         self.needs = needs
         self.clock = clock
         carrier = Part.PAGES if needs.pages else Part.WINDOW
-        self.tree = Tree(identity.block, chain=carrier, clock=clock, wall=wall)
+        self.tree = Tree(identity.block, carrier=carrier, clock=clock, wall=wall)
         self.wall = wall
         self.catalogue = Catalogue(identity, needs, self.tree, wall=wall)
         self.rows = LiveRows(self.tree)
@@ -131,7 +131,7 @@ class Records:
             if mark > known.mark:
                 self.tree.set_mark(known, mark)
             if known.leaving:
-                self.tree.stay(known)
+                self.tree.stop_leaving(known)
                 self.memory.added(known)
             elif known.arrays is None:
                 self._hold(known, arrays, nbytes)
@@ -157,7 +157,7 @@ class Records:
             strays = self.catalogue.take_strays(node.key)
             self._learn_all([(self.tiers[s.tier], s.entry) for s in strays])
         if known.leaving:
-            self.tree.stay(known)
+            self.tree.stop_leaving(known)
             self.memory.added(known)
         elif known.arrays is None:
             self.tree.hold(known, pages, nbytes=nbytes)
@@ -217,7 +217,7 @@ class Records:
         """The chain that ends here was just used: it is the last to go, in every tier."""
         self.tree.use(node)
         if self.tiers:
-            self._touch(self.tree.outdated(node, TOUCH_EVERY_S))
+            self._touch(self.tree.order.outdated(node, TOUCH_EVERY_S))
 
     def proved(self, node: Node) -> None:
         """Somebody resumed from the chain that ends here: stores take only what was used again."""
@@ -226,8 +226,8 @@ class Records:
 
     def _stamp(self, record: Record) -> float:
         """What a tier is to write with it; what it depends on is stamped above it first."""
-        stamp = self.tree.stamp(record)
-        raised = self.tree.stamped(record, stamp)
+        stamp = self.tree.order.stamp(record)
+        raised = self.tree.order.note(record, stamp)
         stamp = raised.pop(record, stamp)
         self._touch(raised)
         return stamp
@@ -282,7 +282,7 @@ class Records:
         if any(tier.asks for tier in self.tiers):
             self._elsewhere[record] = None
         if not record.obtainable and not record.writing:
-            self.tree.remember_evicted(record.node)
+            self.tree.evicted.add(record.node)
             self.lose(record)
 
     def _forget_elsewhere(self) -> None:
@@ -302,7 +302,7 @@ class Records:
             return False
         allowed = max(int(self.memory.limit_nbytes * LEAVING_SHARE), record.nbytes)
         self.rows.own(record)
-        self.tree.leave(record)
+        self.tree.start_leaving(record)
         for tier in taking:
             tier.spill_now(record)
         if self.tree.leaving_nbytes > allowed:
@@ -341,12 +341,12 @@ class Records:
 
     def extend_life(self, node: Node, ttl_s: float | None) -> None:
         """Let the node and all above it live at least so long; what lives on is worth a file."""
-        for freed in self.tree.extend_life(node, ttl_s):
+        for freed in self.tree.lifetimes.extend(node, ttl_s):
             self.spill(freed.records.values())
 
     def expire(self) -> None:
-        for node in islice(self.tree.expired(), N_EXPIRED):
-            for n in reversed(list(self.tree.below(node))):
+        for node in islice(self.tree.lifetimes.expired(), N_EXPIRED):
+            for n in reversed(list(self.tree.subtree(node))):
                 self.forget(n)
 
     def unlease(self, node: Node) -> None:
@@ -362,7 +362,7 @@ class Records:
         self.tree.pin(node)
         for record in [r for n in node.path() for r in n.records.values() if r.leaving]:
             if self.memory.make_room(record.nbytes, part=record.part) and record.leaving:
-                self.tree.stay(record)
+                self.tree.stop_leaving(record)
                 self.memory.added(record)
 
     def clear(self, namespace: Namespace | None) -> int:
@@ -376,7 +376,7 @@ class Records:
         names = self.catalogue.namespaces if namespace is None else [namespace]
         for root in [root for name in names for root in self.catalogue.roots(name)]:
             nbytes += root.memory.total_nbytes
-            self._trash.append(self.tree.below(self.tree.detach(root)))
+            self._trash.append(self.tree.subtree(self.tree.detach(root)))
             for stray in self.catalogue.drop_strays(root.key):
                 self.tiers[stray.tier].forget([stray.entry.name])
         return nbytes
@@ -438,7 +438,7 @@ class Records:
         if record.leaving and not record.writing:
             self.tree.release(record)
         if record.alive and not record.obtainable and not record.writing:
-            self.tree.remember_evicted(record.node)
+            self.tree.evicted.add(record.node)
             self.lose(record)
 
     def _learn_all(self, changes: Iterable[tuple[Below, Entry | Gone[Name]]]) -> None:
@@ -472,8 +472,8 @@ class Records:
             if tier.asks:
                 self._elsewhere[record] = None
             stamp = entry.used_at if entry.used_at < self.wall() + AHEAD_S else 0.0
-            self.tree.remember_use(node, self.tree.unstamp(record, stamp))
-            raised |= self.tree.stamped(record, stamp)
+            self.tree.remember_use(node, self.tree.order.used_at(record, stamp))
+            raised |= self.tree.order.note(record, stamp)
             self.extend_life(node, None)
             todo += [(self.tiers[s.tier], s.entry) for s in self.catalogue.take_strays(node.key)]
 
@@ -483,7 +483,7 @@ class Records:
         if record is not None:
             self.tree.set_gone(record, tier.number)
             if not record.obtainable and not record.writing:
-                self.tree.remember_evicted(record.node)
+                self.tree.evicted.add(record.node)
                 self.lose(record)
 
     def _empty_trash(self) -> None:

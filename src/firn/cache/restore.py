@@ -136,13 +136,13 @@ class Restorer:
         way, identity = self._walk(cursor), self._records.identity
         n_now = next(points(way, self._needs, lambda record: record.obtainable)).n_tokens
         known = _known(way, self._needs)
-        limit = way.before(len(way.text) - 1)
+        limit = way.before(len(way.tokens) - 1)
         states: Sequence[int] = ()
         if self._needs.state:
             grid, ends = self._needs.grid, {*cursor.boundaries, *cursor.hints}
             ends |= checkpoints.due(
                 cursor.boundaries,
-                len(way.text),
+                len(way.tokens),
                 n_restored=0,
                 n_shared=0,
                 hints=cursor.hints,
@@ -156,7 +156,7 @@ class Restorer:
             namespace=cursor.root.namespace,
             block=identity.block,
             needs=self._needs,
-            text=way.text,
+            text=way.tokens,
             known=[node.key for node in known],
             limit=limit,
             states=states,
@@ -313,7 +313,7 @@ class Restorer:
         if not cursor.control.read:
             return SWITCHED_OFF
         way = self._walk(cursor)
-        if n_tokens >= len(way.text) - 1:
+        if n_tokens >= len(way.tokens) - 1:
             return ""
         if cursor.loading is not None:
             return NOT_YET

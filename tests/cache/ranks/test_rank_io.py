@@ -16,7 +16,7 @@ from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwa
 from firn.cache.storage.io import Changes, Entry, Fetch, Wanted
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, Stored, Usage
-from firn.cache.tree import Text
+from firn.cache.tree import PackedTokens
 from firn.core.keys import Key, KeyTokens
 from firn.core.ranks import OnAnswer, RankCall, RankLost
 
@@ -49,7 +49,7 @@ def header(number: int, *, layout: str = LAYOUT) -> Header:
 def entry(number: int, *, layout: str = LAYOUT) -> Entry:
     h = header(number, layout=layout)
     fields = (f for f in Label.__dataclass_fields__ if f not in ("tensors", "places"))
-    return Entry(Label(**{f: getattr(h, f) for f in fields}), 10, 1.0, Text(TOKENS))
+    return Entry(Label(**{f: getattr(h, f) for f in fields}), 10, 1.0, PackedTokens(TOKENS))
 
 
 @dataclass(eq=False)

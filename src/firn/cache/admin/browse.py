@@ -299,7 +299,7 @@ class Forgetting:
         if self._todo is None:
             found = find(cache, self._node, self._namespace)
             self.is_known = found is not None
-            self._todo = [] if found is None else list(cache.records.tree.below(run_start(found)))
+            self._todo = [] if found is None else list(cache.records.tree.subtree(run_start(found)))
         for _ in range(min(N_FORGOTTEN, len(self._todo))):
             node = self._todo.pop()
             if node.n_leases or node.n_pins:

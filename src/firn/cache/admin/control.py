@@ -15,7 +15,7 @@ from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY
 from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import Usage
-from firn.cache.tree import Held, Node, Root
+from firn.cache.tree import Node, Root, Totals
 from firn.core.errors import BadRequest, NotFound
 from firn.core.keys import Key
 from firn.core.values import Namespace, Prompt
@@ -210,8 +210,8 @@ def _roots(tree: PrefixTree, namespace: Namespace | None) -> list[Root]:
     return [root for root in tree.records.tree.roots() if root.namespace == namespace]
 
 
-def _own(tree: PrefixTree, roots: list[Root]) -> tuple[Held, list[Held]]:
-    memory, tiers = Held(), [Held() for _ in tree.records.tiers]
+def _own(tree: PrefixTree, roots: list[Root]) -> tuple[Totals, list[Totals]]:
+    memory, tiers = Totals(), [Totals() for _ in tree.records.tiers]
     for root in roots:
         memory.add(root.memory)
         for total, own in zip(tiers, root.tiers, strict=True):
@@ -219,7 +219,7 @@ def _own(tree: PrefixTree, roots: list[Root]) -> tuple[Held, list[Held]]:
     return memory, tiers
 
 
-def _held_view(held: Held) -> dict[str, Any]:
+def _held_view(held: Totals) -> dict[str, Any]:
     return {"records": held.total_records, "used_bytes": held.total_nbytes}
 
 

@@ -61,8 +61,6 @@ class LayerCodec(Protocol):
     """Of pages that may lie in a row until somebody needs them; None: records are cut at once."""
     single: str
     """Qualified name of the class that a lone row has."""
-    batched: str | None
-    """Qualified name of the class it becomes in a batch."""
 
     def describe(self, layer: Any) -> str | None:
         """The layer's layout, a part of the root key; None if this instance cannot be restored."""
@@ -130,11 +128,6 @@ def codec_for(layer: Any) -> LayerCodec:
     if codec.describe(layer) is None:
         raise UnknownCacheLayer(f"this {name_of(layer)} cannot be restored")
     return codec
-
-
-def slice_tokens(arrays: Arrays, start: int, end: int) -> Arrays:
-    """Tokens [start, end) of a pages or window record."""
-    return tuple(None if a is None else a[..., start:end, :] for a in arrays)
 
 
 def concat_tokens(pieces: Sequence[Arrays], *, pad: int = 0) -> Arrays:

@@ -46,7 +46,6 @@ class KVCodec:
     part = Part.PAGES
     buffers: Buffers | None = KVBuffers()
     single = "mlx_lm.models.cache.KVCache"
-    batched: str | None = "mlx_lm.models.cache.BatchKVCache"
 
     def describe(self, layer: Any) -> str | None:
         return "kv"
@@ -74,7 +73,6 @@ class KVCodec:
 
 class ConcatenateKVCodec(KVCodec):
     single = "mlx_lm.models.cache.ConcatenateKVCache"
-    batched = None
     buffers = None
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
@@ -88,7 +86,6 @@ class QuantizedKVCodec:
     part = Part.PAGES
     buffers: Buffers | None = QuantizedKVBuffers()
     single = "mlx_lm.models.cache.QuantizedKVCache"
-    batched: str | None = None
 
     def describe(self, layer: Any) -> str | None:
         return f"qkv{layer.bits}x{layer.group_size}"

@@ -17,7 +17,6 @@ class ArraysCodec:
     part = Part.STATE
     buffers = None
     single = "mlx_lm.models.cache.ArraysCache"
-    batched: str | None = "mlx_lm.models.cache.ArraysCache"
 
     def describe(self, layer: Any) -> str | None:
         return f"arrays{len(layer.cache)}"
@@ -46,7 +45,6 @@ class DeepseekV41Codec:
     part = Part.STATE
     buffers = None
     single = "mlx_lm.models.deepseek_v41.LayerCache"
-    batched: str | None = None
     FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
     def describe(self, layer: Any) -> str | None:

@@ -19,7 +19,6 @@ HOME = "mlx_vlm.models.cache"
 
 class VlmKVCodec(KVCodec):
     single = f"{HOME}.KVCache"
-    batched = f"{HOME}.BatchKVCache"
 
 
 class VlmConcatenateKVCodec(ConcatenateKVCodec):
@@ -32,7 +31,6 @@ class VlmQuantizedKVCodec(QuantizedKVCodec):
 
 class VlmRotatingKVCodec(RotatingKVCodec):
     single = f"{HOME}.RotatingKVCache"
-    batched = f"{HOME}.BatchRotatingKVCache"
 
 
 class VlmChunkedKVCodec(ChunkedKVCodec):
@@ -43,7 +41,6 @@ class VlmArraysCodec(ArraysCodec):
     """Beside its arrays it can hold a speculative block, which is no part of the state."""
 
     single = f"{HOME}.ArraysCache"
-    batched = f"{HOME}.ArraysCache"
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         super().fill(layer, pieces, n_tokens)

@@ -21,7 +21,6 @@ class RotatingKVCodec:
     part = Part.WINDOW
     buffers = None
     single = "mlx_lm.models.cache.RotatingKVCache"
-    batched: str | None = "mlx_lm.models.cache.BatchRotatingKVCache"
 
     def describe(self, layer: Any) -> str | None:
         return None if layer.keep else f"window{layer.max_size}"
@@ -64,7 +63,6 @@ class ChunkedKVCodec:
     part = Part.WINDOW
     buffers = None
     single = "mlx_lm.models.cache.ChunkedKVCache"
-    batched: str | None = None
 
     def describe(self, layer: Any) -> str | None:
         return f"chunk{layer.chunk_size}"

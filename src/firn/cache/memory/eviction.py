@@ -37,8 +37,8 @@ class Memory:
         self._tree = tree
         self._rows = rows
         self._evict = evict
-        self._all = Order(tree.rank)
-        self._states = Order(tree.state_rank)
+        self._all = Order(tree.order.rank)
+        self._states = Order(tree.order.state_rank)
         self._kept: dict[Record, None] = {}
         """What may not go for now, of either order."""
         self._look_again = False
@@ -98,20 +98,20 @@ class Memory:
                 pages = record.arrays
                 self._evict(record)
                 if isinstance(pages, RowPages):
-                    self._evict_along(pages, self._tree.rank(record))
+                    self._evict_along(pages, self._tree.order.rank(record))
                 return True
             self._kept[record] = None
         return False
 
     def _may_go(self, record: Record) -> bool:
-        return self._tree.may_go(record) and self._rows.may_go(record)
+        return self._tree.may_evict(record) and self._rows.may_go(record)
 
     def _evict_along(self, pages: RowPages, rank: float) -> None:
         """A parked row gives memory back a good part at a time, for the rest of it is copied then."""
         n_to_give = self._rows.n_to_give(pages)
         end = pages.end - n_to_give
         for record in sorted(pages.records, key=lambda r: -r.node.end):
-            if record.node.end <= end or self._tree.rank(record) > rank + ALONG_S:
+            if record.node.end <= end or self._tree.order.rank(record) > rank + ALONG_S:
                 return
             if record not in pages.records:
                 continue

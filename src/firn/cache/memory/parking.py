@@ -150,7 +150,7 @@ class Parking:
 
     def _save(self, record: Record) -> None:
         """It is about to be overwritten. What others need gets arrays of its own at any rate."""
-        goes = self._tree.may_go(record) and not carries(record)
+        goes = self._tree.may_evict(record) and not carries(record)
         if record.stored and goes:
             self._tree.release(record)
         elif self._records.memory.make_room(record.nbytes, part=record.part) or not goes:

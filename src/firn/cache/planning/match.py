@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from firn.cache.parts import Needs, Part
-from firn.cache.tree import Node, Record, Root, Text, Tree
+from firn.cache.tree import Node, PackedTokens, Record, Root, Tree
 
 MAX_SIBLINGS = 64
 """Children of one node that are looked at: those that share most with the prompt."""
@@ -68,7 +68,7 @@ class Walk:
     """A prompt's way down the tree, as far as it goes."""
 
     root: Root
-    text: Text
+    tokens: PackedTokens
     path: Sequence[Node]
     n_shared: int
     block: int
@@ -77,7 +77,7 @@ class Walk:
     @property
     def limit(self) -> int:
         """The last position where this prompt could resume: its last token makes the logits."""
-        return self.before(min(self.n_shared, len(self.text) - 1))
+        return self.before(min(self.n_shared, len(self.tokens) - 1))
 
     def before(self, position: int) -> int:
         """The position itself, or the start of the unbroken range that it would cut."""
@@ -89,11 +89,11 @@ class Walk:
         return self.path[n_blocks - 1] if n_blocks else self.root
 
 
-def walk(tree: Tree, root: Root, text: Text, *, unbroken: Ranges = ()) -> Walk:
-    path = tree.walk(root, text)
+def walk(tree: Tree, root: Root, tokens: PackedTokens, *, unbroken: Ranges = ()) -> Walk:
+    path = tree.walk(root, tokens)
     last = path[-1] if path else root
-    n_more = next((n for _, n in last.children.closest(text, last.end)), 0)
-    return Walk(root, text, path, last.end + n_more, tree.block, unbroken)
+    n_more = next((n for _, n in last.children.closest(tokens, last.end)), 0)
+    return Walk(root, tokens, path, last.end + n_more, tree.block, unbroken)
 
 
 def points(way: Walk, needs: Needs, have: Have) -> Iterator[Match]:
@@ -135,7 +135,7 @@ def _state_positions(way: Walk) -> Iterator[tuple[int, Node | None]]:
         goes_on = i < len(way.path)
         if len(node.children) > goes_on:
             end = min(node.end + way.block - goes_on, limit)
-            for tail in node.children.prefixes(way.text, node.end, end):
+            for tail in node.children.prefixes(way.tokens, node.end, end):
                 if Part.STATE in tail.records:
                     yield tail.end, tail
         if i and node.end <= limit and Part.STATE in node.records:
@@ -186,7 +186,7 @@ class _Stock:
         goes_on = n_blocks < len(path)
         if len(node.children) == goes_on or (goes_on and self.has_block(path[n_blocks])):
             return None
-        children = node.children.closest(self.way.text, node.end)
+        children = node.children.closest(self.way.tokens, node.end)
         return next((c for c in islice(children, MAX_SIBLINGS) if self.has_block(c[0])), None)
 
     def has_block(self, node: Node) -> bool:

@@ -61,7 +61,7 @@ def make_plan(
     """`have`: what can be had at once. `start`: so many tokens are computed already."""
     now = next(points(way, needs, have))
     front = max(now.n_tokens, start)
-    n_prompt = len(way.text)
+    n_prompt = len(way.tokens)
     alone_s = estimates.prefill_s(front, n_prompt)
     best, best_s = None, alone_s * (1 - MIN_GAIN)
     n_most = 0
@@ -171,7 +171,7 @@ def why_not_more(tree: Tree, way: Walk, needs: Needs, n_tokens: int) -> str:
     For what can be had now, by memory or by loading: what else stood in the way of a load, the
     caller knows better.
     """
-    n_last = len(way.text) - 1
+    n_last = len(way.tokens) - 1
     if n_tokens >= n_last:
         return ""
     if n_tokens >= n_last - n_last % needs.grid:
@@ -202,5 +202,5 @@ def _next_was_evicted(tree: Tree, way: Walk) -> bool:
     """
     last = way.node(len(way.path))
     n = way.block if way.n_shared > last.end else 1
-    tokens = way.text.tokens[last.end : last.end + n]
-    return len(tokens) == n and tree.was_evicted(last, tokens)
+    tokens = way.tokens.tokens[last.end : last.end + n]
+    return len(tokens) == n and tree.evicted.had(last, tokens)

@@ -17,7 +17,7 @@ from firn.cache.parts import Needs
 from firn.cache.storage.container import Header, Label, TensorSpec
 from firn.cache.storage.io import Entry
 from firn.cache.storage.places import Places
-from firn.cache.tree import Node, Record, Root, Text, Tree
+from firn.cache.tree import Node, PackedTokens, Record, Root, Tree
 from firn.core.keys import Key, KeyTokens, root_key
 from firn.core.values import Namespace
 
@@ -141,19 +141,21 @@ class Catalogue:
 
     def place(self, root: Root, entry: Entry) -> Node | None:
         """The node of a stored record; None if its parent is not there, or it is not what it says."""
-        label, text = entry.label, entry.text
+        label, tokens = entry.label, entry.tokens
         if label.start == 0:
-            return self._path(root, text, label.key)
+            return self._path(root, tokens, label.key)
         parent = self._tree.find(label.parent)
         if parent is None or parent.root is not root or parent.end != label.start:
             return None
-        return self._tree.child(parent, text, 0, len(text), key=label.key)
+        return self._tree.child(parent, tokens, 0, len(tokens), key=label.key)
 
-    def _path(self, root: Root, text: Text, key: Key) -> Node | None:
+    def _path(self, root: Root, tokens: PackedTokens, key: Key) -> Node | None:
         """The node at the end of tokens that begin at 0, through whole blocks."""
         node: Node = root
-        for start in range(0, len(text), self._identity.block):
-            node = self._tree.child(node, text, start, min(start + self._identity.block, len(text)))
+        for start in range(0, len(tokens), self._identity.block):
+            node = self._tree.child(
+                node, tokens, start, min(start + self._identity.block, len(tokens))
+            )
         if node.key == key:
             return node
         self._tree.prune(node)

@@ -342,7 +342,7 @@ class Below:
         lent = self._lent.pop(record)
         if isinstance(result, Stored):
             self._tree.set_stored(record, self.number)
-            self.touch(self._tree.stamped(record, lent.stamp))  # it may have been used since
+            self.touch(self._tree.order.note(record, lent.stamp))  # it may have been used since
             return Written(record, result.evicted)
         self._tree.set_writing(record, self.number, on=False)
         if isinstance(result, TierFault):

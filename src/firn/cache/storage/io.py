@@ -33,7 +33,7 @@ from firn.cache.storage.seal import Seal
 from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import Gone, Seen, Stored, Tier, Usage
 from firn.cache.tiers._health import Tally
-from firn.cache.tree import Text
+from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 
 log = logging.getLogger("firn.cache")
@@ -58,7 +58,7 @@ class Entry:
     nbytes: int
     used_at: float
     """Unix time."""
-    text: Text
+    tokens: PackedTokens
     """Its tokens, to be looked for in the tree."""
 
     @property
@@ -300,7 +300,7 @@ class TierIo:
             tag = label_of(seen, more=lambda n: self._tier.read(seen.name, n), seal=self._seal)
             if not isinstance(tag, Label):
                 raise Locked
-            return Entry(tag, seen.nbytes, seen.used_at, Text(tag.tokens))
+            return Entry(tag, seen.nbytes, seen.used_at, PackedTokens(tag.tokens))
         except Foreign:
             self._foreign.add(seen.name)
         except Damaged as e:

@@ -1,17 +1,20 @@
-"""The tree of all known prefixes, in every namespace. The only place that knows chains of blocks.
+"""The tree of all known prefixes. The only package that knows chains, and that writes nodes and records.
 
-    nodes.py     Node (a block), Record (one part of its state), Root (where a namespace begins)
-    children.py  a node's children in the order of their tokens: finds the longest common prefix
-    tree.py      Tree: the only writer of a node's and a record's fields
-    announce.py  what the tree tells whoever wants to know which blocks there are
+    nodes.py      Node (a block), Record (one part of its state), Root (where a namespace begins)
+    children.py   a node's children, sorted: finds what shares most with a prompt
+    tree.py       Tree: nodes and records come, move, are leased and pinned, and go
+    order.py      which record is evicted first, in memory and in tiers
+    lifetimes.py  nodes that expire, and what is remembered of those that were evicted
+    announce.py   what a listener is told of blocks that come and go
 
-Pure Python and NumPy: payloads are opaque here.
+No MLX: payloads are opaque here.
 """
 
 from firn.cache.tree.announce import Announcement, Announcer, Cleared, Removed, StoredBlock
-from firn.cache.tree.children import Text, tokens_of
-from firn.cache.tree.nodes import Held, InRow, Mark, Node, Record, Root
-from firn.cache.tree.tree import BLOCK_S, DAY_S, Tree
+from firn.cache.tree.children import PackedTokens, unpacked
+from firn.cache.tree.nodes import InRow, Mark, Node, Record, Root, Totals
+from firn.cache.tree.order import BLOCK_S, DAY_S
+from firn.cache.tree.tree import Tree
 
 __all__ = [
     "BLOCK_S",
@@ -19,15 +22,15 @@ __all__ = [
     "Announcement",
     "Announcer",
     "Cleared",
-    "Held",
     "InRow",
     "Mark",
     "Node",
+    "PackedTokens",
     "Record",
     "Removed",
     "Root",
     "StoredBlock",
-    "Text",
+    "Totals",
     "Tree",
-    "tokens_of",
+    "unpacked",
 ]

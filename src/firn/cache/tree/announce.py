@@ -1,4 +1,4 @@
-"""What the tree tells those who want to know which blocks a server has. Plain values."""
+"""What the tree tells a listener about the blocks that this server has. Plain values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from firn.core.keys import Key
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A whole block can be resumed from here. parent None: it is the first. text: as in a node."""
+    """A prompt can resume from a whole block here. parent None: it is the first of its chain."""
 
     key: Key
     parent: Key | None
-    text: bytes
+    packed: bytes
     width: int
+    """Bytes of each token in `packed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing is left of what was announced so far."""
+    """Nothing is left of what was announced before."""
 
 
 Announcement = StoredBlock | Removed | Cleared

@@ -1,8 +1,8 @@
-"""The children of one node, in the order of their tokens.
+"""The children of one node, sorted by their tokens.
 
-Among strings in dictionary order, those that share most with a given one lie next to where it would
-stand. So what a prompt shares with any of 20,000 siblings is found by a few comparisons: cost by what
-matches, not by what is stored.
+In a sorted list of strings, those that share most with a given string stand next to where it would be
+inserted. So the child that shares most with a prompt is found by a few comparisons, also among 20,000
+siblings: the cost depends on what matches, not on what is stored.
 
 Owner: the tree.
 """
@@ -22,49 +22,49 @@ NARROW, WIDE = 4, 8
 _DTYPE = {NARROW: ">u4", WIDE: ">u8"}
 
 
-class Text:
-    """Key tokens as bytes that sort like them, made once for many comparisons."""
+class PackedTokens:
+    """Key tokens as bytes that sort as the tokens do, packed once for many comparisons."""
 
-    __slots__ = ("_bytes", "_wide_at", "tokens")
+    __slots__ = ("_packed", "_wide_at", "tokens")
 
     def __init__(self, tokens: KeyTokens) -> None:
         self.tokens = tokens
         self._wide_at: list[int] = np.flatnonzero(tokens >> np.uint64(32)).tolist()
-        """Where tokens are that need 64 bits."""
+        """Positions of tokens that need 64 bits."""
         low = tokens & np.uint64(0xFFFFFFFF) if self._wide_at else tokens
-        self._bytes = {NARROW: low.astype(_DTYPE[NARROW]).tobytes()}
+        self._packed = {NARROW: low.astype(_DTYPE[NARROW]).tobytes()}
         if self._wide_at:
-            self._bytes[WIDE] = tokens.astype(_DTYPE[WIDE]).tobytes()
+            self._packed[WIDE] = tokens.astype(_DTYPE[WIDE]).tobytes()
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def cut(self, start: int, end: int, width: int) -> bytes:
-        """Tokens [start, end); in narrow form only those before the first that needs more."""
+        """Tokens [start, end) at this width; a narrow cut ends before the first wide token."""
         if self._wide_at and width == NARROW:
             i = bisect_left(self._wide_at, start)
             end = min(end, self._wide_at[i]) if i < len(self._wide_at) else end
-        if width not in self._bytes:
+        if width not in self._packed:
             return self.tokens[start:end].astype(_DTYPE[width]).tobytes()
-        return self._bytes[width][start * width : end * width]
+        return self._packed[width][start * width : end * width]
 
-    def stored(self, start: int, end: int) -> tuple[bytes, int]:
-        """Tokens [start, end) in the narrowest form that holds them, and its width."""
+    def narrowest(self, start: int, end: int) -> tuple[bytes, int]:
+        """Tokens [start, end) at the smallest width that holds them, and that width."""
         narrow = self.cut(start, end, NARROW)
         if len(narrow) == (end - start) * NARROW:
             return narrow, NARROW
         return self.cut(start, end, WIDE), WIDE
 
 
-def tokens_of(text: bytes, width: int) -> KeyTokens:
-    return np.frombuffer(text, dtype=_DTYPE[width]).astype(np.uint64)
+def unpacked(packed: bytes, width: int) -> KeyTokens:
+    return np.frombuffer(packed, dtype=_DTYPE[width]).astype(np.uint64)
 
 
 class Child(Protocol):
-    """`text`: its tokens, each of `width` bytes."""
+    """`packed`: its tokens, each of `width` bytes."""
 
     @property
-    def text(self) -> bytes: ...
+    def packed(self) -> bytes: ...
 
     @property
     def width(self) -> int: ...
@@ -81,7 +81,7 @@ class Children(Generic[C]):
     def __init__(self) -> None:
         self._children: list[C] = []
         self._width = NARROW
-        """That of the widest child: all are compared in it."""
+        """The widest child's: all are compared at this width."""
 
     def __len__(self) -> int:
         return len(self._children)
@@ -100,21 +100,18 @@ class Children(Generic[C]):
         assert self._children[i] is child
         del self._children[i]
 
-    def get(self, text: Text, start: int, end: int) -> C | None:
-        """The child with exactly these tokens."""
-        wanted = text.cut(start, end, self._width)
+    def get(self, tokens: PackedTokens, start: int, end: int) -> C | None:
+        """The child with exactly tokens [start, end)."""
+        wanted = tokens.cut(start, end, self._width)
         if len(wanted) != (end - start) * self._width:
             return None
         i = self._place(wanted)
         there = i < len(self._children) and self._key(self._children[i]) == wanted
         return self._children[i] if there else None
 
-    def closest(self, text: Text, start: int) -> Iterator[tuple[C, int]]:
-        """Children that share at least a token with the text from `start` on, with how many.
-
-        Most shared first.
-        """
-        wanted = text.cut(start, len(text), self._width)
+    def closest(self, tokens: PackedTokens, start: int) -> Iterator[tuple[C, int]]:
+        """Children that share tokens from `start` on, with how many; those that share most first."""
+        wanted = tokens.cut(start, len(tokens), self._width)
         right = self._place(wanted)
         left = right - 1
         n_left, n_right = self._shared(left, wanted), self._shared(right, wanted)
@@ -128,23 +125,23 @@ class Children(Generic[C]):
                 left -= 1
                 n_left = self._shared(left, wanted)
 
-    def prefixes(self, text: Text, start: int, end: int) -> Iterator[C]:
-        """Children that tokens [start, end) begin with, longest first."""
-        wanted = text.cut(start, end, self._width)
+    def prefixes(self, tokens: PackedTokens, start: int, end: int) -> Iterator[C]:
+        """Children that are a prefix of tokens [start, end), the longest first."""
+        wanted = tokens.cut(start, end, self._width)
         while wanted:
             i = self._place(wanted)
             if i < len(self._children) and self._key(self._children[i]) == wanted:
                 yield self._children[i]
                 n = len(wanted) // self._width - 1
             else:
-                # A prefix of the text sorts before it, and so shares all of its tokens with every
-                # string between the two: it is no longer than what the neighbour shares.
+                # A prefix of `wanted` sorts before it and shares all of its tokens with every string
+                # between the two, so it is no longer than what the left neighbour shares.
                 n = self._shared(i - 1, wanted)
             wanted = wanted[: n * self._width]
 
-    def longer(self, text: Text, start: int, end: int) -> Iterator[C]:
-        """Children that begin with tokens [start, end), the child with exactly these among them."""
-        wanted = text.cut(start, end, self._width)
+    def extensions(self, tokens: PackedTokens, start: int, end: int) -> Iterator[C]:
+        """Children that begin with tokens [start, end), one with exactly these included."""
+        wanted = tokens.cut(start, end, self._width)
         if len(wanted) != (end - start) * self._width:
             return
         for i in range(self._place(wanted), len(self._children)):
@@ -154,14 +151,14 @@ class Children(Generic[C]):
 
     def _key(self, child: C) -> bytes:
         if child.width == self._width:
-            return child.text
-        return tokens_of(child.text, child.width).astype(_DTYPE[self._width]).tobytes()
+            return child.packed
+        return unpacked(child.packed, child.width).astype(_DTYPE[self._width]).tobytes()
 
     def _place(self, wanted: bytes) -> int:
         return bisect_left(self._children, wanted, key=self._key)
 
     def _shared(self, i: int, wanted: bytes) -> int:
-        """Tokens that the i-th child and these begin with alike; 0 where there is no such child."""
+        """How many tokens the i-th child shares with these; 0 where there is no such child."""
         if not 0 <= i < len(self._children):
             return 0
         other = self._key(self._children[i])

@@ -1,11 +1,12 @@
-"""Nodes and records: what the tree of stored prefixes is made of.
+"""What the tree is made of: nodes, their records, and the root of each namespace.
 
-A node is a block of key tokens at one place in one chain of blocks; its key is the chained hash of all
-tokens up to its end. A node with fewer tokens than a block is a tail. A node's records hold parts of the
-model's state for it, in memory, in tiers below, or in both; a node without records is there for those
-below it.
+A node is one block of key tokens in one chain of blocks; its key is the chained hash of all tokens up to
+its end. A node with fewer tokens than a block is a tail. The records of a node hold the parts of the
+model's state that belong to its tokens, in memory, in tiers, or in both. A node without records exists
+only for those below it.
 
-Owner: the tree, which alone writes their fields. Knows nothing of arrays: payloads are opaque.
+The fields are written by this package alone: `Order` writes `stamped`, `Lifetimes` writes `expires_at`,
+`Tree` writes everything else. Payloads are opaque here.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from enum import IntEnum
 from typing import Any
 
 from firn.cache.parts import Part
-from firn.cache.tree.children import NARROW, Children, tokens_of
+from firn.cache.tree.children import NARROW, Children, unpacked
 from firn.core.keys import Key, KeyTokens
 from firn.core.values import Namespace
 
 
 class Mark(IntEnum):
-    """Why a state was kept; the lowest go first when states must be thinned."""
+    """Why a state was kept. When states must be thinned, the lowest marks go first."""
 
     PROMPT_END = 0
     REPLY_END = 1
@@ -34,7 +35,7 @@ class Mark(IntEnum):
 
 
 class Record:
-    """One part of one node, wherever it lies."""
+    """One part of one node's state, wherever it lies."""
 
     __slots__ = (
         "arrays", "leaving", "mark", "n_leases", "nbytes", "node", "part", "stored", "writing",
@@ -46,28 +47,29 @@ class Record:
         self.nbytes = nbytes
         self.mark = mark
         self.arrays: Any = None
-        """What memory holds of it: arrays of its own, or an `InRow`; None when it is not there."""
+        """What memory holds: a payload of its own, or an `InRow`; None when memory has nothing."""
         self.leaving = False
-        """Memory has let go of it, but a tier that is to have it has not got all of it yet."""
+        """Evicted, but its arrays stay until every tier that should have it has written it."""
         self.n_leases = 0
         """Requests that are about to resume from it."""
         self.stored = 0
         """Tiers that have it: one bit each, in the order of the configuration."""
         self.writing = 0
-        """Tiers that it is on its way to, likewise."""
+        """Tiers that are writing it: likewise."""
 
     @property
     def alive(self) -> bool:
-        """Still in the tree."""
+        """It is still its node's record."""
         return self.node.records.get(self.part) is self
 
     @property
     def obtainable(self) -> bool:
+        """Memory or a tier has it."""
         return self.arrays is not None or self.stored != 0
 
 
 class InRow:
-    """A row that holds the content of records in the place of arrays: which records, and their bytes."""
+    """Stands for the arrays of records whose content lies in a row."""
 
     __slots__ = ("nbytes", "records")
 
@@ -86,43 +88,46 @@ class InRow:
 
 class Node:
     __slots__ = (
-        "children", "expires_at", "key", "n_leases", "n_pins", "parent", "records", "reused",
-        "root", "stamped", "start", "text", "used_at", "width",
+        "children", "expires_at", "key", "n_leases", "n_pins", "packed", "parent", "records",
+        "reused", "root", "stamped", "start", "used_at", "width",
     )  # fmt: skip
 
     root: Root
 
-    def __init__(self, key: Key, parent: Node | None, start: int, text: bytes, width: int) -> None:
+    def __init__(
+        self, key: Key, parent: Node | None, start: int, packed: bytes, width: int
+    ) -> None:
+        """packed: its tokens, each of `width` bytes (see `PackedTokens`)."""
         self.key = key
         self.parent = parent
         self.start = start
-        self.text = text
+        self.packed = packed
         self.width = width
         self.children: Children[Node] = NO_CHILDREN
         self.records: dict[Part, Record] = {}
         self.n_leases = 0
-        """Of this node and of all below it."""
+        """On this node and on all below it."""
         self.n_pins = 0
         """Likewise."""
         self.used_at = 0.0
-        """By the wall clock, for tiers remember it. Never before a child's."""
+        """By the wall clock, because tiers remember it. Never earlier than a child's."""
         self.stamped = -math.inf
-        """The stamp that tiers were told for its chain: always a step above a child's."""
+        """The highest stamp that tiers were given for its chain: always a step above a child's."""
         self.expires_at = math.inf
         self.reused = False
-        """Somebody has resumed from it, or from something below it."""
+        """Somebody has resumed from it, or from a node below it."""
 
     @property
     def tokens(self) -> KeyTokens:
-        return tokens_of(self.text, self.width)
+        return unpacked(self.packed, self.width)
 
     @property
     def n_tokens(self) -> int:
-        return len(self.text) // self.width
+        return len(self.packed) // self.width
 
     @property
     def end(self) -> int:
-        return self.start + len(self.text) // self.width
+        return self.start + len(self.packed) // self.width
 
     def path(self) -> Iterator[Node]:
         """This node and those above it, without the root."""
@@ -131,8 +136,8 @@ class Node:
             yield node
             node = node.parent
 
-    def up(self) -> Iterator[Node]:
-        """Likewise, with the root."""
+    def path_to_root(self) -> Iterator[Node]:
+        """This node and those above it, the root included."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -140,12 +145,12 @@ class Node:
 
 
 NO_CHILDREN: Children[Node] = Children()
-"""Of every node that has none."""
+"""Shared by all nodes that have none: most nodes are leaves, and an empty list costs memory."""
 
 
 @dataclass(eq=False)
-class Held:
-    """Bytes and records in one place, by part."""
+class Totals:
+    """Bytes and numbers of the records in one place, by part."""
 
     nbytes: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
     n_records: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
@@ -154,15 +159,10 @@ class Held:
         self.nbytes[record.part] += sign * record.nbytes
         self.n_records[record.part] += sign
 
-    def add(self, other: Held) -> None:
+    def add(self, other: Totals, *, sign: int = +1) -> None:
         for part in Part:
-            self.nbytes[part] += other.nbytes[part]
-            self.n_records[part] += other.n_records[part]
-
-    def subtract(self, other: Held) -> None:
-        for part in Part:
-            self.nbytes[part] -= other.nbytes[part]
-            self.n_records[part] -= other.n_records[part]
+            self.nbytes[part] += sign * other.nbytes[part]
+            self.n_records[part] += sign * other.n_records[part]
 
     @property
     def total_nbytes(self) -> int:
@@ -174,7 +174,10 @@ class Held:
 
 
 class Root(Node):
-    """Where one namespace's prefixes begin, with what is held of them; thinned prompts have others."""
+    """Where the prefixes of one namespace begin, with the totals of its records.
+
+    A namespace has one root for whole prompts, and one for each way in which prompts are thinned.
+    """
 
     __slots__ = ("cleared_at", "memory", "n_stored_tokens", "namespace", "pinned", "tiers")
 
@@ -182,17 +185,17 @@ class Root(Node):
         super().__init__(key, None, 0, b"", NARROW)
         self.root = self
         self.namespace = namespace
-        self.memory = Held()
-        self.tiers = [Held() for _ in range(n_tiers)]
+        self.memory = Totals()
+        self.tiers = [Totals() for _ in range(n_tiers)]
         self.n_stored_tokens = 0
-        """Of nodes that have records."""
+        """Tokens of nodes that have records."""
         self.pinned: set[Node] = set()
         """The ends of pinned prefixes."""
         self.cleared_at = -math.inf
-        """Wall clock. What was written before is to be deleted, whoever finds it."""
+        """Wall clock. Records that were written earlier are to be deleted wherever they turn up."""
 
     @property
     def pinned_nbytes(self) -> int:
-        """Of all records of pinned prefixes, wherever they lie."""
+        """Bytes of all records of pinned prefixes, wherever they lie."""
         nodes = {n for end in self.pinned for n in end.path()}
         return sum(r.nbytes for n in nodes for r in n.records.values())
