@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.cache.arrays.payload import Payload
 from firn.cache.parts import Part
-from firn.cache.planning.match import points, walk
+from firn.cache.planning.match import Walk, resume_points
 from firn.cache.prefix import PrefixTree
 from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import key_tokens
@@ -125,8 +125,8 @@ def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
         began = time.process_time()
         text = PackedTokens(key_tokens(prompt.ids))
         middle = time.process_time()
-        way = walk(cache.records.tree, root, text)
-        match = next(points(way, needs, have))
+        way = Walk.of(cache.records.tree, root, text)
+        match = next(resume_points(way, needs, have))
         match_s.append(time.process_time() - middle)
         keys_s.append(middle - began)
     return Times(1e3 * statistics.median(keys_s), 1e3 * statistics.median(match_s), match.n_tokens)

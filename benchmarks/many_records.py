@@ -236,7 +236,7 @@ def pauses(n_records: int) -> dict[str, list[float]]:
     garbage = Garbage()
 
     def learn(some: Sequence[Entry]) -> None:
-        records.note(tier, Seen(some))
+        records.apply(tier, Seen(some))
         garbage.keep()
 
     entries = _entries(root, n_records)
@@ -247,8 +247,8 @@ def pauses(n_records: int) -> dict[str, list[float]]:
     gc.collect()
     found["a full collection, were it not put off"] = [time.thread_time() - began]
     timed("clear", lambda: records.clear(None))
-    while records._trash:
-        timed("let go of a batch", records._empty_trash)
+    while records._cleared:
+        timed("let go of a batch", records._forget_cleared)
     return found
 
 

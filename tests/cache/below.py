@@ -13,21 +13,21 @@ DEADLINE_S = 60.0
 def on_its_way(harness: Harness) -> dict[str, int]:
     """Everything that must be nought when nobody asks anything. On the engine thread."""
     cache, health, io = harness.cache, harness.engine.health(), harness.io.threads
-    (below,) = cache.records.tiers
+    (tier,) = cache.records.tiers
     found = {
         "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
         "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
         "cursors that race": len(cache._racing),
-        "loads": len(below._loading),
-        "records to spill": len(below._to_spill),
+        "loads": len(tier._loading),
+        "records to spill": len(tier._to_spill),
         "records being written": sum(r.writing != 0 for r in records_of(cache)),
         "leases": n_leases(cache),
         "pins": sum(n.n_pins for n in cache.records.tree.nodes()),
         "orders": io.n_pending,
         "queued bytes": io.write_nbytes,
         "records that leave": cache.records.tree.leaving_nbytes,
-        "a scan": int(below.scanning),
-        "results": below._results.qsize(),
+        "a scan": int(tier.scanning),
+        "results": tier._results.qsize(),
     }
     return {what: n for what, n in found.items() if n}
 

@@ -346,13 +346,17 @@ def check_books(tree: PrefixTree) -> None:
     for record in held:
         assert isinstance(record.arrays, InRow) or record.arrays.nbytes == record.nbytes
     for pages in tree.records.rows.every():
-        assert set(pages.records) == {r for r in every if r.arrays is pages} or tree.records._trash
+        assert (
+            set(pages.records) == {r for r in every if r.arrays is pages} or tree.records._cleared
+        )
         assert pages.nbytes == sum(r.nbytes for r in pages.records)
         assert pages.end == max((r.node.end for r in pages.records), default=0)
     for tier, counted in enumerate(inner.tiers):
         _check_held(counted, [r for r in every if r.stored >> tier & 1])
     leaving = sum(r.nbytes for r in every if r.leaving)
-    assert inner.leaving_nbytes == leaving or tree.records._trash, "what is cleared may be leaving"
+    assert inner.leaving_nbytes == leaving or tree.records._cleared, (
+        "what is cleared may be leaving"
+    )
     for root in inner.roots():
         own = [r for n in inner.subtree(root) for r in n.records.values()]
         _check_held(root.memory, [r for r in own if r.arrays is not None and not r.leaving])

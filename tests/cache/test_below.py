@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from firn.cache.parts import Part
-from firn.cache.storage import client as below
+from firn.cache.storage import client
 from firn.cache.storage.container import Header, Name
+from firn.cache.storage.events import ReadFailed, ScanBatch
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
 from firn.cache.storage.io import Changes
 from firn.cache.storage.threads import Done
@@ -79,7 +80,7 @@ class SickIo:
 
 def settled(lab: LabEngine, now: list[float]) -> None:
     """Long enough for a retry, and steps enough to hear of it."""
-    now[0] += below.RESCAN_S + 1
+    now[0] += client.RESCAN_S + 1
     for _ in range(8):
         lab.between_steps(partial(lab.cache.tick, EngineLoad.NONE))  # type: ignore[union-attr]
 
@@ -151,7 +152,7 @@ class ManyIo(SickIo):
     def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
         def tell() -> None:
             for _ in range(N_BATCHES):
-                if self.n_told == below.MAX_BATCHES:
+                if self.n_told == client.MAX_BATCHES:
                     self.is_held_up.set()
                 batch([])
                 self.n_told += 1
@@ -164,11 +165,11 @@ class ManyIo(SickIo):
 N_BATCHES = 1000
 
 
-def opened() -> tuple[ManyIo, below.Below]:
+def opened() -> tuple[ManyIo, client.TierClient]:
     cache, io = tree(DENSE, block=BLOCK), ManyIo()
     inner = cache.records
-    made = below.Below(
-        "many", io, inner.tree, inner.catalogue, stamp=inner.tree.stamp, wake=lambda: None
+    made = client.TierClient(
+        "many", io, inner.tree, inner.catalogue, stamp=inner.tree.order.stamp, wake=lambda: None
     )
     made.scan()
     assert io.is_held_up.wait(20.0)
@@ -177,10 +178,10 @@ def opened() -> tuple[ManyIo, below.Below]:
 
 def test_a_scan_waits_for_an_engine_that_has_no_time() -> None:
     io, made = opened()
-    assert io.n_told <= below.MAX_BATCHES, "the rest would lie about in memory"
+    assert io.n_told <= client.MAX_BATCHES, "the rest would lie about in memory"
     n_seen = 0
     while made.scanning:
-        n_seen += sum(isinstance(n, below.Seen) for n in made.take_results(math.inf, wait_s=5.0))
+        n_seen += sum(isinstance(n, ScanBatch) for n in made.take_results(math.inf, wait_s=5.0))
     assert n_seen == N_BATCHES
     io.thread.join()
 
@@ -196,10 +197,8 @@ def test_what_was_read_comes_before_what_a_scan_tells() -> None:
     io, made = opened()
     root = made._catalogue.root(Namespace(""))
     node = made._tree.child(root, PackedTokens(np.zeros(8, np.uint64)), 0, 8)
-        made._catalogue.root(Namespace("")), PackedTokens(np.zeros(8, np.uint64)), 0, 8
-    )
     record = made._tree.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
     made._done(partial(made._was_read, record), is_urgent=True)(Missing())
-    assert isinstance(next(made.take_results(math.inf)), below.Lost)
+    assert isinstance(next(made.take_results(math.inf)), ReadFailed)
     made.close()
     io.thread.join(20.0)

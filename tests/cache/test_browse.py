@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.cache.admin.control import CacheAdmin, browse
+from firn.cache.admin import browse
+from firn.cache.admin.control import CacheAdmin
 from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
@@ -104,15 +105,17 @@ def test_a_large_tree_is_read_in_slices(cache: PrefixTree) -> None:
     for i, j in itertools.product(range(100), range(25)):
         store(cache, [i + 1, 7, 7, 7, j + 1, 8, 8, 8, 9, 9, 9, 9, 1, i + 1, j + 1, 2])
     ticking = itertools.count(step=browse.SLICE_S)
-    reader = browse.TreeReader(None, None, with_tokens=False, clock=lambda: next(ticking))
+    reader = browse.TreeReader(
+        None, None, limit=600, with_tokens=False, clock=lambda: next(ticking)
+    )
     n_slices, most, before = 0, 0, 0
-    while not reader.read(cache):
+    while not reader.step(cache):
         n_slices += 1
-        most = max(most, len(reader._seen) - before)
-        before = len(reader._seen)
+        most = max(most, len(reader._nodes) - before)
+        before = len(reader._nodes)
     assert n_slices > 100
     assert most <= 2 * browse.N_UNCLOCKED, "a slice looks at the clock"
-    found = reader.answer(600)
+    found = reader.answer()
     assert found["nodes"] == 1 + 100 + 3 * 2500
     assert len(found["runs"]) == 600
     assert not found["cut_off"]
@@ -122,13 +125,13 @@ def test_nodes_that_go_while_it_is_read(cache: PrefixTree) -> None:
     store(cache, ONE)
     end = store(cache, TWO)
     ticking = itertools.count(step=1.0)
-    reader = browse.TreeReader(None, None, with_tokens=False, clock=lambda: next(ticking))
-    while len(reader._seen) < 3:
-        reader.read(cache)
+    reader = browse.TreeReader(None, None, limit=10, with_tokens=False, clock=lambda: next(ticking))
+    while len(reader._nodes) < 3:
+        reader.step(cache)
     cache.records.forget(end)
-    while not reader.read(cache):
+    while not reader.step(cache):
         pass
-    assert reader.answer(10)["nodes"] >= 3
+    assert reader.answer()["nodes"] >= 3
 
 
 def test_more_than_anybody_looks_at_is_cut_off(

@@ -117,7 +117,7 @@ def test_another_picture_shares_what_comes_before_it(
 ) -> None:
     cache = tree(DENSE, block=8)
     store(cache, with_pictures((20, 30, CAT)))
-    assert cache.look_up(with_pictures(*spans), Namespace("")).n_shared == n_shared
+    assert cache.probe(with_pictures(*spans), Namespace("")).n_shared == n_shared
 
 
 # --- another process -----------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from firn.cache.parts import Needs, Part
-from firn.cache.planning.match import points, walk
+from firn.cache.planning.match import Walk, resume_points
 from firn.cache.tree import Mark, Node, PackedTokens, Tree
 from firn.core.keys import Key, KeyTokens
 from firn.core.values import Namespace
@@ -29,8 +29,8 @@ def stored(n_tokens: int, *parts: Part) -> Tree:
 
 
 def resumes(tree: Tree, needs: Needs, *unbroken: tuple[int, int]) -> list[int]:
-    way = walk(tree, tree.root(ROOT, EVERYONE), PackedTokens(PROMPT), unbroken=unbroken)
-    return [m.n_tokens for m in points(way, needs, lambda record: True)]
+    way = Walk.of(tree, tree.root(ROOT, EVERYONE), PackedTokens(PROMPT), unbroken=unbroken)
+    return [m.n_tokens for m in resume_points(way, needs, lambda record: True)]
 
 
 def resume(tree: Tree, needs: Needs, *unbroken: tuple[int, int]) -> int:

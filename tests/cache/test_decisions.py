@@ -98,9 +98,9 @@ def settle(lab: LabEngine) -> None:
     until = time.monotonic() + WAIT_S
 
     def left() -> bool:
-        (below,) = lab.tree.records.tiers
+        (tier,) = lab.tree.records.tiers
         lab.tree.tick(EngineLoad.NONE)
-        return not below.idle or any(r.writing for r in records_of(lab.tree))
+        return not tier.idle or any(r.writing for r in records_of(lab.tree))
 
     while lab.between_steps(left):
         assert time.monotonic() < until
@@ -348,7 +348,7 @@ def test_what_is_cleared_during_the_first_scan_does_not_come_back(tmp_path: Path
 def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
     """The look-up touches a few children, however many there are."""
     cache = tree(DENSE, block=BLOCK)
-    from firn.cache.planning.match import walk
+    from firn.cache.planning.match import Walk
     from firn.cache.tree import Mark, PackedTokens
 
     inner, root = cache.records.tree, cache.records.catalogue.root(Namespace(""))
@@ -366,7 +366,7 @@ def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
 
     type(root.children)._key = key  # type: ignore[method-assign,assignment]
     try:
-        walk(inner, root, PackedTokens(np.arange(40, dtype=np.uint64)))
+        Walk.of(inner, root, PackedTokens(np.arange(40, dtype=np.uint64)))
     finally:
         type(root.children)._key = real  # type: ignore[method-assign]
     assert looked < 60

@@ -172,7 +172,7 @@ def taught() -> Estimates:
 
 def test_the_next_process_knows_what_this_one_learned() -> None:
     known, later = taught(), Estimates()
-    later.take_kept(json.loads(json.dumps(known.to_keep())))
+    later.restore(json.loads(json.dumps(known.to_save())))
     assert later.knows_prefill
     assert later.knows_tier("ssd")
     for end in (100, 5000, 30_000):
@@ -180,12 +180,12 @@ def test_the_next_process_knows_what_this_one_learned() -> None:
     for nbytes in (1000, 100 * MB):
         assert later.tiers["ssd"].load_s(nbytes) == known.tiers["ssd"].load_s(nbytes)
     assert later.engine_s(MB) == known.engine_s(MB)
-    assert later.to_keep() == known.to_keep()
+    assert later.to_save() == known.to_save()
 
 
 def test_what_was_kept_is_thrown_away_when_it_contradicts_what_is_seen() -> None:
     later = Estimates()
-    later.take_kept(taught().to_keep())
+    later.restore(taught().to_save())
     later.saw_prefill(0, 256, 256 * 1e-5)  # a hundred times as fast: another machine
     assert later.prefill_s(0, 256 * 60) == pytest.approx(256 * 60 * 1e-5)
     later.saw_load("ssd", 100 * MB, 20.0)
@@ -194,7 +194,7 @@ def test_what_was_kept_is_thrown_away_when_it_contradicts_what_is_seen() -> None
 
 def test_what_agrees_with_what_was_kept_is_weighed_with_it() -> None:
     later = Estimates()
-    later.take_kept(taught().to_keep())
+    later.restore(taught().to_save())
     later.saw_load("ssd", 100 * MB, 0.3)
     assert later.tiers["ssd"].load_s(100 * MB) == pytest.approx(0.2, rel=0.01), "the lower of two"
 
@@ -202,7 +202,7 @@ def test_what_agrees_with_what_was_kept_is_weighed_with_it() -> None:
 @pytest.mark.parametrize("wrong", [{}, {"whole": "x"}, {"whole": 1, "depths": [[1, -1]]}])
 def test_nonsense_is_not_taken(wrong: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        Estimates().take_kept(wrong)
+        Estimates().restore(wrong)
 
 
 def test_what_is_known_is_shown() -> None:

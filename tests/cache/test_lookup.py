@@ -145,12 +145,12 @@ def server(
 
 def settle(lab: LabEngine) -> None:
     """Until everything that is to be read or written is."""
-    (below,) = lab.tree.records.tiers
+    (tier,) = lab.tree.records.tiers
     until = time.monotonic() + WAIT_S
 
     def is_busy() -> bool:
         writing = any(r.writing for n in lab.tree.records.tree.nodes() for r in n.records.values())
-        return bool(below._to_spill or below._loading or writing or below._results.qsize())
+        return bool(tier._to_spill or tier._loading or writing or tier._results.qsize())
 
     while lab.between_steps(is_busy):
         assert time.monotonic() < until
@@ -283,7 +283,7 @@ def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
 def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("firn.cache.records.N_ELSEWHERE", 20)
+    monkeypatch.setattr("firn.cache.storage.index.N_ONLY_IN_STORES", 20)
     store = DictStore()
     with server(DENSE, store, limit_nbytes=1 << 12) as lab:
         for i in range(12):

@@ -173,7 +173,7 @@ def test_pages_take_their_node_along() -> None:
     cache = memory(HYBRID, 1000)
     put(cache, [1])
     put(cache, [1], Part.STATE)
-    cache.records.lose(node_of(cache, [1]).records[Part.PAGES])
+    cache.records.index.lose(node_of(cache, [1]).records[Part.PAGES])
     assert records_of(cache) == []
     assert list(cache.records.tree.nodes()) == []
 

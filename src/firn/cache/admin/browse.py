@@ -1,8 +1,8 @@
-"""The tree of stored prefixes, for people who look at it: read in slices, shown in runs.
+"""The tree as people browse it: read in slices, shown in runs.
 
-A run is a row of blocks without a branch. Nodes are read on the engine thread a slice at a time, so that
-no step waits for a large tree; what changes meanwhile is seen as it was or as it is. Runs are made of
-what was read on any other thread.
+A run is a sequence of blocks without a branch. Nodes are read on the engine thread a slice at a time, so
+that no step waits for a large tree; a node that changes meanwhile is shown as it was or as it is. The
+runs are made on another thread, from what was read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -22,20 +22,20 @@ from firn.core.keys import Key
 from firn.core.values import Namespace
 
 SLICE_S = 0.001
-"""So long a slice may keep the engine."""
+"""How long a slice may keep the engine."""
 N_UNCLOCKED = 16
-"""Nodes that are read between two looks at the clock."""
+"""Nodes that are read before the clock is asked again."""
 MAX_NODES = 1 << 16
-"""More are not read: the rest is told of as cut off."""
+"""The most that are read; the answer says that the rest was cut off."""
 N_SHOWN_TOKENS = 48
-"""Of a run's beginning, where its text may be shown."""
+"""Tokens at the beginning of a run, where its text may be shown."""
 N_FORGOTTEN = 64
-"""Nodes that are forgotten in a slice: each may delete files."""
+"""Nodes that are forgotten in one slice: each may delete files."""
 
 
 @dataclass(slots=True)
-class Glimpse:
-    """A node as it was when it was read. parent: its place in the list, -1 for none."""
+class NodeView:
+    """A node as it was when it was read. parent: its index in the list, -1 for none."""
 
     key: Key
     parent: int
@@ -43,15 +43,15 @@ class Glimpse:
     end: int
     nbytes: int
     places: tuple[int, ...]
-    """Of these bytes, those in each place: memory, then the tiers. One may lie in several."""
+    """The bytes that memory has, then each tier. A record may lie in several places."""
     used_at: float
     n_pins: int
     n_leases: int
     namespace: Namespace | None
-    """Of a root; None for all others."""
+    """A root's; None for other nodes."""
     head: tuple[int, ...]
     """Its first tokens."""
-    # Below are sums that are made when all is read.
+    # Sums over the subtree, made when all is read.
     n_ends: int = 0
     n_nodes: int = 0
     total: int = 0
@@ -60,40 +60,43 @@ class Glimpse:
 
 
 class TreeReader:
-    """One look at a tree. Owner: whoever asks; `read` on the engine thread, then `answer` anywhere."""
+    """Implements TreeQuery. Owner: whoever asks; `step` on the engine thread, then `answer` anywhere."""
 
     def __init__(
         self,
         namespace: Namespace | None,
         node: Key | None,
         *,
+        limit: int,
         with_tokens: bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """namespace: the only one to be shown; None: all. node: the run with this node is the top."""
+        """namespace: the only one to show; None: all. node: begin with the run that contains it.
+
+        limit: the most runs to show, those that hold most first.
+        """
         self._namespace = namespace
         self._node = node
+        self._limit = limit
         self._with_tokens = with_tokens
         self._clock = clock
         self._todo: deque[tuple[Node, int]] | None = None
-        self._seen: list[Glimpse] = []
+        self._nodes: list[NodeView] = []
         self._head: dict[str, Any] = {"enabled": True}
         self.is_known = True
-        """There is such a node, and the caller may see it."""
 
-    def read(self, cache: PrefixTree) -> bool:
-        """A slice; whether there is no more to read."""
+    def step(self, cache: PrefixTree) -> bool:
         until = self._clock() + SLICE_S
         if self._todo is None:
             self._begin(cache)
         todo = self._todo
         assert todo is not None
-        while todo and len(self._seen) < MAX_NODES:
+        while todo and len(self._nodes) < MAX_NODES:
             for _ in range(min(N_UNCLOCKED, len(todo))):
-                self._glimpse(*todo.popleft(), todo)
+                self._read(*todo.popleft(), todo)
             if self._clock() > until:
                 break
-        return not todo or len(self._seen) >= MAX_NODES
+        return not todo or len(self._nodes) >= MAX_NODES
 
     def _begin(self, cache: PrefixTree) -> None:
         records = cache.records
@@ -103,16 +106,16 @@ class TreeReader:
             if self._namespace in (None, root.namespace) and len(root.children)
         ]
         if self._node is not None:
-            found = find(cache, self._node, self._namespace)
-            self.is_known = found is not None
-            tops = [] if found is None else [run_start(found)]
+            node = find(cache, self._node, self._namespace)
+            self.is_known = node is not None
+            tops = [] if node is None else [run_start(node)]
         self._todo = deque((top, -1) for top in tops)
         self._head |= {
             "block_tokens": cache.settings.block,
             "places": [MEMORY, *(tier.name for tier in records.tiers)],
         }
 
-    def _glimpse(self, node: Node, parent: int, todo: deque[tuple[Node, int]]) -> None:
+    def _read(self, node: Node, parent: int, todo: deque[tuple[Node, int]]) -> None:
         is_root = isinstance(node, Root)
         if node.parent is None and not is_root:
             return  # it has gone since
@@ -126,39 +129,39 @@ class TreeReader:
                     places[tier] += record.nbytes
         shown = self._with_tokens and not is_root
         head = tuple(node.tokens[:N_SHOWN_TOKENS].tolist()) if shown else ()
-        number = len(self._seen)
-        self._seen.append(
-            Glimpse(
+        number = len(self._nodes)
+        self._nodes.append(
+            NodeView(
                 node.key, parent, node.start, node.end, nbytes, tuple(places), node.used_at,
                 node.n_pins, node.n_leases, node.namespace if isinstance(node, Root) else None, head,
             )
         )  # fmt: skip
         todo.extend((child, number) for child in node.children)
 
-    def answer(self, limit: int) -> dict[str, Any]:
-        """At most so many runs, those that hold most first; `more` says what is left out below."""
-        seen = self._seen
-        _sum(seen)
-        shown = list(_largest(seen, limit))
+    def answer(self) -> dict[str, Any]:
+        """Of each run, `more` says how much below it is left out."""
+        nodes = self._nodes
+        _sum(nodes)
+        runs = _largest(nodes, self._limit)
         return {
             **self._head,
-            "nodes": len(seen),
+            "nodes": len(nodes),
             "cut_off": bool(self._todo),
-            "runs": [_view(seen, run, self._with_tokens) for run in shown],
+            "runs": [_view(nodes, run, self._with_tokens) for run in runs],
         }
 
 
-def _sum(seen: Sequence[Glimpse]) -> None:
-    """Children come behind their parents in the list, so sums go from its end."""
-    for each in seen:
+def _sum(nodes: Sequence[NodeView]) -> None:
+    """Children come after their parents in the list, so sums are made from its end."""
+    for each in nodes:
         each.n_ends, each.n_nodes, each.total = 0, int(each.namespace is None), each.nbytes
         each.totals, each.children = list(each.places), []
-    for number in range(len(seen) - 1, -1, -1):
-        each = seen[number]
+    for number in range(len(nodes) - 1, -1, -1):
+        each = nodes[number]
         each.n_ends = each.n_ends or 1
         if each.parent < 0:
             continue
-        above = seen[each.parent]
+        above = nodes[each.parent]
         above.children.append(number)
         above.n_ends += each.n_ends
         above.n_nodes += each.n_nodes
@@ -168,41 +171,41 @@ def _sum(seen: Sequence[Glimpse]) -> None:
 
 @dataclass(slots=True)
 class _Run:
-    """Places in the list: a row of nodes without a branch, and the run above it."""
+    """Indices of nodes without a branch, and the run above them."""
 
     nodes: list[int]
     above: _Run | None
     hidden: list[int] = field(default_factory=list)
-    """Where runs begin that are not shown."""
+    """The first nodes of runs below it that are not shown."""
 
 
-def _largest(seen: Sequence[Glimpse], limit: int) -> Iterator[_Run]:
+def _largest(nodes: Sequence[NodeView], limit: int) -> list[_Run]:
     serial = count()
     heap: list[tuple[int, int, int, _Run | None]] = [
-        (-each.total, next(serial), i, None) for i, each in enumerate(seen) if each.parent < 0
+        (-each.total, next(serial), i, None) for i, each in enumerate(nodes) if each.parent < 0
     ]
     heapq.heapify(heap)
-    found: list[_Run] = []
-    while heap and len(found) < limit:
+    runs: list[_Run] = []
+    while heap and len(runs) < limit:
         *_, first, above = heapq.heappop(heap)
         run = _Run([first], above)
-        while len(seen[run.nodes[-1]].children) == 1 and seen[first].namespace is None:
-            run.nodes.append(seen[run.nodes[-1]].children[0])
-        found.append(run)
-        for child in seen[run.nodes[-1]].children:
-            heapq.heappush(heap, (-seen[child].total, next(serial), child, run))
+        while len(nodes[run.nodes[-1]].children) == 1 and nodes[first].namespace is None:
+            run.nodes.append(nodes[run.nodes[-1]].children[0])
+        runs.append(run)
+        for child in nodes[run.nodes[-1]].children:
+            heapq.heappush(heap, (-nodes[child].total, next(serial), child, run))
     for *_, first, above in heap:
         if above is not None:
             above.hidden.append(first)
-    yield from found
+    return runs
 
 
-def _view(seen: Sequence[Glimpse], run: _Run, with_tokens: bool) -> dict[str, Any]:
-    first, last = seen[run.nodes[0]], seen[run.nodes[-1]]
-    own = [seen[i] for i in run.nodes]
+def _view(nodes: Sequence[NodeView], run: _Run, with_tokens: bool) -> dict[str, Any]:
+    first, last = nodes[run.nodes[0]], nodes[run.nodes[-1]]
+    own = [nodes[i] for i in run.nodes]
     view: dict[str, Any] = {
         "node": last.key.hex(),
-        "above": None if run.above is None else seen[run.above.nodes[-1]].key.hex(),
+        "above": None if run.above is None else nodes[run.above.nodes[-1]].key.hex(),
         "start": first.start,
         "end": last.end,
         "bytes": sum(each.nbytes for each in own),
@@ -218,7 +221,7 @@ def _view(seen: Sequence[Glimpse], run: _Run, with_tokens: bool) -> dict[str, An
     if first.namespace is not None:
         view["namespace"] = first.namespace[:8]
     if run.hidden:
-        view["more"] = {"runs": len(run.hidden), "bytes": sum(seen[i].total for i in run.hidden)}
+        view["more"] = {"runs": len(run.hidden), "bytes": sum(nodes[i].total for i in run.hidden)}
     if with_tokens:
         tokens = [token for each in own[:2] for token in each.head]
         view["tokens"] = tokens[:N_SHOWN_TOKENS]
@@ -229,7 +232,7 @@ def _view(seen: Sequence[Glimpse], run: _Run, with_tokens: bool) -> dict[str, An
 
 
 def find(cache: PrefixTree, key: Key, namespace: Namespace | None) -> Node | None:
-    """The node, if it is this namespace's; None for either fault, for they look alike outside."""
+    """The node, if it is this namespace's. Others' nodes look as if they did not exist."""
     records = cache.records
     node = records.tree.find(key)
     if node is None or not records.tree.is_attached(node.root):
@@ -245,18 +248,18 @@ def run_start(node: Node) -> Node:
 
 
 def details(cache: PrefixTree, node: Node) -> dict[str, Any]:
-    """What the prefix that ends here takes, and what it saves whoever asks for it again."""
+    """The size of the prefix that ends here, and how much time it saves when it is asked for again."""
     records = cache.records
     missing: dict[str, int] = {}
     nbytes = 0
     for record in (r for n in node.path() for r in n.records.values()):
         nbytes += record.nbytes
         if record.arrays is None:
-            below = next((tier for tier in records.tiers if tier.has(record)), None)
-            if below is not None:
-                missing[below.name] = missing.get(below.name, 0) + record.nbytes
+            tier = next((tier for tier in records.tiers if tier.has(record)), None)
+            if tier is not None:
+                missing[tier.name] = missing.get(tier.name, 0) + record.nbytes
     compute_s = records.estimates.prefill_s(0, node.end)
-    load_s = sum(records.estimates.load_s(tier, n) for tier, n in missing.items())
+    load_s = sum(records.estimates.load_s(name, n) for name, n in missing.items())
     return {
         "node": node.key.hex(),
         "tokens": node.end,
@@ -273,7 +276,7 @@ def details(cache: PrefixTree, node: Node) -> dict[str, Any]:
 
 
 def unpin_below(cache: PrefixTree, node: Node) -> int:
-    """Let go of every pinned prefix that ends in this run or below; how many there were."""
+    """Unpin every pinned prefix that ends in this run or below it; returns how many there were."""
     first = run_start(node)
     ends = [end for end in node.root.pinned if any(n is first for n in end.path())]
     for end in ends:
@@ -281,8 +284,8 @@ def unpin_below(cache: PrefixTree, node: Node) -> int:
     return len(ends)
 
 
-class Forgetting:
-    """A run and all below it, forgotten a slice at a time. What is pinned or in use stays.
+class SubtreeRemoval:
+    """Implements TreeQuery: forgets a run and all below it. What is pinned or in use stays.
 
     Owner: whoever asks; `step` on the engine thread.
     """
@@ -295,11 +298,11 @@ class Forgetting:
         self.is_known = True
 
     def step(self, cache: PrefixTree) -> bool:
-        """Whether it is done. Leaves go before their parents."""
+        """Leaves go before their parents."""
         if self._todo is None:
-            found = find(cache, self._node, self._namespace)
-            self.is_known = found is not None
-            self._todo = [] if found is None else list(cache.records.tree.subtree(run_start(found)))
+            top = find(cache, self._node, self._namespace)
+            self.is_known = top is not None
+            self._todo = [] if top is None else list(cache.records.tree.subtree(run_start(top)))
         for _ in range(min(N_FORGOTTEN, len(self._todo))):
             node = self._todo.pop()
             if node.n_leases or node.n_pins:

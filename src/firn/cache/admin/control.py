@@ -1,6 +1,6 @@
-"""What people ask of the cache: how full it is, what would hit, pin this, clear that.
+"""What people ask of a running cache: how full it is, what would hit, pin this, clear that.
 
-Functions over the tree, run on the engine thread between two steps. They answer with plain values.
+Functions over the cache, run on the engine thread between two steps. They answer with plain values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from firn.core.keys import Key
 from firn.core.values import Namespace, Prompt
 
 PIN_SHARE = 0.5
-"""Of memory: what may be pinned in all."""
-Run = Callable[[Callable[[Any, dict[str, Any]], Any]], "Future[Any]"]
-"""Runs a function on the engine thread: over the cache, and how admission by memory stands."""
+"""The share of memory that may be pinned in all."""
+Json = dict[str, Any]
+Run = Callable[[Callable[[Any, Json], Any]], "Future[Any]"]
+"""Runs a function on the engine thread; it gets the cache, and how admission by memory stands."""
 
 
 class CacheAdmin:
@@ -33,51 +34,50 @@ class CacheAdmin:
         self._run = run
         self._pin_cap_nbytes = pin_cap_nbytes
 
-    def stats(self, namespace: Namespace | None) -> Future[dict[str, Any]]:
-        def answer(cache: PrefixTree | CacheOff, admission: dict[str, Any]) -> dict[str, Any]:
+    def stats(self, namespace: Namespace | None) -> Future[Json]:
+        def answer(cache: PrefixTree | CacheOff, admission: Json) -> Json:
             if isinstance(cache, CacheOff):
                 return {"enabled": False, "why": cache.why, "admission": admission}
             return {**stats(cache, namespace), "admission": admission}
 
         return self._run(answer)
 
-    def probe(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]:
-        return self._ask(lambda tree: probe(tree, prompt, namespace))
+    def probe(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
+        return self._ask(lambda cache: probe(cache, prompt, namespace))
 
-    def pin(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]:
+    def pin(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
         cap = self._pin_cap_nbytes
-        return self._ask(lambda tree: pin(tree, prompt, namespace, cap_nbytes=cap))
+        return self._ask(lambda cache: pin(cache, prompt, namespace, cap_nbytes=cap))
 
-    def unpin(self, prompt: Prompt, namespace: Namespace) -> Future[dict[str, Any]]:
-        return self._ask(lambda tree: unpin(tree, prompt, namespace))
+    def unpin(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
+        return self._ask(lambda cache: unpin(cache, prompt, namespace))
 
-    def clear(self, namespace: Namespace | None) -> Future[dict[str, Any]]:
-        return self._ask(lambda tree: clear(tree, namespace))
+    def clear(self, namespace: Namespace | None) -> Future[Json]:
+        return self._ask(lambda cache: clear(cache, namespace))
 
     def browse(
         self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
-    ) -> Browsing:
+    ) -> SlicedTreeQuery:
         key = None if node is None else key_of(node)
-        reader = browse.TreeReader(namespace, key, with_tokens=with_tokens)
-        return Browsing(self._run, reader, reader.read, lambda: reader.answer(limit))
+        reader = browse.TreeReader(namespace, key, limit=limit, with_tokens=with_tokens)
+        return SlicedTreeQuery(self._run, reader)
 
-    def forget_node(self, namespace: Namespace | None, node: str) -> Browsing:
-        forgetting = browse.Forgetting(namespace, key_of(node))
-        return Browsing(self._run, forgetting, forgetting.step, forgetting.answer)
+    def forget_node(self, namespace: Namespace | None, node: str) -> SlicedTreeQuery:
+        return SlicedTreeQuery(self._run, browse.SubtreeRemoval(namespace, key_of(node)))
 
-    def node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
+    def node(self, namespace: Namespace | None, node: str) -> Future[Json]:
         return self._ask_node(namespace, node, browse.details)
 
-    def pin_node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
-        def pin(tree: PrefixTree, found: Node) -> dict[str, Any]:
-            pin_end(tree, found, cap_nbytes=self._pin_cap_nbytes)
-            return browse.details(tree, found)
+    def pin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
+        def pin(cache: PrefixTree, end: Node) -> Json:
+            pin_end(cache, end, cap_nbytes=self._pin_cap_nbytes)
+            return browse.details(cache, end)
 
         return self._ask_node(namespace, node, pin)
 
-    def unpin_node(self, namespace: Namespace | None, node: str) -> Future[dict[str, Any]]:
-        def unpin(tree: PrefixTree, found: Node) -> dict[str, Any]:
-            return {"unpinned": browse.unpin_below(tree, found), **browse.details(tree, found)}
+    def unpin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
+        def unpin(cache: PrefixTree, top: Node) -> Json:
+            return {"unpinned": browse.unpin_below(cache, top), **browse.details(cache, top)}
 
         return self._ask_node(namespace, node, unpin)
 
@@ -85,20 +85,20 @@ class CacheAdmin:
         self,
         namespace: Namespace | None,
         node: str,
-        question: Callable[[PrefixTree, Node], dict[str, Any]],
-    ) -> Future[dict[str, Any]]:
+        question: Callable[[PrefixTree, Node], Json],
+    ) -> Future[Json]:
         key = key_of(node)
 
-        def answer(tree: PrefixTree) -> dict[str, Any]:
-            found = browse.find(tree, key, namespace)
-            if found is None:
+        def answer(cache: PrefixTree) -> Json:
+            known = browse.find(cache, key, namespace)
+            if known is None:
                 raise no_such_node()
-            return question(tree, found)
+            return question(cache, known)
 
         return self._ask(answer)
 
-    def _ask(self, question: Callable[[PrefixTree], dict[str, Any]]) -> Future[dict[str, Any]]:
-        def answer(cache: PrefixTree | CacheOff, admission: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, question: Callable[[PrefixTree], Json]) -> Future[Json]:
+        def answer(cache: PrefixTree | CacheOff, admission: Json) -> Json:
             if isinstance(cache, CacheOff):
                 return {"enabled": False, "why": cache.why}
             return question(cache)
@@ -106,48 +106,47 @@ class CacheAdmin:
         return self._run(answer)
 
 
-class Asked(Protocol):
-    """is_known: there is the node that it is about."""
+class TreeQuery(Protocol):
+    """Reads or changes the tree a slice at a time."""
 
     is_known: bool
+    """There is the node that it is about, and the caller may see it."""
+
+    def step(self, cache: PrefixTree) -> bool:
+        """Do a slice; True when there is no more to do."""
+        ...
+
+    def answer(self) -> Json: ...
 
 
-class Browsing:
-    """Implements core.ports.SlicedQuery over something that reads or changes the tree."""
+class SlicedTreeQuery:
+    """Implements core.ports.SlicedQuery over a TreeQuery, whose slices run on the engine thread."""
 
-    def __init__(
-        self,
-        run: Run,
-        asked: Asked,
-        step: Callable[[PrefixTree], bool],
-        answer: Callable[[], dict[str, Any]],
-    ) -> None:
+    def __init__(self, run: Run, query: TreeQuery) -> None:
         self._run = run
-        self._asked = asked
-        self._step = step
-        self._answer = answer
+        self._query = query
         self._off: CacheOff | None = None
 
     def step(self) -> Future[bool]:
-        def go_on(cache: PrefixTree | CacheOff, admission: dict[str, Any]) -> bool:
+        def go_on(cache: PrefixTree | CacheOff, admission: Json) -> bool:
             if isinstance(cache, CacheOff):
                 self._off = cache
                 return True
-            done = self._step(cache)
-            if not self._asked.is_known:
+            done = self._query.step(cache)
+            if not self._query.is_known:
                 raise no_such_node()
             return done
 
         return self._run(go_on)
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> Json:
         if self._off is not None:
             return {"enabled": False, "why": self._off.why}
-        return self._answer()
+        return self._query.answer()
 
 
 def key_of(node: str) -> Key:
-    """Raises NotFound: what is no key is no node's."""
+    """Raises NotFound: what is not a key is not a node's."""
     try:
         return Key(bytes.fromhex(node))
     except ValueError:
@@ -155,24 +154,27 @@ def key_of(node: str) -> Key:
 
 
 def no_such_node() -> NotFound:
-    return NotFound("There is no such prefix of yours; it may have gone since.", param="node")
+    return NotFound("You have no such stored prefix; it may have been evicted since.", param="node")
 
 
-def stats(tree: PrefixTree, namespace: Namespace | None) -> dict[str, Any]:
-    """What was counted: all of it, or one namespace's own share and nothing of the others.
+# --- how full it is ------------------------------------------------------------------------
 
-    Of sums that are kept up to date: costs the same however much is stored.
+
+def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
+    """What was counted, for everybody, or for one namespace without a trace of the others.
+
+    Reads totals that are kept up to date: costs the same however much is stored.
     """
     everything = namespace is None
-    counted = tree.stats if namespace is None else tree.stats_of(namespace)
-    roots = _roots(tree, namespace)
-    held = tree.records.tree
+    counted = cache.stats if namespace is None else cache.stats_of(namespace)
+    roots = _roots(cache, namespace)
+    tree = cache.records.tree
     if namespace is None:
-        in_memory, in_tiers = held.memory, held.tiers
+        in_memory, in_tiers = tree.memory, tree.tiers
     else:
-        in_memory, in_tiers = _own(tree, roots)
-    memory: dict[str, Any] = {
-        **_held_view(in_memory),
+        in_memory, in_tiers = _own_totals(cache, roots)
+    memory: Json = {
+        **_totals_view(in_memory),
         "tokens": sum(root.n_stored_tokens for root in roots),
         "pinned_bytes": sum(root.pinned_nbytes for root in roots),
         "parts": {
@@ -180,38 +182,37 @@ def stats(tree: PrefixTree, namespace: Namespace | None) -> dict[str, Any]:
             for part in Part
         },
     }
-    tiers: dict[str, dict[str, Any]] = {}
-    for below, in_tier in zip(tree.records.tiers, in_tiers, strict=True):
-        tiers[below.name] = {"enabled": True, **_held_view(in_tier)}
+    tiers: dict[str, Json] = {}
+    for tier, in_tier in zip(cache.records.tiers, in_tiers, strict=True):
+        tiers[tier.name] = {"enabled": True, **_totals_view(in_tier)}
         if everything:
-            tiers[below.name]["folder"] = usage_view(below.usage())
+            tiers[tier.name]["folder"] = usage_view(tier.usage())
     if everything:
-        memory["limit_bytes"] = tree.settings.limit_nbytes
-        memory["room_bytes"] = tree.records.memory.limit_nbytes
-        memory["leaving_bytes"] = held.leaving_nbytes
-        memory |= tree.records.rows.view()
-    found: dict[str, Any] = {
+        memory["limit_bytes"] = cache.settings.limit_nbytes
+        memory["room_bytes"] = cache.records.memory.limit_nbytes
+        memory["leaving_bytes"] = tree.leaving_nbytes
+        memory |= cache.records.rows.view()
+    view: Json = {
         "enabled": True,
-        "reuse": "exact" if tree.settings.exact_chunk else "full",
-        "block_tokens": tree.settings.block,
+        "reuse": "exact" if cache.settings.exact_chunk else "full",
+        "block_tokens": cache.settings.block,
         "tiers": [MEMORY, *tiers],
         MEMORY: memory,
         **tiers,
         **counted.view(),
     }
     if everything:  # learned from everybody's requests
-        found["estimates"] = tree.records.estimates.view()
-    return found
+        view["estimates"] = cache.records.estimates.view()
+    return view
 
 
-def _roots(tree: PrefixTree, namespace: Namespace | None) -> list[Root]:
-    if namespace is None:
-        return tree.records.tree.roots()
-    return [root for root in tree.records.tree.roots() if root.namespace == namespace]
+def _roots(cache: PrefixTree, namespace: Namespace | None) -> list[Root]:
+    roots = cache.records.tree.roots()
+    return [root for root in roots if namespace in (None, root.namespace)]
 
 
-def _own(tree: PrefixTree, roots: list[Root]) -> tuple[Totals, list[Totals]]:
-    memory, tiers = Totals(), [Totals() for _ in tree.records.tiers]
+def _own_totals(cache: PrefixTree, roots: list[Root]) -> tuple[Totals, list[Totals]]:
+    memory, tiers = Totals(), [Totals() for _ in cache.records.tiers]
     for root in roots:
         memory.add(root.memory)
         for total, own in zip(tiers, root.tiers, strict=True):
@@ -219,18 +220,20 @@ def _own(tree: PrefixTree, roots: list[Root]) -> tuple[Totals, list[Totals]]:
     return memory, tiers
 
 
-def _held_view(held: Totals) -> dict[str, Any]:
-    return {"records": held.total_records, "used_bytes": held.total_nbytes}
+def _totals_view(totals: Totals) -> Json:
+    return {"records": totals.total_records, "used_bytes": totals.total_nbytes}
 
 
-def snapshot(cache: object) -> dict[str, Any]:
-    """Counters for a scrape, from any thread: copies, which need not agree to the last one."""
+def snapshot(cache: object) -> Json:
+    """Counters for a scrape, from any thread: copies that need not agree with each other exactly."""
     if not isinstance(cache, PrefixTree):
         return {}
     tree = cache.records.tree
     places = {MEMORY: tree.memory}
-    places |= {t.name: held for t, held in zip(cache.records.tiers, tree.tiers, strict=True)}
-    nbytes = {place: {p.value: n for p, n in held.nbytes.items()} for place, held in places.items()}
+    places |= {t.name: totals for t, totals in zip(cache.records.tiers, tree.tiers, strict=True)}
+    nbytes = {
+        place: {p.value: n for p, n in totals.nbytes.items()} for place, totals in places.items()
+    }
     usages = {t.name: t.usage() for t in cache.records.tiers}
     limits = {MEMORY: cache.records.memory.limit_nbytes}
     limits |= {name: usage.limit_nbytes for name, usage in usages.items()}
@@ -238,20 +241,20 @@ def snapshot(cache: object) -> dict[str, Any]:
     return {**cache.stats.view(), "bytes": nbytes, "limits": limits, "operations": counts}
 
 
-def health(cache: object) -> dict[str, Any]:
+def health(cache: object) -> Json:
     """Whether reuse is on, and which tiers take writes. From any thread."""
     if isinstance(cache, CacheOff):
         return {"reuse": False, "why": cache.why}
-    found: dict[str, Any] = {"reuse": True}
+    view: Json = {"reuse": True}
     if isinstance(cache, PrefixTree):
         for tier in cache.records.tiers:
             status = tier.usage().status
-            found[tier.name] = {"state": status.state, "reason": status.reason}
-    return found
+            view[tier.name] = {"state": status.state, "reason": status.reason}
+    return view
 
 
-def usage_view(usage: Usage) -> dict[str, Any]:
-    """The whole folder, all models and processes that share it."""
+def usage_view(usage: Usage) -> Json:
+    """A tier as a whole, with all models and processes that share it."""
     return {
         "bytes": usage.nbytes,
         "limit_bytes": usage.limit_nbytes,
@@ -268,65 +271,66 @@ def usage_view(usage: Usage) -> dict[str, Any]:
     }
 
 
-def probe(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> dict[str, Any]:
+# --- one prompt ----------------------------------------------------------------------------
+
+
+def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
     """How much would hit, from where, and why not more. Changes nothing."""
-    look = tree.look_up(prompt, namespace)
+    found = cache.probe(prompt, namespace)
     return {
         "prompt_tokens": len(prompt),
-        "cached_tokens": look.match.n_tokens,
-        "shared_tokens": look.n_shared,
-        "tiers": look.tiers,
-        "reason": look.reason,
+        "cached_tokens": found.match.n_tokens,
+        "shared_tokens": found.n_shared,
+        "tiers": found.tiers,
+        "reason": found.reason,
     }
 
 
-def pin(
-    tree: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: int
-) -> dict[str, Any]:
+def pin(cache: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: int) -> Json:
     """Keep what is stored of this prompt until it is unpinned."""
-    match = tree.look_up(prompt, namespace).match
+    match = cache.probe(prompt, namespace).match
     if match.segments:
-        pin_end(tree, match.segments[-1].node, cap_nbytes=cap_nbytes)
-    return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(tree, namespace)}
+        pin_end(cache, match.segments[-1].node, cap_nbytes=cap_nbytes)
+    return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(cache, namespace)}
 
 
-def pin_end(tree: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
+def pin_end(cache: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
     """Keep the prefix that ends here. Raises BadRequest where that is more than may be pinned."""
-    allowed = _allowed(tree, end.root, cap_nbytes)
+    allowed = _may_pin_nbytes(cache, end.root, cap_nbytes)
     was_pinned = end in end.root.pinned
-    tree.records.pin(end)
+    cache.records.pin(end)
     if end.root.pinned_nbytes > allowed:
         more = end.root.pinned_nbytes
         if not was_pinned:
-            tree.records.unpin(end)
+            cache.records.unpin(end)
         raise BadRequest(
             f"With this prefix {more} bytes would be pinned; at most {allowed} may be."
         )
 
 
-def _allowed(tree: PrefixTree, root: Root, cap_nbytes: int) -> int:
-    """What this key may pin: a share of the memory there is, less where others have pinned."""
-    size = tree.records.memory.limit_nbytes
+def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:
+    """What this key may pin: a share of memory, less what others have pinned."""
+    size = cache.records.memory.limit_nbytes
     all_keys = min(cap_nbytes, int(PIN_SHARE * size))
-    others = sum(r.pinned_nbytes for r in tree.records.tree.roots() if r is not root)
+    others = sum(r.pinned_nbytes for r in cache.records.tree.roots() if r is not root)
     return max(min(all_keys - others, all_keys), 0)
 
 
-def unpin(tree: PrefixTree, prompt: Prompt, namespace: Namespace) -> dict[str, Any]:
-    """Let go of what was pinned of this prompt, but for what a longer pinned prompt shares."""
+def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
+    """Unpin what was pinned of this prompt, but for what a longer pinned prompt shares."""
     n_unpinned = 0
-    for segment in reversed(tree.look_up(prompt, namespace).match.segments):
+    for segment in reversed(cache.probe(prompt, namespace).match.segments):
         node = segment.node
-        tree.records.unpin(node)
+        cache.records.unpin(node)
         n_unpinned += 0 if node.n_pins else node.n_tokens
-    return {"unpinned_tokens": n_unpinned, "pinned_bytes": pinned_nbytes(tree, namespace)}
+    return {"unpinned_tokens": n_unpinned, "pinned_bytes": pinned_nbytes(cache, namespace)}
 
 
-def clear(tree: PrefixTree, namespace: Namespace | None = None) -> dict[str, Any]:
-    """Forget every record, or one namespace's. Requests that run end well, and store nothing more."""
-    return {"freed_bytes": tree.records.clear(namespace)}
+def pinned_nbytes(cache: PrefixTree, namespace: Namespace | None = None) -> int:
+    """Of everybody, or of one namespace."""
+    return sum(root.pinned_nbytes for root in _roots(cache, namespace))
 
 
-def pinned_nbytes(tree: PrefixTree, namespace: Namespace | None = None) -> int:
-    """Of everybody, or of one namespace alone."""
-    return sum(root.pinned_nbytes for root in _roots(tree, namespace))
+def clear(cache: PrefixTree, namespace: Namespace | None = None) -> Json:
+    """Forget every record, or one namespace's. Running requests end well, and store nothing more."""
+    return {"freed_bytes": cache.records.clear(namespace)}

@@ -1,12 +1,12 @@
 """The memory tier: which records are held as arrays, under a limit in bytes.
 
-Eviction goes by the tree's rank, lowest first. A rank only grows while nothing goes on from a record, so
-the heap holds ranks as they were, and a record whose rank has grown since is put back. What is leased or
-pinned is set aside until something is let go of.
+The record of the lowest rank is evicted first (see tree/order.py). A leaf's rank only grows, so a heap
+holds ranks as they were, and a record whose rank has grown since is put back. Records that are leased or
+pinned are set aside until a lease or a pin ends.
 
-States have a share of their own: they are thinned before any page has to give way to them.
+States have a share of memory: beyond it, states are evicted for a new state, and no pages.
 
-Owner: the engine thread, through the prefix cache.
+Owner: the engine thread, through `Records`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from firn.cache.tree import Record, Tree
 
 STATE_SHARE = 0.5
 ALONG_S = 60.0
-"""Blocks of one row that were used no later than so much after its last go with that."""
+"""When a parked row gives memory back, blocks go together that were used this close to each other."""
 
 
 class Memory:
@@ -33,15 +33,15 @@ class Memory:
         limit_nbytes: int,
         evict: Callable[[Record], None],
     ) -> None:
-        """`evict` takes a record out of memory."""
+        """evict: takes a record out of memory."""
         self._tree = tree
         self._rows = rows
         self._evict = evict
-        self._all = Order(tree.order.rank)
-        self._states = Order(tree.order.state_rank)
-        self._kept: dict[Record, None] = {}
-        """What may not go for now, of either order."""
-        self._look_again = False
+        self._all = EvictionQueue(tree.order.rank)
+        self._states = EvictionQueue(tree.order.state_rank)
+        self._set_aside: dict[Record, None] = {}
+        """Records of either queue that may not be evicted for now."""
+        self._try_again = False
         self.limit_nbytes = limit_nbytes
 
     @property
@@ -49,7 +49,7 @@ class Memory:
         return self._tree.memory.total_nbytes + self._rows.extra_nbytes
 
     def added(self, record: Record) -> None:
-        """The tree holds it from now on. Room was made before."""
+        """Memory has the record from now on; room was made before."""
         self._all.push(record)
         if record.part is Part.STATE:
             self._states.push(record)
@@ -58,7 +58,7 @@ class Memory:
         self._states.tidy(n_held)
 
     def make_room(self, nbytes: int, *, part: Part) -> bool:
-        """Evict until `nbytes` more fit; False when what is left may not go."""
+        """Evict until `nbytes` more fit; False when what is left may not be evicted."""
         if nbytes > self.limit_nbytes:
             return False
         if part is Part.STATE:
@@ -69,7 +69,7 @@ class Memory:
         return self.shrink_to(self.limit_nbytes - nbytes)
 
     def shrink_to(self, nbytes: int) -> bool:
-        """Evict until at most `nbytes` are held; what parked rows hold twice goes first."""
+        """Evict until at most `nbytes` are held. What parked rows hold twice goes first."""
         fits = self.nbytes <= nbytes
         if fits:
             return True
@@ -79,35 +79,35 @@ class Memory:
         return fits
 
     def let_go(self) -> None:
-        """A lease or a pin ended: what was set aside may be able to go."""
-        self._look_again = True
+        """A lease or a pin has ended: some of what was set aside may be evicted now."""
+        self._try_again = True
 
-    def _take_back(self) -> None:
-        self._look_again = False
-        kept, self._kept = self._kept, {}
-        for record in kept:
+    def _queue_again(self) -> None:
+        self._try_again = False
+        records, self._set_aside = self._set_aside, {}
+        for record in records:
             if record.arrays is not None and record.alive:
                 self.added(record)
 
-    def _evict_next(self, order: Order) -> bool:
-        """Evict the lowest-ranked; False when none may go."""
-        if self._look_again:
-            self._take_back()
-        while (record := order.pop()) is not None:
-            if self._may_go(record):
+    def _evict_next(self, queue: EvictionQueue) -> bool:
+        """Evict the record of the lowest rank; False when none may be evicted."""
+        if self._try_again:
+            self._queue_again()
+        while (record := queue.pop()) is not None:
+            if self._may_evict(record):
                 pages = record.arrays
                 self._evict(record)
                 if isinstance(pages, RowPages):
                     self._evict_along(pages, self._tree.order.rank(record))
                 return True
-            self._kept[record] = None
+            self._set_aside[record] = None
         return False
 
-    def _may_go(self, record: Record) -> bool:
-        return self._tree.may_evict(record) and self._rows.may_go(record)
+    def _may_evict(self, record: Record) -> bool:
+        return self._tree.may_evict(record) and self._rows.may_evict(record)
 
     def _evict_along(self, pages: RowPages, rank: float) -> None:
-        """A parked row gives memory back a good part at a time, for the rest of it is copied then."""
+        """Evict more of a parked row: what stays of it is copied, which should not happen often."""
         n_to_give = self._rows.n_to_give(pages)
         end = pages.end - n_to_give
         for record in sorted(pages.records, key=lambda r: -r.node.end):
@@ -115,19 +115,19 @@ class Memory:
                 return
             if record not in pages.records:
                 continue
-            if not self._may_go(record) or carries(record):
+            if not self._may_evict(record) or carries(record):
                 return
             self._evict(record)
 
 
 def carries(record: Record) -> bool:
-    """Whether memory holds something that goes on from it."""
+    """Whether memory holds a block that needs this one."""
     below = (r for child in record.node.children for r in child.records.values())
     return any(r.arrays is not None and not r.leaving for r in below)
 
 
-class Order:
-    """Records by rank, lowest first, and deepest first of equals. A record may be in it twice."""
+class EvictionQueue:
+    """Records by rank, the lowest first; of equal ranks the deepest first. May contain one twice."""
 
     def __init__(self, rank: Callable[[Record], float]) -> None:
         self._rank = rank
@@ -142,18 +142,18 @@ class Order:
         heapq.heappush(self._heap, (self._rank(record), -depth, next(self._serial), record))
 
     def pop(self) -> Record | None:
-        """The lowest of those that memory holds; one whose rank has grown since goes back."""
+        """The record of the lowest rank that memory still holds; None when there is none."""
         while self._heap:
             rank, *_, record = heapq.heappop(self._heap)
             if record.arrays is None or record.leaving or not record.alive:
                 continue
             if self._rank(record) <= rank:
                 return record
-            self.push(record)
+            self.push(record)  # its rank has grown since
         return None
 
     def tidy(self, n_held: int) -> None:
-        """Throw out what is long gone, before it is more than what is there."""
+        """Drop entries of records that are gone, before they outnumber the others."""
         if len(self._heap) > 64 + 4 * n_held:
             live = dict.fromkeys(r for *_, r in self._heap if r.arrays is not None and r.alive)
             self._heap.clear()

@@ -1,12 +1,12 @@
-"""Rows that end are parked, and the next turn of their conversation goes on in them.
+"""Rows that end are parked, and the next turn of their conversation goes on in their buffers.
 
-    a row ends          alone: its buffers stay as they are; in a group: they are copied out of it, once.
-                        One of a few blocks is cut into records
-    the next turn       takes the buffers over, cut back to where the two agree: no copy
-    somebody else       copies what the two share, and the row stays where it is
-    records were copied then they lie in the new row from now on, and not in both
+    a row ends            alone: its buffers stay as they are; in a group: they are copied out once;
+                          a row of a few blocks is cut into records instead
+    the next turn         takes the buffers over, cut back to where the two prompts agree: no copy
+    another conversation  copies what it shares; the row stays parked
+    after a copy          the records lie in the new row, and no longer where they were copied from
 
-A row that is dropped without being parked is not trusted: what lay in it is forgotten.
+A row that goes without being parked is not trusted: the records that lay in it are forgotten.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -29,12 +29,12 @@ from firn.cache.tree import Record
 from firn.core.ports import LiveRow
 
 ROOM_TOKENS = 256
-"""Behind what is copied out of a group, so that the next turn need not copy it again."""
+"""Room behind what is copied out of a group, so that the next turn need not copy it again."""
 
 
 class Parking:
     def __init__(self, records: Records, layout: Layout, *, in_rows: bool) -> None:
-        """in_rows: whether pages lie in rows at all."""
+        """in_rows: whether this cache leaves pages in rows."""
         self._records = records
         self._tree = records.tree
         self._rows = records.rows
@@ -45,7 +45,7 @@ class Parking:
     # --- a row ends ------------------------------------------------------------------------
 
     def end(self, row: LiveRow) -> None:
-        """Keep what lies in the row, which is about to leave."""
+        """Keep the records that lie in the row, which is about to leave."""
         pages = self._rows.live.pop(row, None)
         if pages is None:
             return
@@ -56,7 +56,7 @@ class Parking:
                 self._cut(pages, row)
         finally:
             pages.row = None
-            if pages not in self._rows.parked:  # what is left could not be cut
+            if pages not in self._rows.parked:  # a fault left records in it
                 self._drop(pages, "in doubt")
 
     def _park(self, pages: RowPages, row: LiveRow) -> None:
@@ -72,8 +72,11 @@ class Parking:
         self._rows.trim()
 
     def _cut(self, pages: RowPages, row: LiveRow) -> None:
-        """Give its records arrays of their own. The request's memory is free in a moment: if there is
-        too little even so, the order of all records says what goes."""
+        """Give its records arrays of their own.
+
+        No room is made first: the row's own memory is free in a moment, and if there is too little
+        even so, the next records that come evict what ranks lowest.
+        """
         records = list(pages.records)
         cuts = Cuts(self._layout, row, min(r.node.start for r in records), pages.end)
         cut = [cuts.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
@@ -82,7 +85,7 @@ class Parking:
             self._tree.move(record, payload)
 
     def abandon(self, cursor: CacheCursor) -> None:
-        """Its row goes, and is not to be kept."""
+        """The cursor's row goes, and must not be kept."""
         if isinstance(cursor.pages, RowPages) and cursor.pages.row is not None:
             self._drop(cursor.pages, "in doubt")
         cursor.pages = None
@@ -90,7 +93,7 @@ class Parking:
     # --- faults ----------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Forget what lay in rows that have left, were not made after all, or could not be trimmed."""
+        """Forget the records of rows that have left, were never made, or could not be trimmed."""
         rows = self._rows
         gone = [p for r, p in rows.live.items() if not r.is_live]
         broken = [p for p in rows.parked if p.slab is None]
@@ -100,12 +103,12 @@ class Parking:
             rows.forget(pages)
 
     def doubt(self) -> None:
-        """The device has failed: whatever was written to since is not trusted."""
+        """The device has failed: no row that was written since the last confirmation is trusted."""
         for pages in [*self._rows.live.values(), *self._rows.moving, *self._rows.unconfirmed]:
             self._drop(pages, "in doubt")
 
     def _drop(self, pages: RowPages, why: str) -> None:
-        """Forget what lies in it, the last first; but not what another row holds as well."""
+        """Forget the records that lie in it, the last first; not those that another row holds too."""
         if pages.records:
             self._move_to_others(pages)
             self._records.stats.dropped[why] += len(pages.records)
@@ -124,7 +127,7 @@ class Parking:
     # --- the next turn ---------------------------------------------------------------------
 
     def to_take(self, match: Match) -> RowPages | None:
-        """The parked row that a match can go on in, where that is cheaper than a copy."""
+        """The parked row that a match can go on in, if taking it over is cheaper than a copy."""
         record = match.segments[-1].node.records.get(Part.PAGES)
         pages = record.arrays if record is not None else None
         if not isinstance(pages, RowPages) or pages not in self._rows.parked:
@@ -135,7 +138,7 @@ class Parking:
         return pages if fits and pages.end - n <= n // 2 else None
 
     def take(self, pages: RowPages, match: Match, layers: Sequence[object]) -> None:
-        """Fill a new row's layers with the buffers; what they hold beyond is cut out first."""
+        """Give the buffers to a new row's layers. Records beyond the match are cut out of them first."""
         if self.to_take(match) is not pages:
             raise ValueError("the parked row is gone")
         n_tokens = match.n_tokens
@@ -149,17 +152,17 @@ class Parking:
         self._layout.give(layers, slab.layers, n_tokens)
 
     def _save(self, record: Record) -> None:
-        """It is about to be overwritten. What others need gets arrays of its own at any rate."""
-        goes = self._tree.may_evict(record) and not carries(record)
-        if record.stored and goes:
+        """It is about to be overwritten. What others need gets arrays of its own in any case."""
+        may_go = self._tree.may_evict(record) and not carries(record)
+        if record.stored and may_go:
             self._tree.release(record)
-        elif self._records.memory.make_room(record.nbytes, part=record.part) or not goes:
+        elif self._records.memory.make_room(record.nbytes, part=record.part) or not may_go:
             self._rows.own(record)
         else:
             self._records.drop([record])
 
     def took(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
-        """The row has them now."""
+        """The row was made: it holds the buffers now."""
         self._rows.moving.pop(pages, None)
         self._rows.unconfirmed.pop(pages, None)
         pages.row, pages.chain = row, cursor.node
@@ -169,7 +172,7 @@ class Parking:
     # --- after a copy ----------------------------------------------------------------------
 
     def move_in(self, cursor: CacheCursor, match: Match, row: LiveRow) -> None:
-        """What the row was filled with lies in the row from now on, and in records no more."""
+        """The records that the row was filled from lie in the row from now on."""
         if not self._in_rows:
             return
         pages = self._rows.of(row, self._layout, chain=cursor.node)
@@ -178,8 +181,7 @@ class Parking:
         records = [node.records[Part.PAGES] for node in whole if Part.PAGES in node.records]
         for record in [r for r in records if self._moves(cursor, r)]:
             if record.arrays is None:
-                self._tree.hold(record, pages, nbytes=cursor.loaded[record][1].nbytes)
-                self._records.memory.added(record)
+                self._records.hold(record, pages, nbytes=cursor.loaded[record][1].nbytes)
             else:
                 self._tree.move(record, pages)
             cursor.loaded.pop(record, None)
@@ -194,10 +196,10 @@ class Parking:
             self._rows.forget(old)
 
     def _moves(self, cursor: CacheCursor, record: Record) -> bool:
-        """Not what is pinned, which outlives a fault of this row; nor what another row goes on with."""
+        """Not pinned records, which must survive a fault of this row, nor those of a row to go on in."""
         if record.leaving or record.node.n_pins:
             return False
-        held = record.arrays
-        if isinstance(held, RowPages):
-            return held.slab is not None and held.slab.first > 0
-        return held is not None or record in cursor.loaded
+        arrays = record.arrays
+        if isinstance(arrays, RowPages):
+            return arrays.slab is not None and arrays.slab.first > 0
+        return arrays is not None or record in cursor.loaded

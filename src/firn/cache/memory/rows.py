@@ -1,14 +1,15 @@
-"""The live tier: pages that lie in a row, in the place of records that were cut out of it.
+"""The live tier: pages that stay in the row that computed them, instead of being cut out of it.
 
-The blocks of a running row are known to the tree and lie in the row. A row that ends is parked as it is,
-and the next turn of its conversation goes on in its buffers. So a conversation costs its memory once.
+The tree knows the blocks of a running row, and they lie in the row. A row that ends is parked as it is,
+and the next turn of its conversation goes on in its buffers. So memory has a conversation's pages once.
 
-    live    row    read through the row, wherever that is: alone, or in a seat of a group
-    parked  slab   the buffers of a row that has ended: tokens [first, end), and some room behind them
+    live     read through the row, wherever it is: alone, or one of a group
+    parked   read from its slab: the buffers of a row that has ended, tokens [first, end) and some room
 
-A view of a buffer makes the next write to it copy all of it: none may outlive the call that made it.
+While a view of a buffer exists, the next write to the buffer copies all of it: no view may outlive the
+call that made it.
 
-Owner: the engine thread, through the prefix cache.
+Owner: the engine thread, through `Records`.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from firn.cache.tree import InRow, Node, Record, Tree
 from firn.core.ports import LiveRow
 
 LEAST_BLOCKS = 4
-"""Shorter rows have their blocks cut out at once: their buffers are mostly room, and there are many."""
+"""Shorter rows have their blocks cut out at once: there are many, and their buffers are mostly room."""
 TRIM_SHARE = 0.25
-"""Of a slab: so much of it must be of no use before it is worth a copy of the rest, and at least as
-much as the shortest slab. A little room is what the next turn goes on in."""
+"""A slab is trimmed, which copies what stays of it, once this share of it is of no use, and at least
+LEAST_BLOCKS. Less is left as room for the next turn."""
 
 
 @dataclass(eq=False, slots=True)
 class Slab:
-    """Buffers of the layers that have pages, each with a token axis: tokens [first, end)."""
+    """The buffers of a parked row's layers that have pages: tokens [first, end)."""
 
     layers: list[Arrays]
     first: int
     end: int
     nbytes: int = 0
     n_room: int = 0
-    """Tokens that fit it."""
+    """How many tokens fit the buffers."""
 
     def __post_init__(self) -> None:
         present = (a for arrays in self.layers for a in arrays if a is not None)
@@ -54,7 +55,7 @@ class Slab:
         ]
 
     def trim(self, first: int, end: int) -> None:
-        """Keep tokens [first, end) alone. A layer at a time: there is no room for a second slab."""
+        """Keep only tokens [first, end). One layer at a time: there is no memory for a second slab."""
         for i, arrays in enumerate(self.layers):
             a, b = first - self.first, end - self.first
             kept = tuple(None if x is None else array_copy(x[..., a:b, :]) for x in arrays)
@@ -65,7 +66,7 @@ class Slab:
 
 
 class RowPages(InRow):
-    """The pages of one row, live or parked. Its records are of one chain of blocks."""
+    """The pages of one row, live or parked. Its records belong to one chain of blocks."""
 
     __slots__ = ("_end", "_layout", "chain", "row", "slab")
 
@@ -75,12 +76,12 @@ class RowPages(InRow):
         self.row: LiveRow | None = None
         self.slab: Slab | None = None
         self.chain: Node | None = None
-        """The last whole block that the row holds, whether or not any record of its chain lies in it."""
+        """The last whole block that the row holds, whether or not its records lie in this row."""
         self._end = 0
 
     @property
     def end(self) -> int:
-        """Of its last record."""
+        """Where its last record ends."""
         if self._end < 0:
             self._end = max((r.node.end for r in self.records), default=0)
         return self._end
@@ -92,14 +93,14 @@ class RowPages(InRow):
     def discard(self, record: Record) -> None:
         super().discard(record)
         if record.node.end >= self._end:
-            self._end = -1  # to be found when somebody asks
+            self._end = -1  # computed when somebody asks
 
     @property
     def is_there(self) -> bool:
         return self.slab is not None or (self.row is not None and self.row.is_live)
 
     def holds(self, node: Node) -> bool:
-        """Whether it has the tokens of this node of its chain."""
+        """Whether it has the tokens of this node, which must be in its chain."""
         slab = self.slab
         return slab is None or (slab.first <= node.start and node.end <= slab.end)
 
@@ -111,38 +112,37 @@ class RowPages(InRow):
         return Views(self._layout.views(Part.PAGES, self.row.live_layers, at, start, end))
 
     def cut(self, start: int, end: int) -> Payload:
-        """Arrays of their own, lazily: to be computed at once."""
+        """Copies, made lazily: they must be computed before the row goes on."""
         return stacked(self.views(start, end).layers)
 
 
 def payload_of(record: Record) -> Payload:
-    """What memory holds of a record, as arrays of its own: where it lies in a row, lazily and for a
-    moment."""
-    held = record.arrays
-    if isinstance(held, RowPages):
-        return held.cut(record.node.start, record.node.end)
-    payload: Payload = held
-    return payload
+    """What memory holds of a record; a lazy copy if it lies in a row."""
+    arrays: Payload | RowPages = record.arrays
+    if isinstance(arrays, RowPages):
+        return arrays.cut(record.node.start, record.node.end)
+    return arrays
 
 
 def wait_for_row(record: Record) -> None:
-    """Until what its row was dispatched is done: a cut would wait for that, too, and seem slow."""
+    """Wait until the row's dispatched work is done. Cutting the record would wait for it, too, and that
+    time is not spilling's."""
     pages = record.arrays
     if isinstance(pages, RowPages) and pages.row is not None and pages.row.is_live:
         compute(pages.views(record.node.start, record.node.end).layers)
 
 
 class LiveRows:
-    """Every row that records lie in."""
+    """All rows that records lie in. `Parking` moves them from one of these tables to another."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self.live: dict[LiveRow, RowPages] = {}
         self.parked: dict[RowPages, None] = {}
         self.moving: dict[RowPages, None] = {}
-        """Neither: their buffers are on the way to a new row."""
+        """Neither live nor parked: their buffers are being taken over by a new row."""
         self.unconfirmed: dict[RowPages, None] = {}
-        """Parked since the device was last known to have had no fault."""
+        """Parked since the device was last confirmed to have had no fault."""
 
     def of(self, row: LiveRow, layout: Layout, *, chain: Node | None = None) -> RowPages:
         pages = self.live.get(row)
@@ -161,69 +161,69 @@ class LiveRows:
     def extra_nbytes(self) -> int:
         """What memory takes beyond the bytes of its records.
 
-        Less than nothing for those in live rows, whose memory is the request's. For those in parked
-        rows what these hold besides: room, and tokens whose records lie elsewhere.
+        Negative for records in live rows, whose memory is counted with the request. Positive for
+        parked rows: room, and tokens whose records lie elsewhere.
         """
         counted = [p for p in self.every() if self._is_counted(p)]
-        return sum(self._nbytes_of_use(p) - p.nbytes for p in counted)
+        return sum(self._used_nbytes(p) - p.nbytes for p in counted)
 
     def _is_counted(self, pages: RowPages) -> bool:
-        """Not what is cleared: the tree's books know it no more."""
+        """Not if it was cleared: the tree's totals do not contain it any more."""
         first = next(iter(pages.records), None)
         return first is not None and self._tree.is_attached(first.node.root)
 
     def view(self) -> dict[str, Any]:
-        """For people. Of `used_bytes` the first are in requests' memory, not in the cache's."""
+        """For people. The bytes of live rows are in the memory of requests, not in the cache's."""
         in_slabs = sum(p.slab.nbytes for p in self.parked if p.slab is not None)
         return {
             "live": {"rows": len(self.live), "bytes": sum(p.nbytes for p in self.live.values())},
             "parked": {"rows": len(self.parked), "bytes": in_slabs},
         }
 
-    # --- giving way ------------------------------------------------------------------------
+    # --- giving memory back ----------------------------------------------------------------
 
-    def may_go(self, record: Record) -> bool:
-        """Whether memory gains anything by it: not where it lies in a live row."""
+    def may_evict(self, record: Record) -> bool:
+        """Whether evicting it frees memory: not while it lies in a live row."""
         return not isinstance(record.arrays, RowPages) or record.arrays in self.parked
 
     def own(self, record: Record) -> None:
-        """Give it arrays of its own."""
+        """Give the record arrays of its own, if it lies in a row."""
         if isinstance(record.arrays, RowPages):
             payload = payload_of(record)
             evaluate([payload])
             self._tree.move(record, payload)
 
     def n_to_give(self, pages: RowPages) -> int:
-        """How many tokens of its end must go until the rest is worth a copy."""
+        """How many tokens must go from its end until trimming is worth the copy."""
         slab = pages.slab
         if slab is None or not pages.records:
             return 0
         n_spare = slab.n_room - (pages.end - slab.first)
-        return max(self._n_worth(slab) + 1 - n_spare, 0)
+        return max(self._n_worth_trimming(slab) + 1 - n_spare, 0)
 
     def compact(self) -> bool:
-        """Let go of what a parked row holds of others' records; one row, the least recently used."""
-        found = [p for p in self.parked if p.records and self._holds_more(p)]
-        if not found:
+        """Trim the front of a parked row whose records lie elsewhere; the least recently used row."""
+        trimmable = [p for p in self.parked if p.records and self._is_wasteful_in_front(p)]
+        if not trimmable:
             return False
-        pages = min(found, key=lambda p: max(r.node.used_at for r in p.records))
+        pages = min(trimmable, key=lambda p: max(r.node.used_at for r in p.records))
         self._trim(pages, _first_of(pages), pages.end)
         return True
 
     def _trim(self, pages: RowPages, first: int, end: int) -> None:
-        """One that is trimmed by halves has no slab any more: it is dropped with the next sweep."""
+        """If trimming fails, the row is left without a slab, and the next sweep drops it."""
         slab, pages.slab = pages.slab, None
         assert slab is not None
         slab.trim(first, end)
         pages.slab = slab
 
-    def _holds_more(self, pages: RowPages) -> bool:
-        """Whether many tokens at its front have their records elsewhere."""
+    def _is_wasteful_in_front(self, pages: RowPages) -> bool:
+        """Whether the records of many tokens at its front lie elsewhere."""
         slab = pages.slab
-        return slab is not None and _first_of(pages) - slab.first > self._n_worth(slab)
+        return slab is not None and _first_of(pages) - slab.first > self._n_worth_trimming(slab)
 
     def trim(self) -> None:
-        """Take out of parked rows what nobody needs any more."""
+        """Free what nobody needs of parked rows any more."""
         for pages in list(self.parked):
             if not pages.records:
                 self.forget(pages)
@@ -231,13 +231,14 @@ class LiveRows:
                 self._trim(pages, pages.slab.first, pages.end)
 
     def _is_wasteful(self, slab: Slab, end: int) -> bool:
-        return slab.n_room - (end - slab.first) > self._n_worth(slab)
+        return slab.n_room - (end - slab.first) > self._n_worth_trimming(slab)
 
-    def _n_worth(self, slab: Slab) -> int:
+    def _n_worth_trimming(self, slab: Slab) -> int:
+        """Tokens whose memory is worth a copy of the rest."""
         return max(int(slab.n_room * TRIM_SHARE), LEAST_BLOCKS * self._tree.block)
 
-    def _nbytes_of_use(self, pages: RowPages) -> int:
-        """What a parked row takes, or will once it is trimmed; nothing for a live one."""
+    def _used_nbytes(self, pages: RowPages) -> int:
+        """What a parked row takes, or will take once it is trimmed; 0 for a live row."""
         slab = pages.slab
         if slab is None or pages not in self.parked:
             return 0
@@ -247,7 +248,7 @@ class LiveRows:
         return nbytes // slab.n_room * (end - slab.first)
 
     def forget(self, pages: RowPages) -> None:
-        """No record lies in it any more."""
+        """No record lies in this row any more."""
         assert not pages.records
         for table in (self.parked, self.moving, self.unconfirmed):
             table.pop(pages, None)

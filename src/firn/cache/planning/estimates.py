@@ -1,17 +1,18 @@
-"""What computing and what loading cost here, learned while it happens. Owner: the engine thread.
+"""What computing and loading cost on this machine, learned while they happen.
 
-Prefill is slower the deeper in the prompt it is: what a token costs is kept by depth, in powers of two,
-and goes in a straight line from one depth that was seen to the next, as attention does. That is learned
-from whole chunks. A short one costs more than its share, on a GPU far more: what it costs however short
-it is comes on top.
+Prefill gets slower with depth. Seconds per token are kept by depth, in buckets of powers of two, and
+interpolated linearly between them, because the cost of attention is linear in depth. Only whole chunks
+count for that. A short chunk costs more than its share, on a GPU far more: a fixed cost is added for it.
 
-Of a tier, latency and bandwidth are kept apart: small loads tell the one and large ones the other. What
-the engine itself spends on a loaded byte, making arrays of it and copying it into a row, is a third
-figure, for that time is lost to computing.
+For a tier, latency and bandwidth are separate: small loads show the one and large loads the other. What
+the engine thread itself spends on a loaded byte, to make arrays and to copy them into a row, is a third
+figure, because that time is lost to computing.
 
-Medians of the last few, the lower of two: a first chunk that compiled its kernels, or one that met with
-other work, is soon forgotten. They are kept over a restart; what was kept counts as one sample, and is
-thrown away by the first that contradicts it.
+Each figure is the median of the last few samples, so a first chunk that compiled its kernels, or one
+that was disturbed, is soon forgotten. Figures survive a restart: what was saved counts as one sample,
+and is thrown away if the first new sample contradicts it.
+
+Owner: the engine thread.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from statistics import median_low
 from typing import Any
 
 N_KEPT = 5
-"""Samples of the same kind that the median is taken of."""
+"""The median is taken of so many samples."""
 FIRST_SECONDS_PER_TOKEN = 1e-3
 FIRST_LATENCY_S = 0.002
 FIRST_SECONDS_PER_BYTE = 1 / 2e9
-"""A hope: a load that is not tried is never measured."""
+"""Optimistic, because a load that is not tried is never measured."""
 STALE_S = 60.0
-"""A tier that looks too slow is tried again after so long: disks warm up, and other work ends."""
+"""A tier that looked too slow is tried again after so long: disks wake up, and other work ends."""
 MIN_CHUNK_TOKENS = 8
 GRAIN_TOKENS = 512
 SMALL_NBYTES, LARGE_NBYTES = 1 << 20, 4 << 20
-"""Loads below the one tell latency, loads above the other bandwidth."""
+"""Smaller loads show the latency, larger ones the bandwidth."""
 CONTRADICTION = 3.0
-"""Samples further apart than this factor are not of the same machine."""
+"""Samples that differ by more than this factor are not from the same machine."""
 
 
 class Samples:
-    """The median of the last few of one kind; of two the lower."""
+    """The median of the last few samples; of two the lower one."""
 
-    __slots__ = ("_is_kept", "_seen", "value")
+    __slots__ = ("_is_saved", "_seen", "value")
 
     def __init__(self, value: float) -> None:
-        """`value`: what is thought until something is seen."""
+        """value: the estimate before the first sample."""
         self._seen: deque[float] = deque(maxlen=N_KEPT)
-        self._is_kept = False
+        self._is_saved = False
         self.value = value
 
     @property
@@ -57,24 +58,24 @@ class Samples:
         return bool(self._seen)
 
     def see(self, sample: float) -> None:
-        if self._is_kept:
-            self._is_kept = False
+        if self._is_saved:
+            self._is_saved = False
             if not 1 / CONTRADICTION < (sample + 1e-12) / (self.value + 1e-12) < CONTRADICTION:
                 self._seen.clear()
         self._seen.append(sample)
         self.value = median_low(self._seen)
 
-    def keep(self, value: float) -> None:
-        """What an earlier process learned."""
+    def restore(self, value: float) -> None:
+        """Begin with what an earlier process learned."""
         if not self._seen:
             self._seen.append(value)
-            self._is_kept = True
+            self._is_saved = True
             self.value = value
 
 
 @dataclass(eq=False)
 class TierSpeed:
-    """How a tier delivers, from the order to the last byte in memory."""
+    """How fast a tier reads, from the order to the last byte in memory."""
 
     latency_s: Samples = field(default_factory=lambda: Samples(FIRST_LATENCY_S))
     seconds_per_byte: Samples = field(default_factory=lambda: Samples(FIRST_SECONDS_PER_BYTE))
@@ -90,12 +91,12 @@ class TierSpeed:
     def load_s(self, nbytes: int) -> float:
         return self.latency_s.value + nbytes * self.seconds_per_byte.value
 
-    def hoped_s(self, nbytes: int, *, now: float) -> float:
-        """As above, but a tier that was not tried for long is thought to be as fast as any."""
+    def expected_s(self, nbytes: int, *, now: float) -> float:
+        """Like load_s, but optimistic about a tier that was not tried for long."""
         if now - self.seen_at < STALE_S:
             return self.load_s(nbytes)
-        hope = FIRST_LATENCY_S + nbytes * FIRST_SECONDS_PER_BYTE
-        return min(self.load_s(nbytes), hope)
+        untried_s = FIRST_LATENCY_S + nbytes * FIRST_SECONDS_PER_BYTE
+        return min(self.load_s(nbytes), untried_s)
 
 
 def _samples_by_depth() -> defaultdict[int, deque[tuple[float, float]]]:
@@ -107,19 +108,19 @@ class Estimates:
     clock: Callable[[], float] = time.monotonic
     tiers: defaultdict[str, TierSpeed] = field(default_factory=lambda: defaultdict(TierSpeed))
     array_s: Samples = field(default_factory=lambda: Samples(0.0))
-    """Seconds per byte from loaded bytes to arrays, on the engine thread."""
+    """Seconds per byte on the engine thread, from loaded bytes to arrays."""
     fill_s: Samples = field(default_factory=lambda: Samples(0.0))
-    """Seconds per byte from arrays to a row that can go on, likewise."""
+    """Seconds per byte on the engine thread, from arrays to a filled row."""
     _whole: int = 0
-    """Tokens of a whole chunk: of the largest that was seen."""
+    """Tokens of a whole chunk: the largest that was seen."""
     _depths: defaultdict[int, deque[tuple[float, float]]] = field(default_factory=_samples_by_depth)
-    """By powers of two: depths of whole chunks, and their seconds per token."""
-    _kept: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Of these, the one that an earlier process learned."""
+    """Whole chunks by bucket: (depth, seconds per token)."""
+    _saved: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """The samples among these that an earlier process learned."""
     _line: list[tuple[float, float]] = field(default_factory=list)
-    """Of each of these the middle, by depth."""
+    """Per bucket: (mean depth, median seconds per token)."""
     _short: Samples = field(default_factory=lambda: Samples(0.0))
-    """What short chunks cost, had they no tokens at all."""
+    """The fixed cost of a short chunk."""
 
     # --- computing -------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class Estimates:
         n = end - start
         if n < MIN_CHUNK_TOKENS:
             return
-        if n > 2 * self._whole:  # what was whole until now was short
+        if n > 2 * self._whole:  # the chunks that counted as whole so far were short
             self._depths.clear()
             self._short = Samples(0.0)
         self._whole = max(self._whole, n)
@@ -145,9 +146,9 @@ class Estimates:
 
     def _saw_whole(self, depth: float, cost: float) -> None:
         bucket = int(depth).bit_length()
-        kept = self._kept.pop(bucket, None)
-        if kept is not None and not 1 / CONTRADICTION < cost / kept[1] < CONTRADICTION:
-            self._kept.clear()  # another machine's, or another model's
+        saved = self._saved.pop(bucket, None)
+        if saved is not None and not 1 / CONTRADICTION < cost / saved[1] < CONTRADICTION:
+            self._saved.clear()  # another machine's, or another model's
             self._depths.clear()
         self._depths[bucket].append((depth, cost))
         self._draw()
@@ -172,7 +173,7 @@ class Estimates:
         return y0 + (y1 - y0) * (depth - x0) / (x1 - x0)
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Computing tokens [start, end) of a prompt."""
+        """How long computing tokens [start, end) of a prompt takes."""
         total, position = 0.0, start
         while position < end:
             edge = min(end, max(2 * position, GRAIN_TOKENS))
@@ -184,13 +185,13 @@ class Estimates:
         return total
 
     def chunk_s(self, start: int) -> float:
-        """A whole chunk from here on."""
+        """How long a whole chunk that begins here takes."""
         return self._whole * self.seconds_per_token(start + self._whole / 2)
 
     # --- loading ---------------------------------------------------------------------------
 
     def saw_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """So many bytes of one prompt arrived so long after they were ordered."""
+        """So many bytes for one prompt arrived so many seconds after they were ordered."""
         self.tiers[tier].see(nbytes, seconds, now=self.clock())
 
     def saw_arrays(self, nbytes: int, seconds: float) -> None:
@@ -202,11 +203,11 @@ class Estimates:
             self.fill_s.see(seconds / nbytes)
 
     def load_s(self, tier: str, nbytes: int) -> float:
-        """From the order of so many bytes until the last of them is there."""
-        return self.tiers[tier].hoped_s(nbytes, now=self.clock()) if nbytes else 0.0
+        """How long loading so many bytes takes, from the order to the last byte."""
+        return self.tiers[tier].expected_s(nbytes, now=self.clock()) if nbytes else 0.0
 
     def engine_s(self, nbytes: int) -> float:
-        """What so many loaded bytes take of the engine's own time."""
+        """How much of the engine's own time so many loaded bytes take."""
         return nbytes * self.array_s.value
 
     def knows_tier(self, tier: str) -> bool:
@@ -214,8 +215,8 @@ class Estimates:
 
     # --- over a restart --------------------------------------------------------------------
 
-    def to_keep(self) -> dict[str, Any]:
-        """What the next process should know. Plain values."""
+    def to_save(self) -> dict[str, Any]:
+        """What the next process should know, as plain values."""
         return {
             "whole": self._whole,
             "depths": [[depth, cost] for depth, cost in self._line],
@@ -230,26 +231,26 @@ class Estimates:
             },
         }
 
-    def take_kept(self, kept: Mapping[str, Any]) -> None:
-        """What an earlier process learned. Raises ValueError, TypeError, KeyError."""
-        self._whole = max(int(kept["whole"]), 0)
-        for depth, cost in kept["depths"]:
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Begin with what an earlier process learned. Raises ValueError, TypeError, KeyError."""
+        self._whole = max(int(saved["whole"]), 0)
+        for depth, cost in saved["depths"]:
             if not (math.isfinite(depth) and math.isfinite(cost) and depth >= 0 and cost > 0):
-                raise ValueError("no such costs")
+                raise ValueError(f"no cost: {cost} at depth {depth}")
             bucket = int(depth).bit_length()
-            self._kept[bucket] = (float(depth), float(cost))
-            self._depths[bucket].append(self._kept[bucket])
+            self._saved[bucket] = (float(depth), float(cost))
+            self._depths[bucket].append(self._saved[bucket])
         self._draw()
         named = ((self._short, "short"), (self.array_s, "array"), (self.fill_s, "fill"))
         for samples, name in named:
-            if kept[name] is not None:
-                samples.keep(max(float(kept[name]), 0.0))
-        for name, (latency, per_byte) in kept["tiers"].items():
+            if saved[name] is not None:
+                samples.restore(max(float(saved[name]), 0.0))
+        for name, (latency, per_byte) in saved["tiers"].items():
             speed = self.tiers[str(name)]
             if latency is not None:
-                speed.latency_s.keep(max(float(latency), 0.0))
+                speed.latency_s.restore(max(float(latency), 0.0))
             if per_byte is not None:
-                speed.seconds_per_byte.keep(max(float(per_byte), 0.0))
+                speed.seconds_per_byte.restore(max(float(per_byte), 0.0))
 
     def view(self) -> dict[str, Any]:
         speeds = {str(round(d)): round(1 / max(c, 1e-9)) for d, c in self._line}
@@ -269,7 +270,7 @@ class Estimates:
 
 
 def _beyond(points: list[tuple[float, float]], depth: float) -> float:
-    """Deeper than anything seen: on with the last slope, but no steeper than through the origin."""
+    """Deeper than any sample: go on with the last slope, but no steeper than through the origin."""
     x1, y1 = points[-1]
     if len(points) < 2:
         return y1

@@ -1,6 +1,6 @@
-"""Estimates over a restart: a small file beside the records, one for each model and device.
+"""Estimates that survive a restart: a small file beside the records, one for each model and device.
 
-Nothing depends on it: one that is lost, damaged or of another version is learned anew.
+Nothing depends on it: what is lost, damaged or of another version is learned again.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ log = logging.getLogger("firn.cache")
 VERSION = 1
 
 
-def recall(path: Path, estimates: Estimates) -> bool:
-    """Take what an earlier process learned; False when there is nothing of use."""
+def load(path: Path, estimates: Estimates) -> bool:
+    """Take over what an earlier process learned; False when there is nothing usable."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["version"] != VERSION:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["version"] != VERSION:
             return False
-        estimates.take_kept(kept)
+        estimates.restore(saved)
     except FileNotFoundError:
         return False
     except (OSError, ValueError, TypeError, KeyError) as e:
-        log.debug("%s: no estimates: %r", path, e)
+        log.debug("%s: these estimates cannot be used, and are learned again: %r", path, e)
         return False
     return True
 
 
-def remember(path: Path, estimates: Estimates) -> None:
-    """Keep what was learned; a folder that takes no files is no fault."""
+def save(path: Path, estimates: Estimates) -> None:
+    """Save what was learned. A folder that takes no files is no fault."""
     if not estimates.knows_prefill:
         return
-    text = json.dumps({"version": VERSION, **estimates.to_keep()})
+    text = json.dumps({"version": VERSION, **estimates.to_save()})
     temp = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

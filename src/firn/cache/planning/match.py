@@ -1,11 +1,11 @@
-"""Where a prompt can resume: a pure function of the tree, the prompt and the model's needs.
+"""Where a prompt can resume: a pure function of the tree, the prompt and what the model needs.
 
     |--- path: whole blocks that match ---|-- partial --|
     0                                  path_end      n_shared      n_prompt
                      resume point p, somewhere in [0, min(n_shared, n_prompt - 1)]
 
-`n_shared` is how far the prompt agrees with anything stored. At a resume point p every layer can go on:
-pages cover [0, p), windows cover [p - reach, p), a state lies exactly at p.
+`n_shared` is how many tokens the prompt shares with anything stored. At a resume point p every layer can
+go on: pages cover [0, p), windows cover [p - reach, p), a state lies exactly at p.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from firn.cache.parts import Needs, Part
 from firn.cache.tree import Node, PackedTokens, Record, Root, Tree
 
 MAX_SIBLINGS = 64
-"""Children of one node that are looked at: those that share most with the prompt."""
+"""Children of one node that are considered: those that share most with the prompt."""
+MEMORY = "memory"
 
-Have = Callable[[Record], bool]
-"""Whether a record can be had: in memory now, or in memory after a load."""
+Available = Callable[[Record], bool]
+"""Whether a resume may use a record: because memory has it, or because a tier has."""
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges of positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [0, n_tokens) of a node, to be restored."""
+    """Tokens [0, n_tokens) of a node."""
 
     node: Node
     n_tokens: int
@@ -37,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A resume point. An empty match is one: no tokens, no segments, no records."""
+    """A resume point. The empty match is one: no tokens, no segments, no records."""
 
     n_tokens: int
     segments: tuple[Segment, ...] = ()
@@ -48,24 +49,36 @@ class Match:
     def state(self) -> Record | None:
         return next((r for r in self.records if r.part is Part.STATE), None)
 
+    def after(self, start: int) -> Match:
+        """The tokens from `start` on; may begin inside a block."""
+        segments, at = [], 0
+        for segment in self.segments:
+            end = at + segment.n_tokens
+            if end > start:
+                segments.append(Segment(segment.node, end - max(at, start)))
+            at = end
+        return Match(self.n_tokens - start, tuple(segments), self.records)
+
     def origins(self, origin: Callable[[Record], str]) -> Counter[str]:
-        """Tokens by where they come from. Blocks of which nothing is read are in the last state."""
-        read, found = set(self.records), Counter[str]()
+        """Tokens by where their records come from.
+
+        Blocks of which no record is read are contained in the last state.
+        """
+        read, n_tokens = set(self.records), Counter[str]()
         for segment in self.segments:
             own = [r for r in segment.node.records.values() if r in read]
             places = {origin(r) for r in own or self.records[-1:]}
             place = next(iter(places)) if len(places) == 1 else next(iter(places - {MEMORY}))
-            found[place] += segment.n_tokens
-        return found
+            n_tokens[place] += segment.n_tokens
+        return n_tokens
 
 
-MEMORY = "memory"
 NOTHING = Match(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A prompt's way down the tree, as far as it goes."""
+    """A prompt's way down the tree, as far as the tree knows it."""
 
     root: Root
     tokens: PackedTokens
@@ -73,6 +86,13 @@ class Walk:
     n_shared: int
     block: int
     unbroken: Ranges = ()
+
+    @classmethod
+    def of(cls, tree: Tree, root: Root, tokens: PackedTokens, *, unbroken: Ranges = ()) -> Walk:
+        path = tree.walk(root, tokens)
+        last = path[-1] if path else root
+        n_more = next((n for _, n in last.children.closest(tokens, last.end)), 0)
+        return cls(root, tokens, path, last.end + n_more, tree.block, unbroken)
 
     @property
     def limit(self) -> int:
@@ -85,57 +105,50 @@ class Walk:
         return next(cut, position)
 
     def node(self, n_blocks: int) -> Node:
-        """The end of the first blocks."""
+        """The node at the end of so many blocks."""
         return self.path[n_blocks - 1] if n_blocks else self.root
 
 
-def walk(tree: Tree, root: Root, tokens: PackedTokens, *, unbroken: Ranges = ()) -> Walk:
-    path = tree.walk(root, tokens)
-    last = path[-1] if path else root
-    n_more = next((n for _, n in last.children.closest(tokens, last.end)), 0)
-    return Walk(root, tokens, path, last.end + n_more, tree.block, unbroken)
-
-
-def points(way: Walk, needs: Needs, have: Have) -> Iterator[Match]:
-    """Every resume point, last first; the empty match comes last."""
-    stock = _Stock.of(way, needs, have)
-    for p, tail in _candidates(way, stock):
-        if p > 0 and way.before(p) == p and p % needs.grid == 0:
-            records = stock.records(p, tail)
+def resume_points(walk: Walk, needs: Needs, available: Available) -> Iterator[Match]:
+    """Every resume point, the last one first; the empty match comes at the end."""
+    path = _PathRecords.of(walk, needs, available)
+    for p, tail in _candidates(walk, path):
+        if p > 0 and walk.before(p) == p and p % needs.grid == 0:
+            records = path.records(p, tail)
             if records is not None:
-                yield Match(p, stock.segments(p, tail), records)
+                yield Match(p, path.segments(p, tail), records)
     yield NOTHING
 
 
-def _candidates(way: Walk, stock: _Stock) -> Iterator[tuple[int, Node | None]]:
-    """Positions worth checking, last first, each with the node that covers its partial block."""
-    if stock.needs.state:
-        yield from _state_positions(way)
+def _candidates(walk: Walk, path: _PathRecords) -> Iterator[tuple[int, Node | None]]:
+    """Positions to check, the last first, each with the node that covers its partial block."""
+    if path.needs.state:
+        yield from _state_positions(walk)
         return
-    limit = way.limit
-    for i in range(stock.n_blocks, -1, -1):
-        node = way.node(i)
-        if stock.needs.grid == 1 and node.end < limit:
-            sibling = stock.closest(i)
+    limit = walk.limit
+    for i in range(path.n_blocks, -1, -1):
+        node = walk.node(i)
+        if path.needs.grid == 1 and node.end < limit:
+            sibling = path.closest(i)
             if sibling is not None:
-                p = way.before(min(node.end + sibling[1], limit))
+                p = walk.before(min(node.end + sibling[1], limit))
                 if p > node.end:
                     yield p, sibling[0]
         if 0 < node.end <= limit:
             yield node.end, None
-        elif node.start < limit < node.end and stock.needs.grid == 1:
+        elif node.start < limit < node.end and path.needs.grid == 1:
             yield limit, node
 
 
-def _state_positions(way: Walk) -> Iterator[tuple[int, Node | None]]:
+def _state_positions(walk: Walk) -> Iterator[tuple[int, Node | None]]:
     """Every state on the way: at the ends of whole blocks, and in tails that the prompt contains."""
-    limit = way.limit
-    for i in range(len(way.path), -1, -1):
-        node = way.node(i)
-        goes_on = i < len(way.path)
+    limit = walk.limit
+    for i in range(len(walk.path), -1, -1):
+        node = walk.node(i)
+        goes_on = i < len(walk.path)
         if len(node.children) > goes_on:
-            end = min(node.end + way.block - goes_on, limit)
-            for tail in node.children.prefixes(way.tokens, node.end, end):
+            end = min(node.end + walk.block - goes_on, limit)
+            for tail in node.children.prefixes(walk.tokens, node.end, end):
                 if Part.STATE in tail.records:
                     yield tail.end, tail
         if i and node.end <= limit and Part.STATE in node.records:
@@ -143,26 +156,26 @@ def _state_positions(way: Walk) -> Iterator[tuple[int, Node | None]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stock:
-    """What can be had of the path, found out once: a long path has hundreds of resume points.
+class _PathRecords:
+    """The available records of a path, collected once: a long path has hundreds of resume points.
 
-    n_blocks: of the path, those before the first whose pages cannot be had.
-    unbroken_from: for i blocks, the first from which on all their windows can be had.
+    n_blocks: how many blocks of the path come before the first without available pages.
+    unbroken_from: for each number of blocks, the first block from which on all have a window.
     """
 
-    way: Walk
+    walk: Walk
     needs: Needs
-    have: Have
+    available: Available
     n_blocks: int
     pages: tuple[Record, ...]
     windows: tuple[Record | None, ...]
     unbroken_from: tuple[int, ...]
 
     @classmethod
-    def of(cls, way: Walk, needs: Needs, have: Have) -> _Stock:
+    def of(cls, walk: Walk, needs: Needs, available: Available) -> _PathRecords:
         def of_part(part: Part) -> Iterator[Record | None]:
-            there = (node.records.get(part) for node in way.path)
-            return (r if r is not None and have(r) else None for r in there)
+            records = (node.records.get(part) for node in walk.path)
+            return (r if r is not None and available(r) else None for r in records)
 
         pages: list[Record] = []
         if needs.pages:
@@ -174,47 +187,50 @@ class _Stock:
         unbroken_from = [0]
         for i, window in enumerate(windows):
             unbroken_from.append(unbroken_from[-1] if window is not None else i + 1)
-        n_blocks = len(pages) if needs.pages else len(way.path)
-        return cls(way, needs, have, n_blocks, tuple(pages), windows, tuple(unbroken_from))
+        n_blocks = len(pages) if needs.pages else len(walk.path)
+        return cls(walk, needs, available, n_blocks, tuple(pages), windows, tuple(unbroken_from))
 
     def closest(self, n_blocks: int) -> tuple[Node, int] | None:
-        """Which child of the path's n-th block goes furthest with the prompt, of those that can be had.
+        """The available child at the end of so many blocks that shares most, and how many tokens.
 
         None where the path itself goes on from there.
         """
-        path, node = self.way.path, self.way.node(n_blocks)
+        path, node = self.walk.path, self.walk.node(n_blocks)
         goes_on = n_blocks < len(path)
-        if len(node.children) == goes_on or (goes_on and self.has_block(path[n_blocks])):
+        if len(node.children) == goes_on or (goes_on and self._has_block(path[n_blocks])):
             return None
-        children = node.children.closest(self.way.tokens, node.end)
-        return next((c for c in islice(children, MAX_SIBLINGS) if self.has_block(c[0])), None)
+        children = node.children.closest(self.walk.tokens, node.end)
+        return next((c for c in islice(children, MAX_SIBLINGS) if self._has_block(c[0])), None)
 
-    def has_block(self, node: Node) -> bool:
-        there = (node.records.get(part) for part in self.needs.by_block)
-        return all(r is not None and self.have(r) for r in there)
+    def _has_block(self, node: Node) -> bool:
+        records = (node.records.get(part) for part in self.needs.by_block)
+        return all(r is not None and self.available(r) for r in records)
 
     def segments(self, p: int, tail: Node | None) -> tuple[Segment, ...]:
         """The whole blocks before p, then the node that covers the rest."""
-        n = (p if tail is None else tail.start) // self.way.block
-        whole = tuple(Segment(node, self.way.block) for node in self.way.path[:n])
+        n = self._n_whole(p, tail)
+        whole = tuple(Segment(node, self.walk.block) for node in self.walk.path[:n])
         return whole if tail is None else (*whole, Segment(tail, p - tail.start))
 
     def records(self, p: int, tail: Node | None) -> tuple[Record, ...] | None:
-        """What a resume at p reads; None if some of it cannot be had."""
-        n = (p if tail is None else tail.start) // self.way.block
+        """What a resume at p reads; None if some of it is not available."""
+        n = self._n_whole(p, tail)
         if n > self.n_blocks:
             return None
-        found = list(self.pages[:n])
+        records = list(self.pages[:n])
         if self.needs.window:
-            first = max(p - self.needs.window, 0) // self.way.block
+            first = max(p - self.needs.window, 0) // self.walk.block
             if self.unbroken_from[n] > first:
                 return None
-            found += [w for w in self.windows[first:n] if w is not None]
-        last = tail if tail is not None else self.way.node(n)
+            records += [w for w in self.windows[first:n] if w is not None]
+        last = tail if tail is not None else self.walk.node(n)
         wanted = self.needs.by_block if tail is not None else ()
         for part in (*wanted, *((Part.STATE,) if self.needs.state else ())):
             record = last.records.get(part)
-            if record is None or not self.have(record):
+            if record is None or not self.available(record):
                 return None
-            found.append(record)
-        return tuple(found)
+            records.append(record)
+        return tuple(records)
+
+    def _n_whole(self, p: int, tail: Node | None) -> int:
+        return (p if tail is None else tail.start) // self.walk.block

@@ -1,8 +1,12 @@
-"""What to resume from now, what to load meanwhile, and why not more: pure functions.
+"""What to resume from now, and what to load meanwhile. Pure.
 
 A load and the computing of the same tokens race. The prompt is computed from the front while its blocks
-are loaded from the back; where the two meet, the row jumps to the end. So a load is worth beginning if
-some of it arrives before computing gets there, and an estimate that is wrong wastes work, never time.
+are loaded from the back; where the two meet, the row jumps to the end of what is stored. So a load is
+worth beginning if some of it arrives before the computing gets there, and a wrong estimate wastes work,
+never time.
+
+    0            front                                  match           n_prompt
+    |-- resumed --|== computed ==>        <== loaded ====|-- computed ------|
 """
 
 from __future__ import annotations
@@ -13,17 +17,17 @@ from dataclasses import dataclass
 
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
-from firn.cache.planning.match import NOTHING, Match, Walk, points
-from firn.cache.tree import Record, Tree
+from firn.cache.planning.match import NOTHING, Available, Match, Walk, resume_points
+from firn.cache.tree import Record
 
 MAX_TARGETS = 64
 """Resume points that are weighed against each other."""
 MIN_GAIN = 0.02
-"""A load must save this part of the time it would take without."""
+"""A load must save at least this share of the time that the prompt takes without it."""
 GRACE_S = 0.005
-"""What a load may be late before computing begins."""
+"""How late a load may be before computing begins."""
 UNKNOWN_PATIENCE_S = 0.03
-"""How long computing waits for a load while nothing is known of either."""
+"""How long computing waits for a load while the speed of neither is known."""
 
 TierOf = Callable[[Record], str]
 """The name of the tier that a record is read from."""
@@ -34,40 +38,40 @@ class Plan:
     now: Match
     """What can be resumed at once."""
     target: Match = NOTHING
-    """What can be resumed when the loads are there."""
+    """What can be resumed once the loads have arrived."""
     loads: tuple[Record, ...] = ()
-    """What is to be read, in this order."""
+    """What to read, in this order."""
     load_s: float = 0.0
-    """How long that is thought to take..."""
+    """How long the loads should take..."""
     compute_s: float = 0.0
-    """... and how long computing what it stands for."""
+    """... and how long computing the same tokens."""
     patience_s: float = 0.0
-    """So long computing waits for the loads, when nobody else has anything to do..."""
+    """How long computing waits for the loads while the engine has nothing else to do..."""
     busy_patience_s: float = 0.0
-    """... and while others decode, whom computing would slow down."""
+    """... and while other rows decode, which computing would slow down."""
     is_slower: bool = False
-    """More is stored than is loaded: computing it is faster."""
+    """More is stored than is loaded, because computing it is faster."""
 
 
 def make_plan(
-    way: Walk,
+    walk: Walk,
     needs: Needs,
     estimates: Estimates,
     tier_of: TierOf,
     *,
     start: int = 0,
-    have: Callable[[Record], bool],
+    available: Available,
 ) -> Plan:
-    """`have`: what can be had at once. `start`: so many tokens are computed already."""
-    now = next(points(way, needs, have))
+    """available: what can be resumed from at once. start: so many tokens are computed already."""
+    now = next(resume_points(walk, needs, available))
     front = max(now.n_tokens, start)
-    n_prompt = len(way.tokens)
+    n_prompt = len(walk.tokens)
     alone_s = estimates.prefill_s(front, n_prompt)
     best, best_s = None, alone_s * (1 - MIN_GAIN)
     n_most = 0
-    for match in _targets(way, needs, front):
+    for match in _targets(walk, needs, front):
         n_most = max(n_most, match.n_tokens)
-        target = _weigh(match, front, needs, estimates, tier_of, have)
+        target = _weigh(match, front, needs, estimates, tier_of, available)
         seconds = target.race_s + estimates.prefill_s(match.n_tokens, n_prompt)
         if seconds < best_s:
             best, best_s = target, seconds
@@ -94,13 +98,13 @@ class _Target:
     load_s: float
     compute_s: float
     race_s: float
-    """Until the row stands at the match, with both at work."""
+    """Until the row stands at the match, while both load and compute."""
 
 
-def _targets(way: Walk, needs: Needs, front: int) -> Iterator[Match]:
-    """Resume points that can be had by loading: the last, and others evenly spread before it."""
+def _targets(walk: Walk, needs: Needs, front: int) -> Iterator[Match]:
+    """Resume points that loading can reach: the last, and others evenly spread before it."""
     last, gap = 0, 0
-    for match in points(way, needs, lambda record: record.obtainable):
+    for match in resume_points(walk, needs, lambda record: record.obtainable):
         if match.n_tokens <= front:
             return
         if not last or last - match.n_tokens >= gap:
@@ -115,9 +119,9 @@ def _weigh(
     needs: Needs,
     estimates: Estimates,
     tier_of: TierOf,
-    have: Callable[[Record], bool],
+    available: Available,
 ) -> _Target:
-    missing = tuple(r for r in match.records if not have(r))
+    missing = tuple(r for r in match.records if not available(r))
     nbytes = Counter[str]()
     for record in missing:
         nbytes[tier_of(record)] += record.nbytes
@@ -125,7 +129,7 @@ def _weigh(
     compute_s = estimates.prefill_s(front, match.n_tokens)
     engine_s = estimates.engine_s(sum(nbytes.values()))
     fill_s = estimates.fill_s.value * sum(r.nbytes for r in match.records)
-    if not needs.pages:  # all or nothing
+    if not needs.pages:  # windows and states are of use only when all of them are there
         race_s = load_s + engine_s + fill_s
     else:
         share = compute_s / max(load_s + compute_s, 1e-9)
@@ -134,15 +138,16 @@ def _weigh(
 
 
 def _from_the_back(records: Iterable[Record]) -> tuple[Record, ...]:
-    """States and windows, without which nothing goes; then pages, the last block first."""
+    """States and windows, without which nothing can resume; then pages, the last block first."""
     return tuple(sorted(records, key=lambda r: (r.part is Part.PAGES, -r.node.start)))
 
 
 def _patience(target: _Target, front: int, estimates: Estimates) -> tuple[float, float]:
-    """To begin a chunk just before its tokens arrive would delay them by a chunk.
+    """How long to wait for the load: alone, and while others decode.
 
-    A load that should take half the time of computing is waited for until a chunk could have been
-    computed: by then its pace is known.
+    A chunk that begins just before its tokens arrive delays them by a chunk. A load that should take
+    half the time of computing is waited for until a chunk could have been computed: by then its pace
+    is known.
     """
     late = 2 * target.load_s + GRACE_S
     if not (estimates.knows_prefill and all(map(estimates.knows_tier, target.tiers))):
@@ -152,55 +157,3 @@ def _patience(target: _Target, front: int, estimates: Estimates) -> tuple[float,
         return (late if target.load_s < chunk_s else min(late, chunk_s)), late
     alone = late if target.load_s < chunk_s else 0.0
     return alone, alone
-
-
-# --- why not more --------------------------------------------------------------------------
-
-SWITCHED_OFF = "reading off"
-NOT_YET = "not yet loaded"
-SLOWER = "slower to load"
-NO_STATE = "no state checkpoint"
-OFF_THE_GRID = "whole chunks only"
-EVICTED = "evicted"
-COLD = "cold"
-
-
-def why_not_more(tree: Tree, way: Walk, needs: Needs, n_tokens: int) -> str:
-    """Why a prompt resumes at this position and not later; '' when only its last token is left.
-
-    For what can be had now, by memory or by loading: what else stood in the way of a load, the
-    caller knows better.
-    """
-    n_last = len(way.tokens) - 1
-    if n_tokens >= n_last:
-        return ""
-    if n_tokens >= n_last - n_last % needs.grid:
-        return OFF_THE_GRID
-    limit = way.limit
-    if n_tokens < limit:
-        if n_tokens >= limit - limit % needs.grid:
-            return OFF_THE_GRID
-        if needs.state and _covered(way, needs):
-            return NO_STATE
-        return EVICTED
-    if _next_was_evicted(tree, way):
-        return EVICTED
-    return f"diverged at token {way.n_shared}" if way.n_shared else COLD
-
-
-def _covered(way: Walk, needs: Needs) -> bool:
-    """Whether the pages of the path can all be had, so that a state would do."""
-    pages = (node.records.get(Part.PAGES) for node in way.path if needs.pages)
-    return all(r is not None and r.obtainable for r in pages)
-
-
-def _next_was_evicted(tree: Tree, way: Walk) -> bool:
-    """Whether more than is there now was there once.
-
-    Where another child shares some tokens, only one that contained the whole next block is known to
-    have shared more.
-    """
-    last = way.node(len(way.path))
-    n = way.block if way.n_shared > last.end else 1
-    tokens = way.tokens.tokens[last.end : last.end + n]
-    return len(tokens) == n and tree.evicted.had(last, tokens)
