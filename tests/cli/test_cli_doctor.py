@@ -20,7 +20,7 @@ from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, lo
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL
 from firn.core.memory_plan import MemoryOptions
-from firn.machine import (
+from firn.host.machine import (
     Memory,
     disk_free,
     is_loopback,

@@ -16,7 +16,7 @@ from firn.core.memory_plan import (
     Transient,
     plan_memory,
 )
-from firn.machine import Memory
+from firn.host.machine import Memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from firn.core.memory_plan import DeviceKind, MachineMemory, MemoryPlan
-from firn.machine import memory
+from firn.host.machine import memory
 
 CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
 """Of a prompt, between two steps of others. In exact mode they are part of the answer's bits."""

@@ -25,7 +25,7 @@ from firn.core.memory_plan import (
     ModelMemory,
     plan_memory,
 )
-from firn.reservations import Reservation, Reserved, others
+from firn.host.reservations import Reservation, Reserved, others
 
 log = logging.getLogger("firn")
 
