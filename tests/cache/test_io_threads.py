@@ -15,7 +15,7 @@ import pytest
 from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.faults import Missing, TierError
 from firn.cache.storage.io import BATCH, Entry, TierIo
-from firn.cache.storage.threads import MAX_DEFER_S, Closed, IoThreads
+from firn.cache.storage.threads import MAX_DEFER_S, IoClosed, IoThreads
 from firn.cache.tiers import Gone, Stored, TierOptions
 from tests.cache.tiers.records import Direct, Folder, chain, of_size
 from tests.dict_tier import DictTier
@@ -184,7 +184,7 @@ def test_closing_writes_what_is_queued_and_reports(made: Callable[..., IoThreads
     assert progress[-1] == (0, 0)
     assert not threads.try_write(lambda: 9, log, nbytes=1)
     threads.read(lambda: 9, log)
-    assert isinstance(log.wait(6)[-1], Closed)
+    assert isinstance(log.wait(6)[-1], IoClosed)
 
 
 def test_closing_ends_in_bounded_time_when_the_disk_hangs(made: Callable[..., IoThreads]) -> None:
@@ -196,8 +196,8 @@ def test_closing_ends_in_bounded_time_when_the_disk_hangs(made: Callable[..., Io
     waiting = Log()
     threads.read(lambda: 2, waiting)
     threads.close(timeout_s=0.05)
-    assert isinstance(waiting.seen[0], Closed), "nobody waits on it for ever"
-    assert isinstance(log.seen[0], Closed)
+    assert isinstance(waiting.seen[0], IoClosed), "nobody waits on it for ever"
+    assert isinstance(log.seen[0], IoClosed)
     gate.open.set()
 
 

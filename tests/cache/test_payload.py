@@ -172,7 +172,7 @@ def test_bytes_come_back(kinds: list[list[Any]]) -> None:
     layers = arrays_of(kinds)
     found = stacked(layers)
     evaluate([found])
-    lent = host.lend(found)
+    lent = host.to_host(found)
     copies = [memoryview(bytes(b)) for b in lent.fetch()]
     again = host.from_host(lent.tensors, lent.places, copies)
     assert all_same(again, layers)
@@ -215,7 +215,7 @@ def test_over_a_bus_a_record_is_one_copy_out_and_one_for_each_stack_in(
     bus = Bus()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "device", lambda: bus)
-        lent = host.lend(found)
+        lent = host.to_host(found)
         again = host.from_host(lent.tensors, lent.places, host.staged(lent.fetch()))
     assert all_same(again, layers)
     assert (bus.n_out, bus.n_in) == (min(len(found.stacks), 1), len(found.stacks))

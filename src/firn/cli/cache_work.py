@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from firn.cache.admin.inventory import Inventory, RecordFile, records_of, take
+from firn.cache.admin.inventory import Inventory, RecordFile, records_of, take_inventory
 from firn.cache.admin.transfer import export as write_export
 from firn.cache.admin.transfer import import_file
 from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierError
@@ -37,7 +37,7 @@ class Where:
 
     def take(self) -> Inventory:
         try:
-            return take(self.folder, seal=self.seal)
+            return take_inventory(self.folder, seal=self.seal)
         except OSError as e:
             raise SetupError(f"{self.folder}: cannot be read: {e.strerror or e}") from e
 

@@ -1,6 +1,6 @@
-"""What a cache folder holds, for people: taken without the lock, and without changing anything.
+"""What a cache folder contains, for people. Taken without a lock, and without changing anything.
 
-A value made by one look; a folder in use may have moved on since.
+An inventory is a value: a folder in use may have changed since.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NotStored(FirnError):
 
 @dataclass(frozen=True, slots=True)
 class ModelNote:
-    """What the folder's servers call a model; empty where none has said."""
+    """The name and folder by which servers know a model; empty where none has left a note."""
 
     name: str = ""
     path: str = ""
@@ -38,7 +38,7 @@ class ModelNote:
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """A file and what its first bytes say. `fault` or `tag` is given, never both."""
+    """A file and what its header says: either a `tag` or a `fault`."""
 
     name: str
     nbytes: int
@@ -52,17 +52,17 @@ class RecordFile:
 
     @property
     def label(self) -> Label | None:
-        """None: not readable here."""
+        """None: it cannot be read without the key."""
         return self.tag if isinstance(self.tag, Label) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockFiles:
     """The records of one block of tokens."""
 
     tag: Tag
     n_tokens: int
-    """0 when they cannot be read without the key."""
+    """0 when the tokens cannot be read without the key."""
     files: Mapping[Part, RecordFile]
 
     @property
@@ -84,13 +84,13 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ModelRecords:
     """One model's records in one namespace."""
 
     fingerprint: bytes
     namespace: str
     model: ModelNote
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockFiles, ...]
 
     @property
     def nbytes(self) -> int:
@@ -111,11 +111,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A run of blocks without a branch, and what branches off at its end."""
+    """A sequence of blocks without a branch, and what branches off at its end."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockFiles, ...]
     nbytes: int
-    """With everything below."""
+    """Everything below it included."""
     last_use: float
     branches: tuple[Prefix, ...]
 
@@ -123,7 +123,7 @@ class Prefix:
 @dataclass(frozen=True)
 class Inventory:
     files: tuple[RecordFile, ...]
-    blocks: Mapping[Key, Block]
+    blocks: Mapping[Key, BlockFiles]
     models: Mapping[bytes, ModelNote]
 
     @property
@@ -135,52 +135,57 @@ class Inventory:
         return sum(f.tag is not None and f.label is None for f in self.files)
 
     @cached_property
-    def orphans(self) -> list[Block]:
-        """Blocks that no prompt can reach, because one before them is not stored."""
+    def orphans(self) -> list[BlockFiles]:
+        """Blocks that no prompt can use, because one before them is not stored."""
         reached: set[Key] = set()
-        found: list[Block] = []
+        orphans: list[BlockFiles] = []
         for block in sorted(self.blocks.values(), key=lambda b: b.tag.start):
             if block.parent is None or block.parent in reached:
                 reached.add(block.tag.key)
             else:
-                found.append(block)
-        return found
+                orphans.append(block)
+        return orphans
 
-    def groups(self) -> list[Group]:
+    def by_model(self) -> list[ModelRecords]:
         """The largest first."""
-        sorted_in: dict[tuple[bytes, str], list[Block]] = {}
+        blocks_of: dict[tuple[bytes, str], list[BlockFiles]] = {}
         for block in self.blocks.values():
-            which = (block.tag.fingerprint, block.tag.namespace)
-            sorted_in.setdefault(which, []).append(block)
-        groups = [
-            Group(fingerprint, namespace, self.models.get(fingerprint, ModelNote()), tuple(blocks))
-            for (fingerprint, namespace), blocks in sorted_in.items()
+            whose = (block.tag.fingerprint, block.tag.namespace)
+            blocks_of.setdefault(whose, []).append(block)
+        models = [
+            ModelRecords(fingerprint, namespace, self._note(fingerprint), tuple(blocks))
+            for (fingerprint, namespace), blocks in blocks_of.items()
         ]
-        return sorted(groups, key=lambda g: -g.nbytes)
+        return sorted(models, key=lambda m: -m.nbytes)
 
-    def find(self, text: str) -> Block:
-        """The block whose key begins so. Raises NotStored, also when there are several."""
+    def _note(self, fingerprint: bytes) -> ModelNote:
+        return self.models.get(fingerprint, ModelNote())
+
+    def find(self, text: str) -> BlockFiles:
+        """The block whose key begins with this text. Raises NotStored, also when there are several."""
         text = text.lower().strip()
         matches = [b for key, b in self.blocks.items() if key.hex().startswith(text)]
         if len(matches) == 1:
             return matches[0]
         if not matches:
-            raise NotStored(f"No record's key begins with {text!r}.")
+            raise NotStored(f"No stored key begins with {text!r}.")
         some = ", ".join(b.tag.key.hex()[: len(text) + 6] for b in matches[:4])
-        raise NotStored(f"{len(matches)} keys begin with {text!r}, such as {some}.")
+        raise NotStored(
+            f"{len(matches)} keys begin with {text!r}, such as {some}. Give more digits."
+        )
 
-    def chain(self, block: Block) -> list[Block]:
-        """The block and those above it, first block first. Raises NotStored if one is missing."""
-        found = [block]
-        while (parent := found[-1].parent) is not None:
+    def chain(self, block: BlockFiles) -> list[BlockFiles]:
+        """The block and those before it, the first one first. Raises NotStored if one is missing."""
+        chain = [block]
+        while (parent := chain[-1].parent) is not None:
             if parent not in self.blocks:
                 raise NotStored(f"The block {parent.hex()[:12]} before it is not stored any more.")
-            found.append(self.blocks[parent])
-        return found[::-1]
+            chain.append(self.blocks[parent])
+        return chain[::-1]
 
 
-def take(folder: Path, *, seal: Seal | None = None) -> Inventory:
-    """Raises OSError when the folder cannot be looked into."""
+def take_inventory(folder: Path, *, seal: Seal | None = None) -> Inventory:
+    """Raises OSError when the folder cannot be read."""
     tier = SsdTier(TierOptions(str(folder), 0), guest=True)
     files = tuple(_file(seen, tier, seal) for seen in look(folder))
     parts: dict[Key, dict[Part, RecordFile]] = {}
@@ -200,14 +205,14 @@ def _file(seen: Seen, tier: SsdTier, seal: Seal | None) -> RecordFile:
         return made(fault=Foreign(e.reason))
 
 
-def _block(files: Mapping[Part, RecordFile]) -> Block:
+def _block(files: Mapping[Part, RecordFile]) -> BlockFiles:
     first = next(iter(files.values()))
     assert first.tag is not None
-    return Block(first.tag, 0 if first.label is None else len(first.label.tokens), files)
+    return BlockFiles(first.tag, 0 if first.label is None else len(first.label.tokens), files)
 
 
 def note_model(folder: Path, fingerprint: bytes, note: ModelNote) -> None:
-    """Say what people call a model. Nothing depends on it: a folder that takes no notes has none."""
+    """Note what people call a model. Nothing depends on it: a folder that takes no notes has none."""
     path = folder / MODELS / f"{fingerprint.hex()}.json"
     text = json.dumps({"name": note.name, "path": note.path})
     with contextlib.suppress(OSError):
@@ -223,24 +228,24 @@ def _models(folder: Path) -> dict[bytes, ModelNote]:
             note = json.loads(path.read_text(encoding="utf-8"))
             models[bytes.fromhex(path.stem)] = ModelNote(str(note["name"]), str(note["path"]))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # a note that cannot be read is no note
+            continue  # as if there were no note
     return models
 
 
-def prefixes(blocks: Iterable[Block], *, top: int) -> list[Prefix]:
-    """The largest trees of prefixes, runs of single blocks drawn together."""
+def prefixes(blocks: Iterable[BlockFiles], *, top: int) -> list[Prefix]:
+    """The largest prefixes, blocks without a branch between them drawn together."""
     by_key = {b.tag.key: b for b in blocks}
-    children: dict[Key, list[Block]] = {}
+    children: dict[Key, list[BlockFiles]] = {}
     nbytes = {key: b.nbytes for key, b in by_key.items()}
     last_use = {key: b.last_use for key, b in by_key.items()}
-    # Children begin where their parent ends, or later: from the back, sums are complete.
+    # Children begin where their parent ends or later: from the back, sums are complete.
     for block in sorted(by_key.values(), key=lambda b: (-b.tag.start, -b.end)):
         if block.parent in by_key and block.parent is not None:
             children.setdefault(block.parent, []).append(block)
             nbytes[block.parent] += nbytes[block.tag.key]
             last_use[block.parent] = max(last_use[block.parent], last_use[block.tag.key])
 
-    def prefix(block: Block, depth: int) -> Prefix:
+    def prefix(block: BlockFiles, depth: int) -> Prefix:
         run = [block]
         below = children.get(block.tag.key, [])
         while len(below) == 1:
@@ -254,12 +259,12 @@ def prefixes(blocks: Iterable[Block], *, top: int) -> list[Prefix]:
     return [prefix(b, 3) for b in sorted(first, key=lambda b: -nbytes[b.tag.key])[:top]]
 
 
-def records_of(chain: Sequence[Block]) -> list[Name]:
-    """What a resume at the end of the chain needs: every block, and the last state there is."""
+def records_of(chain: Sequence[BlockFiles]) -> list[Name]:
+    """What a resume at the end of the chain needs: every block, and the last state."""
     names: list[Name] = []
     last_state = max((i for i, b in enumerate(chain) if Part.STATE in b.files), default=-1)
     for i, block in enumerate(chain):
         wanted = [p for p in Part if p in block.files and (p is not Part.STATE or i == last_state)]
-        # A block of which only an older state is stored must still be named by something.
+        # A block of which only an older state is stored needs a record that names it.
         names += [Name(block.tag.key, p) for p in wanted or [next(iter(block.files))]]
     return names

@@ -1,6 +1,6 @@
-"""A prefix as one file: a tar archive of its records, parents first, each verified on the way in.
+"""A prefix as one file: a tar archive of its records, parents first. Each is verified on import.
 
-What is exported is never encrypted, whatever the folder is: the other machine has another key.
+An exported file is never encrypted, even if the folder is: the other machine has another key.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from firn.cache.storage.container import Header, Loaded, Name, derived_key, pack
 from firn.cache.storage.faults import Damaged, Foreign
 from firn.cache.storage.seal import Seal
 from firn.cache.tiers import Tier
+from firn.cache.tree import BLOCK_S
 from firn.core.keys import Key, root_key
 from firn.core.values import Namespace
 
 SUFFIX = ".safetensors"
 SECTOR_NBYTES = 512
-STEP_S = 2.0
-"""A record is stamped so much below the one before it, so that its parent outlives it."""
-
 Progress = Callable[[int], None]
-"""Called with the bytes of each record that is done."""
+"""Called with the number of bytes of each record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ def export(
     *,
     progress: Progress = lambda nbytes: None,
 ) -> int:
-    """Write the records to a new file; returns its bytes. Raises what `read` raises, and OSError."""
+    """Write the records to a new file; returns its size. Raises what `read` raises, and OSError."""
     temp = path.with_name(f"{path.name}.part")
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -76,10 +74,9 @@ def import_file(
     namespace: str | None = None,
     progress: Progress = lambda nbytes: None,
 ) -> Imported:
-    """Store the records of an exported file. Raises Damaged, Foreign, and what `write` raises.
+    """Store the records of an exported file. Raises Damaged, Foreign, and what `Tier.write` raises.
 
-    seal: encrypts them.
-    namespace: put them there instead of where they come from; their keys change with it.
+    seal: encrypts them. namespace: move them there, which changes their keys.
     """
     n_new = n_present = nbytes = 0
     moved: dict[Key, Key] = {}
@@ -91,7 +88,7 @@ def import_file(
         if namespace is not None:
             header = _move(header, namespace, moved)
         pieces = pack(header, loaded.buffers, seal=seal).pieces
-        stored = tier.write(str(header.name), pieces, used_at=now - STEP_S * i)
+        stored = tier.write(str(header.name), pieces, used_at=now - BLOCK_S * i)
         n_new, n_present = n_new + stored.new, n_present + (not stored.new)
         nbytes += stored.nbytes
         progress(sum(len(b) for b in loaded.buffers))
@@ -99,7 +96,7 @@ def import_file(
 
 
 def _records(path: Path) -> Iterator[Loaded]:
-    """One after another, so that memory holds one."""
+    """The records one after another: only one is in memory at a time."""
     n_records = 0
     try:
         with tarfile.open(path, "r:") as tar:

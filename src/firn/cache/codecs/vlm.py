@@ -1,7 +1,7 @@
-"""mlx-vlm's cache classes: the same names and fields as mlx-lm's, another module, another `state`.
+"""mlx-vlm's cache classes: mlx-lm's names and fields, in another module and with another `state`.
 
-Records are cut from the fields, never from `state`, so the codecs are the same; only where a class
-keeps more than its namesake does it need a word of its own.
+Records are cut from the fields, never from `state`, so the codecs are the same; only a class that keeps
+more than its namesake needs code of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VlmChunkedKVCodec(ChunkedKVCodec):
 
 
 class VlmArraysCodec(ArraysCodec):
-    """Beside its arrays it can hold a speculative block, which is no part of the state."""
+    """It can also hold a speculative block, which is not part of the state."""
 
     single = f"{HOME}.ArraysCache"
 

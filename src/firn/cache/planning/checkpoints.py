@@ -1,10 +1,10 @@
-"""Where a recurrent model's state is worth keeping. Pure.
+"""At which positions of a prompt a recurrent model's state is kept. Pure.
 
-States are large, so they are taken where they will be asked for again: the end of the tools and the
-system prompt, the start of the last user turns, where the next turn may depart (before the generation
-prompt, if history does not contain it as it is), the branch point that a lookup has just found, and a
-sparse power-of-two lattice in long prompts. The end of the prompt and the end of the reply come for free
-and are kept by the caller.
+States are large, so they are kept where they will be asked for again: at the end of the tools and the
+system prompt, at the start of the last user turns, where the next turn may branch off (before the
+generation prompt, if history will not contain it), at a branch point that a lookup has just found, and
+on a sparse lattice of powers of two in long prompts. The ends of the prompt and of the reply cost
+nothing extra; the caller keeps those.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ N_TURNS = 2
 N_HINTS = 4
 """As many as Anthropic's API takes."""
 MIN_GAP_TOKENS = 32
-"""Two states closer than this are one: reading that many tokens again costs less than a state."""
+"""Of two states closer than this one is enough: computing that many tokens costs less than a state."""
 LATTICE_FROM_TOKENS = 4096
 
 
@@ -30,11 +30,11 @@ def due(
     hints: Sequence[int] = (),
     grid: int = 1,
 ) -> dict[int, Mark]:
-    """Positions (ascending) where state should be kept, with the reason. All lie after n_restored.
+    """Ascending positions after n_restored where a state should be kept, with the reason.
 
     boundaries: ascending positions where messages end.
-    n_shared: how far the prompt agrees with something stored: a branch point if not resumable.
-    hints: ascending positions that the caller expects to resume at.
+    n_shared: how many tokens the prompt shares with something stored; a branch point.
+    hints: ascending positions where the caller expects to resume.
     grid: positions are rounded down to multiples of this (exact mode's chunk).
     """
     wanted: dict[int, Mark] = {}
@@ -64,9 +64,9 @@ def due(
 
 
 def _spread(wanted: dict[int, Mark], n_restored: int) -> dict[int, Mark]:
-    """Drop positions too close behind a kept one; the last of a close group stays if it is higher.
+    """Drop positions that follow a kept one too closely; if their mark is higher, that one goes.
 
-    A branch point stays in any case: what departs there can use nothing behind it.
+    A branch point stays in any case: a prompt that branches off there can use no later state.
     """
     kept: dict[int, Mark] = {}
     last = n_restored

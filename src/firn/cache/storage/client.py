@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from firn.cache.arrays.host import Lent, from_host, lend, staged
+from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload
 from firn.cache.asking import Asked
 from firn.cache.lookup import Question, search
@@ -70,7 +70,7 @@ TakeResult = Callable[[], TierEvent | None]
 class _Writing(NamedTuple):
     """A write that is under way. Its arrays must be dropped on the engine thread."""
 
-    payload: Lent
+    payload: PayloadBytes
     stamp: float
 
 
@@ -157,17 +157,17 @@ class TierClient:
     def _write(self, record: Record) -> bool:
         if not self._io.has_room(record.nbytes):
             return False
-        lent, stamp = lend(payload_of(record)), self._stamp(record)
+        payload, stamp = to_host(payload_of(record)), self._stamp(record)
         accepted = self._io.try_write(
-            self._catalogue.header(record, lent.tensors, lent.places),
-            lent.fetch,
+            self._catalogue.header(record, payload.tensors, payload.places),
+            payload.fetch,
             used_at=stamp,
             done=self._done(partial(self._was_written, record)),
             wanted=lambda: self._tree.is_current(record),
         )
         if accepted:
             self._tree.set_writing(record, self.number, on=True)
-            self._writing[record] = _Writing(lent, stamp)
+            self._writing[record] = _Writing(payload, stamp)
         return accepted
 
     def _was_written(self, record: Record, result: Any, at: float) -> TierEvent:

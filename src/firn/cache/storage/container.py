@@ -1,18 +1,18 @@
-"""One record as one file: safetensors, self-describing, every byte under a checksum.
+"""One record as bytes: a self-describing safetensors file, every byte of it under a checksum.
 
     0        u64 little-endian n: the length of the JSON
     8        {"__metadata__":{"firn":"2","meta":N,...,"sum":S},"0":{"dtype":..},"1":..}   padded
-    8 + n    the tensors, one after another; `places` says which entry of which is a layer's
+    8 + n    the tensors, one after another; `places` says which entry of which tensor is which layer's
 
 `meta` is the length of the metadata object and `sum` its checksum, so a scan reads and parses a few
-hundred bytes and no tensor entries. The metadata holds the checksums of everything else: `entries` of
-the JSON behind it, `sums` of the tensors, `nbytes` of the data. The plain `safetensors` library reads
-such a file as it is.
+hundred bytes and no tensor entries. The metadata contains the checksums of everything else: `entries`
+of the JSON after it, `sums` of the tensors, and `nbytes`, the length of the data. The `safetensors`
+library can read such a file.
 
-An encrypted record is a safetensors file too: the same metadata without tokens and layout, the whole
+An encrypted record is a safetensors file, too: the same metadata without tokens and layout, the whole
 JSON above sealed in `head`, and one tensor `body` of sealed pieces.
 
-Pure functions over bytes; they hash, so they belong on I/O threads.
+Pure functions over bytes. They hash, so they belong on I/O threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ITEM_NBYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A record's name: the same in every tier, where it is written `<key>.<part>`."""
+    """A record's name, the same in every tier: `<key>.<part>`."""
 
     key: Key
     part: Part
@@ -60,7 +60,7 @@ class Name:
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
-        """None: no record of this version has such a name."""
+        """None: not the name of a record of this version."""
         key, _, part = text.partition(".")
         try:
             return cls(Key(bytes.fromhex(key)), Part(part)) if len(key) == 64 else None
@@ -81,7 +81,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """What every process may know of a record, with or without the key to it."""
+    """What any process may read of a record, also without the encryption key."""
 
     key: Key
     parent: Key
@@ -99,13 +99,13 @@ class Tag:
 
     @property
     def above(self) -> Key | None:
-        """The block that must be there for this one to be found; None at the beginning of a chain."""
+        """The block before this one; None at the beginning of a chain."""
         return None if self.start == 0 or self.parent == self.root else self.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label(Tag):
-    """What a scan finds out: enough to put the record into the tree."""
+    """What a scan reads: enough to put the record into the tree."""
 
     tokens: KeyTokens = field(compare=False, repr=False)
     layout: str
@@ -113,7 +113,7 @@ class Label(Tag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header(Label):
-    """All about a record but its bytes.  # tokens [start, start + len(tokens))"""
+    """Everything about a record but its bytes.  # tokens [start, start + len(tokens))"""
 
     tensors: tuple[TensorSpec, ...]
     places: Places
@@ -127,14 +127,14 @@ class Packed(NamedTuple):
 class Loaded(NamedTuple):
     header: Header
     buffers: list[memoryview]
-    """One for each of `header.tensors`; views of one buffer, nothing is copied."""
+    """One for each of `header.tensors`: views of one buffer."""
 
 
 _BLOCK = re.compile(r"\bblock(\d+)\b")
 
 
 def derived_key(label: Label, parent: Key) -> Key:
-    """The key that follows from the tokens. A record whose tokens begin at 0 may span many blocks."""
+    """The key that follows from the tokens. A record that begins at 0 may span many blocks."""
     step = max(len(label.tokens), 1)
     if label.parent == label.root and (found := _BLOCK.search(label.layout)):
         step = int(found[1])
@@ -148,7 +148,7 @@ def derived_key(label: Label, parent: Key) -> Key:
 
 
 def pack(header: Header, buffers: Sequence[Any], *, seal: Seal | None = None) -> Packed:
-    """The file's bytes in pieces, to be written one after another. Tensors are not copied."""
+    """The record's bytes in pieces, to be written one after another. Tensors are not copied."""
     views = [flat(b) for b in buffers]
     sizes = [spec.nbytes for spec in header.tensors]
     if [len(v) for v in views] != sizes:
@@ -196,7 +196,7 @@ def _tag_fields(tag: Tag) -> dict[str, str]:
 
 
 def _token_fields(tokens: KeyTokens) -> dict[str, str]:
-    """Token ids fit 32 bits; only the digests that stand for images need 64."""
+    """Token ids fit 32 bits; only the digests that stand for pictures need 64."""
     narrow = not len(tokens) or int(tokens.max()) < 1 << 32
     raw = tokens.astype("<u4" if narrow else "<u8").tobytes()
     return {
@@ -206,13 +206,13 @@ def _token_fields(tokens: KeyTokens) -> dict[str, str]:
 
 
 def _entries(tensors: Sequence[TensorSpec]) -> bytes:
-    """The JSON behind the metadata."""
-    found: list[str] = []
+    """The JSON after the metadata."""
+    entries: list[str] = []
     offset = 0
     for i, spec in enumerate(tensors):
-        found.append(_entry(str(i), spec, offset, offset + spec.nbytes))
+        entries.append(_entry(str(i), spec, offset, offset + spec.nbytes))
         offset += spec.nbytes
-    return ("".join(found) + "}").encode()
+    return ("".join(entries) + "}").encode()
 
 
 def _entry(name: str, spec: TensorSpec, start: int, end: int) -> str:
@@ -231,7 +231,7 @@ def _metadata(fields: dict[str, str]) -> bytes:
 
 
 def _framed(text: bytes, data: Sequence[Buffer]) -> Packed:
-    """Spaces behind the JSON are a part of safetensors; they align what follows."""
+    """Safetensors allows spaces after the JSON; they align the data."""
     text += b" " * (-(8 + len(text)) % ALIGN)
     head = struct.pack("<Q", len(text)) + text
     return Packed([head, *data], len(head) + sum(len(d) for d in data))
@@ -299,7 +299,7 @@ def read_header(
 
 
 def unpack(buffer: Any, *, seal: Seal | None = None) -> Loaded:
-    """The record in these bytes, every checksum and length verified. Nothing is copied.
+    """The record in these bytes, with every checksum and length verified. Nothing is copied.
 
     Raises Damaged, Foreign, Locked.
     """
@@ -381,7 +381,7 @@ def _meta_nbytes(text: bytes, n_text: int) -> int:
 
 
 def _fields(text: bytes, n_text: int) -> tuple[dict[str, str], bytes]:
-    """The metadata, verified, and the JSON behind it as far as it is here."""
+    """The verified metadata, and as much of the JSON after it as `text` contains."""
     end = len(_PREFIX) + _meta_nbytes(text, n_text)
     raw = text[len(_PREFIX) : end]
     body, tail = raw[:-_SUM_NBYTES], raw[-_SUM_NBYTES:]
@@ -427,17 +427,17 @@ def _tokens(fields: dict[str, str]) -> KeyTokens:
 
 
 def _header(fields: dict[str, str], rest: bytes) -> Header:
-    """With the tensors, out of their entries: the only place that reads those."""
+    """The header with its tensors, whose entries are read only here."""
     rest = rest.rstrip(b" ")
     if xxhash.xxh3_128_hexdigest(rest) != fields["entries"]:
         raise Damaged("bad checksum", "entries")
     entries: dict[str, Any] = json.loads(b"{" + rest.lstrip(b","))
-    found = (entries[str(i)] for i in range(len(entries)))
+    ordered = (entries[str(i)] for i in range(len(entries)))
     return Header(
         **_tag_values(fields),
         tokens=_tokens(fields),
         layout=fields["layout"],
-        tensors=tuple(TensorSpec(e["dtype"], tuple(e["shape"])) for e in found),
+        tensors=tuple(TensorSpec(e["dtype"], tuple(e["shape"])) for e in ordered),
         places=_places.from_text(fields["places"]),
     )
 

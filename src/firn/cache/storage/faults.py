@@ -1,4 +1,4 @@
-"""What can go wrong with stored records: a miss or a drop for the engine, never a wrong answer."""
+"""What can go wrong with stored records. For the engine it is a miss, never a wrong answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from firn.core.errors import FirnError
 
 
 class TierError(FirnError):
-    """Any fault of a tier. `reason` is a short fixed phrase: what counters are kept by."""
+    """Any fault of a tier. `reason` is a short fixed phrase, by which faults are counted."""
 
     code = "cache_tier_error"
 
@@ -20,29 +20,29 @@ class TierError(FirnError):
 
 
 class Missing(TierError):
-    """The record is not there (any more)."""
+    """The tier does not have the record, or not any more."""
 
     def __init__(self, reason: str = "not stored") -> None:
         super().__init__(reason)
 
 
 class Unwanted(TierError):
-    """Nobody waits for the record any more, so it was not read."""
+    """Nobody wants the record any more, so it was not read or written."""
 
     def __init__(self) -> None:
         super().__init__("unwanted")
 
 
 class Damaged(TierError):
-    """The bytes are not those that were written, or not those of the record asked for."""
+    """The bytes are not those that were written, or belong to another record."""
 
 
 class Foreign(TierError):
-    """Not for us: another format version, or no record at all. Kept, and never read."""
+    """Another format version, or no record at all. Such a file is left alone."""
 
 
 class Locked(Foreign):
-    """Encrypted with a key that is not here."""
+    """Encrypted with another key."""
 
     def __init__(self) -> None:
         super().__init__("encrypted with another key")
@@ -52,15 +52,15 @@ class Locked(Foreign):
 
 
 class Refused(TierError):
-    """The tier is well but will not take this record: write budget spent, nothing older to evict."""
+    """The tier works but will not take this record: write budget spent, or nothing older to evict."""
 
 
 class TierFull(Refused):
-    """Nothing more may be evicted, and the record does not fit."""
+    """The record does not fit, and nothing more may be evicted for it."""
 
     def __init__(self, detail: str = "") -> None:
         super().__init__("full", detail)
 
 
 class TierFault(TierError):
-    """The tier itself fails: disk full, read-only, gone. Writing pauses and is retried later."""
+    """The tier itself fails: disk full, read-only, gone. Writing pauses and is tried again later."""

@@ -1,7 +1,7 @@
-"""Between the engine thread and a tier: orders go to the I/O threads, results come by callbacks there.
+"""From records to bytes and back: a tier behind I/O threads.
 
-Here records become bytes and bytes become records: packed, sealed, checked against their names. Nothing
-here waits for a disk on behalf of a caller.
+Orders come from the engine thread and never wait for a disk; results go to callbacks, on an I/O thread.
+On the way records are packed, sealed, and checked against their names.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ log = logging.getLogger("firn.cache")
 T = TypeVar("T")
 
 BATCH = 64
-"""Records in one order or report: small enough for others to come in between."""
+"""Records in one order or report: few enough for others to get their turn."""
 Wanted = Callable[[], bool]
 Fetch = Callable[[], Sequence[Any]]
-"""A record's bytes, a buffer for each tensor. Called on an I/O thread, one record after another."""
+"""Gives a record's bytes, a buffer for each tensor. Called on an I/O thread."""
 
 
 def _always() -> bool:
@@ -52,14 +52,14 @@ def _always() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record that a scan found."""
+    """A record that a tier has, as a scan or a store reports it."""
 
     label: Label
     nbytes: int
     used_at: float
     """Unix time."""
     tokens: PackedTokens
-    """Its tokens, to be looked for in the tree."""
+    """The label's tokens, packed on the I/O thread to save the engine's time."""
 
     @property
     def name(self) -> Name:
@@ -70,7 +70,7 @@ Changes = Sequence[Entry | Gone[Name]]
 
 
 class Io(Protocol):
-    """One tier, as the tree uses it from the engine thread. No method waits but close()."""
+    """One tier, as the engine thread uses it. Only close() waits."""
 
     def try_write(
         self,
@@ -81,24 +81,24 @@ class Io(Protocol):
         done: Done,
         wanted: Wanted = _always,
     ) -> bool:
-        """Hand a record over; done(Stored[Name] | TierError). False: the queue is full.
+        """Order a write; done(Stored[Name] | TierError). False: the queue is full.
 
-        `wanted` is asked, on an I/O thread, just before: done(Unwanted) if it is not any more.
+        wanted: asked on an I/O thread just before the write; if it says no, done(Unwanted).
         """
         ...
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a write of so many bytes would be taken now."""
+        """Whether a write of so many bytes would be accepted now."""
         ...
 
     def defer_writes(self, wanted: bool) -> None:
-        """Begin no write, unless one has waited for long; or begin them again."""
+        """Begin no writes for now, except those that have waited for long; or begin them again."""
         ...
 
     def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
-        """done(Loaded | TierError): every byte verified. A damaged record is set aside.
+        """Order a read; done(Loaded | TierError). Every byte is verified; a damaged record is set aside.
 
-        `wanted`: as above.
+        expect: the tokens that the record must name. wanted: as above.
         """
         ...
 
@@ -109,9 +109,9 @@ class Io(Protocol):
         ...
 
     def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
-        """What is stored or, from the second time on, what others changed; then done(None | TierError).
+        """Report what is stored or, from the second scan on, what others changed since.
 
-        `batch` is called on an I/O thread, some at a time, as they are found.
+        batch: called on an I/O thread with a few at a time. Then done(None | TierError).
         """
         ...
 
@@ -122,11 +122,11 @@ class Io(Protocol):
         ...
 
 
-# --- a record in a tier --------------------------------------------------------------------
+# --- one record in a tier ------------------------------------------------------------------
 
 
 def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
-    """A record, verified. Raises Missing, Foreign, Damaged, TierFault."""
+    """Read and verify a record. Raises Missing, Foreign, Damaged, TierFault."""
     loaded = unpack(tier.read(str(name)), seal=seal)
     if loaded.header.name != name:
         raise Damaged("another record's bytes")
@@ -134,7 +134,7 @@ def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
 
 
 def label_of(seen: Seen, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
-    """What a record says of itself: a Label, or only a Tag without its key. Raises Damaged, Foreign."""
+    """What a record's header says: a Label, or only a Tag without the key. Raises Damaged, Foreign."""
     name = Name.parse(seen.name)
     if name is None:
         raise Foreign("a name of another format")
@@ -161,19 +161,18 @@ class TierIo:
         flush_timeout_s: float = 10.0,
         progress: Callable[[int, int], None] = lambda n_left, nbytes_left: None,
     ) -> None:
-        """seal: encrypts what is written; what another key encrypted is a miss."""
+        """seal: encrypts what is written. What another key has encrypted is a miss."""
         self.threads = threads
         self._tier = tier
         self._seal = seal
         self._flush_timeout_s = flush_timeout_s
         self._progress = progress
         self._foreign: set[str] = set()
-        """Of another version, or encrypted with another key: such a record gives way to ours."""
+        """Names of records of another version, or encrypted with another key: ours may replace them."""
         self._told_foreign = False
         self._tally = Tally()
         self._lock = threading.Lock()
-        self._doomed: deque[str] = deque()
-        """Records to be deleted."""
+        self._to_delete: deque[str] = deque()
         self._is_deleting = False
 
     def try_write(
@@ -203,9 +202,9 @@ class TierIo:
         self.threads.read(lambda: self._read(name, expect, wanted), done)
 
     def delete(self, names: Iterable[Name]) -> None:
-        """By one thread at a time: there may be 100,000, and others have work to do."""
+        """One thread deletes at a time: there may be 100,000 names, and others have orders, too."""
         with self._lock:
-            self._doomed += map(str, names)
+            self._to_delete += map(str, names)
             is_idle, self._is_deleting = not self._is_deleting, True
         if is_idle:
             self.threads.delete(self._delete_some)
@@ -260,15 +259,15 @@ class TierIo:
         return loaded
 
     def _delete_some(self) -> None:
-        """Then others come first; but what was begun is ended before the threads are."""
+        """A batch; then other orders get their turn. All of it before the threads end."""
         n_done = 0
         while n_done < BATCH or self.threads.closing:
             with self._lock:
-                self._is_deleting = bool(self._doomed)
+                self._is_deleting = bool(self._to_delete)
                 if not self._is_deleting:
                     return
-                name = self._doomed.popleft()
-            with suppress(TierFault):  # the tier has said so, and the rest may go
+                name = self._to_delete.popleft()
+            with suppress(TierFault):  # the tier has counted it; the others may go
                 self._tier.delete(name)
             n_done += 1
         self.threads.delete(self._delete_some)
@@ -281,8 +280,8 @@ class TierIo:
         if self._foreign and not self._told_foreign:
             self._told_foreign = True
             log.info(
-                "%d records here are of another version of firn or another key: they are left alone, "
-                "and go by age",
+                "%d records here are of another version of firn or encrypted with another key: they are "
+                "not used, and go when they are the oldest",
                 len(self._foreign),
             )
 
@@ -295,7 +294,7 @@ class TierIo:
                 yield entry
 
     def _entry(self, seen: Seen) -> Entry | None:
-        """None: not a record that can be read here."""
+        """None: no record that can be used here."""
         try:
             tag = label_of(seen, more=lambda n: self._tier.read(seen.name, n), seal=self._seal)
             if not isinstance(tag, Label):
@@ -311,8 +310,8 @@ class TierIo:
 
     def _set_aside(self, name: str, why: Damaged) -> None:
         self._tally.add(damaged=1)
-        log.warning("a damaged record is set aside: %s (%s)", name, why.message)
-        with suppress(TierFault):  # the tier will not read it again, whether or not it can move it
+        log.warning("a damaged record is set aside, which costs a miss: %s (%s)", name, why.message)
+        with suppress(TierFault):  # the tier will not read it again, even if it cannot move it
             self._tier.delete(name, keep=True)
 
 

@@ -1,15 +1,15 @@
-"""Where a layer's arrays lie in a record, which keeps those of one kind together in one stack. Pure."""
+"""Where each layer's arrays lie in a record, which stacks arrays of one dtype and shape. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
 Places = tuple[tuple[tuple[int, int] | None, ...], ...]
-"""Each layer's slots: which stack, which entry of it; None where the layer leaves the slot empty."""
+"""For each layer and each of its slots: (stack, entry of the stack), or None for an empty slot."""
 
 
 def places_of(kinds: Sequence[Sequence[Hashable | None]]) -> Places:
-    """Where arrays of these kinds go: those of one kind into one stack, in their order."""
+    """The places of arrays of these kinds: those of one kind go into one stack, in their order."""
     numbers: dict[Hashable, int] = {}
     counts: list[int] = []
 
@@ -26,7 +26,7 @@ def places_of(kinds: Sequence[Sequence[Hashable | None]]) -> Places:
 
 
 def to_text(places: Places) -> str:
-    """Each slot's stack is enough: entries count up.  # "0 0;0 0;1 -" """
+    """The stack of each slot, layer by layer; entries count up.  # "0 0;0 0;1 -" """
     return ";".join(" ".join("-" if at is None else str(at[0]) for at in slots) for slots in places)
 
 

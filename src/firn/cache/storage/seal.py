@@ -3,12 +3,12 @@
     record key = HMAC-SHA256(key file's key, "firn record" + the record's random salt)
     nonce      = a counter: 0 for the head, 1.. for the pieces of the body
 
-A salt is never used twice, so no (key, nonce) pair is. Every piece carries a tag of 16 bytes. File names
-and links between records stay readable: they are plain hashes, so someone who guesses a whole prompt can
-confirm that it is stored, and nothing else.
+No salt is used twice, so no (key, nonce) pair is either. Every piece carries a tag of 16 bytes. File
+names and links between records stay readable. They are hashes: who guesses a whole prompt can confirm
+that it is stored, and learns nothing else.
 
-The key file holds 32 raw bytes, or 64 hex digits, or a passphrase of at least 12 characters. A
-passphrase is stretched with scrypt under a fixed salt, so that one file gives one key on every machine;
+The key file contains 32 raw bytes, or 64 hex digits, or a passphrase of at least 12 characters. A
+passphrase is stretched with scrypt under a fixed salt, so that a file gives the same key everywhere;
 `openssl rand -hex 32` makes a better key than any passphrase.
 """
 
@@ -34,7 +34,7 @@ log = logging.getLogger("firn.cache")
 SALT_NBYTES = 16
 TAG_NBYTES = 16
 PIECE_NBYTES = 64 << 20
-"""One-shot AES-GCM ends at 2 GiB; pieces this small also keep the copies small."""
+"""One call of AES-GCM takes at most 2 GiB; smaller pieces also mean smaller copies."""
 MIN_PASSPHRASE = 12
 _HEX = re.compile(rb"\s*([0-9a-fA-F]{64})\s*")
 
@@ -68,7 +68,7 @@ class Seal:
         self._key = key
         self._make_box = _box_maker()
         self.id = hmac.digest(key, b"firn key id", "sha256")[:8].hex()
-        """Tells keys apart without telling anything about them."""
+        """Identifies the key without revealing it."""
 
     def box(self, salt: bytes) -> Box:
         return self._make_box(hmac.digest(self._key, b"firn record" + salt, "sha256"))
@@ -100,8 +100,8 @@ def load_seal(path: Path) -> Seal:
 def _key_of(raw: bytes, path: Path) -> bytes:
     if len(raw) == 32:
         return raw
-    if found := _HEX.fullmatch(raw):
-        return bytes.fromhex(found[1].decode())
+    if digits := _HEX.fullmatch(raw):
+        return bytes.fromhex(digits[1].decode())
     phrase = raw.strip()
     if len(phrase) < MIN_PASSPHRASE:
         raise SetupError(

@@ -1,7 +1,6 @@
 """The I/O threads: orders of all tiers in one queue, results by callbacks.
 
-Nothing here waits for a disk on behalf of a caller, and writes are refused when too many bytes wait: the
-engine never blocks on them.
+Callers never wait for a disk. Writes are refused when too many bytes are queued.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ log = logging.getLogger("firn.cache")
 MAX_DEFER_S = 2.0
 N_THREADS = 4
 Done = Callable[[Any], None]
-"""Gets what the work returned, or the TierError that ended it. Called on an I/O thread."""
+"""Gets what the work returned, or the TierError that it raised. Called on an I/O thread."""
 
 
-class Kind(Enum):
-    """In the order in which they are served; first in, first out among equals."""
+class JobKind(Enum):
+    """In the order in which they are served; jobs of one kind in the order of their arrival."""
 
     READ = "read"
     DELETE = "delete"
@@ -34,8 +33,8 @@ class Kind(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
-    kind: Kind
+class IoJob:
+    kind: JobKind
     work: Callable[[], Any]
     done: Done
     nbytes: int = 0
@@ -43,21 +42,21 @@ class Job:
     since: float = 0.0
 
 
-class Closed(TierError):
+class IoClosed(TierError):
     def __init__(self) -> None:
         super().__init__("closed")
 
 
 def _nothing() -> None:
-    """What is left of a job's work when it is done."""
+    """Replaces a job's work when it is done."""
 
 
 class IoThreads:
     """One queue for all tiers. Any thread may call; only close() waits. Owner: whoever built it.
 
-    One thread at a time writes to a tier, in the order of the orders: two are no faster, and a crash
-    then leaves no record without its parent. The others are free for reads. Writes can be deferred,
-    for a bounded time: they take processor time from whoever computes.
+    Only one thread at a time writes to a tier, in the order of the orders: two are no faster, and after
+    a crash no record is there without its parent. The other threads are free for reads. Writes can be
+    deferred for a bounded time, because they take processor time from prefill.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class IoThreads:
         self._clock = clock
         lock = threading.RLock()
         self._work = threading.Condition(lock)
-        """There may be something for a thread to do."""
+        """Notified when a thread may find something to do..."""
         self._changed = threading.Condition(lock)
-        """Something is done."""
+        """... and when a job is done."""
         self._deferred = False
-        self._queues: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
+        self._queues: dict[JobKind, deque[IoJob]] = {kind: deque() for kind in JobKind}
         self._n_running = 0
         self._written_to: set[object] = set()
-        """Tiers that a thread is writing to."""
+        """Tiers that a thread is writing to at present."""
         self._stopped = False
         self.closing = False
         self.write_nbytes = 0
@@ -94,22 +93,22 @@ class IoThreads:
     # --- orders ------------------------------------------------------------------------------
 
     def read(self, work: Callable[[], Any], done: Done) -> None:
-        self._submit(Job(Kind.READ, work, done))
+        self._submit(IoJob(JobKind.READ, work, done))
 
     def delete(self, work: Callable[[], Any], done: Done = lambda result: None) -> None:
-        """Also for other upkeep that may not wait for the writes."""
-        self._submit(Job(Kind.DELETE, work, done))
+        """Also for scans and touches, which should not wait for writes."""
+        self._submit(IoJob(JobKind.DELETE, work, done))
 
     def try_write(
         self, work: Callable[[], Any], done: Done, *, nbytes: int, tier: object = None
     ) -> bool:
-        """False, and nothing happens, when as many bytes wait as may. One record always fits."""
-        job = Job(Kind.WRITE, work, done, nbytes, tier, self._clock())
+        """False, and nothing happens, when too many bytes are queued. A lone record always fits."""
+        job = IoJob(JobKind.WRITE, work, done, nbytes, tier, self._clock())
         with self._work:
             if not self.has_room(nbytes):
                 return False
             self.write_nbytes += nbytes
-            self._queues[Kind.WRITE].append(job)
+            self._queues[JobKind.WRITE].append(job)
             self._work.notify()
             return True
 
@@ -127,7 +126,7 @@ class IoThreads:
 
     @property
     def n_pending(self) -> int:
-        """Orders that wait or run."""
+        """Jobs that wait or run."""
         with self._work:
             return sum(len(q) for q in self._queues.values()) + self._n_running
 
@@ -137,16 +136,16 @@ class IoThreads:
         timeout_s: float = 10.0,
         progress: Callable[[int, int], None] = lambda n_left, nbytes_left: None,
     ) -> None:
-        """Take no more; write what is queued, within `timeout_s`, and stop the threads.
+        """Accept no more orders; write what is queued, within `timeout_s`, and stop the threads.
 
-        Queued reads are answered with Closed, for nobody should wait on them for ever, and so is what is
-        not done in time. `progress(n_left, nbytes_left)` is called here whenever something is done.
+        Queued reads, and whatever is not done in time, are answered with IoClosed, so that nobody
+        waits for them for ever. `progress(n_left, nbytes_left)` is called whenever a job is done.
         """
         until = self._clock() + timeout_s
         with self._changed:
             self.closing = True
             self._work.notify_all()
-            unread = self._take(Kind.READ)
+            unread = self._take(JobKind.READ)
         self._answer(unread)
         with self._changed:
             left = self.n_pending
@@ -155,7 +154,7 @@ class IoThreads:
                 if self.n_pending != left:
                     left = self.n_pending
                     progress(left, self.write_nbytes)
-            late = self._take(Kind.DELETE) + self._take(Kind.WRITE)
+            late = self._take(JobKind.DELETE) + self._take(JobKind.WRITE)
             self._stopped = True
             self._work.notify_all()
         self._answer(late)
@@ -164,7 +163,7 @@ class IoThreads:
 
     # --- the threads -------------------------------------------------------------------------
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: IoJob) -> None:
         with self._work:
             if not self.closing:
                 self._queues[job.kind].append(job)
@@ -179,59 +178,63 @@ class IoThreads:
             except TierError as e:
                 result = e
             except BaseException as e:  # the outermost frame of the thread
-                log.warning("a %s failed: %r", job.kind.value, e, exc_info=e)
+                log.warning(
+                    "cache I/O: a %s failed, which costs a miss: %r", job.kind.value, e, exc_info=e
+                )
                 result = TierError("internal error", repr(e))
             with self._changed:
                 self._n_running -= 1
                 self.write_nbytes -= job.nbytes
-                job.work = _nothing  # its bytes may go now
+                job.work = _nothing  # free its bytes
                 self._changed.notify_all()
-                if job.kind is Kind.WRITE:
+                if job.kind is JobKind.WRITE:
                     self._written_to.discard(job.tier)
-                    self._work.notify()  # this thread may have to read first
+                    self._work.notify()  # another thread may write; this one may have to read first
             self._tell(job, result)
             del job, result  # an idle thread must not keep a record alive
 
-    def _next(self) -> Job | None:
+    def _next(self) -> IoJob | None:
         with self._work:
             while True:
-                job = self._first(Kind.READ) or self._first(Kind.DELETE) or self._next_write()
+                job = self._first(JobKind.READ) or self._first(JobKind.DELETE) or self._next_write()
                 patience = 0.0 if job is None else self._patience_s(job)
                 if job is not None and patience <= 0:
                     self._queues[job.kind].remove(job)
                     self._n_running += 1
-                    if job.kind is Kind.WRITE:
+                    if job.kind is JobKind.WRITE:
                         self._written_to.add(job.tier)
                     return job
                 if self._stopped:
                     return None
                 self._work.wait(patience or None)
 
-    def _first(self, kind: Kind) -> Job | None:
+    def _first(self, kind: JobKind) -> IoJob | None:
         return next(iter(self._queues[kind]), None)
 
-    def _next_write(self) -> Job | None:
-        return next((j for j in self._queues[Kind.WRITE] if j.tier not in self._written_to), None)
+    def _next_write(self) -> IoJob | None:
+        return next(
+            (j for j in self._queues[JobKind.WRITE] if j.tier not in self._written_to), None
+        )
 
-    def _patience_s(self, job: Job) -> float:
-        """How much longer it is to wait."""
-        if job.kind is not Kind.WRITE or not self._deferred or self.closing:
+    def _patience_s(self, job: IoJob) -> float:
+        """How much longer the job has to wait."""
+        if job.kind is not JobKind.WRITE or not self._deferred or self.closing:
             return 0.0
         return job.since + MAX_DEFER_S - self._clock()
 
-    def _tell(self, job: Job, result: Any) -> None:
+    def _tell(self, job: IoJob, result: Any) -> None:
         try:
             job.done(result)
         except Exception as e:
             self.n_callback_faults += 1
-            log.warning("the callback of a %s failed: %r", job.kind.value, e, exc_info=e)
+            log.warning("cache I/O: the callback of a %s failed: %r", job.kind.value, e, exc_info=e)
 
-    def _answer(self, jobs: Sequence[Job]) -> None:
+    def _answer(self, jobs: Sequence[IoJob]) -> None:
         for job in jobs:
-            self._tell(job, Closed())
+            self._tell(job, IoClosed())
 
-    def _take(self, kind: Kind) -> list[Job]:
-        """Empty a queue; its jobs will not run."""
+    def _take(self, kind: JobKind) -> list[IoJob]:
+        """Empty a queue without running its jobs."""
         jobs = list(self._queues[kind])
         self._queues[kind].clear()
         self.write_nbytes -= sum(j.nbytes for j in jobs)
