@@ -40,10 +40,10 @@ from servers import free_port
 from firn.cache.garbage import Garbage
 from firn.cache.parts import Needs, Part
 from firn.cache.records import Records
-from firn.cache.storage.catalogue import Identity
+from firn.cache.storage.catalogue import CacheIdentity
 from firn.cache.storage.client import Seen
 from firn.cache.storage.container import Header, Label, TensorSpec, pack, unpack
-from firn.cache.storage.io import BATCH, Entry
+from firn.cache.storage.io import BATCH, TierEntry
 from firn.cache.tiers._folder import SHELVES, path_of
 from firn.cache.tree import PackedTokens, Record
 from firn.core.keys import Key, child_key
@@ -220,7 +220,7 @@ class NoTier:
 
 def pauses(n_records: int) -> dict[str, list[float]]:
     """Processor time of each piece of work between two steps of the engine."""
-    identity = Identity(b"benchmark", "benchmark", BLOCK)
+    identity = CacheIdentity(b"benchmark", "benchmark", BLOCK)
     records = Records(identity, Needs(pages=True, window=0, state=False), limit_nbytes=1 << 30)
     records.tree.add_tier()
     tier: Any = NoTier()
@@ -235,7 +235,7 @@ def pauses(n_records: int) -> dict[str, list[float]]:
 
     garbage = Garbage()
 
-    def learn(some: Sequence[Entry]) -> None:
+    def learn(some: Sequence[TierEntry]) -> None:
         records.apply(tier, Seen(some))
         garbage.keep()
 
@@ -252,7 +252,7 @@ def pauses(n_records: int) -> dict[str, list[float]]:
     return found
 
 
-def _entries(root: Key, n_records: int) -> Iterator[Entry]:
+def _entries(root: Key, n_records: int) -> Iterator[TierEntry]:
     random, now, parent = np.random.default_rng(7), time.time(), root
     for i in range(n_records):
         depth = i % CHAIN
@@ -271,7 +271,7 @@ def _entries(root: Key, n_records: int) -> Iterator[Entry]:
             tokens=tokens,
             layout="benchmark",
         )
-        yield Entry(label, 2048, now - 2 * depth, PackedTokens(tokens))
+        yield TierEntry(label, 2048, now - 2 * depth, PackedTokens(tokens))
         parent = label.key
 
 

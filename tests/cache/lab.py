@@ -20,7 +20,7 @@ from firn.cache.layout import Layout
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.tree import InRow, Node, Record, Totals
+from firn.cache.tree import InRow, Node, PartTotals, Record
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.ports import Restored
 from firn.core.values import Job, Prompt
@@ -364,7 +364,7 @@ def check_books(tree: PrefixTree) -> None:
         assert root.n_stored_tokens == sum(n.n_tokens for n in with_records)
 
 
-def _check_held(counted: Totals, records: Sequence[Record]) -> None:
+def _check_held(counted: PartTotals, records: Sequence[Record]) -> None:
     for part in Part:
         mine = [r for r in records if r.part is part]
         assert counted.n_records[part] == len(mine)

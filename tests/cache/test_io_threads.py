@@ -14,7 +14,7 @@ import pytest
 
 from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.faults import Missing, TierError
-from firn.cache.storage.io import BATCH, Entry, TierIo
+from firn.cache.storage.io import BATCH, TierEntry, TierIo
 from firn.cache.storage.threads import MAX_DEFER_S, IoClosed, IoThreads
 from firn.cache.tiers import Gone, Stored, TierOptions
 from tests.cache.tiers.records import Direct, Folder, chain, of_size
@@ -227,7 +227,7 @@ def test_idle_threads_hold_on_to_nothing(made: Callable[..., IoThreads]) -> None
 # --- with a tier ---------------------------------------------------------------------------
 
 
-def found_by(io: TierIo) -> tuple[list[list[Entry | Gone[Name]]], Any]:
+def found_by(io: TierIo) -> tuple[list[list[TierEntry | Gone[Name]]], Any]:
     batches, ended = Log(), Log()
     io.scan(batches, ended)
     (result,) = ended.wait(1)
@@ -277,7 +277,7 @@ def test_a_scan_comes_in_batches_and_tells_what_changed() -> None:
     batches, result = found_by(io)
     assert result is None
     assert [len(b) for b in batches] == [BATCH, BATCH, 10]
-    found = {e.name: e for b in batches for e in b if isinstance(e, Entry)}
+    found = {e.name: e for b in batches for e in b if isinstance(e, TierEntry)}
     assert found.keys() == {r.name for r in records}
     entry = found[records[5].name]
     assert np.array_equal(entry.label.tokens, records[5].header.tokens)
@@ -308,7 +308,7 @@ def test_labels_longer_than_a_scan_reads_at_first(tmp_path: Path) -> None:
     long = of_size(10, tokens=range(20_000))
     Folder(tmp_path).write(long)
     (entry,) = Folder(tmp_path).scan()
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, TierEntry)
     assert np.array_equal(entry.label.tokens, long.header.tokens)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from firn.cache.planning.estimates import Estimates
-from firn.cache.planning.plan import MAX_TARGETS, Plan
+from firn.cache.planning.plan import MAX_TARGETS, ResumePlan
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import DENSE, LabEngine, records_of, tree
 from tests.cache.test_below import SickIo
@@ -49,7 +49,9 @@ class Told(Estimates):
         return self._engine_s * nbytes
 
 
-def planned(load_s: Callable[[float], float], *, engine_s: float = 0.0) -> tuple[Plan, list[int]]:
+def planned(
+    load_s: Callable[[float], float], *, engine_s: float = 0.0
+) -> tuple[ResumePlan, list[int]]:
     """The plan for a long prompt of which all is below memory; the blocks it loads, in order.
 
     load_s: what loading this share of it takes. engine_s: what the engine does for all of it.
@@ -64,7 +66,7 @@ def planned(load_s: Callable[[float], float], *, engine_s: float = 0.0) -> tuple
         total = sum(r.nbytes for r in records_of(cache))
         prompt = Prompt(np.array([*ids, *words(2, BLOCK)], dtype=np.int64))
 
-        def look() -> tuple[Plan, list[int]]:
+        def look() -> tuple[ResumePlan, list[int]]:
             cache.records.estimates = Told(lambda nbytes: load_s(nbytes / total), engine_s / total)
             cursor = cache._cursor(prompt, EVERYONE, CacheControl(write=False))
             plan = cache._loader.plan(cursor)

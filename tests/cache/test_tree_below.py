@@ -17,7 +17,7 @@ from firn.cache.admin import control as admin
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull, Unwanted
-from firn.cache.storage.io import Changes, Entry, Fetch
+from firn.cache.storage.io import Changes, Fetch, TierEntry
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, Status, Stored, Usage
 from firn.cache.tree import PackedTokens
@@ -137,7 +137,7 @@ class DictIo:
         if not self.scanned:
             self.scanned = True
             every = [
-                Entry(h, 40, self.stamps[name], PackedTokens(h.tokens))
+                TierEntry(h, 40, self.stamps[name], PackedTokens(h.tokens))
                 for name, (h, _) in self.stored.items()
             ]
             self.rng.shuffle(every)

@@ -17,7 +17,7 @@ from firn.cache.lookup import Question
 from firn.cache.parts import Needs
 from firn.cache.planning import checkpoints
 from firn.cache.planning.match import Match, Walk, resume_points
-from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, Plan, make_plan
+from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
 from firn.cache.planning.reasons import EVICTED, NOT_YET
 from firn.cache.records import Records
 from firn.cache.storage.client import TierClient
@@ -39,7 +39,7 @@ class Loader:
 
     # --- beginning -------------------------------------------------------------------------
 
-    def plan(self, cursor: CacheCursor, *, start: int = 0) -> Plan:
+    def plan(self, cursor: CacheCursor, *, start: int = 0) -> ResumePlan:
         """start: so many tokens of the prompt are computed already."""
         return make_plan(
             cursor.walk(self._records.tree),

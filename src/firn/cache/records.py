@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.memory.eviction import Memory
+from firn.cache.memory.eviction import MemoryTier
 from firn.cache.memory.rows import LiveRows, RowPages
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.stats import Stats
-from firn.cache.storage.catalogue import CacheIdentity, Catalogue, name_of
+from firn.cache.storage.catalogue import CacheIdentity, RecordCatalogue, name_of
 from firn.cache.storage.client import TierClient, takes_all
 from firn.cache.storage.container import Name
 from firn.cache.storage.events import (
@@ -72,9 +72,9 @@ class Records:
         self.wall = wall
         carrier = Part.PAGES if needs.pages else Part.WINDOW
         self.tree = Tree(identity.block, carrier=carrier, clock=clock, wall=wall)
-        self.catalogue = Catalogue(identity, needs, self.tree, wall=wall)
+        self.catalogue = RecordCatalogue(identity, needs, self.tree, wall=wall)
         self.rows = LiveRows(self.tree)
-        self.memory = Memory(self.tree, self.rows, limit_nbytes=limit_nbytes, evict=self._evict)
+        self.memory = MemoryTier(self.tree, self.rows, limit_nbytes=limit_nbytes, evict=self._evict)
         self.tiers = TierSet(self.tree, self.catalogue, clock=clock)
         self.index = TierIndex(self.tree, self.catalogue, self.tiers, wall=wall)
         self.stats = Stats()

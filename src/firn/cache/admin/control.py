@@ -15,7 +15,7 @@ from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY
 from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import Usage
-from firn.cache.tree import Node, Root, Totals
+from firn.cache.tree import Node, PartTotals, Root
 from firn.core.errors import BadRequest, NotFound
 from firn.core.keys import Key
 from firn.core.values import Namespace, Prompt
@@ -211,8 +211,8 @@ def _roots(cache: PrefixTree, namespace: Namespace | None) -> list[Root]:
     return [root for root in roots if namespace in (None, root.namespace)]
 
 
-def _own_totals(cache: PrefixTree, roots: list[Root]) -> tuple[Totals, list[Totals]]:
-    memory, tiers = Totals(), [Totals() for _ in cache.records.tiers]
+def _own_totals(cache: PrefixTree, roots: list[Root]) -> tuple[PartTotals, list[PartTotals]]:
+    memory, tiers = PartTotals(), [PartTotals() for _ in cache.records.tiers]
     for root in roots:
         memory.add(root.memory)
         for total, own in zip(tiers, root.tiers, strict=True):
@@ -220,7 +220,7 @@ def _own_totals(cache: PrefixTree, roots: list[Root]) -> tuple[Totals, list[Tota
     return memory, tiers
 
 
-def _totals_view(totals: Totals) -> Json:
+def _totals_view(totals: PartTotals) -> Json:
     return {"records": totals.total_records, "used_bytes": totals.total_nbytes}
 
 

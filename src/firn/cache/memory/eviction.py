@@ -24,7 +24,7 @@ ALONG_S = 60.0
 """When a parked row gives memory back, blocks go together that were used this close to each other."""
 
 
-class Memory:
+class MemoryTier:
     def __init__(
         self,
         tree: Tree,

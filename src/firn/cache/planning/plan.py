@@ -34,7 +34,7 @@ TierOf = Callable[[Record], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ResumePlan:
     now: Match
     """What can be resumed at once."""
     target: Match = NOTHING
@@ -61,7 +61,7 @@ def make_plan(
     *,
     start: int = 0,
     available: Available,
-) -> Plan:
+) -> ResumePlan:
     """available: what can be resumed from at once. start: so many tokens are computed already."""
     now = next(resume_points(walk, needs, available))
     front = max(now.n_tokens, start)
@@ -76,9 +76,9 @@ def make_plan(
         if seconds < best_s:
             best, best_s = target, seconds
     if best is None:
-        return Plan(now, is_slower=n_most > front)
+        return ResumePlan(now, is_slower=n_most > front)
     patience_s, busy_s = _patience(best, front, estimates)
-    return Plan(
+    return ResumePlan(
         now,
         best.match,
         _from_the_back(best.missing),

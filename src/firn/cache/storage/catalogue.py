@@ -12,7 +12,7 @@ import numpy as np
 
 from firn.cache.parts import Needs
 from firn.cache.storage.container import Header, Label, Name, TensorSpec
-from firn.cache.storage.io import Entry
+from firn.cache.storage.io import TierEntry
 from firn.cache.storage.places import Places
 from firn.cache.tree import Node, PackedTokens, Record, Root, Tree
 from firn.core.keys import Key, KeyTokens, root_key
@@ -48,7 +48,7 @@ class RootInfo:
     layout: str
 
 
-class Catalogue:
+class RecordCatalogue:
     def __init__(
         self, identity: CacheIdentity, needs: Needs, tree: Tree, *, wall: Callable[[], float]
     ) -> None:
@@ -128,7 +128,7 @@ class Catalogue:
 
     # --- from a tier -----------------------------------------------------------------------
 
-    def place(self, root: Root, entry: Entry) -> Node | None:
+    def place(self, root: Root, entry: TierEntry) -> Node | None:
         """The node of a stored record; None if its parent is missing, or its key is wrong."""
         label, tokens = entry.label, entry.tokens
         if label.start == 0:

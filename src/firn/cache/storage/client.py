@@ -24,7 +24,7 @@ from firn.cache.asking import Asked
 from firn.cache.lookup import Question, search
 from firn.cache.memory.rows import payload_of, wait_for_row
 from firn.cache.planning.estimates import FIRST_LATENCY_S, STALE_S, Samples
-from firn.cache.storage.catalogue import Catalogue, name_of
+from firn.cache.storage.catalogue import RecordCatalogue, name_of
 from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.events import (
     ReadFailed,
@@ -67,7 +67,7 @@ TakeResult = Callable[[], TierEvent | None]
 """Turns the result of an order into an event. Called on the engine thread."""
 
 
-class _Writing(NamedTuple):
+class _PendingWrite(NamedTuple):
     """A write that is under way. Its arrays must be dropped on the engine thread."""
 
     payload: PayloadBytes
@@ -84,7 +84,7 @@ class TierClient:
         name: str,
         io: Io,
         tree: Tree,
-        catalogue: Catalogue,
+        catalogue: RecordCatalogue,
         *,
         stamp: Callable[[Record], float],
         wake: Callable[[], None],
@@ -119,7 +119,7 @@ class TierClient:
         """With the time since when each record waits."""
         self._unwritten: dict[Record, None] = {}
         """Records that a fault of the tier kept from being written, in their order."""
-        self._writing: dict[Record, _Writing] = {}
+        self._pending_writes: dict[Record, _PendingWrite] = {}
         self._loading: dict[Record, list[Wanted]] = {}
         """With those who want the record."""
         self._credit_s = MAX_CREDIT_S
@@ -167,11 +167,11 @@ class TierClient:
         )
         if accepted:
             self._tree.set_writing(record, self.number, on=True)
-            self._writing[record] = _Writing(payload, stamp)
+            self._pending_writes[record] = _PendingWrite(payload, stamp)
         return accepted
 
     def _was_written(self, record: Record, result: Any, at: float) -> TierEvent:
-        written = self._writing.pop(record)
+        written = self._pending_writes.pop(record)
         if isinstance(result, Stored):
             self._tree.set_stored(record, self.number)
             self.touch(self._tree.order.note(record, written.stamp))  # it may have been used since
@@ -349,7 +349,7 @@ class TierClient:
     def take_outdated_writes(self, timeout_s: float) -> Iterator[TierEvent]:
         """What becomes of writes that nobody wants any more, within this time."""
         until = time.monotonic() + timeout_s
-        while any(not self._tree.is_current(r) for r in self._writing):
+        while any(not self._tree.is_current(r) for r in self._pending_writes):
             left = until - time.monotonic()
             if left <= 0:
                 return

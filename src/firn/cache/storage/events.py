@@ -9,7 +9,7 @@ from firn.cache.arrays.payload import Payload
 from firn.cache.lookup import Question
 from firn.cache.storage.container import Name
 from firn.cache.storage.faults import TierError
-from firn.cache.storage.io import Changes, Entry
+from firn.cache.storage.io import Changes, TierEntry
 from firn.cache.tree import Record
 
 
@@ -62,7 +62,7 @@ class StoreAnswered:
     """The records of a prompt that a store has; none if it could not say."""
 
     question: Question
-    entries: Sequence[Entry]
+    entries: Sequence[TierEntry]
 
 
 TierEvent = (

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from firn.cache.parts import Part
-from firn.cache.storage.catalogue import Catalogue
+from firn.cache.storage.catalogue import RecordCatalogue
 from firn.cache.storage.client import TierClient
 from firn.cache.storage.container import Name
-from firn.cache.storage.io import Entry
+from firn.cache.storage.io import TierEntry
 from firn.cache.storage.tier_set import TierSet
 from firn.cache.tiers import AHEAD_S, Gone
 from firn.cache.tree import Mark, Node, Record, Root, Tree
@@ -29,12 +29,12 @@ N_ONLY_IN_STORES = 1 << 16
 
 class Stray(NamedTuple):
     tier: int
-    entry: Entry
+    entry: TierEntry
 
 
 class TierIndex:
     def __init__(
-        self, tree: Tree, catalogue: Catalogue, tiers: TierSet, *, wall: Callable[[], float]
+        self, tree: Tree, catalogue: RecordCatalogue, tiers: TierSet, *, wall: Callable[[], float]
     ) -> None:
         self._tree = tree
         self._catalogue = catalogue
@@ -48,7 +48,7 @@ class TierIndex:
 
     # --- a tier has a record ---------------------------------------------------------------
 
-    def learn(self, tier: TierClient, changes: Iterable[Entry | Gone[Name]]) -> None:
+    def learn(self, tier: TierClient, changes: Iterable[TierEntry | Gone[Name]]) -> None:
         """Take in what a tier reports of its records."""
         raised: dict[Record, float] = {}
         for change in changes:

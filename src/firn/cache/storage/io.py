@@ -51,7 +51,7 @@ def _always() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TierEntry:
     """A record that a tier has, as a scan or a store reports it."""
 
     label: Label
@@ -66,7 +66,7 @@ class Entry:
         return self.label.name
 
 
-Changes = Sequence[Entry | Gone[Name]]
+Changes = Sequence[TierEntry | Gone[Name]]
 
 
 class Io(Protocol):
@@ -285,7 +285,7 @@ class TierIo:
                 len(self._foreign),
             )
 
-    def _changes(self) -> Iterator[Entry | Gone[Name]]:
+    def _changes(self) -> Iterator[TierEntry | Gone[Name]]:
         for change in self._tier.scan():
             if isinstance(change, Gone):
                 self._foreign.discard(change.name)
@@ -293,13 +293,13 @@ class TierIo:
             elif (entry := self._entry(change)) is not None:
                 yield entry
 
-    def _entry(self, seen: Seen) -> Entry | None:
+    def _entry(self, seen: Seen) -> TierEntry | None:
         """None: no record that can be used here."""
         try:
             tag = label_of(seen, more=lambda n: self._tier.read(seen.name, n), seal=self._seal)
             if not isinstance(tag, Label):
                 raise Locked
-            return Entry(tag, seen.nbytes, seen.used_at, PackedTokens(tag.tokens))
+            return TierEntry(tag, seen.nbytes, seen.used_at, PackedTokens(tag.tokens))
         except Foreign:
             self._foreign.add(seen.name)
         except Damaged as e:

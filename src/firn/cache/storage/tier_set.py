@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from firn.cache.parts import Part
-from firn.cache.storage.catalogue import Catalogue, name_of
+from firn.cache.storage.catalogue import RecordCatalogue, name_of
 from firn.cache.storage.client import TierClient, takes_all
 from firn.cache.storage.events import RecordWritten, TierEvent, WriteFailed
 from firn.cache.storage.io import Io
@@ -32,7 +32,9 @@ Reported = tuple[TierClient, TierEvent]
 
 
 class TierSet:
-    def __init__(self, tree: Tree, catalogue: Catalogue, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tree: Tree, catalogue: RecordCatalogue, *, clock: Callable[[], float]
+    ) -> None:
         self._tree = tree
         self._catalogue = catalogue
         self._clock = clock

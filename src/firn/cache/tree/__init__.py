@@ -12,7 +12,7 @@ No MLX: payloads are opaque here.
 
 from firn.cache.tree.announce import Announcement, Announcer, Cleared, Removed, StoredBlock
 from firn.cache.tree.children import PackedTokens, unpacked
-from firn.cache.tree.nodes import InRow, Mark, Node, Record, Root, Totals
+from firn.cache.tree.nodes import InRow, Mark, Node, PartTotals, Record, Root
 from firn.cache.tree.order import BLOCK_S, DAY_S
 from firn.cache.tree.tree import Tree
 
@@ -26,11 +26,11 @@ __all__ = [
     "Mark",
     "Node",
     "PackedTokens",
+    "PartTotals",
     "Record",
     "Removed",
     "Root",
     "StoredBlock",
-    "Totals",
     "Tree",
     "unpacked",
 ]

@@ -60,7 +60,7 @@ def unpacked(packed: bytes, width: int) -> KeyTokens:
     return np.frombuffer(packed, dtype=_DTYPE[width]).astype(np.uint64)
 
 
-class Child(Protocol):
+class PackedChild(Protocol):
     """`packed`: its tokens, each of `width` bytes."""
 
     @property
@@ -70,7 +70,7 @@ class Child(Protocol):
     def width(self) -> int: ...
 
 
-C = TypeVar("C", bound=Child)
+C = TypeVar("C", bound=PackedChild)
 
 
 class Children(Generic[C]):

@@ -5,7 +5,7 @@ its end. A node with fewer tokens than a block is a tail. The records of a node 
 model's state that belong to its tokens, in memory, in tiers, or in both. A node without records exists
 only for those below it.
 
-The fields are written by this package alone: `Order` writes `stamped`, `Lifetimes` writes `expires_at`,
+The fields are written by this package alone: `EvictionOrder` writes `stamped`, `Lifetimes` writes `expires_at`,
 `Tree` writes everything else. Payloads are opaque here.
 """
 
@@ -149,7 +149,7 @@ NO_CHILDREN: Children[Node] = Children()
 
 
 @dataclass(eq=False)
-class Totals:
+class PartTotals:
     """Bytes and numbers of the records in one place, by part."""
 
     nbytes: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
@@ -159,7 +159,7 @@ class Totals:
         self.nbytes[record.part] += sign * record.nbytes
         self.n_records[record.part] += sign
 
-    def add(self, other: Totals, *, sign: int = +1) -> None:
+    def add(self, other: PartTotals, *, sign: int = +1) -> None:
         for part in Part:
             self.nbytes[part] += sign * other.nbytes[part]
             self.n_records[part] += sign * other.n_records[part]
@@ -185,8 +185,8 @@ class Root(Node):
         super().__init__(key, None, 0, b"", NARROW)
         self.root = self
         self.namespace = namespace
-        self.memory = Totals()
-        self.tiers = [Totals() for _ in range(n_tiers)]
+        self.memory = PartTotals()
+        self.tiers = [PartTotals() for _ in range(n_tiers)]
         self.n_stored_tokens = 0
         """Tokens of nodes that have records."""
         self.pinned: set[Node] = set()

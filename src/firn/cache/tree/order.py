@@ -25,7 +25,7 @@ BLOCK_S = 2.0
 """The step from a block's stamp to the next. No file system rounds times by more."""
 
 
-class Order:
+class EvictionOrder:
     def __init__(self, block: int, carrier: Part) -> None:
         """carrier: the part that every later block of a chain needs; the other parts depend on it."""
         self._block = block

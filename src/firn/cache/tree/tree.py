@@ -18,8 +18,8 @@ from firn.cache.parts import Part
 from firn.cache.tree.announce import Announcer, Removed, StoredBlock
 from firn.cache.tree.children import NARROW, Children, PackedTokens
 from firn.cache.tree.lifetimes import EvictedBlocks, Lifetimes
-from firn.cache.tree.nodes import NO_CHILDREN, InRow, Mark, Node, Record, Root, Totals
-from firn.cache.tree.order import Order
+from firn.cache.tree.nodes import NO_CHILDREN, InRow, Mark, Node, PartTotals, Record, Root
+from firn.cache.tree.order import EvictionOrder
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
 
@@ -43,20 +43,20 @@ class Tree:
         self._roots: dict[Key, Root] = {}
         self._by_key: dict[Key, Node] = {}
         """All nodes but roots."""
-        self.order = Order(block, carrier)
+        self.order = EvictionOrder(block, carrier)
         self.lifetimes = Lifetimes(clock)
         self.evicted = EvictedBlocks()
-        self.memory = Totals()
+        self.memory = PartTotals()
         self.leaving_nbytes = 0
-        self.tiers: list[Totals] = []
+        self.tiers: list[PartTotals] = []
         self.announcer: Announcer | None = None
         """Hears of every whole block that comes or goes."""
 
     def add_tier(self) -> int:
         """Another tier below memory; returns its number."""
-        self.tiers.append(Totals())
+        self.tiers.append(PartTotals())
         for root in self._roots.values():
-            root.tiers.append(Totals())
+            root.tiers.append(PartTotals())
         return len(self.tiers) - 1
 
     # --- roots -----------------------------------------------------------------------------
