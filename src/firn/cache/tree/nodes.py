@@ -5,8 +5,8 @@ its end. A node with fewer tokens than a block is a tail. The records of a node 
 model's state that belong to its tokens, in memory, in tiers, or in both. A node without records exists
 only for those below it.
 
-The fields are written by this package alone: `EvictionOrder` writes `stamped`, `Lifetimes` writes `expires_at`,
-`Tree` writes everything else. Payloads are opaque here.
+The fields are written by this package alone: `EvictionOrder` writes `stamped`, `Lifetimes` writes
+`expires_at`, `Tree` writes everything else. Payloads are opaque here.
 """
 
 from __future__ import annotations
