@@ -26,7 +26,7 @@ from firn.engine.thinning import recipe_of
 from firn.models import loader
 from firn.models.drafters.lookup import Lookup
 from firn.models.speculation import Speculation
-from tests.cache.below import settle
+from tests.cache.pending import settle
 from tests.faulty_tier import Fault, FaultyTier, random_plan
 from tests.harness import Harness, Result, running
 from tests.oracle import MAX_REPLY, Oracle, _chat, folder_of

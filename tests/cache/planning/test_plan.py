@@ -11,7 +11,7 @@ from firn.cache.planning.estimates import Estimates
 from firn.cache.planning.plan import MAX_TARGETS, ResumePlan
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import DENSE, LabEngine, records_of, tree
-from tests.cache.test_below import SickIo
+from tests.cache.storage.test_client import SickIo
 from tests.hash_runner import prompt_of as words
 
 BLOCK = 8

@@ -1,4 +1,4 @@
-"""The tier below memory, in tests of the whole engine: what is on its way, and when all has arrived."""
+"""What a cache and its tier still have to do, in tests of the whole engine; and waiting until it is done."""
 
 from __future__ import annotations
 

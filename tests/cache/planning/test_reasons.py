@@ -29,9 +29,9 @@ from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from firn.engine.scheduler import chunk_end
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, LabLayer, LabRow, Shape, prompt_of, tree
+from tests.cache.test_cache_over_tier import DictIo
 from tests.cache.test_cache_tree import BASES, BLOCK, CHUNK
 from tests.cache.test_decisions import Hasty, Refusing
-from tests.cache.test_tree_below import DictIo
 
 EVERYONE = Namespace("")
 SAID_OF = {"read: bad checksum": "damaged", "read: not stored": "evicted"}
