@@ -21,7 +21,7 @@ from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl
 
 MAX_LATE = 4
-"""A record may be late by the time of so many: several threads read them, and they come in bursts."""
+"""A record may be late by the time that this many take: several threads read, so they come in bursts."""
 
 
 @dataclass(frozen=True, slots=True)

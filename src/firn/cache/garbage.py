@@ -41,7 +41,7 @@ class Garbage:
         gc.freeze()
 
     def keep(self, *, n_new: int) -> None:
-        """So many records were just made, and will live long: freeze them."""
+        """This many records were just made, and will live long: freeze them."""
         if n_new < MANY:
             return
         gc.collect(1)

@@ -40,7 +40,7 @@ class Loader:
     # --- beginning -------------------------------------------------------------------------
 
     def plan(self, cursor: CacheCursor, *, start: int = 0) -> ResumePlan:
-        """start: so many tokens of the prompt are computed already."""
+        """start: this many tokens of the prompt are computed already."""
         return make_plan(
             cursor.walk(self._records.tree),
             self._needs,
@@ -128,7 +128,7 @@ class Loader:
             cursor.admission = replace(cursor.admission, reason=why)
 
     def computed(self, cursor: CacheCursor, n_tokens: int) -> None:
-        """So many tokens of the prompt are computed: loads for those are not needed any more."""
+        """This many tokens of the prompt are computed: loads for those are not needed any more."""
         loading = cursor.loading
         if loading is None:
             return

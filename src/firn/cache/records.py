@@ -45,7 +45,7 @@ from firn.core.values import Namespace
 log = logging.getLogger("firn.cache")
 
 LEAVING_SHARE = 0.25
-"""Of memory's limit: what may wait to be written before it leaves."""
+"""The share of memory's limit that evicted records may take until they are written."""
 WRITE_WAIT_S = 0.05
 """How long the engine waits for a tier that cannot keep up, before a record is lost."""
 TOUCH_EVERY_S = 60.0

@@ -62,7 +62,7 @@ class Restorer:
         return any(r is not None and cursor.has(r) for r in records)
 
     def pays(self, match: Match, n_tokens: int) -> bool:
-        """Whether to leave a row of so many tokens for a new one that is filled to the match."""
+        """Whether to leave a row of this many tokens for a new one that is filled to the match."""
         estimates, block = self._records.estimates, self._records.identity.block
         if match.n_tokens < n_tokens + block:
             return False

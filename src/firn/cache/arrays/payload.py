@@ -22,7 +22,7 @@ from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
 from firn.cache.storage.places import Places, places_of
 
 FILL_NBYTES = 512 << 20
-"""A GPU fills so many bytes of layers at once: twice the memory for a moment, and far fewer copies."""
+"""How many bytes of layers a GPU fills at once: twice the memory for a moment, far fewer copies."""
 
 
 @dataclass(frozen=True, slots=True)

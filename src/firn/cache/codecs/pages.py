@@ -15,7 +15,7 @@ from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers, concat_tokens
 from firn.cache.parts import Part
 
 STEP = 256
-"""mlx-lm grows its buffers by so many tokens; a restored buffer has room for at least as many."""
+"""mlx-lm grows its buffers by this many tokens; a restored buffer has room for at least as many."""
 
 
 class KVBuffers:

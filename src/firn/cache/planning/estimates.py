@@ -27,13 +27,13 @@ from statistics import median_low
 from typing import Any
 
 N_KEPT = 5
-"""The median is taken of so many samples."""
+"""How many samples the median is taken of."""
 FIRST_SECONDS_PER_TOKEN = 1e-3
 FIRST_LATENCY_S = 0.002
 FIRST_SECONDS_PER_BYTE = 1 / 2e9
 """Optimistic, because a load that is not tried is never measured."""
 STALE_S = 60.0
-"""A tier that looked too slow is tried again after so long: disks wake up, and other work ends."""
+"""After this time a tier that looked too slow is tried again: disks wake up, and other work ends."""
 MIN_CHUNK_TOKENS = 8
 GRAIN_TOKENS = 512
 SMALL_NBYTES, LARGE_NBYTES = 1 << 20, 4 << 20
@@ -191,7 +191,7 @@ class Estimates:
     # --- loading ---------------------------------------------------------------------------
 
     def saw_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """So many bytes for one prompt arrived so many seconds after they were ordered."""
+        """Bytes of one prompt's loads, and the seconds from the order to the last of them."""
         self.tiers[tier].see(nbytes, seconds, now=self.clock())
 
     def saw_arrays(self, nbytes: int, seconds: float) -> None:
@@ -203,11 +203,11 @@ class Estimates:
             self.fill_s.see(seconds / nbytes)
 
     def load_s(self, tier: str, nbytes: int) -> float:
-        """How long loading so many bytes takes, from the order to the last byte."""
+        """How long loading this many bytes takes, from the order to the last byte."""
         return self.tiers[tier].expected_s(nbytes, now=self.clock()) if nbytes else 0.0
 
     def engine_s(self, nbytes: int) -> float:
-        """How much of the engine's own time so many loaded bytes take."""
+        """How much of the engine's own time this many loaded bytes take."""
         return nbytes * self.array_s.value
 
     def knows_tier(self, tier: str) -> bool:

@@ -105,7 +105,7 @@ class Walk:
         return next(cut, position)
 
     def node(self, n_blocks: int) -> Node:
-        """The node at the end of so many blocks."""
+        """The node at the end of this many blocks."""
         return self.path[n_blocks - 1] if n_blocks else self.root
 
 
@@ -191,7 +191,7 @@ class _PathRecords:
         return cls(walk, needs, available, n_blocks, tuple(pages), windows, tuple(unbroken_from))
 
     def closest(self, n_blocks: int) -> tuple[Node, int] | None:
-        """The available child at the end of so many blocks that shares most, and how many tokens.
+        """The available child at the end of this many blocks that shares most, and how many tokens.
 
         None where the path itself goes on from there.
         """

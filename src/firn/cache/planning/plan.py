@@ -62,7 +62,7 @@ def make_plan(
     start: int = 0,
     available: Available,
 ) -> ResumePlan:
-    """available: what can be resumed from at once. start: so many tokens are computed already."""
+    """available: what can be resumed from at once. start: this many tokens are computed already."""
     now = next(resume_points(walk, needs, available))
     front = max(now.n_tokens, start)
     n_prompt = len(walk.tokens)

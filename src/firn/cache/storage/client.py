@@ -48,7 +48,7 @@ BUSY_SHARE = 0.02
 MAX_CREDIT_S = 0.05
 """The most of that time that may be saved up."""
 PATIENCE_S = 2.0
-"""A record waits so long to be spilled while somebody waits for a first token."""
+"""How long a record waits to be spilled while a request waits for its first token."""
 POLL_S = {
     EngineLoad.NONE: 0.05,
     EngineLoad.DECODING: 0.005,

@@ -91,7 +91,7 @@ class TierIndex:
             todo += self._take_strays(node.key)
 
     def extend_life(self, node: Node, ttl_s: float | None) -> None:
-        """Let the node and all above it live at least so long. What does not expire is spilled."""
+        """Let the node and all above it live at least this long. What does not expire is spilled."""
         for freed in self._tree.lifetimes.extend(node, ttl_s):
             self._tiers.spill(freed.records.values())
 

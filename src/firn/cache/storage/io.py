@@ -88,7 +88,7 @@ class Io(Protocol):
         ...
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a write of so many bytes would be accepted now."""
+        """Whether a write of this many bytes would be accepted now."""
         ...
 
     def defer_writes(self, wanted: bool) -> None:

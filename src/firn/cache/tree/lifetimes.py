@@ -14,7 +14,7 @@ from firn.cache.tree.nodes import Node
 from firn.core.keys import KeyTokens, child_key
 
 RETRY_S = 60.0
-"""A node that expires while it is in use is looked at again after so long."""
+"""A node that expires while it is in use is checked again after this time."""
 N_REMEMBERED = 1 << 16
 """Evicted blocks that are remembered, so that a miss can name its reason."""
 
@@ -33,7 +33,7 @@ class Lifetimes:
         node.expires_at = -math.inf
 
     def extend(self, node: Node, ttl_s: float | None) -> list[Node]:
-        """Let the node and all above it live at least so long; None: until there is no room.
+        """Let the node and all above it live at least this long; None: until there is no room.
 
         Returns the nodes that were to expire and now are not.
         """
