@@ -117,7 +117,7 @@ def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
     root = cache.records.catalogue.root(Namespace(""))
     needs = cache.records.needs
 
-    def have(record: Any) -> bool:
+    def available(record: Any) -> bool:
         return record.arrays is not None
 
     keys_s, match_s = [], []
@@ -125,8 +125,8 @@ def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
         began = time.process_time()
         text = PackedTokens(key_tokens(prompt.ids))
         middle = time.process_time()
-        way = Walk.of(cache.records.tree, root, text)
-        match = next(resume_points(way, needs, have))
+        walk = Walk.of(cache.records.tree, root, text)
+        match = next(resume_points(walk, needs, available))
         match_s.append(time.process_time() - middle)
         keys_s.append(middle - began)
     return Times(1e3 * statistics.median(keys_s), 1e3 * statistics.median(match_s), match.n_tokens)
@@ -147,7 +147,7 @@ def match(rounds: int) -> None:
         cache, prompt = filled(shape, **options)
         half = np.concatenate([prompt.ids[: N_PROMPT // 2], prompt.ids[: N_PROMPT // 2] + 1])
         cold = prompt.ids + 1
-        for what, ids in (("again", prompt.ids), ("diverges half-way", half), ("cold", cold)):
+        for what, ids in (("again", prompt.ids), ("diverges half-walk", half), ("cold", cold)):
             found = time_match(cache, Prompt(ids), max(rounds, 5))
             total = found.keys_ms + found.match_ms
             print(
