@@ -1,4 +1,4 @@
-"""What a cache and its tier still have to do, in tests of the whole engine; and waiting until it is done."""
+"""What a cache and its tier still have to do, in tests of the whole engine; and waiting for the end."""
 
 from __future__ import annotations
 
