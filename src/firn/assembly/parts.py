@@ -19,7 +19,7 @@ from firn.assembly.memory import MemoryPlanner, Planned, beside_others
 from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.threads import IoThreads
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
 from firn.engine import Budget, EngineParts, RowCost, recipes_of
 from firn.kv_events import EventPublisher

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from firn.cache.faults import Missing, Refused, TierError, TierFault, TierFull
+from firn.cache.storage.faults import Missing, Refused, TierError, TierFault, TierFull
 
 __all__ = [
     "AHEAD_S",
