@@ -30,7 +30,9 @@ def pages() -> list[str]:
         check=False,
     )
     names = listed.stdout.split() if listed.returncode == 0 else []
-    found = names or [str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
+    found = names or [
+        str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+    ]
     return sorted(name for name in found if (ROOT / name).exists())
 
 

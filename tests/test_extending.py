@@ -60,7 +60,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     _forget_what_was_discovered()
     yield
     for name in set(sys.modules) - names:
-        if name == "decay_model" or any(name.startswith(f"{p.__name__}.") for p in FOLDERS.values()):
+        if name == "decay_model" or any(
+            name.startswith(f"{p.__name__}.") for p in FOLDERS.values()
+        ):
             parent, _, child = name.rpartition(".")
             if parent and hasattr(sys.modules[parent], child):
                 delattr(sys.modules[parent], child)
