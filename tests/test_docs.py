@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from functools import cache
@@ -91,3 +92,76 @@ def test_every_flag_has_its_line_and_every_line_its_flag() -> None:
     named = {flag for row in rows for flag in FLAG.findall(row.split(" | ")[0])}
     known = {option.flag for option in OPTIONS if option.flag is not None}
     assert named == known | {"--config"}
+
+
+# --- ARCHITECTURE.md -----------------------------------------------------------------------
+
+ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
+SOURCES = ROOT / "src" / "firn"
+MODULE = re.compile(r"`([a-z_0-9/]+/[a-z_0-9]+\.py)[:`]")
+STOP = re.compile(r"`([a-z_0-9/]+\.py):([A-Za-z_0-9.]+)`")
+
+
+def section(heading: str) -> str:
+    """The text below this heading, up to the next one of its level or above."""
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    level = heading.split(" ")[0]
+    after = text.split(f"\n{heading}\n", 1)[1]
+    return re.split(rf"^#{{1,{len(level)}}} ", after, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@cache
+def definitions(module: str) -> frozenset[str]:
+    """Functions, classes and methods of a module, as `name` and `Class.name`."""
+    tree = ast.parse((SOURCES / module).read_text(encoding="utf-8"))
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    out = set[str]()
+    for node in tree.body:
+        if isinstance(node, defined):
+            out.add(node.name)
+            inner = [each for each in node.body if isinstance(each, defined)]
+            out |= {f"{node.name}.{each.name}" for each in inner}
+    return frozenset(out)
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        "### A chat, from the socket and back",
+        "### A record, from the row to the disk and back",
+        "### A picture, from the request into the cache",
+    ],
+)
+def test_every_stop_of_a_walk_exists(walk: str) -> None:
+    stops = STOP.findall(section(walk))
+    assert len(stops) >= 8
+    missing = [
+        f"{module}:{name}"
+        for module, name in stops
+        if not (SOURCES / module).exists() or name not in definitions(module)
+    ]
+    assert missing == []
+
+
+def test_modules_that_are_named_exist() -> None:
+    named = set(MODULE.findall(ARCHITECTURE.read_text(encoding="utf-8")))
+    named = {name for name in named if not name.startswith(("tests/", "benchmarks/"))}
+    assert [name for name in sorted(named) if not (SOURCES / name).exists()] == []
+
+
+def test_every_package_is_described() -> None:
+    folders = {f"{path.parent.relative_to(SOURCES)}/" for path in SOURCES.rglob("__init__.py")}
+    described = set(re.findall(r"^\| `([a-z_/]+/)` \|", section("## Packages"), re.MULTILINE))
+    assert described == (folders - {"./"}) | {"dashboard/"}
+
+
+def test_every_module_at_the_top_is_described() -> None:
+    text = section("## Packages")
+    modules = {path.name for path in SOURCES.glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert [name for name in sorted(modules) if f"`{name}`" not in text] == []
+
+
+def test_the_glossary_is_short() -> None:
+    words = re.findall(r"^\| ([a-z ]+) \|", section("## Glossary"), re.MULTILINE)
+    assert "cursor" in words
+    assert len(words) - words.count("word") <= 25
