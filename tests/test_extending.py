@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -16,9 +18,11 @@ import httpx
 import mlx.core as mx
 import pytest
 
+import firn
 from firn.api import dialects
 from firn.cache import codecs, tiers
 from firn.cache.tiers import TierOptions
+from firn.demo.server import Child
 from firn.models import drafters
 from firn.text import parsers
 from tests.api.live import GREETING, serve
@@ -197,4 +201,42 @@ DRAFTER = [
 
 @pytest.mark.parametrize("contract", DRAFTER)
 def test_the_drafter_keeps_the_contract(contract: Any) -> None:
-    contract(importlib.import_module("firn.models.drafters.pairs").DRAFTER())
+    contract(drafters.discover()["pairs"]())
+
+
+# --- all of them, in a server of its own process ----------------------------------------------
+
+FACTS = " ".join(f"The badge number of Dana Okoro{n} is {4100 + 7 * n}." for n in range(60))
+QUESTION = f"{FACTS}\n\nWhat is the badge number of Dana Okoro7?"
+
+
+def test_a_server_runs_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the package with the new files in it, started as a user would start it."""
+    copy = shutil.copytree(Path(firn.__file__).parent, tmp_path / "copy" / "firn")
+    for folder in FOLDERS:
+        for file in (tmp_path / "src" / "firn" / folder).glob("*.py"):
+            shutil.copy(file, copy / folder)
+    monkeypatch.setenv("PYTHONPATH", str(copy.parent))
+    records = tmp_path / "records.db"
+    tier = ("--no-ssd-cache", "--tier", f"sqlite://localhost{records}?spill=all")
+    server = Child(
+        "firn-demo",
+        *tier,
+        "--speculation",
+        "pairs",
+        "--default-temperature",
+        "0",
+        log=tmp_path / "log",
+    )
+    try:
+        reply = httpx.post(f"{server.url}/v1/ask", json={"question": QUESTION}, timeout=60).json()
+        plain = httpx.post(
+            f"{server.url}/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": QUESTION}], "speculation": "off"},
+            timeout=60,
+        ).json()
+    finally:
+        assert server.stop() == 0, (tmp_path / "log").read_text()
+    assert reply["answer"] == plain["choices"][0]["message"]["content"]
+    (n_records,) = sqlite3.connect(records).execute("SELECT count(*) FROM records").fetchone()
+    assert n_records > 0
