@@ -121,11 +121,12 @@ class BenchEngine:
         has_head: bool = False,
         scorer: Callable[[], Scorer] | None = None,
         chunk: int = 0,
+        by_depth: bool = False,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who guesses tokens,
         given the model. has_head: it has a prediction head. scorer: who scores long prompts. chunk: of
-        prefill; 0 for the device's."""
+        prefill; 0 for the device's. by_depth: it grows while nobody waits, as a server's does."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -175,7 +176,9 @@ class BenchEngine:
                 threads=threads,
                 speculation=speculation(made) if speculation else None,
             )
-            limits = Limits(MAX_ROWS, 1000, chunk or machine.prefill_chunk)
+            largest = machine.largest_chunk if by_depth else 0
+            usual = chunk or machine.prefill_chunk
+            limits = Limits(MAX_ROWS, 1000, usual, largest_chunk=largest)
             scores = scorer() if scorer else None
             return Parts(runner, cache, budget, limits, scorer=scores)
 

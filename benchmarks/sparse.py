@@ -2,20 +2,23 @@
 
     python benchmarks/sparse.py [--draft itself|hybrid] [--tokens 4096,8192,12288] [--sessions 10]
     python benchmarks/sparse.py --device-run [--shape 8b] [--tokens 32768] [--keep 0.2] [--rounds 3]
+    python benchmarks/sparse.py --scorer-run [--shape 8b] [--tokens 32768] [--chunks 2048,8192]
 
 The first asks the built-in recall model for facts that stand somewhere in a long message (held out of
 its training), in full and at each share; itself or the hybrid scores. Nothing is cached. The model is so
 small that no draft is smaller: its times show what scoring costs, not what sparse prefill gives.
 
 The second is about time alone, on any device: random weights of a large shape, with a small one that
-scores, and prompts of random tokens. Times are to the first token, scoring included.
+scores, and prompts of random tokens. Times are to the first token, scoring included, and of its stages.
+The third drives the small model alone, with chunks of several sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -30,14 +33,10 @@ from report import cli, grid, names, numbers, save
 
 from firn.cache.off import CacheOff
 from firn.core.sparse import Sparse
-from firn.core.values import (
-    Chat,
-    Message,
-    TextPart,
-)
+from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
 from firn.demo.facts import make_session, n_facts_for
 from firn.models import loader
-from firn.models.scoring import AttentionScorer
+from firn.models.scoring import N_SAID, AttentionScorer, Reading
 from firn.text.prompt import PromptMaker
 from models import random_model
 
@@ -139,25 +138,64 @@ def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | 
 
 # --- time ----------------------------------------------------------------------------------
 
+STAGES = ("draft reads", "draft replies", "scores")
 
-def _scorer(config: dict[str, Any], dtype: mx.Dtype) -> AttentionScorer:
+
+class TimedScorer(AttentionScorer):
+    """How long each stage of the newest prompt took, between the dispatch of a slice and its end."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seconds: dict[str, float] = {}
+        self._began, self._stage = 0.0, ""
+
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Reading:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        return super().open(prompt, namespace, control)
+
+    def read(self, reading: Reading, n_tokens: int, *, alone: bool = False) -> None:
+        n_left = self.n_left(reading)
+        self._stage = STAGES[0 if n_left > N_SAID + 1 else 1 if n_left > 1 else 2]
+        self._began = time.perf_counter()
+        super().read(reading, n_tokens, alone=alone)
+
+    def settle(self, reading: Reading) -> bool:
+        is_over = super().settle(reading)
+        self.seconds[self._stage] += time.perf_counter() - self._began
+        return is_over
+
+
+def _scorer(config: dict[str, Any], dtype: mx.Dtype) -> TimedScorer:
     model = random_model(config, dtype=dtype, seed=8)
     make_layers = partial(make_prompt_cache, model)
     probe = make_layers()
     logits = model(mx.array([[0]]), cache=probe)
     mx.eval(logits)
     info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
-    return AttentionScorer(model, info, make_layers=make_layers, cache=CacheOff())
+    return TimedScorer(model, info, make_layers=make_layers, cache=CacheOff())
+
+
+def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:
+    config, dtype = SHAPES[DRAFT_OF[shape]]
+    return config | {"vocab_size": SHAPES[shape][0]["vocab_size"]}, dtype
+
+
+def _in_stages(seconds: dict[str, float], *, first_s: float = 0.0) -> str:
+    stages = dict(seconds)
+    if first_s:
+        stages["the rest"] = first_s - sum(seconds.values())
+    return ", ".join(f"{stage} {took:.3f} s" for stage, took in stages.items())
 
 
 def device_run(
     shape: str, lengths: Sequence[int], shares: Sequence[float], rounds: int, *, out: Path | None
 ) -> None:
     config, dtype = SHAPES[shape]
-    small, small_dtype = SHAPES[DRAFT_OF[shape]]
-    small = small | {"vocab_size": config["vocab_size"]}
-    scorer: Callable[[], AttentionScorer] = partial(_scorer, small, small_dtype)
-    rows, found = [], []
+    scorers: list[TimedScorer] = []
+
+    def scorer() -> TimedScorer:
+        scorers.append(_scorer(*_draft_of(shape)))
+        return scorers[-1]
 
     def ask(engine: BenchEngine, ids: list[int], keep: float | None) -> Answer:
         sparse = None if keep is None else Sparse(keep, 0)
@@ -166,19 +204,24 @@ def device_run(
             raise RuntimeError("nothing was skipped")
         return answer
 
-    with BenchEngine(config, dtype=dtype, memory_nbytes=GIB, scorer=scorer) as engine:
+    rows, found = [], []
+    options: dict[str, Any] = {"dtype": dtype, "memory_nbytes": GIB, "by_depth": True}
+    with BenchEngine(config, scorer=scorer, **options) as engine:
         for n_tokens in lengths:
             make = prompts(n_tokens, int(config["vocab_size"]))
             times: dict[float | None, list[float]] = {None: [], **{k: [] for k in shares}}
-            for i in range(rounds + 1):
+            for i in range(rounds + 2):
                 for keep in times:
                     answer = ask(engine, next(make), keep)
-                    if i:  # the first round warms up
+                    how = f"keep {keep}" if keep else "in full"
+                    stages = ""
+                    if keep:
+                        stages = f" ({_in_stages(scorers[0].seconds, first_s=answer.first_s)})"
+                    # In the first round shapes are planned, in the second chunks still grow.
+                    label = "warms up, " if i < 2 else ""
+                    print(f"{n_tokens} {label}{how}: {answer.first_s:.3f} s{stages}", flush=True)
+                    if i >= 2:
                         times[keep].append(answer.first_s)
-                        how = (
-                            f"keep {keep}, scored in {answer.scored_s:.3f} s" if keep else "in full"
-                        )
-                        print(f"{n_tokens} {how}: {answer.first_s:.3f} s", flush=True)
             full = times[None]
             ratios = {k: statistics.median(np.array(times[k]) / np.array(full)) for k in shares}
             rows.append(
@@ -191,12 +234,37 @@ def device_run(
         save(out, "sparse", options={"shape": shape, "rounds": rounds}, result=found)
 
 
+def scorer_run(shape: str, lengths: Sequence[int], chunks: Sequence[int], rounds: int) -> None:
+    """The small model alone, by the size of its chunks."""
+    config, dtype = _draft_of(shape)
+    scorer = _scorer(config, dtype)
+    for n_tokens in lengths:
+        make = prompts(n_tokens, int(config["vocab_size"]))
+        for chunk in chunks:
+            for i in range(rounds + 1):
+                prompt = Prompt(np.array(next(make), dtype=np.int64))
+                began = time.perf_counter()
+                reading = scorer.open(prompt, Namespace(""), CacheControl())
+                is_over = False
+                while not is_over:
+                    scorer.read(reading, chunk, alone=True)
+                    is_over = scorer.settle(reading)
+                scorer.scores(reading)
+                took = time.perf_counter() - began
+                scorer.close_reading(reading)
+                label = "" if i else "warms up, "
+                stages = _in_stages(scorer.seconds)
+                print(f"{n_tokens} {label}chunks of {chunk}: {took:.3f} s ({stages})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draft", choices=("itself", "hybrid"), default="itself")
     parser.add_argument("--tokens", type=numbers)
     parser.add_argument("--sessions", type=int, default=10)
     parser.add_argument("--device-run", action="store_true")
+    parser.add_argument("--scorer-run", action="store_true")
+    parser.add_argument("--chunks", type=numbers, default=[2048, 8192])
     parser.add_argument("--shape", choices=DRAFT_OF, default="8b")
     parser.add_argument("--keep", type=names, default=["0.2"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -205,6 +273,8 @@ def main() -> None:
     if args.device_run:
         shares = [float(k) for k in args.keep]
         device_run(args.shape, args.tokens or [32768], shares, args.rounds, out=args.out)
+    elif args.scorer_run:
+        scorer_run(args.shape, args.tokens or [32768], args.chunks, args.rounds)
     else:
         lengths = args.tokens or [4096, 8192, 12288]
         answers(args.draft, lengths, args.sessions, out=args.out)

@@ -332,10 +332,10 @@ class Loop:
         self._turn += 1
         if not self._jump(task):
             return None
-        chunk = self._chunk(task)
         task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
         if task.reading is not None:
-            return self._guard(task.sequence, lambda: self._sparse.read(task, chunk))
+            return self._guard(task.sequence, lambda: self._sparse.read(task))
+        chunk = self._chunk(task)
         end = chunk_end(
             task.row.n_tokens,
             task.n_total,

@@ -96,6 +96,7 @@ class Recovery:
         now = self._clock()
         self._fault_times = [t for t in self._fault_times if now - t < DEVICE_FAULTS_S] + [now]
         self._loop._chunks.shrink()
+        self._loop._sparse.shrink()
         self.everyone_back()
         if len(self._fault_times) >= MAX_DEVICE_FAULTS:
             raise DeviceFailing(len(self._fault_times)) from error

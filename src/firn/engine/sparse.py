@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from firn.core.events import Advanced
 from firn.core.ports import Scorer, Trail
 from firn.core.values import Job, Prompt, Scores
+from firn.engine.chunks import ChunkSizes
 from firn.engine.faults import may_be_anybodys
 from firn.engine.scheduler import chunk_end
 from firn.engine.sequence import Sequence, Task
@@ -40,6 +41,15 @@ class SparsePrefill:
     def __init__(self, loop: Loop, scorer: Scorer | None) -> None:
         self._loop = loop
         self._scorer = scorer
+        limits = loop.limits
+        self._sizes = ChunkSizes(
+            limits.prefill_chunk, largest=limits.largest_chunk, max_step_s=limits.max_step_s
+        )
+        """The small model's own: it reads more tokens in the same time."""
+
+    def shrink(self) -> None:
+        """The device failed: smaller slices from now on."""
+        self._sizes.shrink()
 
     def begin(self, task: Task) -> Task:
         """The prompt was looked up: score it first, if that is to be."""
@@ -68,20 +78,35 @@ class SparsePrefill:
         near = max(int(task.row.n_tokens), task.trail.n_near)
         return why_not(task.sequence.job, n_near=near, max_tokens=self._scorer.max_tokens)
 
-    def read(self, task: Task, n_tokens: int) -> Task | None:
+    def read(self, task: Task) -> Task | None:
         """Dispatch a slice of the scoring; None: there is none any more."""
         assert self._scorer is not None
         with self._or_all_of_it(task):
-            alone = not self._loop.rows and not self._loop.waiting and len(self._loop.tasks) == 1
-            self._scorer.read(task.reading, n_tokens, alone=alone)
+            loop, task.chunk_start = self._loop, self._n_scored(task)
+            alone = not loop.rows and not loop.waiting and len(loop.tasks) == 1
+            chunk = self._chunk(task) if alone else loop._chunk(task)
+            self._scorer.read(task.reading, chunk, alone=alone)
         return task if task.reading is not None else None
+
+    def _chunk(self, task: Task) -> int:
+        """While nobody waits; else what the large model would take, which is slower."""
+        chunk = self._sizes.choose(task.chunk_start, alone=True)
+        return self._loop.budget.chunk_tokens(task.chunk_start, most=chunk)
+
+    def _n_scored(self, task: Task) -> int:
+        """Tokens of the prompt that are behind it; what is said afterwards counts as not read."""
+        assert self._scorer is not None
+        return max(len(task.prompt) - self._scorer.n_left(task.reading), 0)
 
     def settle(self, task: Task) -> None:
         """Wait for the slice; after the last, thin the prompt."""
         assert self._scorer is not None
         scores = None
         with self._or_all_of_it(task):
-            if not self._scorer.settle(task.reading):
+            over = self._scorer.settle(task.reading)
+            took = time.perf_counter() - task.chunk_began
+            self._sizes.saw(task.chunk_start, self._n_scored(task), took)
+            if not over:
                 return
             scores = self._scorer.scores(task.reading)
             self.end(task)

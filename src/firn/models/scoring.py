@@ -1,21 +1,23 @@
 """Which tokens of a prompt matter, by the attention of a small model that has the same tokens.
 
-The small model reads the prompt (resuming from the prefixes it has kept under its own root), says the
-first few tokens of a reply, and its queries for these are held against the prompt's keys:
+The small model reads the prompt (resuming from the prefixes it has kept under its own root) and says the
+first few tokens of a reply. Its queries for these are compared with the prompt's keys at the end:
 
     score of a token = mean over the tokens said, of the most that any head of any layer attends to it
 
-Slices: a chunk of the prompt, or one token said; several of them where nobody waits. `read` dispatches
-one, `settle` waits for it.
+Slices: a chunk of the prompt, one token said (all of them where nobody waits), the comparison. `read`
+dispatches one, `settle` waits for it. Each is awaited before the next one is dispatched: a buffer that a
+kernel in flight still reads cannot be written in place, and the row's keys and values would be copied.
 
 Owner: the engine thread.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -29,22 +31,26 @@ from firn.models.placing import PLAIN
 from firn.models.rewind import kind, leaves
 from firn.models.room import give_room
 
-VERSION = 1
+VERSION = 2
 """Of how tokens are scored and chosen: records of another are not found."""
 N_SAID = 16
 """A reply often begins by repeating the question: what it looks for comes after that."""
 
 
-N_AT_ONCE = 4
-"""Chunks that are dispatched together while nobody waits: a small model's are over before the next one
-is made ready."""
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What one layer was asked for: (1, heads, tokens, width) and (1, kv heads, keys, width)."""
+
+    queries: mx.array
+    keys: mx.array
+    scale: float
 
 
 @dataclass(eq=False)
 class Reading:
     """One prompt on its way through the small model.
 
-    # [0, row.n_tokens) read   [row.n_tokens, n_prompt - 1) to read   then n_said tokens are said
+    # [0, row.n_tokens) read   [row.n_tokens, n_prompt - 1) to read   then N_SAID tokens are said
     """
 
     prompt: Prompt
@@ -52,8 +58,11 @@ class Reading:
     row: Row
     token: mx.array
     """What it is fed next, once the prompt is read: the prompt's last token, then its own."""
-    total: mx.array | None = None
-    n_said: int = 0
+    queries: list[dict[int, mx.array]] = field(default_factory=list)
+    """For each token said: those of every layer that attends to the whole prompt."""
+    attended: dict[int, Attended] = field(default_factory=dict)
+    """By the last token said, and layer."""
+    scores: mx.array | None = None
     pending: list[Any] = field(default_factory=list)
 
     @property
@@ -65,8 +74,8 @@ class Reading:
         return self.row.n_tokens >= self.n_total
 
     @property
-    def is_over(self) -> bool:
-        return self.n_said >= N_SAID
+    def n_said(self) -> int:
+        return len(self.queries)
 
 
 class AttentionScorer:
@@ -94,7 +103,7 @@ class AttentionScorer:
         self._threads = threads
         self._last_id = info.n_ids - 1
         self.max_tokens = info.context_length - N_SAID
-        # What others keep by the chunk (states, windows) is cut after each.
+        # Of these, what it says itself can be taken back.
         self._in_runs = all(kind(layer) in PLAIN for layer in leaves(make_layers()))
         self.recipe = f"sparse{VERSION};draft {info.fingerprint.hex()}"
         with _overhearing(2) as heard:
@@ -120,13 +129,13 @@ class AttentionScorer:
         self._cache.tick(Load.PREFILLING)
         if not reading.is_read:
             self._jump(reading)
-        n_most = N_AT_ONCE if alone and self._in_runs else 1
-        if reading.is_read:
-            for _ in range(min(N_SAID - reading.n_said, N_SAID if alone else 1)):
-                self._say(reading)
-        while not reading.is_read and n_most and not reading.n_said:
+        if not reading.is_read:
             self._read_chunk(reading, n_tokens)
-            n_most -= 1
+        elif reading.n_said < N_SAID:
+            for _ in range(N_SAID - reading.n_said if alone else 1):
+                self._say(reading)
+        else:
+            self._compare(reading)
 
     def _jump(self, reading: Reading) -> None:
         """Something longer than what it has read was loaded meanwhile."""
@@ -162,14 +171,28 @@ class AttentionScorer:
         with _overhearing(n_keys) as heard:
             logits = self._model(reading.token[:, None], cache=reading.row.layers)
         reading.row.n_tokens = n_keys
-        most = heard[0]
-        for other in heard[1:]:
-            most = mx.maximum(most, other)
-        most = most[: len(reading.prompt)]
-        reading.total = most if reading.total is None else reading.total + most
+        reading.queries.append({i: layer.queries for i, layer in heard.items()})
+        if reading.n_said == N_SAID:
+            # Not before: the next token is written in place only where nobody else has the keys.
+            reading.attended = heard
         reading.token = mx.argmax(logits[:, -1], axis=-1)
-        reading.n_said += 1
-        reading.pending = [reading.total, reading.token]
+        reading.pending = [reading.token]
+        mx.async_eval(reading.pending)
+
+    def _compare(self, reading: Reading) -> None:
+        """Raises ValueError for a prompt that is longer than any layer sees."""
+        self._prepare(N_SAID)
+        most: mx.array | None = None
+        for i, layer in reading.attended.items():
+            queries = [said[i] for said in reading.queries if i in said]
+            if len(queries) < N_SAID:  # a window that had become full, and is seen whole by chance
+                continue
+            of_layer = _most_of_any_head(replace(layer, queries=mx.concatenate(queries, axis=2)))
+            most = of_layer if most is None else mx.maximum(most, of_layer)
+        if most is None:
+            raise ValueError("no layer of the draft model attends to all of so long a prompt")
+        reading.scores = mx.mean(most[:, : len(reading.prompt)], axis=0)
+        reading.pending, reading.attended = [reading.scores], {}
         mx.async_eval(reading.pending)
 
     def _prepare(self, n_tokens: int) -> None:
@@ -181,18 +204,20 @@ class AttentionScorer:
         reading.pending = []
         if not reading.n_said:
             self._cache.commit(reading.trail, reading.row)
-        return reading.is_over
+        return reading.scores is not None
 
     def scores(self, reading: Reading) -> Scores:
-        assert reading.total is not None
-        mean: Scores = np.array(reading.total / reading.n_said, dtype=np.float32)
-        return mean
+        assert reading.scores is not None
+        scores: Scores = np.array(reading.scores, dtype=np.float32)
+        return scores
 
     def n_left(self, reading: Reading) -> int:
-        return max(reading.n_total - reading.row.n_tokens, 0) + N_SAID - reading.n_said
+        to_read = max(reading.n_total - reading.row.n_tokens, 0)
+        return to_read + N_SAID - reading.n_said + (reading.scores is None)
 
     def close_reading(self, reading: Reading) -> None:
         row, n_said = reading.row, reading.n_said
+        reading.queries, reading.attended = [], {}
         if n_said and self._in_runs:
             for layer in leaves(row.layers):
                 layer.trim(n_said)
@@ -207,15 +232,16 @@ class AttentionScorer:
 
 
 @contextmanager
-def _overhearing(n_keys: int) -> Iterator[list[mx.array]]:
-    """While the model is called with one token: how much it is to each key, for each layer that has
-    `n_keys` of them. (keys,), the most of any head."""
-    heard: list[mx.array] = []
+def _overhearing(n_keys: int) -> Iterator[dict[int, Attended]]:
+    """While the model is called with one token: the layers that attend to `n_keys` keys, by turn."""
+    heard: dict[int, Attended] = {}
+    turns = itertools.count()
     plain = mx.fast.scaled_dot_product_attention
 
     def attend(q: mx.array, k: mx.array, v: mx.array, **more: Any) -> mx.array:
+        turn = next(turns)
         if q.shape[2] == 1 and k.shape[2] == n_keys:
-            heard.append(_weights(q, k, float(more["scale"])))
+            heard[turn] = Attended(q, k, float(more["scale"]))
         return plain(q, k, v, **more)
 
     mx.fast.scaled_dot_product_attention = attend
@@ -225,9 +251,17 @@ def _overhearing(n_keys: int) -> Iterator[list[mx.array]]:
         mx.fast.scaled_dot_product_attention = plain
 
 
-def _weights(q: mx.array, k: mx.array, scale: float) -> mx.array:
-    n_heads, n_kv = q.shape[1], k.shape[1]
-    # (heads of a kv head, width) @ (width, keys): no key is repeated.
-    grouped = q[0].reshape(n_kv, n_heads // n_kv, q.shape[-1])
-    logits = (grouped @ k[0].swapaxes(-1, -2)).astype(mx.float32) * scale
-    return mx.max(mx.softmax(logits, axis=-1), axis=(0, 1))
+def _most_of_any_head(layer: Attended) -> mx.array:
+    """(tokens, keys): how much each token attends to each key, the most of any head.
+
+    # the last token sees all keys, the one before it all but one, and so on
+    """
+    n_heads, n_tokens, width = layer.queries.shape[1:]
+    n_kv, n_keys = layer.keys.shape[1:3]
+    # (heads of a kv head and tokens, width) @ (width, keys): no key is repeated.
+    grouped = (layer.queries * layer.scale).reshape(n_kv, n_heads // n_kv * n_tokens, width)
+    logits = (grouped @ layer.keys[0].swapaxes(-1, -2)).reshape(n_kv, -1, n_tokens, n_keys)
+    n_seen = mx.arange(n_keys - n_tokens + 1, n_keys + 1)[:, None]
+    is_seen = mx.arange(n_keys)[None] < n_seen
+    logits = mx.where(is_seen, logits, mx.array(-mx.inf, dtype=logits.dtype))
+    return mx.max(mx.softmax(logits, axis=-1, precise=True), axis=(0, 1)).astype(mx.float32)
