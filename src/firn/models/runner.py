@@ -44,7 +44,7 @@ from firn.models.verify import Taken, Verification
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class PickedToken:
     """A row's newest token. fault: its grammar has failed, and it cannot go on."""
 
     row: Row
@@ -340,7 +340,7 @@ class Runner:
         """A step's tokens; where a model has several ranks, one of them picks for all."""
         return pick(logits, pickers, forced, allowed=allowed)
 
-    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
         """Read the tokens of this group's steps, but for the newest `keep_in_flight`.
 
         A step with drafts in it is never left in flight. Rows that left meanwhile are skipped.
@@ -350,7 +350,7 @@ class Runner:
             return []
         if any(isinstance(step, Verification) for step in group.unread):
             keep_in_flight = 0
-        out: list[Picked] = []
+        out: list[PickedToken] = []
         while len(group.unread) > keep_in_flight:
             for taken in self._read(group, group.unread.pop(0)):
                 if taken.row.group is group:
@@ -413,10 +413,10 @@ class Runner:
         )
 
 
-def _picked(taken: Taken) -> list[Picked]:
+def _picked(taken: Taken) -> list[PickedToken]:
     fault = _picker(taken.row).fault
     each = zip(taken.tokens, taken.logprobs, strict=True)
-    out = [Picked(taken.row, token, logprob, fault) for token, logprob in each]
+    out = [PickedToken(taken.row, token, logprob, fault) for token, logprob in each]
     out[-1] = replace(out[-1], n_drafted=taken.n_drafted, n_accepted=taken.n_right)
     return out
 

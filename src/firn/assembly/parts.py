@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from firn import sparse, speculating
+from firn.assembly import sparse, speculation
+from firn.assembly.cache import MIB, add_tiers, build_cache, cache_nbytes
+from firn.assembly.memory import Planned, beside_others, plan_server
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.threads import IoThreads
-from firn.caching import MIB, add_tiers, build_cache, cache_nbytes
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory, Transient
@@ -26,7 +27,6 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Limits, Parts
 from firn.engine.thinning import recipes_of
 from firn.kv_events import EventPublisher
-from firn.memory import Planned, beside_others, plan_server
 from firn.models import cpu, embedder, loader
 from firn.models import device as devices
 from firn.models.batch import BUFFER_TOKENS
@@ -121,7 +121,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         "cache_nbytes": cache_nbytes(config, planned_for(cost, info.weights_nbytes).alone_nbytes),
         "add_tiers": lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     }
-    guessing = speculating.build(config, loaded, **for_drafts)
+    guessing = speculation.build(config, loaded, **for_drafts)
     threads = threads_of(loaded, way)
     scorer, guessing = sparse.build(config, loaded, guessing, threads=threads, **for_drafts)
     cost = guessing.with_rows(cost)
@@ -233,13 +233,13 @@ def load_model(
         max_context=config.engine.max_context or None,
         shard=shard,
     )
-    return speculating.with_head(config, loaded, exact=way.exact, cpu_dtype=way.cpu_dtype)
+    return speculation.with_head(config, loaded, exact=way.exact, cpu_dtype=way.cpu_dtype)
 
 
 def _runner(
     config: Config,
     loaded: loader.LoadedModel,
-    guessing: speculating.Guessing,
+    guessing: speculation.Guessing,
     threads: Threads | None,
     leading: Leading | None,
 ) -> Runner:
