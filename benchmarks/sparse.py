@@ -2,7 +2,7 @@
 
     python benchmarks/sparse.py [--draft itself|hybrid] [--tokens 4096,8192,12288] [--sessions 10]
     python benchmarks/sparse.py --device-run [--shape 8b] [--tokens 32768] [--keep 0.2] [--rounds 3]
-    python benchmarks/sparse.py --scorer-run [--shape 8b] [--tokens 32768] [--chunks 2048,8192]
+    python benchmarks/sparse.py --scorer-run [--shape 8b] [--chunks 2048,8192] [--cached]
 
 The first asks the built-in recall model for facts that stand somewhere in a long message (held out of
 its training), in full and at each share; itself or the hybrid scores. Nothing is cached. The model is so
@@ -10,7 +10,7 @@ small that no draft is smaller: its times show what scoring costs, not what spar
 
 The second is about time alone, on any device: random weights of a large shape, with a small one that
 scores, and prompts of random tokens. Times are to the first token, scoring included, and of its stages.
-The third drives the small model alone, with chunks of several sizes.
+The third drives the small model alone, with chunks of several sizes; --cached: it keeps what it reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefill import SHAPES, prompts
 from report import cli, grid, names, numbers, save
 
+from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.core.ports import PrefixCache
 from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
 from firn.demo.facts import make_session, n_facts_for
@@ -165,14 +168,19 @@ class TimedScorer(AttentionScorer):
         return is_over
 
 
-def _scorer(config: dict[str, Any], dtype: mx.Dtype) -> TimedScorer:
+def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -> TimedScorer:
     model = random_model(config, dtype=dtype, seed=8)
     make_layers = partial(make_prompt_cache, model)
     probe = make_layers()
     logits = model(mx.array([[0]]), cache=probe)
     mx.eval(logits)
     info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
-    return TimedScorer(model, info, make_layers=make_layers, cache=CacheOff())
+    cache: PrefixCache = CacheOff()
+    if cache_nbytes:
+        settings = CacheSettings(cache_nbytes)
+        layout, root = Layout.of(probe), {"fingerprint": info.fingerprint, "dtype": info.dtype}
+        cache = PrefixTree(layout, settings, **root)
+    return TimedScorer(model, info, make_layers=make_layers, cache=cache)
 
 
 def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:
@@ -234,10 +242,12 @@ def device_run(
         save(out, "sparse", options={"shape": shape, "rounds": rounds}, result=found)
 
 
-def scorer_run(shape: str, lengths: Sequence[int], chunks: Sequence[int], rounds: int) -> None:
-    """The small model alone, by the size of its chunks."""
+def scorer_run(
+    shape: str, lengths: Sequence[int], chunks: Sequence[int], rounds: int, *, cached: bool
+) -> None:
+    """The small model alone, by the size of its chunks. cached: it keeps what it has read."""
     config, dtype = _draft_of(shape)
-    scorer = _scorer(config, dtype)
+    scorer = _scorer(config, dtype, cache_nbytes=16 * GIB if cached else 0)
     for n_tokens in lengths:
         make = prompts(n_tokens, int(config["vocab_size"]))
         for chunk in chunks:
@@ -264,6 +274,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=10)
     parser.add_argument("--device-run", action="store_true")
     parser.add_argument("--scorer-run", action="store_true")
+    parser.add_argument("--cached", action="store_true")
     parser.add_argument("--chunks", type=numbers, default=[2048, 8192])
     parser.add_argument("--shape", choices=DRAFT_OF, default="8b")
     parser.add_argument("--keep", type=names, default=["0.2"])
@@ -274,7 +285,8 @@ def main() -> None:
         shares = [float(k) for k in args.keep]
         device_run(args.shape, args.tokens or [32768], shares, args.rounds, out=args.out)
     elif args.scorer_run:
-        scorer_run(args.shape, args.tokens or [32768], args.chunks, args.rounds)
+        lengths = args.tokens or [32768]
+        scorer_run(args.shape, lengths, args.chunks, args.rounds, cached=args.cached)
     else:
         lengths = args.tokens or [4096, 8192, 12288]
         answers(args.draft, lengths, args.sessions, out=args.out)
