@@ -33,9 +33,12 @@ from firn.models.batch import BUFFER_TOKENS
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
+from firn.models.inputs import IdsOnly
+from firn.models.mtp import MtpModel
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.shapes import FewShapes, few_shapes
 from firn.models.transient import transient_of
 from firn.models.weight_memory import WeightMemory
 from firn.ranks.leading import Leading
@@ -151,7 +154,9 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
             cache.expect(recipes_of(scorer.recipe))
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
-    runner = _runner(config, loaded, guessing, threads, leading)
+    runner = _runner(
+        config, loaded, guessing, threads, leading, shapes=_shapes(loaded, way, leading)
+    )
     embeds = _decoder_embedder(recipe, loaded)
     return Parts(runner, cache, budget, way.limits, embedder=embeds, scorer=scorer)
 
@@ -242,6 +247,7 @@ def _runner(
     guessing: speculation.Guessing,
     threads: Threads | None,
     leading: Leading | None,
+    shapes: FewShapes | None,
 ) -> Runner:
     make = Runner if leading is None else leading.make_runner
     return make(
@@ -252,7 +258,22 @@ def _runner(
         inputs=loaded.inputs,
         threads=threads,
         speculation=guessing.speculation,
+        shapes=shapes,
     )
+
+
+def _shapes(loaded: loader.LoadedModel, way: Way, leading: Leading | None) -> FewShapes | None:
+    """How prompts are cut for a device that prefers few shapes; None: as they come, so that exact mode
+    stays exact and ranks stay alike."""
+    if way.machine.kind != "cuda" or way.exact or leading is not None:
+        return None
+    if not isinstance(loaded.inputs, IdsOnly) or isinstance(loaded.model, MtpModel):
+        return None
+    try:
+        return few_shapes(loaded.model, loaded.make_layers)
+    except ValueError as e:
+        log.info("prompts are read without padding: %s", e)
+        return None
 
 
 def threads_of(loaded: loader.LoadedModel, way: Way) -> Threads | None:

@@ -38,6 +38,7 @@ from firn.models.placing import at_positions, behind_gaps
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
+from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
 from firn.models.together import Together, can_read_together, together_fault
 from firn.models.verify import Taken, Verification
@@ -67,17 +68,19 @@ class Runner:
         inputs: Inputs | None = None,
         threads: Threads | None = None,
         speculation: Speculation | None = None,
+        shapes: FewShapes | None = None,
     ) -> None:
         """inputs: what the model takes beside token ids; None for a text model.
 
         threads: of the library that multiplies, where they can be chosen. speculation: who guesses
-        tokens; None for one token a step.
+        tokens; None for one token a step. shapes: for a device that prefers few of them.
         """
         self.info = info
         self._model = model
         self._inputs = inputs or IdsOnly()
         self._threads = threads
         self.speculation = speculation
+        self._shapes = shapes
         self._mtp = model if isinstance(model, MtpModel) else None
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
@@ -112,18 +115,25 @@ class Runner:
         start = row.n_tokens
         self._look_back(row, prompt)
         self._before = mx.get_active_memory(), mx.get_peak_memory()
-        give_room(row.layers, len(prompt))
-        self._prepare(end - start)
+        few = self._shapes is not None
+        give_room(row.layers, len(prompt), few_shapes=few)
+        ids, layers = prompt.ids[start:end], row.layers
+        padded = self._shapes.fit(layers, len(ids)) if self._shapes else None
+        if padded is not None:
+            ids, layers = padded.pad(ids), padded.layers
+        self._prepare(len(ids))
         if self.speculation is not None:
             self.speculation.disturbed()
-        ids = mx.array(prompt.ids[start:end].astype(np.int32))
         more = self._inputs.chunk(prompt, start, end) | self._carry([row])
-        with at_positions(row.layers, prompt, start, end) as layers:
-            logits = self._model(ids[None], cache=layers, **more)
+        n_padding = start + len(ids) - end
+        with at_positions(layers, prompt, start, end, n_padding=n_padding) as placed:
+            logits = self._model(mx.array(ids.astype(np.int32))[None], cache=placed, **more)
         row.n_tokens = end
         row.scores = None
         if top_logprobs is not None:
-            row.scores = score(logits[0], prompt.ids[start + 1 : end + 1], top=top_logprobs)
+            row.scores = score(
+                logits[0, : end - start], prompt.ids[start + 1 : end + 1], top=top_logprobs
+            )
         arrays = row.scores.arrays if row.scores else []
         if self._mtp is not None:
             last = self._mtp.hidden[:, -1:]
@@ -151,7 +161,11 @@ class Runner:
             self._was_tried = True
         self._before = mx.get_active_memory(), mx.get_peak_memory()
         every = zip(rows, prompts, ends, strict=True)
-        step = Together(rows, [p.ids[r.n_tokens : end] for r, p, end in every])
+        step = Together(
+            rows,
+            [p.ids[r.n_tokens : end] for r, p, end in every],
+            few_shapes=self._shapes is not None,
+        )
         self._prepare(len(rows) * step.width)
         if self.speculation is not None:
             self.speculation.disturbed()
@@ -170,7 +184,7 @@ class Runner:
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row for each choice, all with this row's past, each with its own sampler."""
-        end_room(row.layers)
+        end_room(row.layers, few_shapes=self._shapes is not None)
         self._look_back(row, job.prompt)
         rows = [row, *(fork(row) for _ in indices[1:])]
         shift = self._inputs.shift(job.prompt)
