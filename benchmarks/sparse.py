@@ -38,8 +38,10 @@ from firn.core.ports import PrefixCache
 from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
 from firn.demo.facts import make_session, n_facts_for
+from firn.models import device as devices
 from firn.models import loader
 from firn.models.scoring import N_SAID, AttentionScorer, Reading
+from firn.models.shapes import few_shapes
 from firn.text.prompt import PromptMaker
 from models import random_model
 
@@ -180,7 +182,9 @@ def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -
         settings = CacheSettings(cache_nbytes)
         layout, root = Layout.of(probe), {"fingerprint": info.fingerprint, "dtype": info.dtype}
         cache = PrefixTree(layout, settings, **root)
-    return TimedScorer(model, info, make_layers=make_layers, cache=cache)
+    few = devices.device().kind == "cuda"
+    shapes = few_shapes(model, make_layers) if few else None
+    return TimedScorer(model, info, make_layers=make_layers, cache=cache, shapes=shapes)
 
 
 def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from firn.cache.off import CacheOff
 from firn.core.values import CacheControl, Namespace, Prompt, Scores
 from firn.models.scoring import N_SAID, AttentionScorer
+from firn.models.shapes import few_shapes
 from tests.harness import model_info, scorer_of
 from tests.zoo import VOCAB_SIZE, build
 
@@ -101,6 +103,17 @@ def test_all_tokens_are_said_at_once_where_nobody_waits(name: str) -> None:
     scorer.close_reading(reading)
     assert scores_of(scorer, prompt)[1] == N_SAID + 1
     assert not scorer._cache.stats.faults
+
+
+def test_padded_chunks_of_few_shapes_change_nothing() -> None:
+    model, prompt = build("llama"), prompt_of(300)
+    make_layers = partial(make_prompt_cache, model)
+    padded = scorer_of(lambda: (model, make_layers), shapes=few_shapes(model, make_layers))
+    scores, n_slices = scores_of(padded, prompt, slice_tokens=70)
+    assert n_slices == 5 + N_SAID + 1
+    assert np.allclose(scores, scores_of(made("llama"), prompt)[0], atol=1e-4)
+    assert scores_of(padded, prompt)[1] == N_SAID + 1, "what is stored is the row without padding"
+    assert not padded._cache.stats.faults
 
 
 def test_what_it_says_itself_is_never_stored() -> None:

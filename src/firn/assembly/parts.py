@@ -126,7 +126,10 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
     }
     guessing = speculation.build(config, loaded, **for_drafts)
     threads = threads_of(loaded, way)
-    scorer, guessing = sparse.build(config, loaded, guessing, threads=threads, **for_drafts)
+    shapes_of = partial(_shapes, way=way, leading=leading)
+    scorer, guessing = sparse.build(
+        config, loaded, guessing, threads=threads, shapes_of=shapes_of, **for_drafts
+    )
     cost = guessing.with_rows(cost)
     planned.append(planned_for(cost, info.weights_nbytes + guessing.weights_nbytes))
     planned[0].tell()

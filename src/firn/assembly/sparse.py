@@ -18,6 +18,7 @@ from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
 from firn.models.placing import why_not_sparse
 from firn.models.scoring import AttentionScorer
+from firn.models.shapes import FewShapes
 
 log = logging.getLogger("firn")
 
@@ -37,6 +38,7 @@ def build(
     guessing: Guessing,
     *,
     threads: Threads | None,
+    shapes_of: Callable[[loader.LoadedModel], FewShapes | None],
     exact: bool,
     cpu_dtype: CpuDtype,
     cache_nbytes: int,
@@ -69,6 +71,7 @@ def build(
             cache=draft.cache,
             owns_cache=not draft.guesses,
             threads=threads,
+            shapes=shapes_of(draft.model),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e

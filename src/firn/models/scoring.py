@@ -30,6 +30,7 @@ from firn.models.cpu.threads import Threads
 from firn.models.placing import PLAIN
 from firn.models.rewind import kind, leaves
 from firn.models.room import give_room
+from firn.models.shapes import FewShapes
 
 VERSION = 2
 """Of how tokens are scored and chosen: records of another are not found."""
@@ -90,9 +91,9 @@ class AttentionScorer:
         cache: PrefixCache,
         owns_cache: bool = True,
         threads: Threads | None = None,
+        shapes: FewShapes | None = None,
     ) -> None:
-        """owns_cache: nobody else closes it. threads: of the library that multiplies, as the runner has
-        them.
+        """owns_cache: nobody else closes it. threads, shapes: as the runner has them.
 
         Raises ValueError for a model whose attention is not heard.
         """
@@ -101,6 +102,7 @@ class AttentionScorer:
         self._cache = cache
         self._owns_cache = owns_cache
         self._threads = threads
+        self._shapes = shapes
         self._last_id = info.n_ids - 1
         self.max_tokens = info.context_length - N_SAID
         # Of these, what it says itself can be taken back.
@@ -149,11 +151,16 @@ class AttentionScorer:
     def _read_chunk(self, reading: Reading, n_tokens: int) -> None:
         row = reading.row
         end = min(row.n_tokens + n_tokens, reading.n_total)
+        if self._shapes is not None:
+            end = self._shapes.end(row.n_tokens, end)
         end = min([end, *(p for p in self._cache.stops(reading.cursor) if p > row.n_tokens)])
-        give_room(row.layers, len(reading.prompt) + N_SAID)
-        self._prepare(end - row.n_tokens)
-        ids = np.minimum(reading.prompt.ids[row.n_tokens : end], self._last_id)
-        self._model(mx.array(ids.astype(np.int32))[None], cache=row.layers)
+        give_room(row.layers, len(reading.prompt) + N_SAID, few_shapes=self._shapes is not None)
+        ids, layers = np.minimum(reading.prompt.ids[row.n_tokens : end], self._last_id), row.layers
+        padded = self._shapes.fit(layers, len(ids)) if self._shapes is not None else None
+        if padded is not None:
+            ids, layers = padded.pad(ids), padded.layers
+        self._prepare(len(ids))
+        self._model(mx.array(ids.astype(np.int32))[None], cache=layers)
         row.n_tokens = end
         reading.pending = [layer.state for layer in row.layers]
         mx.async_eval(reading.pending)

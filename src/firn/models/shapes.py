@@ -72,6 +72,12 @@ class FewShapes:
         """dtype: of the model's keys and values."""
         self._dtype = dtype
 
+    def end(self, start: int, end: int) -> int:
+        """Where a chunk [start, end) ends if it is to have a common shape; the rest is another chunk."""
+        if start % FULL:
+            return min(end, start - start % FULL + FULL)
+        return end - end % FULL if end - start > FULL else end
+
     def fit(self, layers: Sequence[Any], n_new: int) -> PaddedPass | None:
         """How the next tokens of a row are read; None: as they are. Its caches have room."""
         if not all(type(layer) is KVCache for layer in layers):
