@@ -1,12 +1,14 @@
 """Sparse prefill: right answers and first tokens, against prompts that are read in full.
 
     python benchmarks/sparse.py [--draft itself|hybrid] [--tokens 4096,8192,12288] [--sessions 10]
+        [--one-message]
     python benchmarks/sparse.py --device-run [--shape 8b] [--tokens 32768] [--keep 0.2] [--rounds 3]
     python benchmarks/sparse.py --scorer-run [--shape 8b] [--chunks 2048,8192] [--cached]
 
 The first asks the built-in recall model for facts that stand somewhere in a long message (held out of
-its training), in full and at each share; itself or the hybrid scores. Nothing is cached. The model is so
-small that no draft is smaller: its times show what scoring costs, not what sparse prefill gives.
+its training), in full and at each share; itself or the hybrid scores. --one-message: facts and question
+are one message, whose middle is thinned. Nothing is cached. The model is so small that no draft is
+smaller: its times show what scoring costs, not what sparse prefill gives.
 
 The second is about time alone, on any device: random weights of a large shape, with a small one that
 scores, and prompts of random tokens. Times are to the first token, scoring included, and of its stages.
@@ -37,7 +39,7 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core.ports import PrefixCache
 from firn.core.sparse import Sparse
 from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
-from firn.demo.facts import make_session, n_facts_for
+from firn.demo.facts import Placement, make_session, n_facts_for
 from firn.models import device as devices
 from firn.models import loader
 from firn.models.scoring import N_SAID, AttentionScorer, Reading
@@ -63,7 +65,7 @@ def folder_of(model: str) -> Path:
 class Exam:
     """Questions about long messages, with the one right answer to each."""
 
-    def __init__(self, n_tokens: int, n_sessions: int) -> None:
+    def __init__(self, n_tokens: int, n_sessions: int, placement: Placement) -> None:
         self.tokenizer = loader.load_tokenizer(folder_of("firn-demo"))
         prompts = PromptMaker(self.tokenizer, context_length=16384)
         self.asked = []
@@ -73,15 +75,16 @@ class Exam:
                 n_facts=n_facts_for(n_tokens),
                 n_questions=2,
                 kinds=("fact",),
-                placement="message",
+                placement=placement,
             )
+            turn = 0 if placement == "question" else 1
             chat = Chat(
                 tuple(
                     Message(m["role"], (TextPart(m["content"]),))  # type: ignore[arg-type]
-                    for m in session.messages(1)
+                    for m in session.messages(turn)
                 )
             )
-            self.asked.append((prompts.make(chat), session.questions[1].answer))
+            self.asked.append((prompts.make(chat), session.questions[turn].answer))
 
     def sit(self, engine: BenchEngine, n: int, keep: float | None) -> tuple[bool, Answer]:
         """The n-th question, its prompt read in full or in part: whether the answer is right."""
@@ -99,7 +102,9 @@ class Exam:
         return self.tokenizer.decode(said) == expected, answer
 
 
-def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | None) -> None:
+def answers(
+    draft: str, lengths: Sequence[int], n_sessions: int, placement: Placement, *, out: Path | None
+) -> None:
     name = {"itself": "firn-demo", "hybrid": "firn-demo-hybrid"}[draft]
     target = loader.load(folder_of("firn-demo"), served_name="firn-demo", cpu_dtype="float32")
     small = loader.load(folder_of(name), served_name=name, cpu_dtype="float32")
@@ -116,7 +121,7 @@ def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | 
     )
     with engine:
         for n_tokens in lengths:
-            exam = Exam(n_tokens, n_sessions)
+            exam = Exam(n_tokens, n_sessions, placement)
             exam.sit(engine, 0, SHARES[0])  # warms up
             right = dict.fromkeys((None, *SHARES), 0)
             ratios: dict[float | None, list[float]] = {keep: [] for keep in right}
@@ -138,7 +143,8 @@ def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | 
             print(grid([["tokens", "in full", *map(str, SHARES)], *rows]), flush=True)
     print("right answers, and the first token's time over that of the full prompt")
     if out is not None:
-        save(out, "sparse", options={"draft": draft, "sessions": n_sessions}, result=found)
+        options = {"draft": draft, "sessions": n_sessions, "placement": placement}
+        save(out, "sparse", options=options, result=found)
 
 
 # --- time ----------------------------------------------------------------------------------
@@ -276,6 +282,7 @@ def main() -> None:
     parser.add_argument("--draft", choices=("itself", "hybrid"), default="itself")
     parser.add_argument("--tokens", type=numbers)
     parser.add_argument("--sessions", type=int, default=10)
+    parser.add_argument("--one-message", action="store_true")
     parser.add_argument("--device-run", action="store_true")
     parser.add_argument("--scorer-run", action="store_true")
     parser.add_argument("--cached", action="store_true")
@@ -293,7 +300,8 @@ def main() -> None:
         scorer_run(args.shape, lengths, args.chunks, args.rounds, cached=args.cached)
     else:
         lengths = args.tokens or [4096, 8192, 12288]
-        answers(args.draft, lengths, args.sessions, out=args.out)
+        placement: Placement = "question" if args.one_message else "message"
+        answers(args.draft, lengths, args.sessions, placement, out=args.out)
 
 
 if __name__ == "__main__":
