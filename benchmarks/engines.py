@@ -53,7 +53,7 @@ from firn.models.mtp import Head, MtpModel, with_head_layer
 from firn.models.runner import Runner
 from firn.models.shapes import few_shapes
 from firn.models.speculation import Speculation
-from models import random_model
+from models import SHAPES, random_model
 
 MAX_ROWS = 32
 EVERYONE = Namespace("")
@@ -297,6 +297,12 @@ class BenchEngine:
         now = time.perf_counter()
         for request, event in batch:
             self._answers[request].take(event, now)
+
+
+def shape_of(name: str) -> tuple[dict[str, Any], mx.Dtype]:
+    """One of `models.SHAPES`."""
+    config, dtype = SHAPES[name]
+    return config, getattr(mx, dtype)
 
 
 def _with_head(model: Any, config: dict[str, Any], *, dtype: mx.Dtype) -> MtpModel:

@@ -28,9 +28,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from engines import Answer, BenchEngine, model_info
+from engines import Answer, BenchEngine, model_info, shape_of
 from mlx_lm.models.cache import make_prompt_cache
-from prefill import SHAPES, prompts
+from prefill import prompts
 from report import cli, grid, names, numbers, save
 
 from firn.cache.layout import Layout
@@ -45,12 +45,11 @@ from firn.models import loader
 from firn.models.scoring import N_SAID, AttentionScorer, Reading
 from firn.models.shapes import few_shapes
 from firn.text.prompt import PromptMaker
-from models import random_model
+from models import SHAPES, random_model
 
 GIB = 1 << 30
 SHARES = (0.1, 0.2, 0.3, 0.5)
-DRAFT_OF = {"8b": "1b", "4b": "1b", "1b": "tiny", "tiny": "tiny"}
-"""The "1b" shape has 0.6 billion parameters: embeddings tied, as in models of that size."""
+DRAFT_OF = {"8b": "0.6b", "4b": "0.6b", "0.6b": "tiny", "tiny": "tiny"}
 MAX_REPLY = 48
 FIRST_SEED = 50_000
 
@@ -194,7 +193,7 @@ def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -
 
 
 def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:
-    config, dtype = SHAPES[DRAFT_OF[shape]]
+    config, dtype = shape_of(DRAFT_OF[shape])
     return config | {"vocab_size": SHAPES[shape][0]["vocab_size"]}, dtype
 
 
@@ -208,7 +207,7 @@ def _in_stages(seconds: dict[str, float], *, first_s: float = 0.0) -> str:
 def device_run(
     shape: str, lengths: Sequence[int], shares: Sequence[float], rounds: int, *, out: Path | None
 ) -> None:
-    config, dtype = SHAPES[shape]
+    config, dtype = shape_of(shape)
     scorers: list[TimedScorer] = []
 
     def scorer() -> TimedScorer:
