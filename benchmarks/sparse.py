@@ -42,7 +42,7 @@ from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, Tex
 from firn.demo.facts import Placement, make_session, n_facts_for
 from firn.models import device as devices
 from firn.models import loader
-from firn.models.scoring import N_SAID, AttentionScorer, Reading
+from firn.models.scoring import N_LOOKAHEAD, AttentionScorer, Reading
 from firn.models.shapes import few_shapes
 from firn.text.prompt import PromptMaker
 from models import SHAPES, random_model
@@ -148,7 +148,7 @@ def answers(
 
 # --- time ----------------------------------------------------------------------------------
 
-STAGES = ("draft reads", "draft replies", "scores")
+STAGES = ("draft reads", "lookahead", "comparison")
 
 
 class TimedScorer(AttentionScorer):
@@ -165,7 +165,7 @@ class TimedScorer(AttentionScorer):
 
     def read(self, reading: Reading, n_tokens: int, *, alone: bool = False) -> None:
         n_left = self.n_left(reading)
-        self._stage = STAGES[0 if n_left > N_SAID + 1 else 1 if n_left > 1 else 2]
+        self._stage = STAGES[0 if n_left > N_LOOKAHEAD + 1 else 1 if n_left > 1 else 2]
         self._began = time.perf_counter()
         super().read(reading, n_tokens, alone=alone)
 
@@ -200,7 +200,7 @@ def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:
 def _in_stages(seconds: dict[str, float], *, first_s: float = 0.0) -> str:
     stages = dict(seconds)
     if first_s:
-        stages["the rest"] = first_s - sum(seconds.values())
+        stages["target"] = first_s - sum(seconds.values())
     return ", ".join(f"{stage} {took:.3f} s" for stage, took in stages.items())
 
 
