@@ -51,7 +51,7 @@ from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
 from firn.models.mtp import Head, MtpModel, with_head_layer
 from firn.models.runner import Runner
-from firn.models.shapes import few_shapes
+from firn.models.shapes import FULL, few_shapes
 from firn.models.speculation import Speculation
 from models import SHAPES, random_model
 
@@ -170,6 +170,7 @@ class BenchEngine:
             capacity = machine.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
             few = machine.kind == "cuda" and not has_head and all(type(x) is KVCache for x in probe)
+            common = FULL if few else 0
             runner = Runner(
                 made,
                 info,
@@ -181,7 +182,7 @@ class BenchEngine:
             )
             largest = machine.largest_chunk if by_depth else 0
             usual = chunk or machine.prefill_chunk
-            limits = Limits(MAX_ROWS, 1000, usual, largest_chunk=largest)
+            limits = Limits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
             scores = scorer() if scorer else None
             return Parts(runner, cache, budget, limits, scorer=scores)
 

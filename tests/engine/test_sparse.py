@@ -240,6 +240,13 @@ def test_slices_are_longer_while_nobody_waits() -> None:
     assert max(n for n, alone in scorer.asked if not alone) <= 32
 
 
+def test_a_prompt_is_read_in_chunks_of_few_shapes() -> None:
+    with HashEngine(cache=DictCache(), chunk=64, common_chunk=16) as lab:
+        outcome = lab.submit(prompt_of(1, 101), 5).wait()
+        outcome.check()
+        assert [e.n_done for e in outcome.of(Prefilled)] == [64, 96, 100]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_thinned_and_whole_prompts_in_one_batch(n: int) -> None:
     with HashEngine(cache=DictCache(), scorer=DiceScorer(), max_rows=32) as lab:

@@ -38,7 +38,7 @@ from firn.models.mtp import MtpModel
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
-from firn.models.shapes import FewShapes, few_shapes
+from firn.models.shapes import FULL, FewShapes, few_shapes
 from firn.models.transient import transient_of
 from firn.models.weight_memory import WeightMemory
 from firn.ranks.leading import Leading
@@ -157,11 +157,11 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
             cache.expect(recipes_of(scorer.recipe))
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
-    runner = _runner(
-        config, loaded, guessing, threads, leading, shapes=_shapes(loaded, way, leading)
-    )
+    shapes = shapes_of(loaded)
+    runner = _runner(config, loaded, guessing, threads, leading, shapes=shapes)
     embeds = _decoder_embedder(recipe, loaded)
-    return Parts(runner, cache, budget, way.limits, embedder=embeds, scorer=scorer)
+    limits = replace(way.limits, common_chunk=FULL if shapes is not None else 0)
+    return Parts(runner, cache, budget, limits, embedder=embeds, scorer=scorer)
 
 
 def _prepare_ranks(wanted: Wanted, leading: Leading, settings: Mapping[str, Any], way: Way) -> Way:

@@ -343,6 +343,7 @@ class Loop:
             stops=self.cache.stops(task.cursor),
             unbroken=task.prompt.unbroken,
             aligned=self.limits.aligned,
+            common=self.limits.common_chunk,
         )
         others = self._together.find(task, most=chunk) if end == task.n_total else []
         task.chunk_began = time.perf_counter()

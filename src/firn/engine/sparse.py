@@ -243,6 +243,7 @@ class ReadBehind:
             chunk=loop.budget.chunk_tokens(start, most=loop.limits.prefill_chunk),
             stops=loop.cache.stops(work.cursor),
             aligned=loop.limits.aligned,
+            common=loop.limits.common_chunk,
         )
         began = time.perf_counter()
         loop.runner.prefill(work.row, prompt, end)

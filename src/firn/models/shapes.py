@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from firn.core.common_chunks import common_end
 from firn.core.values import TokenArray
 from firn.models.selfcheck import FAR, apart, prefilled
 
@@ -74,9 +75,7 @@ class FewShapes:
 
     def end(self, start: int, end: int) -> int:
         """Where a chunk [start, end) ends if it is to have a common shape; the rest is another chunk."""
-        if start % FULL:
-            return min(end, start - start % FULL + FULL)
-        return end - end % FULL if end - start > FULL else end
+        return common_end(start, end, multiple=FULL)
 
     def fit(self, layers: Sequence[Any], n_new: int) -> PaddedPass | None:
         """How the next tokens of a row are read; None: as they are. Its caches have room."""
