@@ -41,10 +41,10 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
+from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
-from firn.engine.sequence import Forced
+from firn.engine.sequence import ForcedTokens
 from firn.models import cpu
 from firn.models import device as devices
 from firn.models.batch import can_batch
@@ -135,7 +135,7 @@ class BenchEngine:
         self._tier: SsdTier | None = None
         self.weights: Any = None
 
-        def parts() -> Parts:
+        def parts() -> EngineParts:
             machine = devices.device()
             mx.set_cache_limit(int(machine.memory_nbytes * BUFFER_CACHE_SHARE))
             threads = None
@@ -182,9 +182,9 @@ class BenchEngine:
             )
             largest = machine.largest_chunk if by_depth else 0
             usual = chunk or machine.prefill_chunk
-            limits = Limits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
+            limits = EngineLimits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
             scores = scorer() if scorer else None
-            return Parts(runner, cache, budget, limits, scorer=scores)
+            return EngineParts(runner, cache, budget, limits, scorer=scores)
 
         self.engine = Engine(parts, self._publish)
         self.model = self.engine.start()
@@ -238,9 +238,9 @@ class BenchEngine:
                 speculates=speculates,
             )
             self._answers[request] = Answer(time.perf_counter())
-            asked.append((job, Forced(0, tuple(reply))))
+            asked.append((job, ForcedTokens(0, tuple(reply))))
 
-        def submit(_: Parts) -> None:
+        def submit(_: EngineParts) -> None:
             for job, forced in asked:
                 self.engine.submit(job)
                 self.engine.force(job.id, 0, forced.tokens, at=forced.at)

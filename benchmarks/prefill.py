@@ -55,7 +55,7 @@ class Arms:
     def take(self, name: str) -> None:
         def switch(_: object) -> None:
             loop: Any = self._engine.engine._loop
-            loop._chunks = self._sizes[name]
+            loop._prefill._sizes = self._sizes[name]
             runner.give_room = self._give_room if name != "steps" else no_room
 
         self._engine.engine.call(switch).result(60)

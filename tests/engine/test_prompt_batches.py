@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from firn.cache.codecs import leaves
-from firn.engine.together import N_TRIED, TRY_EVERY, Choice
+from firn.engine.prompt_batches import N_TRIED, TRY_EVERY, BatchTrial
 from firn.models.together import can_read_together, together_fault
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
@@ -19,13 +19,13 @@ from tests.hash_runner import prompt_of as words
 PLAIN = ["llama", "qwen3", "gemma"]
 
 
-class Always(Choice):
+class Always(BatchTrial):
     def next(self) -> bool:
         return True
 
 
 def together(harness: Any) -> Any:
-    return harness.engine._loop._together
+    return harness.engine._loop._prefill._batches
 
 
 def read_together(harness: Harness) -> None:
@@ -39,7 +39,7 @@ def submit_at_once(harness: Harness, prompts: list[list[int]], n_reply: int) -> 
 # --- the choice ----------------------------------------------------------------------------
 
 
-def choose(choice: Choice, n: int, *, together_s: float, alone_s: float) -> list[bool]:
+def choose(choice: BatchTrial, n: int, *, together_s: float, alone_s: float) -> list[bool]:
     """n occasions, where a token takes so long in either way."""
     found = []
     for _ in range(n):
@@ -50,15 +50,15 @@ def choose(choice: Choice, n: int, *, together_s: float, alone_s: float) -> list
 
 
 def test_both_ways_are_tried_and_the_better_one_is_kept() -> None:
-    found = choose(Choice(), 60, together_s=1.0, alone_s=2.0)
+    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=2.0)
     assert found[: 2 * N_TRIED].count(True) == N_TRIED
     assert all(found[2 * N_TRIED :])
-    found = choose(Choice(), 60, together_s=1.0, alone_s=1.0)
+    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=1.0)
     assert not any(found[2 * N_TRIED :]), "as good is not better: it is left"
 
 
 def test_what_did_not_pay_is_tried_again_now_and_then() -> None:
-    choice = Choice()
+    choice = BatchTrial()
     choose(choice, TRY_EVERY, together_s=2.0, alone_s=1.0)
     later = choose(choice, 20 * TRY_EVERY, together_s=0.5, alone_s=1.0)
     assert all(later[-TRY_EVERY + 1 : -1]), "it pays now, and that was found out"
