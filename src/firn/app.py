@@ -34,7 +34,7 @@ from firn.assembly.follower import follow, join_ranks
 from firn.assembly.memory import MemoryWatch, Planned
 from firn.assembly.model import ServerSpec, find_folder
 from firn.assembly.parts import ServerParts, build_parts
-from firn.cache.admin import CacheAdmin, health, snapshot
+from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.config import Config, default_cache_dir, of_model, with_model
 from firn.core.errors import EngineDead, SetupError, ShuttingDown
 from firn.core.memory_plan import MIB
