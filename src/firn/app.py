@@ -312,11 +312,11 @@ def _pictures(
 ) -> Pictures | None:
     if processor is None or not model.vision:
         return None
-    from firn.media.pictures import ImageLimits
+    from firn.media.pictures import PictureLimits
     from firn.media.pictures import Pictures as Album
 
     wanted = config.images
-    limits = ImageLimits(
+    limits = PictureLimits(
         nbytes=wanted.max_image_mb * MIB, pixels=int(wanted.max_image_megapixels * 1e6)
     )
     return Album(processor, whole=model.whole_pictures, limits=limits)

@@ -28,6 +28,7 @@ from firn.cache.tiers._store import StoreSettings, StoreTier, number
 from firn.core.errors import SetupError
 
 T = TypeVar("T")
+SCHEMES = ("redis", "rediss")
 PIECE_NBYTES = 8 << 20
 """Redis answers nobody else while it copies a value: pieces keep that short."""
 READ_NBYTES = 1 << 20
