@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from firn.config import Config, default_cache_dir
 from firn.core.memory_plan import (
@@ -23,13 +24,21 @@ from firn.core.memory_plan import (
     MemoryOptions,
     MemoryPlan,
     ModelMemory,
+    Transient,
     plan_memory,
 )
 from firn.host.reservations import Reservation, Reserved, others
 
+if TYPE_CHECKING:  # `firn doctor` plans memory without loading mlx
+    from firn.assembly.compute import ComputeSettings
+    from firn.assembly.parts import ServerParts
+    from firn.engine import Engine, RowCost
+
 log = logging.getLogger("firn")
 
 LOOK_EVERY_S = 10.0
+ENGINE_S = 60.0
+"""How long a look at the memory waits for the engine."""
 WORTH_TELLING = 0.02
 """Of the capacity: smaller changes are noise."""
 SHORT = 0.75
@@ -74,6 +83,26 @@ class Planned:
         again = plan_memory(now, self.model, self.options)
         fixed = self.plan.total_nbytes - self.plan.capacity_nbytes
         return max(again.limit_nbytes - fixed, MIN_CAPACITY_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlanner:
+    """Plans the memory of one loaded model on this machine."""
+
+    config: Config
+    machine: MachineMemory
+    """Before the model was loaded."""
+    compute: ComputeSettings
+    transient: Transient
+    context_length: int
+
+    def plan(self, cost: RowCost, weights_nbytes: int) -> Planned:
+        rows = (cost.per_token_nbytes, cost.fixed_nbytes)
+        needs = ModelMemory(weights_nbytes, *rows, self.transient, self.context_length)
+        compute = self.compute
+        return plan_server(
+            self.config, self.machine, needs, chunk=compute.largest_chunk, exact=compute.exact
+        )
 
 
 def plan_server(
@@ -180,3 +209,35 @@ class MemoryWatch:
                 self.look()
             except Exception as e:  # a machine that does not say, or an engine that is gone
                 log.debug("memory: %r", e)
+
+
+def watch_engine(
+    engine: Engine[ServerParts], *, front: int | None, is_sharded: bool
+) -> MemoryWatch | None:
+    """Watch a running engine's memory; None: it has none to plan.
+
+    Somebody else decides about the capacity where a front shares memory out, or ranks have agreed on it.
+    """
+    from firn.models import device as devices
+
+    planned = engine.parts.planned
+    if planned is None:
+        return None
+    device = devices.device()
+
+    def set_capacity(nbytes: int) -> None:
+        engine.call(lambda parts: parts.set_capacity(nbytes))
+
+    # Whether a CUDA driver reports free memory anew is not known: the first look stands.
+    is_fixed = is_sharded or front is not None or device.kind == "cuda"
+    watch = MemoryWatch(
+        planned,
+        look=lambda: devices.look(device),
+        used_nbytes=devices.used_nbytes,
+        held_nbytes=lambda: engine.call(lambda parts: parts.budget.held_nbytes).result(ENGINE_S),
+        capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
+        set_capacity=None if is_fixed else set_capacity,
+        group=front,
+    )
+    watch.start()
+    return watch

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from firn.models.mtp import MtpModel, split
-from firn.models.placing import behind_gaps
+from firn.models.placing import shifted
 
 MAX_STEPS = 64
 """Kept at most: a hidden state for each row and step."""
@@ -47,5 +47,5 @@ class HeadBacklog:
         ids, before = (mx.stack(list(x), axis=1) for x in zip(*self._steps, strict=True))
         self._steps.clear()
         head = split(layers)[1]
-        self._model.feed_head(ids, before, behind_gaps([head], gaps)[0])
+        self._model.feed_head(ids, before, shifted([head], gaps)[0])
         mx.async_eval(head.keys, head.values)

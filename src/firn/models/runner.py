@@ -28,14 +28,14 @@ from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
 from firn.models.backlog import HeadBacklog
-from firn.models.batch import Group, Launched, Row, fork
+from firn.models.batch import MAX_PADDING_TOKENS, Group, Launched, Row, fork
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
-from firn.models.placing import at_positions, behind_gaps
+from firn.models.placing import at_positions, shifted
 from firn.models.ragged import ALL_COLUMNS, Columns
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
@@ -71,11 +71,13 @@ class Runner:
         threads: Threads | None = None,
         speculation: Speculation | None = None,
         shapes: FewShapes | None = None,
+        max_padding: int = MAX_PADDING_TOKENS,
     ) -> None:
         """inputs: what the model takes beside token ids; None for a text model.
 
         threads: of the library that multiplies, where they can be chosen. speculation: who guesses
         tokens; None for one token a step. shapes: for a device that prefers few of them.
+        max_padding: tokens' worth of cells that a group may hold for nobody.
         """
         self.info = info
         self._model = model
@@ -83,6 +85,7 @@ class Runner:
         self._threads = threads
         self.speculation = speculation
         self._shapes = shapes
+        self._max_padding = max_padding
         self._mtp = model if isinstance(model, MtpModel) else None
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
@@ -213,10 +216,15 @@ class Runner:
         n_coming: how many more are to follow; a group makes room for some of them at once.
         """
         for group in self._groups:
-            if group.has_room_for(row, self._max_rows):
+            if group.has_room_for(row, self._max_rows, max_padding=self._max_padding):
                 if self.speculation is not None and not self.speculation.in_groups:
                     self._feed_pending(group)
-                group.join(row, token, n_seats=min(1 + n_coming, self._max_rows - len(group.rows)))
+                n_vacant = min(
+                    n_coming,
+                    self._max_rows - len(group.rows) - 1,
+                    self._max_padding // max(group.width, row.n_tokens),
+                )
+                group.join(row, token, n_seats=1 + n_vacant)
                 return
         columns = self.speculation.traits.columns if self.speculation else ALL_COLUMNS
         backlog = HeadBacklog(self._mtp) if self._mtp is not None else None
@@ -455,7 +463,7 @@ def _picked(taken: Taken) -> list[PickedToken]:
 
 def _seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:
     """The group's caches as the model sees them."""
-    return behind_gaps(in_blocks(group.layers, columns), [row.gap for row in group.seats])
+    return shifted(in_blocks(group.layers, columns), [row.gap for row in group.seats])
 
 
 def _picker(row: Row) -> Picker:
