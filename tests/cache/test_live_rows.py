@@ -30,7 +30,7 @@ from tests.hash_runner import Faults
 from tests.hash_runner import prompt_of as words
 
 BLOCK = 32
-N_LAYERS, N_HEADS, DIM = 16, 1, 64
+N_LAYERS, N_HEADS, DIM = 8, 1, 128
 DEEP: Build = tiny(
     "llama",
     num_hidden_layers=N_LAYERS,
