@@ -17,7 +17,7 @@ import httpx
 from firn.cache.tiers._folder import Disk, FolderLock
 from firn.demo.facts import Session, make_session
 from firn.demo.server import Child
-from tests.cache.tiers.test_ssd_folder import du
+from tests.cache.tiers.folders import du
 from tests.soak.house import House as Servers
 
 GIB = 1 << 30
