@@ -12,13 +12,12 @@ import pytest
 
 from firn.cache.faults import Refused
 from firn.cache.io import Entry
-from firn.cache.tiers import TierOptions
+from firn.cache.tiers import TierOptions, _known
 from firn.cache.tiers._folder import (
     DEFAULT_LIMIT_NBYTES,
     Disk,
     default_limit,
 )
-from firn.cache.tiers._known import HEAP_SLACK
 from firn.cache.tiers.ssd import SsdTier
 from tests.cache.tiers.folders import Clock, du, files, put
 from tests.cache.tiers.records import Folder, chain, of_size, record
@@ -175,15 +174,18 @@ def test_dates_in_the_future_do_not_live_for_ever(
     assert not fresh.holds(odd)
 
 
-def test_deleted_records_leave_nothing_in_memory(opened: Callable[..., Folder]) -> None:
+def test_deleted_records_leave_nothing_in_memory(
+    opened: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder below its limit may see many come and go."""
+    monkeypatch.setattr(_known, "HEAP_SLACK", 32)
     tier, one = opened(3 * MIB), of_size(100)
     kept = chain(3)
     put(tier, *kept)
-    for _ in range(2 * HEAP_SLACK):
+    for _ in range(64):
         put(tier, one)
         tier.delete(one)
-    assert len(tier.tier._known._heap) < 2 * HEAP_SLACK
+    assert len(tier.tier._known._heap) < 64
     tier.evict_to(0)
     assert not any(tier.holds(r) for r in kept), "they can still be evicted"
 
