@@ -80,7 +80,7 @@ class Answer:
 
     def take(self, event: object, now: float) -> None:
         if isinstance(event, Admitted | Advanced):
-            found = event.found if isinstance(event, Advanced) else event
+            found = event.admitted if isinstance(event, Advanced) else event
             self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
             if found.n_skipped and not self.n_skipped:
                 self.n_skipped, self.scored_s = found.n_skipped, now - self.asked

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from firn.backups import leave_out
 from firn.cache.asking import StoreIo
 from firn.cache.inventory import ModelNote, note_model
 from firn.cache.io import Io, TierIo
@@ -24,6 +23,7 @@ from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.ports import PrefixCache
 from firn.core.values import ModelInfo, Namespace
+from firn.host.backups import leave_out
 from firn.models.loader import LoadedModel
 from firn.ranks.leading import Leading
 

@@ -85,7 +85,7 @@ class Asking:
 
 
 @dataclass(eq=False)
-class CacheTrail:
+class CacheCursor:
     """
     # [0, node.end) committed   [node.end, row.n_tokens) not yet   [n_prompt, ...) the reply
     """
@@ -130,13 +130,13 @@ class CacheTrail:
     n_restored: int = 0
     kind: str = ""
     """What sort of hit it was; '' before it was looked up."""
-    found: Admitted = Admitted(0)
+    admission: Admitted = Admitted(0)
     counted: bool = False
     closed: bool = False
 
     @property
-    def n_near(self) -> int:
-        return max(self.n_hoped if self.racing else 0, self.found.n_cached)
+    def n_expected(self) -> int:
+        return max(self.n_hoped if self.racing else 0, self.admission.n_cached)
 
     @property
     def racing(self) -> bool:
@@ -152,7 +152,7 @@ class CacheTrail:
     def _hopes(self) -> bool:
         return self.asking is not None and self.clock() < self.asking.until
 
-    def waits(self, *, busy: bool) -> bool:
+    def should_wait(self, *, busy: bool) -> bool:
         """Whether what is on its way should come sooner than another chunk is computed."""
         loading = self.loading
         if loading is None:
@@ -161,7 +161,7 @@ class CacheTrail:
         now = self.clock()
         return now < until or loading.wins(now)
 
-    def wants(self, n_tokens: int) -> bool:
+    def commit_due(self, n_tokens: int) -> bool:
         return self.writes and n_tokens - self.n_saved >= self.step
 
     def cut(self, start: int, end: int) -> tuple[Text, int, int]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from firn.assembly.memory import MemoryWatch, Planned, beside_others, plan_server
 from firn.config import Config, EngineConfig
 from firn.core.memory_plan import GIB, MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory
-from firn.memory import MemoryWatch, Planned, beside_others, plan_server
-from firn.reservations import Reservation, Reserved
+from firn.host.reservations import Reservation, Reserved
 
 MAC = MachineMemory("metal", 48 * GIB, 64 * GIB, available_nbytes=50 * GIB)
 MODEL = ModelMemory(8 * GIB, 100 << 10, 0, context_length=100_000)
