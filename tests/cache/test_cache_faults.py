@@ -34,7 +34,8 @@ from tests.cache.lab import (
 )
 from tests.cache.lab import SHAPES as lab_shapes
 from tests.cache.lab import prompt_of as lab_prompt
-from tests.hash_runner import Faults, HashRow, Outcome, prompt_of
+from tests.hash_engine import Outcome
+from tests.hash_runner import Faults, HashRow, prompt_of
 
 CALLS = {
     "memory": ("added", "make_room", "let_go"),

@@ -26,9 +26,11 @@ from firn.core.ports import Delivery, EngineLoad, Restored
 from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId, Sampling
 from firn.models.loader import load_tokenizer
 from firn.models.runner import Runner
+from tests.dict_cache import DictCache
 from tests.fakes import FakeEngine, FakeTokenizer
 from tests.harness import model_info
-from tests.hash_runner import WAIT_S, DictCache, HashEngine, HashRunner
+from tests.hash_engine import WAIT_S, HashEngine
+from tests.hash_runner import HashRunner
 from tests.models.alone import with_caches
 from tests.text import trained
 from tests.zoo import build, folder

@@ -8,15 +8,9 @@ import pytest
 
 from firn.core.events import ChoiceDone, JobDone, Token
 from firn.core.values import Sampling
-from tests.hash_runner import (
-    DictCache,
-    Faults,
-    HashEngine,
-    HashRow,
-    Outcome,
-    prompt_of,
-    reply_to,
-)
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine, Outcome
+from tests.hash_runner import Faults, HashRow, prompt_of, reply_to
 
 WARM = Sampling(temperature=1.0, seed=3)
 

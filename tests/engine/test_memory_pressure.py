@@ -7,7 +7,9 @@ import pytest
 from firn.core.events import ChoiceDone, Prefilled
 from firn.core.values import Sampling
 from firn.engine.budget import Budget, RowCost
-from tests.hash_runner import DictCache, Faults, HashEngine, HashRow, prompt_of
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine
+from tests.hash_runner import Faults, HashRow, prompt_of
 
 WARM = Sampling(temperature=1.0, seed=3)
 
