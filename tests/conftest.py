@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -31,6 +34,21 @@ HEAVY = (
 # Newer Apple GPUs, and NVIDIA's, multiply float32 with 10 bits of it otherwise, and tests compare logits
 # of batched and single rows. MLX reads this with its first product.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def _few_certificates() -> str:
+    """A file of one certificate. Every HTTP client reads all of them before its first request, which
+    takes longer than the requests of most tests; and none of those leaves this machine."""
+    first = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
+    path = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "certificate.pem"
+    path.parent.mkdir(exist_ok=True)
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text("".join(first[:2]) + "\n")
+    own.replace(path)
+    return str(path)
+
+
+os.environ["SSL_CERT_FILE"] = _few_certificates()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,7 +14,7 @@ import pytest
 
 from firn.demo.facts import Session, make_session
 from tests.api.real import Real, serving
-from tests.whole_server import GREEDY, claude, config
+from tests.whole_server import GREEDY, config
 
 LOOKUP = {
     "type": "object",
@@ -76,7 +76,7 @@ def by_messages(real: Real, messages: list[Any], *, stream: bool) -> Answer:
         "messages": rest,
         "extra_body": GREEDY,
     }
-    client = claude(real)
+    client = real.anthropic()
     n_counted = client.messages.count_tokens(
         model="claude-opus-5", system=system["content"], messages=rest
     ).input_tokens
@@ -181,7 +181,7 @@ def test_a_reply_goes_on_from_what_the_assistant_has_begun(
     begun = answer[: answer.rindex(" ")]
     system, *rest = talk.messages(0)
     messages: Any = [*rest, {"role": "assistant", "content": begun}]
-    by_claude = claude(real).messages.create(
+    by_claude = real.anthropic().messages.create(
         model="claude-opus-5",
         max_tokens=64,
         system=system["content"],
@@ -207,7 +207,7 @@ def test_a_reply_goes_on_from_what_the_assistant_has_begun(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_tool_through_anthropics_api(real: Real, stream: bool) -> None:
-    client = claude(real)
+    client = real.anthropic()
     tools: Any = [
         {
             "name": "lookup",
@@ -265,7 +265,7 @@ def test_a_tool_through_the_responses_api(real: Real, stream: bool) -> None:
 def test_a_forced_call_through_each_new_api(real: Real) -> None:
     """The grammar holds the model to it, whatever it was asked."""
     tool: Any = {"name": "lookup", "input_schema": LOOKUP}
-    message = claude(real).messages.create(
+    message = real.anthropic().messages.create(
         model="claude",
         max_tokens=200,
         messages=[{"role": "user", "content": "Hello!"}],
@@ -319,7 +319,7 @@ def test_a_schema_through_each_new_api(real: Real) -> None:
         "additionalProperties": False,
     }
     form: Any = {"type": "json_schema", "schema": schema}
-    message = claude(real).messages.create(
+    message = real.anthropic().messages.create(
         model="claude",
         max_tokens=100,
         messages=[{"role": "user", "content": "Hello!"}],
@@ -327,7 +327,7 @@ def test_a_schema_through_each_new_api(real: Real) -> None:
     )
     assert message.content[0].type == "text"
     assert json.loads(message.content[0].text) == {"n": 7}
-    with claude(real).messages.stream(
+    with real.anthropic().messages.stream(
         model="claude",
         max_tokens=100,
         messages=[{"role": "user", "content": "Hello!"}],

@@ -15,7 +15,7 @@ from firn.config import Config
 from firn.core.errors import SetupError
 from tests.api.real import serving
 from tests.models.test_embedder import bert, write
-from tests.whole_server import MEMORY, claude, config, url
+from tests.whole_server import MEMORY, config
 from tests.zoo import build, write_folder
 
 __all__ = ["bert"]
@@ -47,7 +47,7 @@ def test_an_encoder_refuses_to_generate(bert: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="does not generate"):
             real.openai().completions.create(model="", prompt="snow")
         with pytest.raises(anthropic.BadRequestError):
-            claude(real).messages.create(
+            real.anthropic().messages.create(
                 model="claude", max_tokens=9, messages=[{"role": "user", "content": "hi"}]
             )
 
@@ -75,9 +75,9 @@ def test_parsers_and_origins_can_be_chosen(tmp_path: Path) -> None:
         assert form.think is not None
         assert form.think.open == "[THINK]"
         asked = {"origin": origin, "access-control-request-method": "POST"}
-        allowed = httpx.options(f"{url(real)}/v1/messages", headers=asked)
+        allowed = httpx.options(f"{real.url}/v1/messages", headers=asked)
         assert allowed.headers["access-control-allow-origin"] == origin
-        other = httpx.get(f"{url(real)}/v1/models", headers={"origin": "https://evil.example"})
+        other = httpx.get(f"{real.url}/v1/models", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
 
 

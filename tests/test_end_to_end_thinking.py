@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.api.real import Real, serving
-from tests.whole_server import GREEDY, claude, config
+from tests.whole_server import GREEDY, config
 from tests.zoo import write_folder
 
 
@@ -93,7 +93,7 @@ def think_by_messages(real: Real, history: list[Any], *, stream: bool) -> Though
         "thinking": {"type": "enabled", "budget_tokens": 5},
         "extra_body": brief(real),
     }
-    client = claude(real).messages
+    client = real.anthropic().messages
     if stream:
         with client.stream(**body) as running:
             done: Any = running.get_final_message()

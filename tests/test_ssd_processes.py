@@ -96,6 +96,7 @@ class House(Servers):
             found = server.get("/v1/cache/stats")
             if found["ssd"]["records"] >= found["memory"]["records"]:
                 return
+            time.sleep(0.02)
         raise AssertionError(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_a_prompt_given_up_early_leaves_no_room_for_the_rest() -> None:
         before = harness.between_steps(mx.get_active_memory)
         result = harness.submit(tokens(1, 6000), 4)
         while harness.cache.records.rows.live == {}:
-            pass
+            time.sleep(0.001)
         (request,) = [i for i, r in harness.results.items() if r is result]
         harness.engine.cancel(request)
         held = harness.between_steps(mx.get_active_memory) - before
@@ -154,7 +155,7 @@ def test_a_second_user_of_a_prefix_that_is_being_decoded(name: str) -> None:
         want = Reference(cold)
         first = warm.submit([*shared, 5], 60, boundaries=[200])
         while not first.tokens:
-            pass
+            time.sleep(0.001)
         others = [warm.submit([*shared, 6 + i], 8, boundaries=[200]) for i in range(3)]
         for i, other in enumerate(others):
             assert said(other.wait()) == said(want([*shared, 6 + i], 8))
