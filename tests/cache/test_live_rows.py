@@ -235,13 +235,19 @@ def test_what_parked_rows_hold_twice_goes_first() -> None:
     """A long system prompt, and a little of each conversation: together they fit, but not as rows."""
     system = tokens(1, 10 * BLOCK)
     limit = (len(system) + 9 * BLOCK + 4 * 6 * BLOCK) * TOKEN_NBYTES
-    with running(DEEP, chunk=BLOCK, block=BLOCK, cache_nbytes=limit) as harness:
+    with cold_and_warm(DEEP, chunk=BLOCK, block=BLOCK, cache_nbytes=limit) as (cold, warm):
         chats = [[*system, *tokens(10 + i, 3 * BLOCK)] for i in range(4)]
         for ids in chats:
-            ids += harness.ask(ids, 8).reply
-        for ids in chats:
-            assert harness.ask([*ids, 9], 2).n_cached == len(ids)
-        assert not harness.cache.stats.evictions[Part.PAGES.value]
+            ids += warm.ask(ids, 8).reply
+        cut_off = 0
+        for ids in chats * 2:
+            result = warm.ask([*ids, 9], 4)
+            assert result.n_cached == len(ids)
+            assert said(result) == said(cold.ask([*ids, 9], 4)), "what is left is not taken for all"
+            cut_off += sum(p.slab is not None and p.slab.first > 0 for p in parked(warm))
+        assert cut_off
+        assert not warm.cache.stats.evictions[Part.PAGES.value]
+        assert not warm.cache.stats.faults
 
 
 def test_all_is_there_after_a_restart(tmp_path: Path) -> None:

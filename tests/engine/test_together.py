@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+import time
+from typing import Any, ClassVar
 
 import pytest
 
 from firn.cache.codecs import leaves
+from firn.engine import loop
+from firn.engine import together as engine_together
 from firn.engine.together import N_TRIED, TRY_EVERY, Choice
 from firn.models.together import can_read_together, together_fault
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
+from tests.dict_cache import DictCache
 from tests.harness import Harness, running
+from tests.hash_engine import HashEngine
 from tests.hash_runner import Faults, reply_to
 from tests.hash_runner import prompt_of as words
 
@@ -146,6 +151,56 @@ def test_what_two_prompts_share_is_computed_once() -> None:
             outcome.wait().check()
         assert lab.runner.n_prefilled <= 64 + 5 * 12 + 8
         lab.check()
+
+
+def test_what_is_on_its_way_is_not_computed_along() -> None:
+    cache = DictCache(racing=True)
+    with HashEngine(cache=cache, chunk=400) as lab:
+        lab.between_steps(lambda: setattr(together(lab), "_choice", Always()))
+        gate = lab.hold()
+        asked = [lab.submit(words(i, 40), 2) for i in range(3)]
+        gate.set()
+        for outcome in asked:
+            outcome.wait().check()
+        assert lab.runner.n_together == 0
+        cache.racing = False
+        gate = lab.hold()
+        asked = [lab.submit(words(10 + i, 40), 2) for i in range(3)]
+        gate.set()
+        for outcome in asked:
+            outcome.wait().check()
+        assert lab.runner.n_together == 1
+
+
+def test_of_the_time_of_a_pass_each_prompt_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cache would think that computing takes as many times longer, and load instead."""
+    now = [0.0]
+
+    class Clock:
+        sleep = staticmethod(time.sleep)
+        perf_counter = staticmethod(lambda: now[0])
+
+    class Noting(DictCache):
+        seen: ClassVar[list[tuple[int, float]]] = []
+
+        def saw_prefill(self, start: int, end: int, seconds: float) -> None:
+            self.seen.append((end - start, seconds))
+
+    def take_a_second(row: Any, chunk: Any) -> None:
+        now[0] += 1.0
+
+    for module in (loop, engine_together):
+        monkeypatch.setattr(module, "time", Clock)
+    cache = Noting()
+    with HashEngine(Faults(prefill=take_a_second), cache=cache, chunk=400) as lab:
+        lab.between_steps(lambda: setattr(together(lab), "_choice", Always()))
+        gate = lab.hold()
+        asked = [lab.submit(words(i, n), 2) for i, n in enumerate((41, 61))]
+        gate.set()
+        for outcome in asked:
+            outcome.wait().check()
+        assert lab.runner.n_together == 1
+    assert sorted(cache.seen) == [(40, pytest.approx(0.8)), (60, pytest.approx(1.2))]
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
