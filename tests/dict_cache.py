@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from firn.cache.off import BlankCursor
-from firn.core.events import Admitted
+from firn.core.events import (
+    Admitted,
+)
 from firn.core.ports import EngineLoad, LiveRow, Restored
-from firn.core.values import CacheControl, Namespace, Prompt
+from firn.core.values import (
+    CacheControl,
+    Namespace,
+    Prompt,
+)
 from tests.hash_runner import GARBAGE, HashLayer
 
 WORTH_A_RESTORE = 8

@@ -31,9 +31,9 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
+from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
 from tests.hash_runner import GREEDY, Faults, HashRunner, _nothing, reply_to, scores_of
 
 WAIT_S = 60.0
@@ -134,7 +134,7 @@ class HashEngine:
         self.died = threading.Event()
         self._also_publish = publish
         self._ids = itertools.count()
-        limits = Limits(
+        limits = EngineLimits(
             max_rows,
             max_queue,
             chunk,
@@ -143,7 +143,7 @@ class HashEngine:
             scored_nbytes=scored_nbytes,
         )
         self.engine = Engine(
-            lambda: Parts(self.runner, self.cache, self.budget, limits, scorer=scorer),
+            lambda: EngineParts(self.runner, self.cache, self.budget, limits, scorer=scorer),
             self._publish,
             on_death=self._on_death,
         )
@@ -224,10 +224,10 @@ class HashEngine:
         def count() -> dict[str, int]:
             engine = self.engine
             counts = {
-                "sequences": len(engine._loop.sequences),
-                "waiting": len(engine._loop.waiting),
-                "tasks": len(engine._loop.tasks),
-                "rows": len(engine._loop.rows),
+                "sequences": len(engine._loop.inflight.sequences),
+                "waiting": len(engine._loop.inflight.waiting),
+                "tasks": len(engine._loop.inflight.tasks),
+                "rows": len(engine._loop.inflight.rows),
                 "queued": engine._n_queued,
                 "groups": len(self.runner.groups()),
                 "held_nbytes": self.budget.held_nbytes,

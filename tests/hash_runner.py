@@ -16,9 +16,16 @@ from typing import Any
 import numpy as np
 
 from firn.core.errors import FirnError
-from firn.core.events import TokenLogprob
+from firn.core.events import (
+    TokenLogprob,
+)
 from firn.core.ports import Restored
-from firn.core.values import Job, ModelInfo, Prompt, Sampling
+from firn.core.values import (
+    Job,
+    ModelInfo,
+    Prompt,
+    Sampling,
+)
 
 VOCAB_SIZE = 251
 GARBAGE = -1

@@ -309,7 +309,7 @@ def test_clients_that_go_away_while_it_is_scored_leave_nothing(real: Real) -> No
     engine = real.server.engine
 
     def is_left() -> bool:
-        return bool(engine._loop.sequences or engine._loop.busy)
+        return bool(engine._loop.inflight.sequences or engine._loop.busy)
 
     while engine.call(lambda _: is_left()).result(60):
         pass

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from firn.assembly.compute import ComputeSettings
 from firn.cache.asking import StoreIo
 from firn.cache.inventory import ModelNote, note_model
 from firn.cache.io import Io, TierIo
@@ -21,7 +22,7 @@ from firn.cache.tiers._address import parse_address
 from firn.cache.worth import spill_policy
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
-from firn.core.ports import PrefixCache
+from firn.core.memory_plan import GIB, MIB
 from firn.core.values import ModelInfo, Namespace
 from firn.host.backups import leave_out
 from firn.models.loader import LoadedModel
@@ -36,7 +37,6 @@ STORE_FLUSH_S = 5.0
 N_STORE_THREADS = 8
 """A store that hangs must not keep the disk's threads; many wait for answers at once."""
 STORE_QUEUE_NBYTES = 64 << 20
-MIB, GIB = 1 << 20, 1 << 30
 
 
 def build_cache(
@@ -44,12 +44,10 @@ def build_cache(
     loaded: LoadedModel,
     capacity_nbytes: int,
     *,
-    exact_chunk: int,
-    arithmetic: str,
+    compute: ComputeSettings,
     leading: Leading | None = None,
-) -> PrefixCache:
-    """arithmetic: what bits depend on beside the model, where bits count. leading: the ranks that each
-    hold a slice of every record, where there are several."""
+) -> PrefixTree | CacheOff:
+    """leading: the ranks that each hold a slice of every record, if there are several."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
         log.info("the prefix cache is off")
@@ -63,7 +61,7 @@ def build_cache(
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
-        exact_chunk=exact_chunk,
+        exact_chunk=compute.exact_chunk,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     make = PrefixTree if leading is None else leading.make_tree
@@ -71,7 +69,7 @@ def build_cache(
         layout,
         settings,
         fingerprint=loaded.info.fingerprint,
-        dtype=computed_in(loaded, arithmetic, leading.text if leading else ""),
+        dtype=computed_in(loaded, compute.arithmetic, leading.text if leading else ""),
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.ports import EngineLoad, PrefixCache
+from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
 from firn.models.batch import Row
 from firn.models.cpu.threads import Threads
@@ -48,7 +48,7 @@ class Reading:
     """
 
     prompt: Prompt
-    cursor: Any
+    cursor: Cursor
     row: Row
     token: mx.array
     """What it is fed next, once the prompt is read: the prompt's last token, then its own."""
@@ -78,7 +78,7 @@ class AttentionScorer:
         info: ModelInfo,
         *,
         make_layers: Callable[[], list[Any]],
-        cache: PrefixCache,
+        cache: PrefixCache[Cursor],
         owns_cache: bool = True,
         threads: Threads | None = None,
     ) -> None:

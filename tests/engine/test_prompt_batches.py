@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from firn.cache.codecs import leaves
-from firn.engine import loop
-from firn.engine import together as engine_together
-from firn.engine.together import N_TRIED, TRY_EVERY, Choice
+from firn.engine import prefill, prompt_batches
+from firn.engine.prompt_batches import N_TRIED, TRY_EVERY, BatchTrial
 from firn.models.together import can_read_together, together_fault
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
@@ -24,17 +23,17 @@ from tests.hash_runner import prompt_of as words
 PLAIN = ["llama", "qwen3", "gemma"]
 
 
-class Always(Choice):
+class Always(BatchTrial):
     def next(self) -> bool:
         return True
 
 
 def together(harness: Any) -> Any:
-    return harness.engine._loop._together
+    return harness.engine._loop._prefill._batches
 
 
 def read_together(harness: Harness) -> None:
-    harness.between_steps(lambda: setattr(together(harness), "_choice", Always()))
+    harness.between_steps(lambda: setattr(together(harness), "_trial", Always()))
 
 
 def submit_at_once(harness: Harness, prompts: list[list[int]], n_reply: int) -> list[Any]:
@@ -44,7 +43,7 @@ def submit_at_once(harness: Harness, prompts: list[list[int]], n_reply: int) -> 
 # --- the choice ----------------------------------------------------------------------------
 
 
-def choose(choice: Choice, n: int, *, together_s: float, alone_s: float) -> list[bool]:
+def choose(choice: BatchTrial, n: int, *, together_s: float, alone_s: float) -> list[bool]:
     """n occasions, where a token takes so long in either way."""
     found = []
     for _ in range(n):
@@ -55,15 +54,15 @@ def choose(choice: Choice, n: int, *, together_s: float, alone_s: float) -> list
 
 
 def test_both_ways_are_tried_and_the_better_one_is_kept() -> None:
-    found = choose(Choice(), 60, together_s=1.0, alone_s=2.0)
+    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=2.0)
     assert found[: 2 * N_TRIED].count(True) == N_TRIED
     assert all(found[2 * N_TRIED :])
-    found = choose(Choice(), 60, together_s=1.0, alone_s=1.0)
+    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=1.0)
     assert not any(found[2 * N_TRIED :]), "as good is not better: it is left"
 
 
 def test_what_did_not_pay_is_tried_again_now_and_then() -> None:
-    choice = Choice()
+    choice = BatchTrial()
     choose(choice, TRY_EVERY, together_s=2.0, alone_s=1.0)
     later = choose(choice, 20 * TRY_EVERY, together_s=0.5, alone_s=1.0)
     assert all(later[-TRY_EVERY + 1 : -1]), "it pays now, and that was found out"
@@ -137,7 +136,7 @@ def test_exact_mode_reads_one_by_one() -> None:
 
 def lab_of(faults: Faults | None = None, **options: Any) -> LabEngine:
     lab = LabEngine(IN_ROWS, faults, cache=tree(IN_ROWS, block=8), **options)
-    lab.between_steps(lambda: setattr(together(lab), "_choice", Always()))
+    lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
     return lab
 
 
@@ -156,7 +155,7 @@ def test_what_two_prompts_share_is_computed_once() -> None:
 def test_what_is_on_its_way_is_not_computed_along() -> None:
     cache = DictCache(racing=True)
     with HashEngine(cache=cache, chunk=400) as lab:
-        lab.between_steps(lambda: setattr(together(lab), "_choice", Always()))
+        lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
         gate = lab.hold()
         asked = [lab.submit(words(i, 40), 2) for i in range(3)]
         gate.set()
@@ -189,11 +188,11 @@ def test_of_the_time_of_a_pass_each_prompt_has_its_share(monkeypatch: pytest.Mon
     def take_a_second(row: Any, chunk: Any) -> None:
         now[0] += 1.0
 
-    for module in (loop, engine_together):
+    for module in (prefill, prompt_batches):
         monkeypatch.setattr(module, "time", Clock)
     cache = Noting()
     with HashEngine(Faults(prefill=take_a_second), cache=cache, chunk=400) as lab:
-        lab.between_steps(lambda: setattr(together(lab), "_choice", Always()))
+        lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
         gate = lab.hold()
         asked = [lab.submit(words(i, n), 2) for i, n in enumerate((41, 61))]
         gate.set()

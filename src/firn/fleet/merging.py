@@ -20,7 +20,7 @@ ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     model: str
     status: int
     body: bytes
@@ -31,26 +31,26 @@ class Answer:
 
 async def ask_loaded(
     fleet: Fleet, scope: Scope, target: bytes, models: Iterable[Model] | None = None
-) -> list[Answer]:
+) -> list[ModelAnswer]:
     """The same request to each model that is loaded; who does not answer is left out."""
     asked = list(fleet.models.values() if models is None else models)
     found = await asyncio.gather(*(_ask(fleet, model, scope, target) for model in asked))
     return [answer for answer in found if answer is not None]
 
 
-async def _ask(fleet: Fleet, model: Model, scope: Scope, target: bytes) -> Answer | None:
+async def _ask(fleet: Fleet, model: Model, scope: Scope, target: bytes) -> ModelAnswer | None:
     child = fleet.peek(model)
     if child is None:
         return None
     exchange = exchange_of(scope)
-    request = proxy.Request(scope["method"], target, scope["headers"])
-    reply: proxy.Reply | None = None
+    request = proxy.ForwardedRequest(scope["method"], target, scope["headers"])
+    reply: proxy.ForwardedReply | None = None
     try:
         async with asyncio.timeout(ANSWER_S):
             reply = await proxy.send(child.socket, request, vouch(exchange))
             await reply.head()
-            return Answer(model.spec.name, reply.status, await reply.body())
-    except (proxy.Lost, TimeoutError):
+            return ModelAnswer(model.spec.name, reply.status, await reply.body())
+    except (proxy.ProcessLost, TimeoutError):
         return None
     finally:
         if reply is not None:
@@ -61,20 +61,20 @@ async def _ask(fleet: Fleet, model: Model, scope: Scope, target: bytes) -> Answe
 
 
 @dataclass(slots=True)
-class _Family:
+class _MetricFamily:
     head: list[str] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
 
 
 def merge_metrics(texts: Mapping[str, str]) -> str:
     """Prometheus's text format, by model: each sample gets a label with the model's name."""
-    families: dict[str, _Family] = {}
+    families: dict[str, _MetricFamily] = {}
     for model, text in texts.items():
         label = f'model="{_escaped(model)}"'
-        family = _Family()
+        family = _MetricFamily()
         for line in text.splitlines():
             if line.startswith("# HELP "):
-                family = families.setdefault(line.split(" ", 3)[2], _Family())
+                family = families.setdefault(line.split(" ", 3)[2], _MetricFamily())
                 fresh = not family.head
                 if fresh:
                     family.head.append(line)

@@ -13,17 +13,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from firn.engine.sequence import Task
-
-if TYPE_CHECKING:
-    from firn.engine.loop import Loop
+from firn.engine.inflight import InFlight
+from firn.engine.sequence import PrefillTask
 
 log = logging.getLogger("firn.engine")
 
@@ -43,7 +40,7 @@ TRY_EVERY = 64
 
 
 @dataclass(eq=False)
-class Choice:
+class BatchTrial:
     """Whether to read short prompts together, by what both ways took."""
 
     alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
@@ -64,30 +61,32 @@ class Choice:
         kept.append(seconds / n_tokens)
 
 
-class Together:
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._choice = Choice()
-        self._works = loop.runner.reads_together and not loop.limits.aligned
+class PromptBatches:
+    def __init__(self, inflight: InFlight, jump: Callable[[PrefillTask], bool]) -> None:
+        """jump: see `Prefill.jump`."""
+        self._inflight = inflight
+        self._jump = jump
+        self._trial = BatchTrial()
+        self._works = inflight.runner.reads_together and not inflight.limits.aligned
         self.n_passes = 0
 
-    def find(self, task: Task, *, most: int) -> list[Task]:
+    def find(self, task: PrefillTask, *, most: int) -> list[PrefillTask]:
         """Who else is read in this task's pass. most: tokens of a pass."""
         task.others, task.share = [], 1.0
         if not self._works or not self._is_short(task):
             return []
-        loop, busy = self._loop, bool(self._loop.rows)
-        waiting = [t for t in loop.tasks.values() if t is not task and self._is_short(t)]
+        busy = bool(self._inflight.rows)
+        waiting = [t for t in self._inflight.tasks.values() if t is not task and self._is_short(t)]
         waiting = [
             t for t in waiting if not t.cursor.racing and not t.cursor.should_wait(busy=busy)
         ]
         chosen = _alike(task, waiting, most=most)
         task.is_occasion = bool(chosen)
-        if not chosen or not self._choice.next():
+        if not chosen or not self._trial.next():
             return []
-        return [t for t in chosen if loop._jump(t) and t.n_left]
+        return [t for t in chosen if self._jump(t) and t.n_left]
 
-    def _is_short(self, task: Task) -> bool:
+    def _is_short(self, task: PrefillTask) -> bool:
         return (
             MIN_NEW_TOKENS <= task.n_left <= MAX_NEW_TOKENS
             and task.n_total <= MAX_TOKENS
@@ -95,17 +94,17 @@ class Together:
             and task.reading is None
             and task.prompt.thinned is None
             and not task.prompt.unbroken
-            and not self._loop.cache.stops(task.cursor)
+            and not self._inflight.cache.stops(task.cursor)
         )
 
-    def prefill(self, task: Task, others: Sequence[Task]) -> bool:
+    def prefill(self, task: PrefillTask, others: Sequence[PrefillTask]) -> bool:
         """Dispatch a pass for all of them; False if that does not work for this model after all."""
         tasks = [task, *others]
         total, began = sum(t.n_left for t in tasks), time.perf_counter()
         starts = [t.row.n_tokens for t in tasks]
         shares = [t.n_left / total for t in tasks]
         try:
-            self._loop.runner.prefill_together(
+            self._inflight.runner.prefill_together(
                 [t.row for t in tasks], [t.prompt for t in tasks], [t.n_total for t in tasks]
             )
         except (RuntimeError, MemoryError):
@@ -120,18 +119,18 @@ class Together:
         task.others = list(others)
         return True
 
-    def settled(self, task: Task, seconds: float) -> None:
+    def settled(self, task: PrefillTask, seconds: float) -> None:
         """A pass that this task led took so long."""
         if task.is_occasion or task.others:
             n_tokens = task.row.n_tokens - task.chunk_start
-            self._choice.saw(
+            self._trial.saw(
                 seconds, n_tokens=int(n_tokens / task.share), n_prompts=1 + len(task.others)
             )
 
 
-def _alike(task: Task, waiting: Sequence[Task], *, most: int) -> list[Task]:
+def _alike(task: PrefillTask, waiting: Sequence[PrefillTask], *, most: int) -> list[PrefillTask]:
     """Those that fill a pass of at most so many tokens with little padding."""
-    chosen: list[Task] = []
+    chosen: list[PrefillTask] = []
     for other in sorted(waiting, key=lambda t: abs(t.n_left - task.n_left)):
         every = [task, *chosen, other]
         width = max(t.n_left for t in every)
@@ -144,7 +143,7 @@ def _alike(task: Task, waiting: Sequence[Task], *, most: int) -> list[Task]:
     return chosen
 
 
-def _share(a: Task, b: Task) -> bool:
+def _share(a: PrefillTask, b: PrefillTask) -> bool:
     """Whether one would compute what the other computes."""
     start = min(a.row.n_tokens, b.row.n_tokens)
     end = max(a.row.n_tokens, b.row.n_tokens) + N_SHARED

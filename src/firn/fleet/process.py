@@ -26,7 +26,7 @@ MAX_LINE = 1 << 20
 Message = Mapping[str, Any]
 
 
-class Child(Protocol):
+class ModelProcess(Protocol):
     """A model's process. `exited` holds its exit code."""
 
     socket: Path
@@ -39,12 +39,12 @@ class Child(Protocol):
     def kill(self) -> None: ...
 
 
-Hear = Callable[[Message], None]
-Launch = Callable[[ModelSpec, Path, Hear], Any]
-"""An awaitable Child; `Hear` is called with each of its messages, on the asyncio thread."""
+OnMessage = Callable[[Message], None]
+Launch = Callable[[ModelSpec, Path, OnMessage], Any]
+"""An awaitable ModelProcess; `OnMessage` is called with each of its messages, on the asyncio thread."""
 
 
-class Process:
+class SpawnedProcess:
     """A real one. Owner: the fleet."""
 
     def __init__(self, process: asyncio.subprocess.Process, socket: Path) -> None:
@@ -57,13 +57,13 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
-    def follow(self, reading: int, hear: Hear) -> None:
+    def follow(self, reading: int, hear: OnMessage) -> None:
         self._tasks = [
             asyncio.create_task(self._listen(reading, hear)),
             asyncio.create_task(self._wait()),
         ]
 
-    async def _listen(self, reading: int, hear: Hear) -> None:
+    async def _listen(self, reading: int, hear: OnMessage) -> None:
         stream = asyncio.StreamReader(limit=MAX_LINE)
         pipe = os.fdopen(reading, "rb", 0)
         protocol = asyncio.StreamReaderProtocol(stream)
@@ -101,10 +101,10 @@ COMMAND = (sys.executable, "-m", "firn.fleet.worker")
 async def launch(
     spec: ModelSpec,
     socket: Path,
-    hear: Hear,
+    hear: OnMessage,
     *,
     command: Sequence[str] = COMMAND,
-) -> Process:
+) -> SpawnedProcess:
     """Start a model's process. Raises OSError."""
     reading, writing = os.pipe()
     try:
@@ -121,7 +121,7 @@ async def launch(
         raise
     finally:
         os.close(writing)
-    child = Process(process, socket)
+    child = SpawnedProcess(process, socket)
     child.follow(reading, hear)
     child.tell({"config": json.loads(to_json(spec.config)), "socket": str(socket)})
     return child
