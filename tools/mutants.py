@@ -10,9 +10,9 @@ old text occurs no more fails, too: the code has changed, and the list has to fo
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +23,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import pytest
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 COPIED = ("src", "tests", "docs", "benchmarks", "tools", "pyproject.toml", "Makefile", "README.md")
 TIMEOUT_S = 600
 FAILED = 1
 """pytest's exit status where tests ran, and some failed."""
+LIBRARIES = [
+    "anthropic",
+    "fastapi",
+    "hypothesis.stateful",
+    "mlx_lm.models.llama",
+    "openai",
+    "pytest",
+]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(LIBRARIES)
+"""To import these takes several times as long as most of the tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +93,32 @@ def copy_tree(root: Path, to: Path) -> None:
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """pytest's exit status and the last lines that it said."""
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    paths = os.pathsep.join([str(tree / "src"), str(tree)])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    try:
-        done = subprocess.run(
-            command,
-            cwd=tree,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return FAILED, "it hangs"
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    """pytest's exit status and the last line of what it said."""
+    with tempfile.NamedTemporaryFile("r", prefix="firn-mutants-") as said:
+        process = FORKS.Process(target=_pytest, args=(str(tree), tuple(tests), said.name))
+        process.start()
+        process.join(TIMEOUT_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            return FAILED, "it hangs"
+        lines = [line for line in said.read().splitlines() if line.strip()]
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode, (failures or lines or ["nothing was said"])[-1]
+    return process.exitcode, (failures or lines or ["nothing was said"])[-1]
+
+
+def _pytest(tree: str, tests: Sequence[str], said: str) -> None:
+    """In a process of its own, which has the libraries already and nothing of firn."""
+    out = os.open(said, os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(tree)
+    sys.dont_write_bytecode = True
+    sys.path[:0] = paths = [f"{tree}/src", tree]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+    sys.stdout.flush()
+    os._exit(int(status))
 
 
 def try_out(mutant: Mutant, tree: Path) -> Verdict:
