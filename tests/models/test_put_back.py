@@ -18,7 +18,7 @@ N_REPLY = 36
 def squeeze(h: Harness, capacity: int) -> None:
     """A byte a token, and little set aside for a reply: six of them outgrow this together."""
     budget = Budget(RowCost(1, 0), capacity_nbytes=capacity, reserve_tokens=16, grow_tokens=16)
-    h.between_steps(lambda: setattr(h.engine._loop, "budget", budget))
+    h.between_steps(lambda: setattr(h.engine._loop.inflight, "budget", budget))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1"])
