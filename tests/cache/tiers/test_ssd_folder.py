@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.faults import Missing
+from firn.cache.storage.faults import Missing
 from firn.cache.tiers.ssd import QUARANTINE_FILES
 from tests.cache.tiers.folders import Clock, files, put
 from tests.cache.tiers.records import Folder, of_size, record

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from firn.cache.faults import Refused
-from firn.cache.io import Entry
+from firn.cache.storage.faults import Refused
+from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import TierOptions, _known
 from firn.cache.tiers._folder import (
     DEFAULT_LIMIT_NBYTES,
@@ -113,7 +113,7 @@ def test_last_use_survives_a_restart(opened: Callable[..., Folder], wall: Clock)
     tier.touch([used])
     wall.step(100)
     fresh = opened(3 * MIB)
-    entries = {e.name: e for e in fresh.scan() if isinstance(e, Entry)}
+    entries = {e.name: e for e in fresh.scan() if isinstance(e, TierEntry)}
     assert entries[used.name].used_at > entries[new.name].used_at > entries[old.name].used_at
     put(fresh, *[of_size(500_000, 10 + i) for i in range(5)])
     assert fresh.holds(used)

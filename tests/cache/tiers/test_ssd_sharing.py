@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.faults import Missing, TierFault
-from firn.cache.io import Entry
 from firn.cache.parts import Part
+from firn.cache.storage.faults import Missing, TierFault
+from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone
 from firn.cache.tiers._folder import (
     Disk,
@@ -34,7 +34,7 @@ def test_tiers_learn_from_each_other(opened: Callable[..., Folder]) -> None:
     tail = beside(records[3], Part.STATE)
     put(b, tail)
     (found,) = a.scan()
-    assert isinstance(found, Entry)
+    assert isinstance(found, TierEntry)
     assert found.name == tail.name
     b.delete(tail)
     assert a.scan() == [Gone(tail.name)]
