@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -96,16 +97,23 @@ def assert_equal(got: Result, want: Result) -> int:
     return n
 
 
-@every_kind
-@pytest.mark.parametrize("right", RIGHT)
-def test_text_is_that_of_one_token_a_step(name: str, right: str) -> None:
+ONE_BY_ONE: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 4}
+
+
+@cache
+def one_by_one(name: str) -> tuple[Story, list[Result]]:
     requests = story(1, samplings=list(SAMPLINGS.values()), n_requests=9)
-    options: dict[str, Any] = {"chunk": 32, "cache_nbytes": None, "max_rows": 4}
-    with running(plain(name), **options) as harness:
-        want = tell(harness, requests)
+    with running(plain(name), **ONE_BY_ONE) as harness:
+        return requests, tell(harness, requests)
+
+
+@pytest.mark.parametrize("right", RIGHT)
+@every_kind
+def test_text_is_that_of_one_token_a_step(name: str, right: str) -> None:
+    requests, want = one_by_one(name)
     drafter = Knowing(known(requests, want), right=RIGHT[right], vocab_size=VOCAB_SIZE)
     speculation = Bold(drafter)
-    with running(plain(name), speculation=lambda: speculation, **options) as harness:
+    with running(plain(name), speculation=lambda: speculation, **ONE_BY_ONE) as harness:
         got = tell(harness, requests)
     n_said = sum(len(reply) for result in want for reply in result.tokens.values())
     n_compared = sum(assert_equal(g, w) for g, w in zip(got, want, strict=True))
@@ -145,8 +153,8 @@ def test_steps_of_few_shapes_say_the_same(name: str) -> None:
 @every_kind
 def test_what_is_stored_is_what_was_accepted(name: str) -> None:
     """A second turn resumes behind the first reply, which was written with wrong guesses in between."""
-    requests = story(2, samplings=[GREEDY], n_requests=6)
-    requests = [(p, n + 60, 1, s) for p, n, _, s in requests]
+    requests = story(2, samplings=[GREEDY], n_requests=4)
+    requests = [(p, n + 50, 1, s) for p, n, _, s in requests]
     options: dict[str, Any] = {"chunk": 32, "block": 32, "max_rows": 3}
     with running(plain(name), cache_nbytes=None, **options) as harness:
         first = tell(harness, requests)
