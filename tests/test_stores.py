@@ -23,6 +23,7 @@ from firn.demo.facts import Session
 from firn.engine import EngineParts
 from tests import stores
 from tests.api.real import Real, serving
+from tests.cache.lab import nodes_of
 from tests.harness import Eager
 from tests.soak.house import Answer, ask, sessions
 
@@ -97,7 +98,7 @@ class Machine:
             cache = parts.cache
             assert isinstance(cache, PrefixTree)
             below = cache.records.tiers[-1]
-            nodes = cache.records.tree.nodes()
+            nodes = nodes_of(cache.records.tree)
             writing = any(r.writing for n in nodes for r in n.records.values())
             return bool(below._to_spill or writing or below._results.qsize())
 

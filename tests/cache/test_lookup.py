@@ -22,7 +22,7 @@ from firn.cache.worth import spill_policy
 from firn.core.errors import SetupError
 from firn.core.keys import Key, block_keys
 from firn.core.values import Namespace
-from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, tree
+from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
 from tests.dict_store import DictStore
 from tests.harness import Eager
 
@@ -149,7 +149,9 @@ def settle(lab: LabEngine) -> None:
     until = time.monotonic() + WAIT_S
 
     def is_busy() -> bool:
-        writing = any(r.writing for n in lab.tree.records.tree.nodes() for r in n.records.values())
+        writing = any(
+            r.writing for n in nodes_of(lab.tree.records.tree) for r in n.records.values()
+        )
         return bool(tier._to_spill or tier._loading or writing or tier._results.qsize())
 
     while lab.between_steps(is_busy):
@@ -289,7 +291,7 @@ def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(
         for i in range(12):
             ask(lab, [i + 200, *PROMPT])
             settle(lab)
-        nodes = lab.between_steps(lambda: sum(1 for _ in lab.tree.records.tree.nodes()))
+        nodes = lab.between_steps(lambda: sum(1 for _ in nodes_of(lab.tree.records.tree)))
         assert nodes < 100 < len(store.written)
         assert ask(lab, [200, *PROMPT]).n_cached > 90, "the store still has it"
         lab.check()
