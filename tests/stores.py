@@ -1,4 +1,4 @@
-"""Shared stores for tests: a real redis-server, moto's S3 server, rclone's, and a bad one written by hand.
+"""Shared stores for tests: a real redis-server, the S3 servers of moto and rclone, a bad one of our own.
 
 Each is a process of its own on a loopback port, or says why it cannot be had.
 """

@@ -66,7 +66,7 @@ def follow(config: Config, team: Team) -> int:
         follower.answer("failed", str(e))
         threading.Event().wait()  # rank 0 says it, and ends both
     log.info("%s follows", team.text)
-    follower.is_following = True
+    follower.begin()
     try:
         hands.follow()
     except Exception as e:

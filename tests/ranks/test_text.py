@@ -160,6 +160,9 @@ def test_experts(
     with serving(model, *flags, folder=tmp_path / "first") as ranks:
         talk(ranks, expected)
         deaths.idle_follower(ranks)
+    with serving(model, *flags, folder=tmp_path / "second") as ranks:
+        assert ask(ranks.url, STORY).text == expected["long"]
+        deaths.frozen_follower(ranks)
 
 
 def records(folder: Path, *, rank: int) -> list[Path]:

@@ -1,8 +1,8 @@
 """Rank 0's end of the connections to the others.
 
 Calls go out in the order in which they were told. Answers come by a thread for each follower, and are
-handed on by one thread of their own, so that whoever hears them may wait: a follower that is gone is
-noticed meanwhile.
+handed on by one thread of their own, so that whoever hears them may wait: a follower that is gone or
+frozen is noticed meanwhile.
 
 Owner: the process, for as long as it lives.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 from firn.core.errors import SetupError
 from firn.core.ranks import Call, Hear, RankLost
+from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
 from firn.ranks.wire import Closed, Line, encode
 
 log = logging.getLogger("firn.ranks")
@@ -32,7 +33,7 @@ MAX_NOTED = 1 << 16
 class Leader:
     """Implements core.ranks.Followers."""
 
-    def __init__(self, lines: Mapping[int, Line]) -> None:
+    def __init__(self, lines: Mapping[int, Line], *, beat_s: float = BEAT_S) -> None:
         self._lines = dict(lines)
         self._lock = threading.Lock()
         self._noted = bytearray()
@@ -44,8 +45,7 @@ class Leader:
         self.is_lost = False
         self._is_ending = False
         self._on_lost: Callable[[], object] | None = None
-        for rank, line in self._lines.items():
-            self._listen(rank, line)
+        self._beats = [self._listen(rank, line, beat_s) for rank, line in self._lines.items()]
         threading.Thread(target=self._hand_on, name="firn-ranks", daemon=True).start()
 
     @property
@@ -95,12 +95,14 @@ class Leader:
         for rank, call in early:
             take(rank, call)
 
-    def _listen(self, rank: int, line: Line) -> None:
+    def _listen(self, rank: int, line: Line, beat_s: float) -> Heartbeat:
         line.listen(
             lambda call: self._news.put((rank, call)),
             lambda: self._gone(rank),
             name=f"firn-rank-{rank}",
         )
+        why = f"rank {rank} has not been heard of for {N_SILENT * beat_s:g} s: it is frozen"
+        return Heartbeat(line, silent=lambda: self.lose(why), name=str(rank), beat_s=beat_s)
 
     def _hand_on(self) -> None:
         while True:
@@ -135,11 +137,14 @@ class Leader:
     # --- the end ---------------------------------------------------------------------------
 
     def watch(self, *, lost: Callable[[], object], asked: Callable[[], object]) -> None:
-        """From now on there are clients: `lost` tells them. Until then a loss ends the start.
+        """From now on there are clients: `lost` tells them. Until then a loss ends the start, and a rank
+        may be silent for as long as that takes.
 
         asked: a follower was asked to stop, and all are to.
         """
         self._on_lost = lost
+        for beat in self._beats:
+            beat.watch()
 
         def heard(rank: int, call: Call) -> None:
             asked()

@@ -3,7 +3,8 @@
     u32 n   u32 m   n bytes: ["name", args...] as JSON   m bytes: the blob
 
 Both ends are firn of one version that was started by one command, and the first call proves it. Nothing
-here is trusted with more than numbers, names and bytes: no pickle.
+here is trusted with more than numbers, names and bytes: no pickle. The call `alive` says only that the
+process runs (heartbeat.py) and is not handed on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from firn.core.ranks import Call
 
 _HEAD = struct.Struct("<II")
 MAX_NBYTES = 1 << 30
+ALIVE = "alive"
 KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPALIVE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 """A machine that is gone without a word is noticed in ten seconds. The second is macOS's name."""
 
@@ -45,6 +47,10 @@ class Line:
         self._sock = sock
         self._lock = threading.Lock()
         self._buffer = bytearray()
+        self.n_received = 0
+        """Bytes so far."""
+        self.is_closed = False
+        """The other end is gone."""
 
     def send(self, data: bytes) -> None:
         """Raises Closed."""
@@ -56,12 +62,14 @@ class Line:
 
     def receive(self) -> Call:
         """The next call; waits for it. Raises Closed."""
-        n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
-        if n_text + n_blob > MAX_NBYTES:
-            raise Closed
-        body = self._take(n_text + n_blob)
-        name, *args = json.loads(body[:n_text])
-        return Call(str(name), tuple(args), body[n_text:])
+        while True:
+            n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
+            if n_text + n_blob > MAX_NBYTES:
+                raise Closed
+            body = self._take(n_text + n_blob)
+            name, *args = json.loads(body[:n_text])
+            if name != ALIVE:
+                return Call(str(name), tuple(args), body[n_text:])
 
     def _take(self, n: int) -> bytes:
         while len(self._buffer) < n:
@@ -71,6 +79,7 @@ class Line:
                 raise Closed from e
             if not data:
                 raise Closed
+            self.n_received += len(data)
             self._buffer += data
         taken = bytes(self._buffer[:n])
         del self._buffer[:n]
@@ -84,6 +93,7 @@ class Line:
                 while True:
                     take(self.receive())
             except (Closed, ValueError):
+                self.is_closed = True
                 gone()
 
         threading.Thread(target=run, name=name, daemon=True).start()
