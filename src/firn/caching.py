@@ -22,6 +22,7 @@ from firn.cache.tiers._address import parse_address
 from firn.cache.worth import spill_policy
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
+from firn.core.memory_plan import STORE_QUEUE_NBYTES
 from firn.core.ports import PrefixCache
 from firn.core.values import ModelInfo, Namespace
 from firn.models.loader import LoadedModel
@@ -35,7 +36,6 @@ STORE_FLUSH_S = 5.0
 """Likewise, to a store."""
 N_STORE_THREADS = 8
 """A store that hangs must not keep the disk's threads; many wait for answers at once."""
-STORE_QUEUE_NBYTES = 64 << 20
 MIB, GIB = 1 << 20, 1 << 30
 
 
