@@ -21,6 +21,7 @@ class DictStore(DictTier):
         self.gate: threading.Event | None = None
         """Questions wait for it."""
         self.is_down = False
+        self.deadline_s = 60.0
 
     def scan(self) -> Iterator[Seen | Gone[str]]:
         return iter(())

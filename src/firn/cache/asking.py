@@ -19,6 +19,11 @@ Find = Callable[[Sequence[Name]], Mapping[Name, Found]]
 class Asked(Protocol):
     """What `Io` has besides, where records are found by asking for them."""
 
+    @property
+    def deadline_s(self) -> float:
+        """Nobody waits longer than this for what was ordered here."""
+        ...
+
     def ask(self, search: Callable[[Find], Any], done: Done) -> None:
         """Run a search on an I/O thread; done(what it returns | TierError)."""
         ...
@@ -37,6 +42,10 @@ class StoreIo(TierIo):
     ) -> None:
         super().__init__(store, threads, seal=seal, flush_timeout_s=flush_timeout_s)
         self._store = store
+
+    @property
+    def deadline_s(self) -> float:
+        return self._store.deadline_s
 
     def ask(self, search: Callable[[Find], Any], done: Done) -> None:
         self.threads.read(lambda: search(self._find), done)

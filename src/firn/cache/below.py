@@ -205,6 +205,11 @@ class Below:
         is_stale = self._clock() - self._asked_at > STALE_S
         return None if is_stale or not self._ask_s.known else self._ask_s.value
 
+    @property
+    def deadline_s(self) -> float:
+        """How long a request waits for this tier in all."""
+        return math.inf if self._asked is None else self._asked.deadline_s
+
     def ask(self, question: Question) -> None:
         """Find out what a store has of a prompt; `poll` will tell."""
         assert self._asked is not None

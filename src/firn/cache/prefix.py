@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from firn.cache import checkpoints, memo
@@ -361,6 +362,8 @@ class PrefixTree:
             writes=control.write,
             step=self._committer.step,
             clock=self._clock,
+            patient_until=self._clock()
+            + min((t.deadline_s for t in self.records.tiers), default=inf),
             unbroken=prompt.unbroken,
             reply_at=None if thinned is None else prompt.position(len(prompt)),
             counted=thinned is not None,  # its whole prompt was looked up, and counted, before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -101,6 +102,8 @@ class CacheTrail:
     step: int
     """A commit is due when this many tokens have come since the last."""
     clock: Callable[[], float]
+    patient_until: float = math.inf
+    """Nothing is waited for after this, but what arrives faster than it could be computed."""
     unbroken: Sequence[tuple[int, int]] = ()
     """Ranges of the prompt inside which nothing can resume."""
     reply: Sequence[int] = ()
@@ -150,7 +153,7 @@ class CacheTrail:
 
     @property
     def _hopes(self) -> bool:
-        return self.asking is not None and self.clock() < self.asking.until
+        return self.asking is not None and self.clock() < min(self.asking.until, self.patient_until)
 
     def waits(self, *, busy: bool) -> bool:
         """Whether what is on its way should come sooner than another chunk is computed."""
@@ -159,7 +162,7 @@ class CacheTrail:
             return self._hopes
         until = loading.busy_patience_until if busy else loading.patience_until
         now = self.clock()
-        return now < until or loading.wins(now)
+        return now < min(until, self.patient_until) or loading.wins(now)
 
     def wants(self, n_tokens: int) -> bool:
         return self.writes and n_tokens - self.n_saved >= self.step

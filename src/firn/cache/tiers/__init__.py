@@ -187,6 +187,11 @@ class Store(Tier, Protocol):
     and when, is the store's affair.
     """
 
+    @property
+    def deadline_s(self) -> float:
+        """What a call takes at most: computing waits no longer for a store than that."""
+        ...
+
     def find(self, names: Sequence[str]) -> Sequence[Found]:
         """Which of these are there. Raises TierFault."""
         ...

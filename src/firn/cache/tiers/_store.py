@@ -93,6 +93,7 @@ class StoreTier:
         *,
         bandwidth: Bandwidth | None = None,
     ) -> None:
+        self.deadline_s = settings.deadline_s
         self._objects = objects
         self._calls = Calls(breaker, deadline_s=settings.deadline_s)
         self._bandwidth = bandwidth or Bandwidth(settings.write_mb_per_s * MIB)
