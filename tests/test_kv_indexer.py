@@ -2,8 +2,8 @@
 
     pip install ai-dynamo-runtime
 
-Its process subscribes to a real server's events, asks for what it missed, and answers which worker has how
-much of a prompt. What it answers is held against what the server itself would resume from.
+Its process subscribes to a real server's events, asks for what it missed, and answers which worker has
+how much of a prompt. What it answers is held against what the server itself would resume from.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from typing import Any
 import httpx
 import pytest
 
+from firn.cache.prefix import PrefixTree
 from firn.config import CacheConfig, Config, ModelConfig
+from firn.core.values import Namespace
+from firn.engine.loop import Parts
 from tests import stores
 from tests.api.real import Real, serving
+from tests.cache.lab import prompt_of
 from tests.test_kv_events import free_pair
 
 BLOCK = 16
@@ -163,11 +167,9 @@ def test_it_knows_what_was_evicted(tmp_path: Path) -> None:
 
 def n_stored(real: Real, ids: list[int]) -> int:
     """By the server's own account: whole blocks of the prompt that it could resume from."""
-    cache = real.server.engine.call(lambda parts: parts.cache).result(WAIT_S)
-    from firn.cache.prefix import PrefixTree
-    from firn.core.values import Namespace
-    from tests.cache.lab import prompt_of
 
-    assert isinstance(cache, PrefixTree)
-    look = real.server.engine.call(lambda _: cache.look_up(prompt_of(ids), Namespace("")))
-    return int(look.result(WAIT_S).n_shared) // BLOCK
+    def look(parts: Parts) -> int:
+        assert isinstance(parts.cache, PrefixTree)
+        return parts.cache.look_up(prompt_of(ids), Namespace("")).n_shared
+
+    return real.server.engine.call(look).result(WAIT_S) // BLOCK
