@@ -1,8 +1,8 @@
 """A store may be slow, or hang, in whatever it is asked for: the first token waits for a bounded time.
 
 No thread and no real clock: a store whose every call takes as long as the test says, and a loop that
-does what the engine does with a lone prompt. Time passes only where somebody computes or waits, so it can be
-said to the microsecond how much later a first token comes than without a store.
+does what the engine does with a lone prompt. Time passes only where somebody computes or waits, so it
+can be said to the microsecond how much later a first token comes than without a store.
 """
 
 from __future__ import annotations

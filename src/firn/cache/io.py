@@ -31,9 +31,9 @@ from firn.cache.container import (
 )
 from firn.cache.faults import Damaged, Foreign, Locked, Missing, TierFault, Unwanted
 from firn.cache.seal import Seal
+from firn.cache.tally import Tally
 from firn.cache.threads import Done, IoThreads
 from firn.cache.tiers import Gone, Seen, Stored, Tier, Usage
-from firn.cache.tiers._health import Tally
 from firn.core.keys import KeyTokens
 
 log = logging.getLogger("firn.cache")

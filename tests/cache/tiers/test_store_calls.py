@@ -10,8 +10,8 @@ import pytest
 from firn.cache.faults import Missing, TierFault
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._address import parse_address
+from firn.cache.tiers._backoff import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
-from firn.cache.tiers._breaker import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._calls import N_TRIES, Calls, Hopeless
 from firn.cache.tiers._store import StoreSettings
 from firn.core.errors import SetupError
@@ -51,7 +51,7 @@ class Store:
 
 
 def made(clock: Clock, *, deadline_s: float = 4.0) -> tuple[Calls, CircuitBreaker]:
-    breaker = CircuitBreaker("s3", clock=clock, wall=clock, jitter=lambda: 0.5)
+    breaker = CircuitBreaker("s3", clock=clock, wall=clock, uniform=lambda: 0.5)
     calls = Calls(
         breaker, deadline_s=deadline_s, clock=clock, sleep=clock.sleep, jitter=lambda: 0.5
     )

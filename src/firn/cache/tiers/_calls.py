@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from firn.cache.faults import TierError, TierFault
-from firn.cache.tiers._breaker import CircuitBreaker
+from firn.cache.tiers._backoff import CircuitBreaker
 
 T = TypeVar("T")
 N_TRIES = 3

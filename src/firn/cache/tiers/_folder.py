@@ -139,6 +139,17 @@ class Disk:
             return 0, 0
         return found.st_blocks * 512, found.st_mtime_ns
 
+    def quarantined(self) -> list[Listed]:
+        """The oldest first: their names end with the time."""
+        return sorted(self.files(QUARANTINE), key=lambda x: x.name.rpartition(".")[2])
+
+    def other_nbytes(self) -> int:
+        """All but records and quarantine: temp files at the size set aside for them, the lock, notes."""
+        temps = sum(max(reserved_nbytes(x.name), x.nbytes) for x in self.files(TMP))
+        fixed = [self.stat(LOCK), self.stat(TAG_FILE), *self.files(MODELS)]
+        folders = sum(self.subfolder(sub)[0] for sub in (".", TMP, MODELS))
+        return temps + folders + sum(x.nbytes for x in fixed if x is not None)
+
     def stat(self, path: str) -> Listed | None:
         try:
             return Listed.of(path, os.stat(f"{self.folder}/{path}"))

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from firn.cache.faults import Missing, Refused, TierFault
+from firn.cache.tally import Tally
 from firn.cache.tiers import Buffer, Found, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._bandwidth import Bandwidth
-from firn.cache.tiers._breaker import CircuitBreaker
 from firn.cache.tiers._calls import Calls
-from firn.cache.tiers._health import Tally
 from firn.core.errors import SetupError
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ import numpy as np
 
 from firn.cache.faults import Damaged, Missing, TierFault, TierFull
 from firn.cache.tiers import Buffer, Found, TierOptions
-from firn.cache.tiers._breaker import CircuitBreaker
+from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._calls import Hopeless
 from firn.cache.tiers._store import StoreSettings, StoreTier, number
 from firn.core.errors import SetupError

@@ -24,7 +24,7 @@ import numpy as np
 
 from firn.cache.faults import Missing, TierFault
 from firn.cache.tiers import Buffer, Found, TierOptions
-from firn.cache.tiers._breaker import CircuitBreaker
+from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._calls import Hopeless
 from firn.cache.tiers._store import StoreSettings, StoreTier
 from firn.core.errors import SetupError
