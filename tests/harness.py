@@ -210,7 +210,7 @@ class Harness:
                 result.n_cached = event.n_cached
                 result.tiers = dict(event.tiers)
             elif isinstance(event, Advanced):
-                result.n_skipped = event.found.n_skipped
+                result.n_skipped = event.admission.n_skipped
             elif isinstance(event, Token):
                 result.tokens.setdefault(event.choice, []).append(event.id)
                 if event.logprob:

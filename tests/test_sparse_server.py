@@ -15,9 +15,8 @@ import openai
 import pytest
 
 from firn import app
-from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
+from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig, SparseConfig
 from firn.core.errors import SetupError
-from firn.sparse_options import SparseConfig
 from tests.api.real import Real, serving
 from tests.zoo import write_folder
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from firn import __version__, named, sparse, speculating
+from firn import __version__
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
@@ -28,31 +28,31 @@ from firn.api.server import create_app
 from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
 from firn.api.speculation_metrics import SpeculationMetrics
-from firn.awake import Awake
+from firn.assembly import model_names, sparse, speculation
+from firn.assembly.cache import FLUSH_S, MIB
+from firn.assembly.follower import follow, join_ranks
+from firn.assembly.memory import MemoryWatch, Planned
+from firn.assembly.parts import Wanted, build_parts
 from firn.cache.admin import CacheAdmin, health, snapshot
 from firn.cache.prefix import PrefixTree
-from firn.caching import FLUSH_S, MIB
-from firn.config import Config, default_cache_dir, with_model
+from firn.config import Config, default_cache_dir, of_model, with_model
 from firn.core.errors import EngineDead, SetupError, ShuttingDown
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
-from firn.defaults import of_model
 from firn.engine.engine import Engine
 from firn.engine.loop import Parts
-from firn.following import follow, join_ranks
-from firn.leaving import leave, no_later_than
-from firn.listening import Uvicorn, address, bind, connections
+from firn.host.awake import Awake
+from firn.host.machine import raise_descriptor_limit
+from firn.host.shutdown import leave, no_later_than
+from firn.listener import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
-from firn.machine import raise_descriptor_limit
 from firn.media.documents import Documents
-from firn.memory import MemoryWatch, Planned
 from firn.models import device as devices
 from firn.models import embedder, loader
 from firn.models.grammar import Compiler
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import score_of
-from firn.parts import Wanted, build_parts
 from firn.ranks.leader import Leader
 from firn.ranks.leading import Leading
 from firn.ranks.team import Team, end_start, options_digest
@@ -240,13 +240,13 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         allocated=devices.allocated_nbytes,
         health_details=lambda: {
             "cache": health(engine.parts.cache),
-            "speculation": speculating.view(engine.parts),
+            "speculation": speculation.view(engine.parts),
             "ranks": 1 if team is None else team.group.size,
         },
         extra_collectors=(
             CacheMetrics(lambda: snapshot(engine.parts.cache)),
             MemoryMetrics(devices.allocated_nbytes),
-            SpeculationMetrics(lambda: speculating.view(engine.parts)),
+            SpeculationMetrics(lambda: speculation.view(engine.parts)),
         ),
     )
     watch = _watch(engine, planned[0], front, fixed=team is not None) if planned else None
@@ -321,7 +321,7 @@ def _pictures(
     limits = ImageLimits(
         nbytes=wanted.max_image_mb * MIB, pixels=int(wanted.max_image_megapixels * 1e6)
     )
-    return Album(processor, whole=model.whole_images, limits=limits)
+    return Album(processor, whole=model.whole_pictures, limits=limits)
 
 
 def _fetcher(config: Config) -> Gather | None:
@@ -359,7 +359,7 @@ def _reranker(folder: Path, name: str, tokenizer: Tokenizer) -> rerank.Reranker 
 def _model_folder(config: Config) -> Path:
     wanted = config.model
     rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
-    return named.resolve(wanted.path, rules)
+    return model_names.resolve(wanted.path, rules)
 
 
 # --- running -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from firn.api.embedding_routes import MAX_CHARS, PIECE_TOKENS, cut, pieces
 from firn.api.token_routes import MAX_TEXT_CHARS
 from firn.core.errors import StepFailed
-from firn.core.values import Chat, GenerateRequest, ImagePart, Namespace, TextPart
+from firn.core.values import Chat, GenerateRequest, Namespace, PicturePart, TextPart
 from tests.api.live import Live, serve
 from tests.api.talking import post
 
@@ -80,7 +80,7 @@ async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest
     """A picture by its address is a word here: what came of it can be seen in the prompt."""
     assert isinstance(request.source, Chat)
     (message,) = request.source.messages
-    seen = tuple(TextPart("cat") if isinstance(p, ImagePart) else p for p in message.parts)
+    seen = tuple(TextPart("cat") if isinstance(p, PicturePart) else p for p in message.parts)
     return replace(
         request, source=replace(request.source, messages=(replace(message, parts=seen),))
     )

@@ -11,9 +11,8 @@ import httpx
 import pytest
 
 from firn.api.auth import SHARED
-from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
+from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, PageConfig
 from firn.engine.loop import Parts
-from firn.watching import PageConfig
 from tests.api.real import Real, serving
 from tests.cache.test_browse import store
 

@@ -17,7 +17,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
     found = {
         "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
         "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
-        "trails that race": len(cache._racing),
+        "cursors that race": len(cache._racing),
         "loads": len(below._loading),
         "records to spill": len(below._to_spill),
         "records being written": sum(r.writing != 0 for r in records_of(cache)),

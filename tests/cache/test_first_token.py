@@ -29,7 +29,7 @@ from firn.cache.tiers import Found, Stored, Usage
 from firn.cache.tiers._store import DEADLINE_S
 from firn.cache.worth import spill_policy
 from firn.core.keys import KeyTokens
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from firn.engine.engine import LOAD_TICK_S
 from firn.engine.scheduler import chunk_end
@@ -185,23 +185,23 @@ class Server:
     def late_s(self, ids: list[int]) -> float:
         """How much later its first token comes than without a store, if nothing of it is in memory."""
         began = self.time.now
-        trail = self.tree.open(prompt_of(ids, ENDS), EVERYONE, CacheControl())
-        row = self._row(self.tree.restore(trail))
+        cursor = self.tree.open(prompt_of(ids, ENDS), EVERYONE, CacheControl())
+        row = self._row(self.tree.restore(cursor))
         while row.n_tokens < len(ids) - 1:
             self.time.run()
-            self.tree.tick(Load.PREFILLING)
-            if trail.waits(busy=False):
+            self.tree.tick(EngineLoad.PREFILLING)
+            if cursor.should_wait(busy=False):
                 self.time.now += LOAD_TICK_S
                 continue
-            ahead = self.tree.advance(trail, row.n_tokens)
+            ahead = self.tree.advance(cursor, row.n_tokens)
             row = self._row(ahead) if ahead is not None else row
             if row.n_tokens < len(ids) - 1:
-                self._compute(trail, row, ids)
+                self._compute(cursor, row, ids)
         self.time.now += self.token_s
         assert row.tokens == ids[:-1]
         first_at = self.time.now
         row.consume(ids[-1:])
-        self.tree.close_trail(trail, row)
+        self.tree.close_cursor(cursor, row)
         return first_at - began - len(ids) * self.token_s
 
     def _row(self, restored: Any) -> LabRow:
@@ -211,19 +211,19 @@ class Server:
             row.n_tokens = restored.n_tokens
         return row
 
-    def _compute(self, trail: Any, row: LabRow, ids: list[int]) -> None:
-        start, stops = row.n_tokens, self.tree.stops(trail)
+    def _compute(self, cursor: Any, row: LabRow, ids: list[int]) -> None:
+        start, stops = row.n_tokens, self.tree.stops(cursor)
         end = chunk_end(start, len(ids) - 1, chunk=CHUNK, stops=stops)
         self.time.now += (end - start) * self.token_s
         row.consume(ids[start:end])
         self.tree.saw_prefill(start, end, (end - start) * self.token_s)
-        self.tree.commit(trail, row)
+        self.tree.commit(cursor, row)
 
     def settle(self) -> None:
         for _ in range(20):
             self.time.now += 1.0
             self.time.run()
-            self.tree.tick(Load.NONE)
+            self.tree.tick(EngineLoad.NONE)
 
 
 def written(shape: Shape, prompts: Sequence[list[int]]) -> dict[Name, bytes]:

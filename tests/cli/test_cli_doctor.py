@@ -19,8 +19,8 @@ from rich.console import Console
 from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL
-from firn.core.memory_plan import Wishes
-from firn.machine import (
+from firn.core.memory_plan import MemoryOptions
+from firn.host.machine import (
     Memory,
     disk_free,
     is_loopback,
@@ -35,7 +35,7 @@ from firn.models.inspect import CacheCost, DeviceReport, ModelReport, inspect_fo
 GIB = 2**30
 MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
 LINUX = DeviceReport("CPU", "EPYC", None, None)
-METAL = Wishes(chunk=512)
+METAL = MemoryOptions(chunk=512)
 GPU = DeviceReport("CUDA", "H200", 139 * GIB, None)
 
 

@@ -15,17 +15,17 @@ from firn.core.memory_plan import (
     MIN_CHUNK,
     STORE_QUEUE_NBYTES,
     MachineMemory,
+    MemoryOptions,
     MemoryPlan,
     ModelMemory,
     Transient,
-    Wishes,
     plan_memory,
 )
 
 MACS = (8, 16, 32, 64, 128, 512)
 MODELS = (1, 2, 4, 8, 16, 20, 40, 70, 100, 200)
 KIB = 1 << 10
-METAL = Wishes(chunk=2048)
+METAL = MemoryOptions(chunk=2048)
 
 
 def mac(gb: int, **more: int) -> MachineMemory:
@@ -49,7 +49,9 @@ PAIRS = [
 ]
 
 
-def check(plan: MemoryPlan, machine: MachineMemory, of: ModelMemory, wishes: Wishes) -> None:
+def check(
+    plan: MemoryPlan, machine: MachineMemory, of: ModelMemory, options: MemoryOptions
+) -> None:
     """What holds of every plan of a model that fits."""
     assert plan.total_nbytes <= plan.limit_nbytes <= machine.device_nbytes
     assert machine.physical_nbytes - plan.total_nbytes >= machine.physical_nbytes // 8 or (
@@ -59,7 +61,7 @@ def check(plan: MemoryPlan, machine: MachineMemory, of: ModelMemory, wishes: Wis
     assert plan.capacity_nbytes >= of.row_nbytes(n_least), "room for one request"
     assert plan.context_tokens >= n_least
     assert plan.wired_nbytes <= plan.weights_nbytes
-    chunk = of.transient.largest_chunk(n_least - 64, plan.chunk_nbytes, most=wishes.chunk)
+    chunk = of.transient.largest_chunk(n_least - 64, plan.chunk_nbytes, most=options.chunk)
     assert of.transient.of(chunk, n_least - chunk) <= plan.chunk_nbytes or chunk == MIN_CHUNK
 
 
@@ -79,20 +81,20 @@ def test_the_defaults_of_every_mac_hold(machine: MachineMemory, of: ModelMemory)
 @pytest.mark.parametrize(("machine", "of"), PAIRS)
 def test_what_waits_for_stores_is_in_the_plan(machine: MachineMemory, of: ModelMemory) -> None:
     """Two stores, for the model and for a draft model beside it."""
-    wishes = replace(METAL, n_store_queues=4)
-    plan, without = plan_memory(machine, of, wishes), plan_memory(machine, of, METAL)
+    options = replace(METAL, n_store_queues=4)
+    plan, without = plan_memory(machine, of, options), plan_memory(machine, of, METAL)
     assert plan.store_queues_nbytes == 4 * STORE_QUEUE_NBYTES
     if plan.fits:
-        check(plan, machine, of, wishes)
+        check(plan, machine, of, options)
         assert without.fits
 
 
 @pytest.mark.parametrize(("machine", "of"), PAIRS)
 def test_exact_mode_keeps_its_chunk(machine: MachineMemory, of: ModelMemory) -> None:
-    wishes = Wishes(chunk=512, fixed_chunk=True)
-    plan = plan_memory(machine, of, wishes)
+    options = MemoryOptions(chunk=512, fixed_chunk=True)
+    plan = plan_memory(machine, of, options)
     if plan.fits:
-        check(plan, machine, of, wishes)
+        check(plan, machine, of, options)
         depth = min(plan.context_tokens, LEAST_TOKENS)
         assert of.transient.of(512, depth - 512) <= plan.chunk_nbytes
 
@@ -106,12 +108,12 @@ def test_other_programs_and_other_servers_count() -> None:
         model(8),
         METAL,
     )
-    assert alone.held_back_by == "the device"
-    assert (beside.held_back_by, alone.limit_nbytes - beside.limit_nbytes) == (
+    assert alone.limited_by == "the device"
+    assert (beside.limited_by, alone.limit_nbytes - beside.limit_nbytes) == (
         "other firn servers",
         20 * GIB,
     )
-    assert busy.held_back_by == "other programs"
+    assert busy.limited_by == "other programs"
     assert busy.total_nbytes < 20 * GIB
     assert both.total_nbytes < 18 * GIB, "what a neighbour has not taken yet is not there"
 

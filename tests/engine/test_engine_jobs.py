@@ -243,7 +243,7 @@ def test_a_request_waits_for_what_is_being_read_and_holds_nobody_up() -> None:
         assert lab.engine.health().n_prefilling == 1
 
         def arrived() -> None:
-            cache.trails[0].racing = cache.trails[0].patient = False
+            cache.cursors[0].racing = cache.cursors[0].patient = False
 
         lab.between_steps(arrived)
         slow.wait().check()

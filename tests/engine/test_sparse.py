@@ -110,7 +110,7 @@ def check_thin(outcome: Outcome, *, start: int = 0) -> None:
 def told(outcome: Outcome) -> Admitted:
     """What the client knows of it in the end."""
     news = outcome.of(Advanced)
-    return news[-1].found if news else outcome.of(Admitted)[-1]
+    return news[-1].admission if news else outcome.of(Admitted)[-1]
 
 
 def is_idle(lab: HashEngine) -> bool:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 from firn.ranks.heartbeat import N_SILENT, Heartbeat
 from firn.ranks.wire import Closed, Line, encode
 from tests.ranks.test_wire import pair
@@ -49,7 +49,7 @@ class Watched:
     def __init__(self, line: Line, *, beat_s: float = BEAT_S) -> None:
         self.line = line
         self.gone, self.silent = threading.Event(), threading.Event()
-        self.calls: list[Call] = []
+        self.calls: list[RankCall] = []
         line.listen(self.calls.append, self.gone.set, name="test")
         self.beat = Heartbeat(line, silent=self.silent.set, name="test", beat_s=beat_s)
 
@@ -76,7 +76,7 @@ def other_end() -> Iterator[tuple[Watched, subprocess.Popen[bytes]]]:
 def test_a_frozen_process_is_noticed_and_one_that_runs_is_not() -> None:
     with other_end() as (watched, process):
         watched.beat.watch()
-        watched.hear(3 * N_SILENT * len(encode(Call("alive"))))
+        watched.hear(3 * N_SILENT * len(encode(RankCall("alive"))))
         assert not watched.silent.is_set()
         process.send_signal(signal.SIGSTOP)
         assert watched.silent.wait(WAIT_S)

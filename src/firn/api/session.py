@@ -24,6 +24,7 @@ from firn.core.errors import (
     ShuttingDown,
 )
 from firn.core.events import (
+    AdmissionTimes,
     Admitted,
     Advanced,
     ChoiceDone,
@@ -41,19 +42,18 @@ from firn.core.events import (
     TextDelta,
     Token,
     TokenLogprob,
-    Waits,
 )
 from firn.core.values import (
     Chat,
+    FillInMiddle,
     GenerateRequest,
     Job,
-    Middle,
     Namespace,
     Prompt,
     RawText,
     RawTokens,
     RequestId,
-    Served,
+    ServedRequest,
     TokenArray,
     ToolChoice,
     Usage,
@@ -142,7 +142,7 @@ class Session:
             self._runs[run.id] = run
             n_choices += request.n
         self.admitted_at: float | None = None
-        self.waits: Waits | None = None
+        self.waits: AdmissionTimes | None = None
         """Of the first of its requests that had its turn."""
         self.first_token_at: float | None = None
         self._on: dict[type[EngineEvent], Callable[[Run, Any, list[Event]], None]] = {
@@ -225,10 +225,10 @@ class Session:
         runs = self._runs.values()
         return [(r.prompt, r.found) for r in runs if r.prompt and r.found is not NOT_ADMITTED]
 
-    def served(self, *, at_s: float, first_s: float | None) -> Sequence[Served]:
+    def served(self, *, at_s: float, first_s: float | None) -> Sequence[ServedRequest]:
         """What a trace says of each request so far; nothing, where none is kept."""
         return [
-            Served(
+            ServedRequest(
                 at_s=at_s,
                 prompt=run.prompt,
                 reply=tuple(run.reply),
@@ -388,7 +388,7 @@ class Session:
 
     def _note_echo(self, run: Run, prompt: Prompt) -> None:
         match run.request.source:
-            case RawText(text=text) | Middle(prefix=text):
+            case RawText(text=text) | FillInMiddle(prefix=text):
                 run.echo = text
             case RawTokens(ids):
                 run.echo = self._services.tokenizer.decode(ids)
@@ -500,7 +500,7 @@ class Session:
         out.append(Resumed(event.n_cached))
 
     def _on_advanced(self, run: Run, event: Advanced, out: list[Event]) -> None:
-        run.found = event.found
+        run.found = event.admission
 
     def _on_prefilled(self, run: Run, event: Prefilled, out: list[Event]) -> None:
         run.n_read = event.n_done

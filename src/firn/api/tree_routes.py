@@ -21,7 +21,7 @@ from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache
 from firn.api.services import Services
 from firn.core.errors import InvalidValue
-from firn.core.ports import CacheAdmin, InSlices
+from firn.core.ports import CacheAdmin, SlicedQuery
 from firn.core.values import Namespace
 
 DEFAULT_RUNS, MAX_RUNS = 500, 5000
@@ -94,7 +94,7 @@ class TreeRoutes:
         asked = self._admin.browse(namespace, node, limit=limit, with_tokens=with_tokens)
         return await self._answer(asked)
 
-    async def _answer(self, asked: InSlices) -> dict[str, Any]:
+    async def _answer(self, asked: SlicedQuery) -> dict[str, Any]:
         while not await asyncio.wrap_future(asked.step()):
             pass
         return await self._services.aside(lambda: self._with_texts(asked.answer()), many=True)

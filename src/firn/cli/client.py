@@ -20,7 +20,7 @@ import httpx
 from firn.config import UsageError
 from firn.core.errors import FirnError
 from firn.core.values import Usage
-from firn.machine import is_loopback
+from firn.host.machine import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
 _PROGRESS = re.compile(r"(\d+)\s*/\s*(\d+)")

@@ -21,8 +21,8 @@ from firn import __version__
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
-from firn.core.memory_plan import Wishes
-from firn.machine import Memory, disk_free, is_translated, memory
+from firn.core.memory_plan import MemoryOptions
+from firn.host.machine import Memory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
@@ -213,7 +213,7 @@ def describe_model(
 
 def time_model(name: str) -> Iterator[Finding]:
     """Loads it as a server would, and says where the time of a chunk and of a step goes."""
-    from firn import named
+    from firn.assembly import model_names
     from firn.models import cpu, loader
     from firn.models import device as devices
     from firn.models.timing import measure
@@ -224,7 +224,7 @@ def time_model(name: str) -> Iterator[Finding]:
         blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
         cpu_dtype = "auto" if blas.library else "model"
     try:
-        folder = named.resolve(name)
+        folder = model_names.resolve(name)
         loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
         timing = measure(loaded.model, loaded.make_layers, chunk=device.prefill_chunk)
     except SetupError as error:
@@ -266,13 +266,13 @@ def _budget(
     report: ModelReport, device: DeviceReport, now: Memory, n_stores: int
 ) -> Iterator[Finding]:
     """What a server would plan with its defaults: the table, and the context that it allows."""
-    from firn.memory import beside_others
+    from firn.assembly.memory import beside_others
     from firn.models.device import LARGEST_CHUNKS
 
     machine = beside_others(machine_of(device, now))
     model = model_of(report)
-    wishes = Wishes(chunk=LARGEST_CHUNKS[machine.kind], n_store_queues=n_stores)
-    plan, fits_alone = verdict(machine, model, wishes)
+    options = MemoryOptions(chunk=LARGEST_CHUNKS[machine.kind], n_store_queues=n_stores)
+    plan, fits_alone = verdict(machine, model, options)
     topic = "budget"
     for nbytes, text in budget_rows(machine, plan):
         sign = "-" if nbytes < 0 else " "

@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from firn.core.memory_plan import (
-    Kind,
+    DeviceKind,
     MachineMemory,
+    MemoryOptions,
     MemoryPlan,
     ModelMemory,
     Transient,
-    Wishes,
     plan_memory,
 )
-from firn.machine import Memory
+from firn.host.machine import Memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
 
-KINDS: dict[str, Kind] = {"CPU": "cpu", "Metal": "metal", "CUDA": "cuda"}
+KINDS: dict[str, DeviceKind] = {"CPU": "cpu", "Metal": "metal", "CUDA": "cuda"}
 
 
 def machine_of(device: DeviceReport, now: Memory) -> MachineMemory:
@@ -57,10 +57,12 @@ def as_computed(report: ModelReport, device: DeviceReport, now: Memory) -> Model
     return replace(report, weights_nbytes=wide, cache=cost)
 
 
-def verdict(machine: MachineMemory, model: ModelMemory, wishes: Wishes) -> tuple[MemoryPlan, bool]:
+def verdict(
+    machine: MachineMemory, model: ModelMemory, options: MemoryOptions
+) -> tuple[MemoryPlan, bool]:
     """The plan, and whether the model would fit if nothing else ran."""
     alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
-    return plan_memory(machine, model, wishes), plan_memory(alone, model, wishes).fits
+    return plan_memory(machine, model, options), plan_memory(alone, model, options).fits
 
 
 def budget_rows(machine: MachineMemory, plan: MemoryPlan) -> Iterator[tuple[int, str]]:

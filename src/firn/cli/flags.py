@@ -15,8 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from firn.cli.compat import PARSERS, VLLM_MLX, Accepted, Alias, Refused
-from firn.config import CONFIG_ENV, OPTIONS, UsageError, load
-from firn.options import Option
+from firn.config import CONFIG_ENV, OPTIONS, Option, UsageError, load
 
 _FLAGS = {item.key: item.flag for item in OPTIONS}
 

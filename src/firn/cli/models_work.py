@@ -162,12 +162,12 @@ def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
 
 
 def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
-    from firn import named
+    from firn.assembly import model_names
     from firn.models.hub import HubRules, fetch_into
 
     rules = HubRules(retries=retries)
     if models_dir is None:
-        folder = named.resolve(name, rules)
+        folder = model_names.resolve(name, rules)
     else:
         folder = fetch_into(name, models_dir / name, rules)
     typer.echo(f"{name} is in {folder} ({_size(_nbytes(folder))})")

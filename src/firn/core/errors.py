@@ -47,7 +47,7 @@ class BadPart(BadRequest):
         super().__init__(f"{param}: {message}", param=param)
 
 
-class BadImage(BadPart):
+class BadPicture(BadPart):
     code = "invalid_image"
 
 
@@ -181,7 +181,7 @@ class KeyLimit(TryLater):
     code = "rate_limit_exceeded"
 
 
-class Crowded(TryLater):
+class Overloaded(TryLater):
     """Connections or memory for requests run short."""
 
     status = 503

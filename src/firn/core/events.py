@@ -26,7 +26,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class AdmissionTimes:
     """What a request waited for before its prompt was read: moments of `time.perf_counter`.
 
     lookup_at, looked_up_at: the cache was asked. row_at: it left the queue. loads: from the lookup
@@ -54,14 +54,14 @@ class Admitted:
     reason: str = ""
     keep: float | None = None
     n_skipped: int = 0
-    waits: Waits | None = field(default=None, compare=False, repr=False)
+    waits: AdmissionTimes | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
     """While its prompt was read, more of it came from elsewhere: this holds instead of what was said."""
 
-    found: Admitted
+    admission: Admitted
 
 
 @dataclass(frozen=True, slots=True)

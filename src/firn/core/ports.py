@@ -15,15 +15,15 @@ from firn.core.errors import FirnError
 from firn.core.events import Admitted, EngineEvent, TokenLogprob
 from firn.core.values import (
     CacheControl,
-    ImagePart,
     Job,
     ModelInfo,
     Namespace,
-    PreparedImage,
+    PicturePart,
+    PreparedPicture,
     Prompt,
     RequestId,
     Scores,
-    Served,
+    ServedRequest,
 )
 
 Delivery = tuple[RequestId, EngineEvent]
@@ -107,8 +107,8 @@ class Pictures(Protocol):
         """A picture's tokens see each other, so they are read in one piece."""
         ...
 
-    def prepare(self, part: ImagePart) -> PreparedImage:
-        """Decode and preprocess one picture. Raises BadImage."""
+    def prepare(self, part: PicturePart) -> PreparedPicture:
+        """Decode and preprocess one picture. Raises BadPicture."""
         ...
 
 
@@ -158,7 +158,7 @@ class Engine(Protocol):
 class Recorder(Protocol):
     """Keeps a trace of what was served."""
 
-    def record(self, served: Served) -> None:
+    def record(self, served: ServedRequest) -> None:
         """Returns at once; may be called from any thread."""
         ...
 
@@ -202,7 +202,7 @@ class Restored:
     """To be told of the row that was made of these layers."""
 
 
-class Picked(Protocol):
+class PickedToken(Protocol):
     """A row's newest token."""
 
     @property
@@ -299,7 +299,7 @@ class Runner(Protocol):
         """Dispatch one decode step of a group."""
         ...
 
-    def collect(self, rows: Sequence[Any], *, keep_in_flight: int) -> Sequence[Picked]:
+    def collect(self, rows: Sequence[Any], *, keep_in_flight: int) -> Sequence[PickedToken]:
         """Read the tokens of a group's dispatched steps, but for the newest `keep_in_flight`.
 
         In order; a row may have several.
@@ -325,16 +325,16 @@ class Runner(Protocol):
         ...
 
 
-class Trail(Protocol):
+class Cursor(Protocol):
     """One sequence's way through the prefix cache."""
 
     @property
-    def found(self) -> Admitted:
+    def admission(self) -> Admitted:
         """What the cache has done for its prompt so far."""
         ...
 
     @property
-    def n_near(self) -> int:
+    def n_expected(self) -> int:
         """Tokens of its prompt that need no computing if nothing fails, those on their way included."""
         ...
 
@@ -343,16 +343,16 @@ class Trail(Protocol):
         """Something is being read that would let it skip a part of its prompt."""
         ...
 
-    def waits(self, *, busy: bool) -> bool:
+    def should_wait(self, *, busy: bool) -> bool:
         """Whether that will come so soon that no chunk should be begun. busy: others decode."""
         ...
 
-    def wants(self, n_tokens: int) -> bool:
+    def commit_due(self, n_tokens: int) -> bool:
         """Whether a commit is due once the row holds this many tokens."""
         ...
 
 
-class Load(Enum):
+class EngineLoad(Enum):
     """What the engine is at, besides upkeep."""
 
     NONE = 0
@@ -363,7 +363,7 @@ class Load(Enum):
 
     @property
     def prefilling(self) -> bool:
-        return self in (Load.PREFILLING, Load.BOTH)
+        return self in (EngineLoad.PREFILLING, EngineLoad.BOTH)
 
 
 class PrefixCache(Protocol):
@@ -372,36 +372,36 @@ class PrefixCache(Protocol):
     It never raises and never changes an answer: any fault inside is a counted miss.
     """
 
-    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Trail:
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Cursor:
         """Find what is stored of the prompt and start to load it. No I/O on this thread."""
         ...
 
-    def restore(self, trail: Any) -> Restored | None:
+    def restore(self, cursor: Any) -> Restored | None:
         """What can be had at once, ready to be copied into a new row; None for nothing."""
         ...
 
-    def advance(self, trail: Any, n_tokens: int) -> Restored | None:
+    def advance(self, cursor: Any, n_tokens: int) -> Restored | None:
         """A longer prefix than these tokens, if one was loaded, or computed by a neighbour, since."""
         ...
 
-    def stops(self, trail: Any) -> Sequence[int]:
+    def stops(self, cursor: Any) -> Sequence[int]:
         """Ascending positions where a prefill chunk should end so that state can be kept there."""
         ...
 
-    def commit(self, trail: Any, row: LiveRow) -> None:
+    def commit(self, cursor: Any, row: LiveRow) -> None:
         """Store what the row has finished since the last commit."""
         ...
 
-    def fork(self, trail: Any, reply: Sequence[int]) -> Trail:
-        """A choice's own trail from here on; `reply` is its token list, which will grow."""
+    def fork(self, cursor: Any, reply: Sequence[int]) -> Cursor:
+        """A choice's own cursor from here on; `reply` is its token list, which will grow."""
         ...
 
-    def close_trail(self, trail: Any, row: LiveRow | None) -> None:
+    def close_cursor(self, cursor: Any, row: LiveRow | None) -> None:
         """The sequence ends: store its tail if the row is given, release what was held. Idempotent."""
         ...
 
-    def blank(self) -> Trail:
-        """A trail that neither reads nor writes."""
+    def blank(self) -> Cursor:
+        """A cursor that neither reads nor writes."""
         ...
 
     def confirm(self) -> None:
@@ -419,7 +419,7 @@ class PrefixCache(Protocol):
         """Live requests leave this many bytes of device memory for records: stay under that."""
         ...
 
-    def tick(self, load: Load) -> None:
+    def tick(self, load: EngineLoad) -> None:
         """Between two steps: take in what was read, write behind. Less of it under load."""
         ...
 
@@ -500,7 +500,7 @@ class Embedder(Protocol):
         ...
 
 
-class InSlices(Protocol):
+class SlicedQuery(Protocol):
     """A question that is answered a slice at a time, so that no step of the engine waits for it."""
 
     def step(self) -> Future[bool]:
@@ -533,7 +533,7 @@ class CacheAdmin(Protocol):
 
     def browse(
         self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
-    ) -> InSlices:
+    ) -> SlicedQuery:
         """The tree, in at most `limit` runs of blocks, from the top or from a node on."""
         ...
 
@@ -547,6 +547,6 @@ class CacheAdmin(Protocol):
         """What is pinned there or below."""
         ...
 
-    def forget_node(self, namespace: Namespace | None, node: str) -> InSlices:
+    def forget_node(self, namespace: Namespace | None, node: str) -> SlicedQuery:
         """The run with this node and all below, but for what is pinned or in use."""
         ...

@@ -30,7 +30,7 @@ from firn.core.events import (
     PromptLogprobs,
     Token,
 )
-from firn.core.ports import Delivery, Load, Publish, Restored, Trail
+from firn.core.ports import Cursor, Delivery, EngineLoad, Publish, Restored
 from firn.core.values import Job, Prompt, RequestId
 from firn.engine.chunks import ChunkSizes
 from firn.engine.faults import may_be_anybodys, named
@@ -96,7 +96,7 @@ class Loop:
             return True
         if self._behind.has_work and not self.sequences:
             return True
-        return any(not task.trail.waits(busy=False) for task in self.tasks.values())
+        return any(not task.cursor.should_wait(busy=False) for task in self.tasks.values())
 
     @property
     def n_admitted(self) -> int:
@@ -104,11 +104,11 @@ class Loop:
         return len(self.sequences) - len(self.waiting)
 
     @property
-    def _load(self) -> Load:
+    def _load(self) -> EngineLoad:
         # One token: it has just been handed over, and is on its way out.
         if self.tasks or self.waiting or any(len(c.tokens) < 2 for c in self.rows.values()):
-            return Load.BOTH if self.rows else Load.PREFILLING
-        return Load.DECODING if self.rows else Load.NONE
+            return EngineLoad.BOTH if self.rows else EngineLoad.PREFILLING
+        return EngineLoad.DECODING if self.rows else EngineLoad.NONE
 
     def step(self) -> None:
         self.cache.tick(self._load)
@@ -146,7 +146,7 @@ class Loop:
         waiting = tuple(Waiting(s.job.id, s.job.n, s.need_nbytes) for s in self.waiting)
         busy = bool(self.rows)
         prefilling = tuple(
-            Prefilling(t.number, t.n_left, t.trail.racing, t.trail.waits(busy=busy))
+            Prefilling(t.number, t.n_left, t.cursor.racing, t.cursor.should_wait(busy=busy))
             for t in self.tasks.values()
         )
         n_rows = sum(len(s.open_choices) for s in self.sequences.values() if s.admitted)
@@ -174,13 +174,13 @@ class Loop:
             # What is scored must be computed; it is kept for others all the same.
             control = replace(job.cache, read=False) if job.prompt_logprobs else job.cache
             began_at = time.perf_counter()
-            trail = self.cache.open(job.prompt, job.namespace, control)
+            cursor = self.cache.open(job.prompt, job.namespace, control)
         except Exception as e:
             self._leave_queue()
             self._say(job.id, JobFailed(named(job, e)))
             return
         self._behind.pause()
-        sequence = Sequence(job, trail, need_nbytes=need, waits=looked_up(trail, began_at))
+        sequence = Sequence(job, cursor, need_nbytes=need, waits=looked_up(cursor, began_at))
         self.sequences[job.id] = sequence
         self.waiting.append(sequence)
 
@@ -208,39 +208,39 @@ class Loop:
 
     def _announce(self, sequence: Sequence, *, at_last: bool = False) -> None:
         """Say what the cache did for the prompt, as soon as that is settled."""
-        if not sequence.announced and (at_last or not sequence.trail.racing):
+        if not sequence.announced and (at_last or not sequence.cursor.racing):
             sequence.announced = True
-            self._say(sequence.job.id, sequence.found)
+            self._say(sequence.job.id, sequence.admission)
 
     def _open_task(self, sequence: Sequence) -> Task:
         """Restore what the cache has of the prompt into a new row."""
         prompt, choices = sequence.job.prompt, sequence.choices
-        task = self._start_task(sequence, prompt, choices, sequence.trail)
-        sequence.trail = task.trail
+        task = self._start_task(sequence, prompt, choices, sequence.cursor)
+        sequence.cursor = task.cursor
         task.scored = sequence.job.prompt_logprobs
         return task
 
     def _start_task(
-        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], trail: Trail
+        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], cursor: Cursor
     ) -> Task:
-        restored = self.cache.restore(trail)
-        row = self._restore(trail, restored) if restored else None
+        restored = self.cache.restore(cursor)
+        row = self._restore(cursor, restored) if restored else None
         if restored and row is None:
-            trail = self.cache.blank()
+            cursor = self.cache.blank()
         if row is None:
-            with self._closing_if_it_fails(trail):
+            with self._closing_if_it_fails(cursor):
                 row = self.runner.start(None)
-        return self._add_task(sequence, prompt, choices, trail, row)
+        return self._add_task(sequence, prompt, choices, cursor, row)
 
     @contextmanager
-    def _closing_if_it_fails(self, trail: Trail) -> Iterator[None]:
+    def _closing_if_it_fails(self, cursor: Cursor) -> Iterator[None]:
         try:
             yield
         except Exception:
-            self.cache.close_trail(trail, None)
+            self.cache.close_cursor(cursor, None)
             raise
 
-    def _restore(self, trail: Trail, restored: Restored) -> Any | None:
+    def _restore(self, cursor: Cursor, restored: Restored) -> Any | None:
         """A row with a past. If that fails it is a miss, and this request leaves the cache alone."""
         began = time.perf_counter()
         try:
@@ -249,14 +249,14 @@ class Loop:
             return row
         except Exception as e:
             log.warning("restoring %d tokens failed: %r", restored.n_tokens, e, exc_info=e)
-            self.cache.close_trail(trail, None)
+            self.cache.close_cursor(cursor, None)
             return None
 
     def _add_task(
-        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], trail: Trail, row: Any
+        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], cursor: Cursor, row: Any
     ) -> Task:
         self._n_tasks += 1
-        task = Task(self._n_tasks, sequence, prompt, choices, trail, row)
+        task = Task(self._n_tasks, sequence, prompt, choices, cursor, row)
         self.tasks[task.number] = task
         return task
 
@@ -298,7 +298,7 @@ class Loop:
         for choice in sequence.open_choices:
             self._drop_row(choice)
             choice.done = True
-        self.cache.close_trail(sequence.trail, None)
+        self.cache.close_cursor(sequence.cursor, None)
         if sequence.admitted:
             self.budget.release(sequence.job)
             self.cache.set_room(self.budget.free_nbytes())
@@ -309,22 +309,22 @@ class Loop:
         """keep: store what it has read."""
         del self.tasks[task.number]
         self._sparse.end(task)
-        self._close(task.trail, task.row if keep else None)
+        self._close(task.cursor, task.row if keep else None)
         self.runner.leave([task.row])
 
-    def _close(self, trail: Trail, row: Any | None) -> None:
-        self.cache.close_trail(trail, row)
+    def _close(self, cursor: Cursor, row: Any | None) -> None:
+        self.cache.close_cursor(cursor, row)
         if row is not None:
             self._recovery.stored()
 
     def _drop_row(self, choice: Choice, *, keep: bool = True) -> None:
         if choice.row is None:
             return
-        if choice.trail is not None:
-            self._close(choice.trail, choice.row if keep else None)
+        if choice.cursor is not None:
+            self._close(choice.cursor, choice.row if keep else None)
         self.rows.pop(choice.row, None)
         self.runner.leave([choice.row])
-        choice.row = choice.trail = None
+        choice.row = choice.cursor = None
 
     # --- prefill ---------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class Loop:
             task.row.n_tokens,
             task.n_total,
             chunk=chunk,
-            stops=self.cache.stops(task.trail),
+            stops=self.cache.stops(task.cursor),
             unbroken=task.prompt.unbroken,
             aligned=self.limits.aligned,
         )
@@ -350,16 +350,16 @@ class Loop:
 
     def _jump(self, task: Task) -> bool:
         """Go on behind what was loaded or computed by others since; False if nothing is left to read."""
-        ahead = self.cache.advance(task.trail, task.row.n_tokens)
+        ahead = self.cache.advance(task.cursor, task.row.n_tokens)
         if ahead is not None:
-            row = self._restore(task.trail, ahead)
+            row = self._restore(task.cursor, ahead)
             if row is None:
                 self._leave_cache(task)
             else:
                 self.runner.leave([task.row])
                 task.row = row
                 if task.sequence.announced and task.is_prompt:
-                    self._say(task.sequence.job.id, Advanced(task.sequence.found))
+                    self._say(task.sequence.job.id, Advanced(task.sequence.admission))
             self._announce(task.sequence)
             if task.n_left == 0:
                 self._begin_decode(task)
@@ -368,9 +368,9 @@ class Loop:
 
     def _leave_cache(self, task: Task) -> None:
         """What it was to resume from is bad: it goes on without."""
-        is_prompt, task.trail = task.is_prompt, self.cache.blank()
+        is_prompt, task.cursor = task.is_prompt, self.cache.blank()
         if is_prompt:
-            task.sequence.trail = task.trail
+            task.sequence.cursor = task.cursor
 
     def _chunk(self, task: Task) -> int:
         if self.limits.aligned:  # other chunks would be other bits
@@ -416,7 +416,7 @@ class Loop:
         self._chunks.saw(start, end, took)
         if task.share == 1.0:
             self.budget.learn_chunk(end - start, start, self.runner.chunk_peak_nbytes)
-        self.cache.commit(task.trail, task.row)
+        self.cache.commit(task.cursor, task.row)
         self._recovery.stored()
         return task
 
@@ -434,9 +434,9 @@ class Loop:
         self._guard(task.sequence, lambda: self._join(task))
 
     def _join(self, task: Task) -> None:
-        with self._closing_if_it_fails(task.trail):
+        with self._closing_if_it_fails(task.cursor):
             self._join_choices(task)
-        self.cache.close_trail(task.trail, None)
+        self.cache.close_cursor(task.cursor, None)
 
     def _join_choices(self, task: Task) -> None:
         last = int(task.prompt.ids[-1])
@@ -450,7 +450,7 @@ class Loop:
             if choice.n_rescues or choice.tokens:
                 self.runner.resume(row, choice.tokens, alone=choice.n_rescues > 0)
             reply = Since(choice.tokens, len(task.prompt) - len(task.sequence.job.prompt))
-            choice.row, choice.trail = row, self.cache.fork(task.trail, reply)
+            choice.row, choice.cursor = row, self.cache.fork(task.cursor, reply)
             self.runner.join(row, last, n_coming=n_coming)
             self.rows[row] = choice
             if choice.forced.tokens:
@@ -505,8 +505,8 @@ class Loop:
         if ended or len(choice.tokens) >= job.max_tokens:
             self._say(job.id, ChoiceDone(choice.index, "stop" if ended else "length"))
             self._finish_choice(choice)
-        elif choice.trail is not None and choice.trail.wants(choice.row.n_tokens):
-            self.cache.commit(choice.trail, choice.row)
+        elif choice.cursor is not None and choice.cursor.commit_due(choice.row.n_tokens):
+            self.cache.commit(choice.cursor, choice.row)
             self._recovery.stored()
 
     def _finish_choice(self, choice: Choice) -> None:
@@ -528,9 +528,9 @@ class Loop:
         in_it = {choice.sequence for choice in choices}
         self.runner.leave(rows)
         for choice in choices:
-            if choice.trail is not None:
-                self.cache.close_trail(choice.trail, None)
-            choice.row = choice.trail = None
+            if choice.cursor is not None:
+                self.cache.close_cursor(choice.cursor, None)
+            choice.row = choice.cursor = None
         if may_be_anybodys(error):
             self._recovery.everyone_back(but=in_it)
         for choice in choices:
@@ -572,9 +572,9 @@ class Loop:
         told = named(sequence.job, error)
         # After a fault the rows are in doubt: nothing more of them is stored, nor read again.
         sequence.n_skipped = 0
-        tasks = [t.trail for t in self.tasks.values() if t.sequence is sequence]
-        for trail in [sequence.trail, *tasks, *(c.trail for c in sequence.choices if c.trail)]:
-            self.cache.close_trail(trail, None)
+        tasks = [t.cursor for t in self.tasks.values() if t.sequence is sequence]
+        for cursor in [sequence.cursor, *tasks, *(c.cursor for c in sequence.choices if c.cursor)]:
+            self.cache.close_cursor(cursor, None)
         self._retire(sequence)
         self._say(sequence.job.id, JobFailed(told))
 

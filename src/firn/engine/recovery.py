@@ -130,11 +130,11 @@ class Recovery:
             loop._drop_task(task, keep=keep)
         for choice in sequence.open_choices:
             loop._drop_row(choice, keep=keep)
-        loop.cache.close_trail(sequence.trail, None)
+        loop.cache.close_cursor(sequence.cursor, None)
         sequence.admitted = False
         sequence.was_put_back = True
         sequence.need_nbytes = loop.budget.grown_nbytes(job, sequence.replies)
-        sequence.trail = loop.cache.blank()
+        sequence.cursor = loop.cache.blank()
         loop.waiting.insert(0, sequence)
         loop._rejoin_queue()
 
@@ -144,9 +144,9 @@ class Recovery:
         sequence.was_put_back = False
         if not sequence.has_begun:
             opened = partial(loop.cache.open, job.prompt, job.namespace, job.cache)
-            trail = loop._guard(sequence, opened)
-            if trail is not None:
-                sequence.trail = trail
+            cursor = loop._guard(sequence, opened)
+            if cursor is not None:
+                sequence.cursor = cursor
                 loop._begin(sequence)
             return
         for choice in sequence.open_choices:
@@ -160,5 +160,5 @@ class Recovery:
 
     def _reopen(self, choice: Choice, prompt: Prompt) -> Task:
         job = choice.sequence.job
-        trail = self._loop.cache.open(prompt, job.namespace, job.cache)
-        return self._loop._start_task(choice.sequence, prompt, [choice], trail)
+        cursor = self._loop.cache.open(prompt, job.namespace, job.cache)
+        return self._loop._start_task(choice.sequence, prompt, [choice], cursor)

@@ -7,8 +7,8 @@ from collections import abc
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from firn.core.events import Admitted, Waits
-from firn.core.ports import Trail
+from firn.core.events import AdmissionTimes, Admitted
+from firn.core.ports import Cursor
 from firn.core.values import Job, Prompt
 
 
@@ -59,7 +59,7 @@ class Choice:
     sequence: Sequence
     index: int
     row: Any = None
-    trail: Trail | None = None
+    cursor: Cursor | None = None
     tokens: list[int] = field(default_factory=list)
     done: bool = False
     n_rescues: int = 0
@@ -82,10 +82,10 @@ class Choice:
         return True
 
 
-def looked_up(trail: Trail, began_at: float) -> Waits:
+def looked_up(cursor: Cursor, began_at: float) -> AdmissionTimes:
     """The cache was asked just now."""
     now = time.perf_counter()
-    return Waits(began_at, now, now, loads=trail.racing)
+    return AdmissionTimes(began_at, now, now, loads=cursor.racing)
 
 
 @dataclass(eq=False)
@@ -93,13 +93,13 @@ class Sequence:
     """One request."""
 
     job: Job
-    trail: Trail
+    cursor: Cursor
     choices: list[Choice] = field(default_factory=list)
     admitted: bool = False
     announced: bool = False
     """The client has been told what the cache did for it."""
     need_nbytes: int = 0
-    waits: Waits | None = None
+    waits: AdmissionTimes | None = None
     was_put_back: bool = False
     """It waits again: its rows were taken from it."""
     was_at_fault: bool = False
@@ -108,7 +108,7 @@ class Sequence:
     """Which share of its cold prompt is read, where that was decided."""
     n_skipped: int = 0
     """Tokens of its prompt that are not read: `job` has the others."""
-    found_whole: Admitted | None = None
+    whole_admission: Admitted | None = None
     """What the cache had of its prompt before it was thinned."""
 
     def __post_init__(self) -> None:
@@ -120,12 +120,14 @@ class Sequence:
             self.waits = replace(self.waits, row_at=time.perf_counter())
 
     @property
-    def found(self) -> Admitted:
+    def admission(self) -> Admitted:
         """What the cache has done for its prompt, and what it waited for."""
-        found, whole = self.trail.found, self.found_whole
+        admission, whole = self.cursor.admission, self.whole_admission
         if whole is not None:  # of the two, what the row was resumed from
-            found = replace(max(whole, found, key=lambda f: f.n_cached), reason=whole.reason)
-        return replace(found, keep=self.keep, n_skipped=self.n_skipped, waits=self.waits)
+            admission = replace(
+                max(whole, admission, key=lambda f: f.n_cached), reason=whole.reason
+            )
+        return replace(admission, keep=self.keep, n_skipped=self.n_skipped, waits=self.waits)
 
     @property
     def open_choices(self) -> list[Choice]:
@@ -153,7 +155,7 @@ class Task:
     sequence: Sequence
     prompt: Prompt
     choices: list[Choice]
-    trail: Trail
+    cursor: Cursor
     row: Any
     scored: bool = False
     """The logprobs of its tokens are wanted."""
@@ -171,7 +173,7 @@ class Task:
     @property
     def is_prompt(self) -> bool:
         """It reads the request's prompt, not a reply again."""
-        return self.trail is self.sequence.trail
+        return self.cursor is self.sequence.cursor
 
     @property
     def n_total(self) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from firn.core.events import Advanced
-from firn.core.ports import Scorer, Trail
+from firn.core.ports import Cursor, Scorer
 from firn.core.values import Job, Prompt, Scores
 from firn.engine.faults import may_be_anybodys
 from firn.engine.scheduler import chunk_end
@@ -65,8 +65,8 @@ class SparsePrefill:
 
     def _why_not(self, task: Task) -> str:
         assert self._scorer is not None
-        near = max(int(task.row.n_tokens), task.trail.n_near)
-        return why_not(task.sequence.job, n_near=near, max_tokens=self._scorer.max_tokens)
+        near = max(int(task.row.n_tokens), task.cursor.n_expected)
+        return why_not(task.sequence.job, n_expected=near, max_tokens=self._scorer.max_tokens)
 
     def read(self, task: Task, n_tokens: int) -> Task | None:
         """Dispatch a slice of the scoring; None: there is none any more."""
@@ -93,7 +93,7 @@ class SparsePrefill:
         else:
             self._thin(task, prompt)
         if sequence.announced:
-            self._loop._say(sequence.job.id, Advanced(sequence.found))
+            self._loop._say(sequence.job.id, Advanced(sequence.admission))
 
     def _chosen(self, task: Task, scores: Scores) -> Prompt | None:
         """What is read of the prompt; None: all of it."""
@@ -117,19 +117,19 @@ class SparsePrefill:
             len(task.prompt),
             task.row.n_tokens,
         )
-        sequence.n_skipped, sequence.found_whole = n_skipped, task.trail.found
-        loop.cache.close_trail(task.trail, None)
+        sequence.n_skipped, sequence.whole_admission = n_skipped, task.cursor.admission
+        loop.cache.close_cursor(task.cursor, None)
         sequence.job = job = replace(sequence.job, prompt=prompt)
-        trail = loop.cache.open(prompt, job.namespace, job.cache)
-        restored = loop.cache.restore(trail)
+        cursor = loop.cache.open(prompt, job.namespace, job.cache)
+        restored = loop.cache.restore(cursor)
         if restored is not None and restored.n_tokens > task.row.n_tokens:
-            row = loop._restore(trail, restored)
+            row = loop._restore(cursor, restored)
             if row is None:
-                trail = loop.cache.blank()
+                cursor = loop.cache.blank()
             else:
                 loop.runner.leave([task.row])
                 task.row = row
-        task.prompt, task.trail, sequence.trail = prompt, trail, trail
+        task.prompt, task.cursor, sequence.cursor = prompt, cursor, cursor
         loop.budget.admit(job, loop.budget.grown_nbytes(job, sequence.replies))
         loop.cache.set_room(loop.budget.free_nbytes())
 
@@ -145,7 +145,7 @@ class _Behind:
     """One whole prompt with its reply, on its way into the cache."""
 
     job: Job
-    trail: Trail | None = None
+    cursor: Cursor | None = None
     row: Any = None
 
 
@@ -201,8 +201,8 @@ class ReadBehind:
             return False
         loop.budget.admit(job, need)
         loop.cache.set_room(loop.budget.free_nbytes())
-        work.trail = loop.cache.open(job.prompt, job.namespace, job.cache)
-        restored = loop.cache.restore(work.trail)
+        work.cursor = loop.cache.open(job.prompt, job.namespace, job.cache)
+        restored = loop.cache.restore(work.cursor)
         work.row = loop.runner.start(restored)
         return True
 
@@ -216,23 +216,23 @@ class ReadBehind:
             start,
             n_total,
             chunk=loop.budget.chunk_tokens(start, most=loop.limits.prefill_chunk),
-            stops=loop.cache.stops(work.trail),
+            stops=loop.cache.stops(work.cursor),
             aligned=loop.limits.aligned,
         )
         began = time.perf_counter()
         loop.runner.prefill(work.row, prompt, end)
         loop.runner.settle(work.row)
         loop.cache.saw_prefill(start, end, time.perf_counter() - began)
-        loop.cache.commit(work.trail, work.row)
+        loop.cache.commit(work.cursor, work.row)
         loop._recovery.stored()
         return end >= n_total
 
     def _let_go(self, work: _Behind, *, keep: bool = True) -> None:
         loop = self._loop
         loop.budget.release(work.job)
-        if work.trail is not None:
-            loop._close(work.trail, work.row if keep else None)
+        if work.cursor is not None:
+            loop._close(work.cursor, work.row if keep else None)
         if work.row is not None:
             loop.runner.leave([work.row])
-        work.row = work.trail = None
+        work.row = work.cursor = None
         loop.cache.set_room(loop.budget.free_nbytes())

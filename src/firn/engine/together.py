@@ -78,7 +78,9 @@ class Together:
             return []
         loop, busy = self._loop, bool(self._loop.rows)
         waiting = [t for t in loop.tasks.values() if t is not task and self._is_short(t)]
-        waiting = [t for t in waiting if not t.trail.racing and not t.trail.waits(busy=busy)]
+        waiting = [
+            t for t in waiting if not t.cursor.racing and not t.cursor.should_wait(busy=busy)
+        ]
         chosen = _alike(task, waiting, most=most)
         task.is_occasion = bool(chosen)
         if not chosen or not self._choice.next():
@@ -93,7 +95,7 @@ class Together:
             and task.reading is None
             and task.prompt.thinned is None
             and not task.prompt.unbroken
-            and not self._loop.cache.stops(task.trail)
+            and not self._loop.cache.stops(task.cursor)
         )
 
     def prefill(self, task: Task, others: Sequence[Task]) -> bool:

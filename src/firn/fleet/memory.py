@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from firn import machine
+from firn.host import machine
 
 MIB, GIB = 1 << 20, 1 << 30
 PROCESS_NBYTES = 256 * MIB

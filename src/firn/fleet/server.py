@@ -48,10 +48,10 @@ from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
 from firn.fleet.turns import Rules
-from firn.leaving import leave, no_later_than
-from firn.listening import Uvicorn, address, bind, connections
+from firn.host.machine import raise_descriptor_limit
+from firn.host.shutdown import leave, no_later_than
+from firn.listener import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
-from firn.machine import raise_descriptor_limit
 
 log = logging.getLogger("firn.fleet")
 

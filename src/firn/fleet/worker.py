@@ -29,7 +29,7 @@ from firn.api.hosts import EVERY, Hosts
 from firn.api.model_routes import model_object
 from firn.api.server import create_app
 from firn.api.services import Services
-from firn.caching import FLUSH_S
+from firn.assembly.cache import FLUSH_S
 from firn.config import Config
 from firn.core.errors import FirnError, ShuttingDown
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
@@ -39,10 +39,10 @@ from firn.fleet.catalogue import ModelSpec, from_json
 from firn.fleet.files import folder_of
 from firn.fleet.memory import estimate
 from firn.fleet.vouching import VouchedKeys, vouched
-from firn.leaving import leave, no_later_than
-from firn.listening import Uvicorn
+from firn.host.machine import raise_descriptor_limit
+from firn.host.shutdown import leave, no_later_than
+from firn.listener import Uvicorn
 from firn.logs import configure as configure_logs
-from firn.machine import raise_descriptor_limit
 from firn.models import device as devices
 
 log = logging.getLogger("firn.fleet")

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from firn.core.errors import SetupError
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
 from firn.ranks.wire import Closed, Line, encode
 
@@ -25,14 +25,14 @@ class Follower:
     def __init__(self, rank: int, line: Line, *, beat_s: float = BEAT_S) -> None:
         self.rank = rank
         self._line = line
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
         self._is_ending = False
         self._is_following = False
         self._silent_s = N_SILENT * beat_s
         line.listen(self._take, self._gone, name="firn-rank-0")
         self._beat = Heartbeat(line, silent=self._silent, name="0", beat_s=beat_s)
 
-    def _take(self, call: Call) -> None:
+    def _take(self, call: RankCall) -> None:
         if call.name == "end":
             self._is_ending = True
         self._calls.put(call)
@@ -55,25 +55,25 @@ class Follower:
         self._is_following = True
         self._beat.watch()
 
-    def next(self) -> Call:
+    def next(self) -> RankCall:
         """Waits for it."""
         return self._calls.get()
 
-    def expect(self, name: str) -> Call:
+    def expect(self, name: str) -> RankCall:
         """The next call, which is this one. Raises SetupError."""
         call = self.next()
         if call.name != name:
             raise SetupError(f"rank 0 said {call.name!r} before {name!r}")
         return call
 
-    def put(self, call: Call) -> None:
+    def put(self, call: RankCall) -> None:
         """A call to oneself, from any thread: done between those of rank 0."""
         self._calls.put(call)
 
     def answer(self, name: str, *args: Any) -> None:
         """Any thread."""
         try:
-            self._line.send(encode(Call(name, args)))
+            self._line.send(encode(RankCall(name, args)))
         except Closed:
             self._gone()
 

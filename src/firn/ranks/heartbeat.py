@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 from firn.ranks.wire import ALIVE, Closed, Line, encode
 
 BEAT_S = 1.0
@@ -40,7 +40,7 @@ class Heartbeat:
         threading.Thread(target=self._watch, name=f"firn-watch-{self._name}", daemon=True).start()
 
     def _send(self) -> None:
-        word = encode(Call(ALIVE))
+        word = encode(RankCall(ALIVE))
         try:
             while not self._wait(self._beat_s):
                 self._line.send(word)

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from firn.core.errors import BadImage
+from firn.core.errors import BadPicture
 from firn.core.ports import Pictures, Tokenizer
-from firn.core.values import ImagePart, MediaSpan, Message, PreparedImage, TokenArray
+from firn.core.values import Message, PicturePart, PictureSpan, PreparedPicture, TokenArray
 from firn.text.typed import Rendered, Span
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyImage(ImagePart):
+class ReadyImage(PicturePart):
     """A picture of a message that was read and prepared."""
 
-    prepared: PreparedImage | None = None
+    prepared: PreparedPicture | None = None
 
 
 def images_of(messages: Sequence[Message]) -> list[ReadyImage]:
@@ -54,11 +54,11 @@ class Illustration:
         )
 
     def expand(self, rendered: Rendered) -> Rendered:
-        """Every placeholder of the template's as what its picture becomes. Raises BadImage."""
+        """Every placeholder of the template's as what its picture becomes. Raises BadPicture."""
         places = list(self._placeholders(rendered))
         if len(places) != len(self._parts):
             param = self._parts[0].param
-            raise BadImage(param, "the model's chat template has no place for images here.")
+            raise BadPicture(param, "the model's chat template has no place for images here.")
         text, pieces, at = rendered.text, [], 0
         grown: list[tuple[int, int]] = []  # (from here on, so many characters more)
         n_more = 0
@@ -78,16 +78,18 @@ class Illustration:
                 yield at
             at = rendered.text.find(self._placeholder, at + len(self._placeholder))
 
-    def spans(self, ids: TokenArray) -> tuple[MediaSpan, ...]:
+    def spans(self, ids: TokenArray) -> tuple[PictureSpan, ...]:
         """The tokens that stand for each picture."""
-        found: list[MediaSpan] = []
+        found: list[PictureSpan] = []
         at = 0
         for part, image in zip(self._parts, self.prepared, strict=True):
             start = _find(ids, image.ids, at)
             if start < 0:
-                raise BadImage(part.param, "the model's tokenizer breaks the image's placeholder.")
+                raise BadPicture(
+                    part.param, "the model's tokenizer breaks the image's placeholder."
+                )
             at = start + len(image.ids)
-            found.append(MediaSpan(start, at, image.digest))
+            found.append(PictureSpan(start, at, image.digest))
         return tuple(found)
 
 

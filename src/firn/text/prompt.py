@@ -17,8 +17,8 @@ from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import (
     Chat,
+    FillInMiddle,
     Message,
-    Middle,
     Prompt,
     RawText,
     RawTokens,
@@ -93,12 +93,12 @@ class PromptMaker:
                 return Prompt(self._checked_ids(ids, param="prompt"))
             case RawTokens():
                 return Prompt(self._checked_ids(self._ids(source.ids), param="prompt"))
-            case Middle():
+            case FillInMiddle():
                 return Prompt(self._checked_ids(self._filled_in(source), param="prompt"))
 
     def ends(self, source: Source) -> frozenset[int]:
         """What ends a reply to it, besides the tokens that end every one."""
-        if isinstance(source, Middle) and self._infill is not None:
+        if isinstance(source, FillInMiddle) and self._infill is not None:
             return self._infill.ends
         return frozenset()
 
@@ -184,9 +184,9 @@ class PromptMaker:
         assert self._pictures is not None
         return replace(
             prompt,
-            media=album.spans(prompt.ids),
-            images=tuple(image.inputs for image in album.prepared),
-            whole_images=self._pictures.whole,
+            picture_spans=album.spans(prompt.ids),
+            picture_inputs=tuple(image.inputs for image in album.prepared),
+            whole_pictures=self._pictures.whole,
         )
 
     def _shows_images_in_results(self) -> bool:
@@ -209,7 +209,7 @@ class PromptMaker:
         ids = self._tokenizer.encode(rendered.text, add_special=add_special, typed=rendered.typed)
         return self._ids(ids)
 
-    def _filled_in(self, source: Middle) -> TokenArray:
+    def _filled_in(self, source: FillInMiddle) -> TokenArray:
         if self._infill is None:
             raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
         prefix, suffix = _well_formed(source.prefix), _well_formed(source.suffix)
@@ -237,7 +237,7 @@ class PromptMaker:
         if self._n_ids is None or (int(ids.max()) < self._n_ids and int(ids.min()) >= 0):
             return ids
         text = np.ones(len(ids), dtype=np.bool_)
-        for span in prompt.media if prompt else ():
+        for span in prompt.picture_spans if prompt else ():
             text[span.start : span.end] = False
         wrong = ids[text & ((ids >= self._n_ids) | (ids < 0))]
         if len(wrong):

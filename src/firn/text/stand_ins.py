@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from firn.core.errors import BadDocument, BadImage, BadPart
+from firn.core.errors import BadDocument, BadPart, BadPicture
 from firn.core.ports import Pictures
-from firn.core.values import DocumentPart, ImagePart, Message, OtherPart, Part, TextPart
+from firn.core.values import DocumentPart, Message, OtherPart, Part, PicturePart, TextPart
 from firn.text.illustrate import ReadyImage
 
 MAX_IMAGES = 256
@@ -53,7 +53,7 @@ class Reader:
             parts: list[Part] = []
             for part in message.parts:
                 try:
-                    n_images += isinstance(part, ImagePart)
+                    n_images += isinstance(part, PicturePart)
                     parts.append(self._read(part, message, n_images))
                 except BadPart as fault:
                     if i == newest:
@@ -67,20 +67,20 @@ class Reader:
         match part:
             case TextPart():
                 return part
-            case ImagePart():
+            case PicturePart():
                 return self._image(part, message, n_images)
             case DocumentPart():
                 return self._document(part)
             case OtherPart():
                 raise BadPart(part.param, f"{part.kind[:64]!r} is not supported here.")
 
-    def _image(self, part: ImagePart, message: Message, n_images: int) -> Part:
+    def _image(self, part: PicturePart, message: Message, n_images: int) -> Part:
         if self._pictures is None:
-            raise BadImage(part.param, "this model takes no images.")
+            raise BadPicture(part.param, "this model takes no images.")
         if n_images > MAX_IMAGES:
-            raise BadImage(part.param, f"more than {MAX_IMAGES} images.")
+            raise BadPicture(part.param, f"more than {MAX_IMAGES} images.")
         if message.role == "tool" and not self._in_results:
-            raise BadImage(part.param, "this model takes no images in tool results.")
+            raise BadPicture(part.param, "this model takes no images in tool results.")
         prepared = self._pictures.prepare(part)
         return ReadyImage(
             part.url, part.param, part.data, owner=part.owner, fault=part.fault, prepared=prepared
@@ -95,9 +95,9 @@ class Reader:
 def _stand_in(part: Part, *, seen: bool) -> str:
     """The same whenever it is sent, whatever the reason was this time: prompts keep their prefix."""
     match part:
-        case ImagePart() if seen:
+        case PicturePart() if seen:
             return "[An image was here. It could not be shown.]"
-        case ImagePart():
+        case PicturePart():
             return "[An image was here. This model cannot see images.]"
         case DocumentPart():
             lead = f"{part.lead}{PARAGRAPH}" if part.lead else ""

@@ -11,7 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from firn.machine import Memory
+from firn.host.machine import Memory
 from firn.models import loader
 from firn.models.cpu import dtype
 from firn.models.cpu.dtype import apply, is_narrow, widen, widened_nbytes

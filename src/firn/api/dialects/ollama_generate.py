@@ -16,9 +16,9 @@ from firn.core.values import (
     PLAIN_DEFAULTS,
     Chat,
     Defaults,
+    FillInMiddle,
     GenerateRequest,
     Message,
-    Middle,
     Namespace,
     RawText,
     Reasoning,
@@ -79,7 +79,7 @@ class OllamaGenerate:
 DIALECT = OllamaGenerate
 
 
-def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | Middle | None:
+def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | FillInMiddle | None:
     """None: there is nothing to read; it is asked for to have the model loaded."""
     prompt, suffix = body.string("prompt") or "", body.string("suffix")
     system, images = body.string("system"), _ollama.images(body)
@@ -88,7 +88,7 @@ def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | 
     if not prompt and not images and not suffix:
         return None
     if suffix:
-        return Middle(prompt, suffix)
+        return FillInMiddle(prompt, suffix)
     if raw:
         return RawText(prompt)
     messages = [Message("user", (TextPart(prompt), *images))]

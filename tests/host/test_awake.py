@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.awake import Awake, command
+from firn.host.awake import Awake, command
 
 SLEEPER = (sys.executable, "-c", "import sys; sys.stdin.read(); import time; time.sleep(600)")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from firn.assembly.memory import MemoryWatch, Planned, beside_others, plan_server
 from firn.config import CacheConfig, Config, EngineConfig
 from firn.core.memory_plan import GIB, MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory
-from firn.memory import MemoryWatch, Planned, beside_others, plan_server
-from firn.reservations import Reservation, Reserved
+from firn.host.reservations import Reservation, Reserved
 
 MAC = MachineMemory("metal", 48 * GIB, 64 * GIB, available_nbytes=50 * GIB)
 MODEL = ModelMemory(8 * GIB, 100 << 10, 0, context_length=100_000)
@@ -24,7 +24,7 @@ def planned() -> Planned:
 def test_each_store_has_a_queue_for_each_cache() -> None:
     def n_queues(*tiers: str, **engine: str) -> int:
         config = Config(cache=CacheConfig(tiers=tiers), engine=EngineConfig(**engine))
-        return plan_server(config, MAC, MODEL, chunk=512, exact=False).wishes.n_store_queues
+        return plan_server(config, MAC, MODEL, chunk=512, exact=False).options.n_store_queues
 
     assert n_queues() == n_queues(draft_model="small") == 0
     assert n_queues("redis://a/0", "s3://b") == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firn.options import option
+from firn.config.options import option
 
 OVER = 16_384
 

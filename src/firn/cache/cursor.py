@@ -86,7 +86,7 @@ class Asking:
 
 
 @dataclass(eq=False)
-class CacheTrail:
+class CacheCursor:
     """
     # [0, node.end) committed   [node.end, row.n_tokens) not yet   [n_prompt, ...) the reply
     """
@@ -133,13 +133,13 @@ class CacheTrail:
     n_restored: int = 0
     kind: str = ""
     """What sort of hit it was; '' before it was looked up."""
-    found: Admitted = Admitted(0)
+    admission: Admitted = Admitted(0)
     counted: bool = False
     closed: bool = False
 
     @property
-    def n_near(self) -> int:
-        return max(self.n_hoped if self.racing else 0, self.found.n_cached)
+    def n_expected(self) -> int:
+        return max(self.n_hoped if self.racing else 0, self.admission.n_cached)
 
     @property
     def racing(self) -> bool:
@@ -155,7 +155,7 @@ class CacheTrail:
     def _hopes(self) -> bool:
         return self.asking is not None and self.clock() < min(self.asking.until, self.patient_until)
 
-    def waits(self, *, busy: bool) -> bool:
+    def should_wait(self, *, busy: bool) -> bool:
         """Whether what is on its way should come sooner than another chunk is computed."""
         loading = self.loading
         if loading is None:
@@ -164,7 +164,7 @@ class CacheTrail:
         now = self.clock()
         return now < min(until, self.patient_until) or loading.wins(now)
 
-    def wants(self, n_tokens: int) -> bool:
+    def commit_due(self, n_tokens: int) -> bool:
         return self.writes and n_tokens - self.n_saved >= self.step
 
     def cut(self, start: int, end: int) -> tuple[Text, int, int]:

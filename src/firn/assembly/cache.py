@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from firn.backups import leave_out
 from firn.cache.asking import StoreIo
 from firn.cache.inventory import ModelNote, note_model
 from firn.cache.io import Io, TierIo
@@ -25,6 +24,7 @@ from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import STORE_QUEUE_NBYTES
 from firn.core.ports import PrefixCache
 from firn.core.values import ModelInfo, Namespace
+from firn.host.backups import leave_out
 from firn.models.loader import LoadedModel
 from firn.ranks.leading import Leading
 

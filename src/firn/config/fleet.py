@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from firn.config.options import BadValue, Option, option
 from firn.core import duration
 from firn.core.errors import SetupError
-from firn.options import BadValue, Option, option
 
 SHARED_SECTIONS = frozenset({"server", "fleet"})
 """Of the server as a whole."""

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from firn import sparse, speculating
+from firn.assembly import sparse, speculation
+from firn.assembly.cache import MIB, add_tiers, build_cache, cache_nbytes
+from firn.assembly.memory import Planned, beside_others, plan_server
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.threads import IoThreads
-from firn.caching import MIB, add_tiers, build_cache, cache_nbytes
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory, Transient
@@ -26,16 +27,18 @@ from firn.engine.budget import Budget, RowCost
 from firn.engine.loop import Limits, Parts
 from firn.engine.thinning import recipes_of
 from firn.kv_events import EventPublisher
-from firn.memory import Planned, beside_others, plan_server
 from firn.models import cpu, embedder, loader
 from firn.models import device as devices
 from firn.models.batch import BUFFER_TOKENS
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
+from firn.models.inputs import IdsOnly
+from firn.models.mtp import MtpModel
 from firn.models.processor import VisionProcessor
 from firn.models.runner import Runner
 from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.shapes import FewShapes, few_shapes
 from firn.models.transient import transient_of
 from firn.models.weight_memory import WeightMemory
 from firn.ranks.leading import Leading
@@ -121,7 +124,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         "cache_nbytes": cache_nbytes(config, planned_for(cost, info.weights_nbytes).alone_nbytes),
         "add_tiers": lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     }
-    guessing = speculating.build(config, loaded, **for_drafts)
+    guessing = speculation.build(config, loaded, **for_drafts)
     threads = threads_of(loaded, way)
     scorer, guessing = sparse.build(config, loaded, guessing, threads=threads, **for_drafts)
     cost = guessing.with_rows(cost)
@@ -151,7 +154,9 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
             cache.expect(recipes_of(scorer.recipe))
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
-    runner = _runner(config, loaded, guessing, threads, leading)
+    runner = _runner(
+        config, loaded, guessing, threads, leading, shapes=_shapes(loaded, way, leading)
+    )
     embeds = _decoder_embedder(recipe, loaded)
     return Parts(runner, cache, budget, way.limits, embedder=embeds, scorer=scorer)
 
@@ -233,15 +238,16 @@ def load_model(
         max_context=config.engine.max_context or None,
         shard=shard,
     )
-    return speculating.with_head(config, loaded, exact=way.exact, cpu_dtype=way.cpu_dtype)
+    return speculation.with_head(config, loaded, exact=way.exact, cpu_dtype=way.cpu_dtype)
 
 
 def _runner(
     config: Config,
     loaded: loader.LoadedModel,
-    guessing: speculating.Guessing,
+    guessing: speculation.Guessing,
     threads: Threads | None,
     leading: Leading | None,
+    shapes: FewShapes | None,
 ) -> Runner:
     make = Runner if leading is None else leading.make_runner
     return make(
@@ -252,7 +258,22 @@ def _runner(
         inputs=loaded.inputs,
         threads=threads,
         speculation=guessing.speculation,
+        shapes=shapes,
     )
+
+
+def _shapes(loaded: loader.LoadedModel, way: Way, leading: Leading | None) -> FewShapes | None:
+    """How prompts are cut for a device that prefers few shapes; None: as they come, so that exact mode
+    stays exact and ranks stay alike."""
+    if way.machine.kind != "cuda" or way.exact or leading is not None:
+        return None
+    if not isinstance(loaded.inputs, IdsOnly) or isinstance(loaded.model, MtpModel):
+        return None
+    try:
+        return few_shapes(loaded.model, loaded.make_layers)
+    except ValueError as e:
+        log.info("prompts are read without padding: %s", e)
+        return None
 
 
 def threads_of(loaded: loader.LoadedModel, way: Way) -> Threads | None:

@@ -13,7 +13,7 @@ import uvicorn
 
 from firn.api.connections import ConnectionLimits, Connections
 from firn.core.errors import SetupError
-from firn.machine import raise_descriptor_limit
+from firn.host.machine import raise_descriptor_limit
 
 RESERVED_FILES = 64
 """Descriptors that are never connections: records being read and written, logs, the model."""

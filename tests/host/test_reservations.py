@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from firn.reservations import Reservation, Reserved, others
+from firn.host.reservations import Reservation, Reserved, others
 
 HOLD = """
 import sys
 from pathlib import Path
-from firn.reservations import Reservation, Reserved
+from firn.host.reservations import Reservation, Reserved
 mine = Reservation(Path(sys.argv[1]))
 mine.put(Reserved("metal", 77, 1000, 10))
 mine.put(Reserved("metal", 77, 1000, 400))

@@ -20,12 +20,12 @@ from firn.core.memory_plan import (
     MIB,
     MIN_CAPACITY_NBYTES,
     MachineMemory,
+    MemoryOptions,
     MemoryPlan,
     ModelMemory,
-    Wishes,
     plan_memory,
 )
-from firn.reservations import Reservation, Reserved, others
+from firn.host.reservations import Reservation, Reserved, others
 
 log = logging.getLogger("firn")
 
@@ -42,7 +42,7 @@ class Planned:
 
     plan: MemoryPlan
     model: ModelMemory
-    wishes: Wishes
+    options: MemoryOptions
     alone_nbytes: int
     """The capacity if nothing else ran on the machine."""
 
@@ -71,7 +71,7 @@ class Planned:
 
     def capacity_nbytes(self, now: MachineMemory) -> int:
         """What live requests and stored prefixes may take now; all else stays as it was set up."""
-        again = plan_memory(now, self.model, self.wishes)
+        again = plan_memory(now, self.model, self.options)
         fixed = self.plan.total_nbytes - self.plan.capacity_nbytes
         return max(again.limit_nbytes - fixed, MIN_CAPACITY_NBYTES)
 
@@ -80,16 +80,16 @@ def plan_server(
     config: Config, machine: MachineMemory, model: ModelMemory, *, chunk: int, exact: bool
 ) -> Planned:
     """The plan that a start goes by."""
-    wished = wishes(config, chunk=chunk, exact=exact)
-    plan = plan_memory(machine, model, wished)
+    options = options_of(config, chunk=chunk, exact=exact)
+    plan = plan_memory(machine, model, options)
     alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
-    return Planned(plan, model, wished, plan_memory(alone, model, wished).capacity_nbytes)
+    return Planned(plan, model, options, plan_memory(alone, model, options).capacity_nbytes)
 
 
-def wishes(config: Config, *, chunk: int, exact: bool) -> Wishes:
+def options_of(config: Config, *, chunk: int, exact: bool) -> MemoryOptions:
     engine = config.engine
     headroom = engine.scheduler_headroom_gb
-    return Wishes(
+    return MemoryOptions(
         chunk=chunk,
         fixed_chunk=exact,
         headroom_nbytes=None if headroom is None else int(headroom * GIB),

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from firn.config.options import BadValue, option
 from firn.core.bounds import GREEDY_BELOW, SAMPLING
-from firn.options import BadValue, option
 
 if TYPE_CHECKING:  # values bring numpy along, and the settings are read before anything heavy
     from firn.core.values import Defaults

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from firn import speculating
+from firn.assembly import speculation
+from firn.assembly.speculation import Guessing
 from firn.cache.prefix import PrefixTree
 from firn.config import Config
 from firn.core.errors import SetupError
@@ -17,7 +18,6 @@ from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
 from firn.models.placing import why_not_sparse
 from firn.models.scoring import AttentionScorer
-from firn.speculating import Guessing
 
 log = logging.getLogger("firn")
 
@@ -56,7 +56,7 @@ def build(
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
     draft = guessing.draft
     if draft is None:
-        draft = speculating.open_draft(
+        draft = speculation.open_draft(
             config, loaded, cpu_dtype=cpu_dtype, cache_nbytes=cache_nbytes, add_tiers=add_tiers
         )
         nbytes = guessing.weights_nbytes + draft.model.info.weights_nbytes

@@ -22,8 +22,8 @@ from firn.config import (
     load,
     unknown_variables,
 )
+from firn.config.options import BadValue, Option, option, options_of
 from firn.core.errors import SetupError
-from firn.options import BadValue, Option, option, options_of
 
 # --- precedence ----------------------------------------------------------------------------
 

@@ -10,10 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from firn.cli import make_cli
-from firn.config import Config, Origin, load, with_model
+from firn.config import Config, Origin, load, of_model, with_model
 from firn.core.errors import SetupError
 from firn.core.values import Defaults, Reasoning, Sampling
-from firn.defaults import of_model
 
 QWEN = {
     "bos_token_id": 151643,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from firn import named
+from firn.assembly import model_names
 from firn.config import converted_dir
 from firn.core.errors import SetupError
 from firn.models.packaged import SMOLLM2, installed_file
@@ -41,17 +41,17 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("home")
 def test_names_stand_for_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert named.resolve("firn-demo").name == "firn-demo"
-    assert named.resolve("firn-demo-hybrid").name == "firn-demo-hybrid"
+    assert model_names.resolve("firn-demo").name == "firn-demo"
+    assert model_names.resolve("firn-demo-hybrid").name == "firn-demo-hybrid"
     made = put_in_place()
-    assert named.resolve("smollm2") == made
+    assert model_names.resolve("smollm2") == made
     # A folder of that name is a path away.
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert named.resolve("smollm2") == made
-    assert named.resolve("./smollm2") == Path("smollm2")
+    assert model_names.resolve("smollm2") == made
+    assert model_names.resolve("./smollm2") == Path("smollm2")
     with pytest.raises(SetupError, match="There is no model folder smollm3"):
-        named.resolve("smollm3")
+        model_names.resolve("smollm3")
 
 
 @pytest.mark.usefixtures("home")

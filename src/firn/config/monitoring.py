@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from firn.options import option
+from firn.config.options import option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 

@@ -14,20 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from firn import named
-from firn.backups import leave_out
+from firn.assembly import model_names
+from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
+from firn.assembly.memory import Planned, beside_others
+from firn.assembly.parts import Wanted, Way, load_model, plan_for, row_cost, threads_of, way_of
 from firn.cache.codecs import At
 from firn.cache.io import TierIo
 from firn.cache.prefix import CacheSettings
 from firn.cache.ranks.slices import Identity, Slices
 from firn.cache.threads import IoThreads
 from firn.cache.tiers import TierOptions, discover
-from firn.caching import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
-from firn.core.ranks import Call
-from firn.leaving import no_later_than
-from firn.memory import Planned, beside_others
+from firn.core.ranks import RankCall
+from firn.host.backups import leave_out
+from firn.host.shutdown import no_later_than
 from firn.models import device as devices
 from firn.models import loader
 from firn.models.hub import HubRules
@@ -35,7 +36,6 @@ from firn.models.loader import LoadedModel
 from firn.models.ranks.group import check
 from firn.models.ranks.runner import FollowerRunner, in_step
 from firn.models.transient import transient_of
-from firn.parts import Wanted, Way, load_model, plan_for, row_cost, threads_of, way_of
 from firn.ranks.follower import Follower
 from firn.ranks.team import Team, check_options, form, options_digest
 
@@ -115,7 +115,7 @@ def _checked(config: Config, team: Team, follower: Follower) -> tuple[dict[str, 
     try:
         wanted = config.model
         rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
-        folder = named.resolve(wanted.path, rules)
+        folder = model_names.resolve(wanted.path, rules)
         settings = loader.read_config(folder)
         check(settings, team.group.size, name=folder.name, text_only=wanted.text_only)
     except SetupError as e:
@@ -181,7 +181,7 @@ class Hands:
             self.slices.close()
         self.runner.close()
 
-    def _make(self, call: Call) -> None:
+    def _make(self, call: RankCall) -> None:
         own = self.slices
         if own is not None and call.name not in PAYLOADS:
             own.compute()

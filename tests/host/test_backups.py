@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from firn.backups import leave_out
+from firn.host.backups import leave_out
 
 
 class Tmutil:

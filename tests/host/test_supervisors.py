@@ -13,7 +13,7 @@ import pytest
 from firn import app
 from firn.core.errors import SetupError
 from firn.fleet import server as front
-from firn.supervisors import STOP_S, Done, Launchd, Service, Systemd, supervisor
+from firn.host.supervisors import STOP_S, Done, Launchd, Service, Systemd, supervisor
 
 SERVICE = Service(("model", "--port", "8123", "--api-key", 'k"%$x'), python="/opt/a b/python")
 

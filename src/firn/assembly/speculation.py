@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from firn import named
+from firn.assembly import model_names
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
@@ -173,7 +173,7 @@ def open_draft(
 def _load(config: Config, folder: Path, small: str, cpu_dtype: CpuDtype) -> loader.LoadedModel:
     wanted = config.model
     rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
-    place = named.resolve(small, rules)
+    place = model_names.resolve(small, rules)
     trust = wanted.trust_remote_code
     theirs = loader.load_tokenizer(place, trust_remote_code=trust)
     ours = loader.load_tokenizer(folder, trust_remote_code=trust)
