@@ -59,7 +59,7 @@ def _free_port() -> int:
 def measure() -> None:
     import mlx.core as mx
 
-    from firn.ranks.team import form
+    from firn.ranks.joining import form
 
     team = form()
     tokens = mx.zeros((8,), dtype=mx.int32)

@@ -53,9 +53,9 @@ from firn.models.grammar import Compiler
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import score_of
+from firn.ranks.joining import RankMember, end_start, options_digest
 from firn.ranks.leader import Leader
-from firn.ranks.leading import Leading
-from firn.ranks.team import Team, end_start, options_digest
+from firn.ranks.leader_parts import LeaderParts
 from firn.text import rerank
 from firn.text.formats import detect
 from firn.text.native import NativeParser
@@ -81,17 +81,17 @@ def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
-    team = None
+    member = None
     if config.model.tensor_parallel:
-        config, team = join_ranks(config)
-        if team.follower is not None:
-            return leave(follow(config, team))
+        config, member = join_ranks(config)
+        if member.follower is not None:
+            return leave(follow(config, member))
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
     try:
-        server = build(config, team=team)
+        server = build(config, member=member)
     except SetupError as e:
-        if team is not None:
+        if member is not None:
             end_start(e)
         raise
     server.own_process()
@@ -150,15 +150,15 @@ class Server:
         self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
-def build(config: Config, *, front: int | None = None, team: Team | None = None) -> Server:
+def build(config: Config, *, front: int | None = None, member: RankMember | None = None) -> Server:
     """Load the model and wire everything to it. Raises SetupError.
 
-    front: the process that shares memory out among its models, where there is one. team: the ranks that
-    share the model; this one speaks for all.
+    front: the process that shares memory out among its models, where there is one. member: this process
+    among the ranks that share the model, where there are several; it speaks for all.
     """
-    leading = None
-    if team is not None and team.leader is not None:
-        leading = Leading(team, team.leader, options=options_digest(config))
+    leader_parts = None
+    if member is not None and member.leader is not None:
+        leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
     folder = _model_folder(config)
     config = _heed_model(config, folder)
     trace = config.log.record_trace
@@ -177,12 +177,12 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         takes_tools=template is None or template.rules.tools,
     )
     processor = None
-    if not config.model.text_only and leading is None:
+    if not config.model.text_only and leader_parts is None:
         processor = loader.load_processor(folder, tokenizer, trust_remote_code=trust)
     mailroom = Mailroom()
     died: list[str] = []
     planned: list[Planned] = []
-    wanted = Wanted(config, folder, name, _keys(config).namespaces, processor, front, leading)
+    wanted = Wanted(config, folder, name, _keys(config).namespaces, processor, front, leader_parts)
     engine = Engine(
         lambda: build_parts(wanted, lambda: engine.wake(), planned),
         mailroom.publish,
@@ -241,7 +241,7 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         health_details=lambda: {
             "cache": health(engine.parts.cache),
             "speculation": speculation.view(engine.parts),
-            "ranks": 1 if team is None else team.group.size,
+            "ranks": 1 if member is None else member.group.size,
         },
         extra_collectors=(
             CacheMetrics(lambda: snapshot(engine.parts.cache)),
@@ -249,8 +249,8 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
             SpeculationMetrics(lambda: speculation.view(engine.parts)),
         ),
     )
-    watch = _watch(engine, planned[0], front, fixed=team is not None) if planned else None
-    ranks = leading.leader if leading else None
+    watch = _watch(engine, planned[0], front, fixed=member is not None) if planned else None
+    ranks = leader_parts.leader if leader_parts else None
     return Server(services, engine, mailroom, pool, died, watch, recorder=recorder, ranks=ranks)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from firn.core.ranks import RankCall
 from firn.ranks.heartbeat import N_SILENT, Heartbeat
-from firn.ranks.wire import Closed, Line, encode
+from firn.ranks.wire import LinkClosed, RankLink, encode
 from tests.ranks.test_wire import pair
 
 BEAT_S = 0.02
@@ -23,10 +23,10 @@ WAIT_S = 60.0
 OTHER_END = f"""
 import socket, sys, threading
 from firn.ranks.heartbeat import Heartbeat
-from firn.ranks.wire import Line
-line = Line(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
-line.listen(lambda call: None, lambda: None, name="other")
-Heartbeat(line, silent=lambda: None, name="other", beat_s={BEAT_S})
+from firn.ranks.wire import RankLink
+link = RankLink(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
+link.listen(lambda call: None, lambda: None, name="other")
+Heartbeat(link, silent=lambda: None, name="other", beat_s={BEAT_S})
 threading.Event().wait()
 """
 
@@ -34,10 +34,10 @@ threading.Event().wait()
 FOLLOWER = f"""
 import logging, socket, sys
 from firn.ranks.follower import Follower
-from firn.ranks.wire import Line
+from firn.ranks.wire import RankLink
 logging.basicConfig()
-line = Line(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
-follower = Follower(1, line, beat_s={BEAT_S})
+link = RankLink(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
+follower = Follower(1, link, beat_s={BEAT_S})
 follower.begin()
 follower.next()
 """
@@ -46,17 +46,17 @@ follower.next()
 class Watched:
     """Our end of a connection."""
 
-    def __init__(self, line: Line, *, beat_s: float = BEAT_S) -> None:
-        self.line = line
+    def __init__(self, link: RankLink, *, beat_s: float = BEAT_S) -> None:
+        self.link = link
         self.gone, self.silent = threading.Event(), threading.Event()
         self.calls: list[RankCall] = []
-        line.listen(self.calls.append, self.gone.set, name="test")
-        self.beat = Heartbeat(line, silent=self.silent.set, name="test", beat_s=beat_s)
+        link.listen(self.calls.append, self.gone.set, name="test")
+        self.beat = Heartbeat(link, silent=self.silent.set, name="test", beat_s=beat_s)
 
-    def hear(self, nbytes: int) -> None:
+    def on_answer(self, nbytes: int) -> None:
         """Until so much more has come."""
-        wanted = self.line.n_received + nbytes
-        while self.line.n_received < wanted and not self.silent.is_set():
+        wanted = self.link.n_received + nbytes
+        while self.link.n_received < wanted and not self.silent.is_set():
             threading.Event().wait(BEAT_S)
 
 
@@ -67,7 +67,7 @@ def other_end() -> Iterator[tuple[Watched, subprocess.Popen[bytes]]]:
         port = str(server.getsockname()[1])
         process = subprocess.Popen([sys.executable, "-c", OTHER_END, port])
         try:
-            yield Watched(Line(server.accept()[0]), beat_s=PATIENT_S), process
+            yield Watched(RankLink(server.accept()[0]), beat_s=PATIENT_S), process
         finally:
             process.kill()
             process.wait()
@@ -76,7 +76,7 @@ def other_end() -> Iterator[tuple[Watched, subprocess.Popen[bytes]]]:
 def test_a_frozen_process_is_noticed_and_one_that_runs_is_not() -> None:
     with other_end() as (watched, process):
         watched.beat.watch()
-        watched.hear(3 * N_SILENT * len(encode(RankCall("alive"))))
+        watched.on_answer(3 * N_SILENT * len(encode(RankCall("alive"))))
         assert not watched.silent.is_set()
         process.send_signal(signal.SIGSTOP)
         assert watched.silent.wait(WAIT_S)
@@ -88,7 +88,7 @@ def test_what_does_not_read_either_is_noticed() -> None:
     """Our own words pile up and a send waits: that must not keep us from watching."""
     with other_end() as (watched, process):
         process.send_signal(signal.SIGSTOP)
-        full = threading.Thread(target=send_much, args=(watched.line,), daemon=True)
+        full = threading.Thread(target=send_much, args=(watched.link,), daemon=True)
         full.start()
         watched.beat.watch()
         assert watched.silent.wait(WAIT_S)
@@ -109,14 +109,14 @@ def test_a_follower_ends_when_rank_0_is_frozen() -> None:
     assert "rank 0 has not been heard of for 0.2 s" in said
 
 
-def send_much(line: Line) -> None:
-    with contextlib.suppress(Closed):
-        line.send(b"x" * (64 << 20))
+def send_much(link: RankLink) -> None:
+    with contextlib.suppress(LinkClosed):
+        link.send(b"x" * (64 << 20))
 
 
 def test_silence_counts_only_once_it_is_watched() -> None:
-    near, line = pair()
-    watched = Watched(line)
+    near, link = pair()
+    watched = Watched(link)
     threading.Event().wait(2 * N_SILENT * BEAT_S)  # a rank that loads its model
     assert not watched.silent.is_set()
     watched.beat.watch()
@@ -125,8 +125,8 @@ def test_silence_counts_only_once_it_is_watched() -> None:
 
 
 def test_a_closed_connection_is_gone_and_not_silent() -> None:
-    near, line = pair()
-    watched = Watched(line)
+    near, link = pair()
+    watched = Watched(link)
     watched.beat.watch()
     near.close()
     assert watched.gone.wait(WAIT_S)

@@ -26,7 +26,7 @@ from firn.core.ports import PrefixCache
 from firn.core.values import ModelInfo, Namespace
 from firn.host.backups import leave_out
 from firn.models.loader import LoadedModel
-from firn.ranks.leading import Leading
+from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -46,10 +46,12 @@ def build_cache(
     *,
     exact_chunk: int,
     arithmetic: str,
-    leading: Leading | None = None,
+    leader_parts: LeaderParts | None = None,
 ) -> PrefixCache:
-    """arithmetic: what bits depend on beside the model, where bits count. leading: the ranks that each
-    hold a slice of every record, where there are several."""
+    """arithmetic: what bits depend on beside the model, where bits count.
+
+    leader_parts: the ranks that each hold a slice of every record, where there are several.
+    """
     wanted = config.cache
     if wanted.disable_prefix_cache:
         log.info("the prefix cache is off")
@@ -66,12 +68,12 @@ def build_cache(
         exact_chunk=exact_chunk,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
-    make = PrefixTree if leading is None else leading.make_tree
+    make = PrefixTree if leader_parts is None else leader_parts.make_tree
     return make(
         layout,
         settings,
         fingerprint=loaded.info.fingerprint,
-        dtype=computed_in(loaded, arithmetic, leading.text if leading else ""),
+        dtype=computed_in(loaded, arithmetic, leader_parts.text if leader_parts else ""),
     )
 
 
@@ -122,7 +124,7 @@ def add_tiers(
     device: str,
     namespaces: Sequence[Namespace],
     wake: Callable[[], None],
-    leading: Leading | None = None,
+    leader_parts: LeaderParts | None = None,
 ) -> None:
     """Put a cache on the tiers below memory. namespaces: whose records are looked for there."""
     seal = seal_of(config)
@@ -130,14 +132,14 @@ def add_tiers(
     if not tiers:
         log.info("ssd cache: off (--no-ssd-cache)")
     for name, options in tiers.items():
-        if leading is not None:
-            options = leading.options_of(options)
+        if leader_parts is not None:
+            options = leader_parts.options_of(options)
         folder = Path(options.location)
         leave_out(folder)
         own = TierIo(
             kinds[name](options), threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing
         )
-        io: Io = own if leading is None else leading.io_over(own, cache)
+        io: Io = own if leader_parts is None else leader_parts.io_over(own, cache)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
         cache.add_tier(name, io, namespaces=namespaces, wake=wake)

@@ -37,7 +37,7 @@ from firn.models.ranks.group import check
 from firn.models.ranks.runner import FollowerRunner, in_step
 from firn.models.transient import transient_of
 from firn.ranks.follower import Follower
-from firn.ranks.team import Team, check_options, form, options_digest
+from firn.ranks.joining import RankMember, check_options, form, options_digest
 
 log = logging.getLogger("firn.ranks")
 
@@ -47,7 +47,7 @@ PAYLOADS = frozenset({"cut", "tokens", "copied", "joined", "drop", "arrive", "to
 """Calls after which what was cut may still wait to be computed."""
 
 
-def join_ranks(config: Config) -> tuple[Config, Team]:
+def join_ranks(config: Config) -> tuple[Config, RankMember]:
     """This process among those of one model, and what it goes by there. Raises SetupError."""
     check_options(config)
     log.info("waiting for the other ranks")
@@ -55,35 +55,35 @@ def join_ranks(config: Config) -> tuple[Config, Team]:
     return replace(config, engine=off), form()
 
 
-def follow(config: Config, team: Team) -> int:
+def follow(config: Config, member: RankMember) -> int:
     """Until rank 0 says that it is over. Returns the process's exit code."""
-    follower = team.follower
+    follower = member.follower
     assert follower is not None
     follower.heed_signals()
     try:
-        hands = _build(config, team, follower)
+        loop = _build(config, member, follower)
     except SetupError as e:
         follower.answer("failed", str(e))
         threading.Event().wait()  # rank 0 says it, and ends both
-    log.info("%s follows", team.text)
+    log.info("%s follows", member.text)
     follower.begin()
     try:
-        hands.follow()
+        loop.follow()
     except Exception as e:
-        log.critical("%s failed: %r", team.text, e, exc_info=e)
+        log.critical("%s failed: %r", member.text, e, exc_info=e)
         follower.answer("failed", repr(e))
         os._exit(1)
     return 0
 
 
-def _build(config: Config, team: Team, follower: Follower) -> Hands:
-    settings, folder = _checked(config, team, follower)
+def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLoop:
+    settings, folder = _checked(config, member, follower)
     name = config.model.path.rstrip("/").split("/")[-1]
     before = beside_others(devices.look(devices.device()))
     way = way_of(config, str(settings["model_type"]), name)
     (cpu_dtype,) = follower.expect("load").args
     way = replace(way, cpu_dtype=cpu_dtype)
-    loaded = load_model(Wanted(config, folder, name, ()), way, shard=team.group.shard)
+    loaded = load_model(Wanted(config, folder, name, ()), way, shard=member.group.shard)
     planned = _planned(config, settings, before, way, loaded)
     devices.set_limits(way.machine.kind, planned.plan)
     follower.answer(
@@ -95,7 +95,7 @@ def _build(config: Config, team: Team, follower: Follower) -> Hands:
         },
     )
     (batchable,) = follower.expect("begin").args
-    slices = _slices(config, team, follower, way, loaded, planned)
+    slices = _slices(config, member, follower, way, loaded, planned)
     runner = FollowerRunner(
         loaded.model,
         replace(loaded.info, batchable=batchable),
@@ -104,10 +104,10 @@ def _build(config: Config, team: Team, follower: Follower) -> Hands:
         inputs=loaded.inputs,
         threads=threads_of(loaded, way),
     )
-    return Hands(follower, runner.follow(team.group), slices)
+    return FollowerLoop(follower, runner.follow(member.group), slices)
 
 
-def _checked(config: Config, team: Team, follower: Follower) -> tuple[dict[str, Any], Path]:
+def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[dict[str, Any], Path]:
     """The model is here and can be shared out; or it is not, and rank 0 says so."""
     said: dict[str, Any] = {"error": "", "node": platform.node()}
     settings: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def _checked(config: Config, team: Team, follower: Follower) -> tuple[dict[str, 
         rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
         folder = model_names.resolve(wanted.path, rules)
         settings = loader.read_config(folder)
-        check(settings, team.group.size, name=folder.name, text_only=wanted.text_only)
+        check(settings, member.group.size, name=folder.name, text_only=wanted.text_only)
     except SetupError as e:
         said["error"] = str(e)
     follower.answer("checked", said | {"options": options_digest(config)})
@@ -135,7 +135,12 @@ def _planned(
 
 
 def _slices(
-    config: Config, team: Team, follower: Follower, way: Way, loaded: LoadedModel, planned: Planned
+    config: Config,
+    member: RankMember,
+    follower: Follower,
+    way: Way,
+    loaded: LoadedModel,
+    planned: Planned,
 ) -> Slices | None:
     """None: the cache is off."""
     wanted = config.cache
@@ -146,16 +151,18 @@ def _slices(
     except UnknownCacheLayer:
         return None
     settings = CacheSettings(0, wanted.cache_block_tokens, way.exact_chunk)
-    text = settings.layout(layout, computed_in(loaded, way.arithmetic, team.text))
+    text = settings.layout(layout, computed_in(loaded, way.arithmetic, member.text))
     identity = Identity(loaded.info.fingerprint, text)
     slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
     for name, options in tiers_of(wanted).items():
-        slices.add_tier(_tier(config, team, name, options, planned))
+        slices.add_tier(_tier(config, member, name, options, planned))
     return slices
 
 
-def _tier(config: Config, team: Team, name: str, options: TierOptions, planned: Planned) -> TierIo:
-    folder = team.folder(Path(options.location))
+def _tier(
+    config: Config, member: RankMember, name: str, options: TierOptions, planned: Planned
+) -> TierIo:
+    folder = member.folder(Path(options.location))
     leave_out(folder)
     tier = discover()[name](replace(options, location=str(folder)))
     threads = IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes)
@@ -163,7 +170,7 @@ def _tier(config: Config, team: Team, name: str, options: TierOptions, planned: 
 
 
 @dataclass(eq=False)
-class Hands:
+class FollowerLoop:
     """Makes the calls. Owner: the main thread."""
 
     follower: Follower

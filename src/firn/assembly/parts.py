@@ -41,7 +41,7 @@ from firn.models.selfcheck import CHUNKS_MATTER
 from firn.models.shapes import FewShapes, few_shapes
 from firn.models.transient import transient_of
 from firn.models.weight_memory import WeightMemory
-from firn.ranks.leading import Leading
+from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -59,7 +59,7 @@ class Wanted:
     namespaces: Sequence[Namespace]
     processor: VisionProcessor | None = None
     front: int | None = None
-    leading: Leading | None = None
+    leader_parts: LeaderParts | None = None
     """The ranks that the model is shared out among, where it is."""
 
 
@@ -95,15 +95,15 @@ class Way:
 
 def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]) -> Parts:
     """On the engine thread. `planned` gets the memory's plan. Raises SetupError."""
-    config, folder, leading = wanted.config, wanted.folder, wanted.leading
+    config, folder, leader_parts = wanted.config, wanted.folder, wanted.leader_parts
     before = beside_others(devices.look(devices.device()), group=wanted.front)
     settings, recipe = loader.read_config(folder), _embedding_recipe(folder)
     way = way_of(config, str(settings["model_type"]), wanted.name)
-    if leading is not None:
-        way, recipe = _prepare_ranks(wanted, leading, settings, way), None
+    if leader_parts is not None:
+        way, recipe = _prepare_ranks(wanted, leader_parts, settings, way), None
     if recipe is not None and embedder.needs_encoder(folder, settings):
         return _encoder_parts(folder, recipe, wanted.name, way.limits, way.cpu_dtype)
-    loaded = load_model(wanted, way, shard=leading.shard if leading else None)
+    loaded = load_model(wanted, way, shard=leader_parts.shard if leader_parts else None)
     info, cost = loaded.info, row_cost(loaded)
     transient = transient_of(settings, device=way.machine.kind, dtype=info.dtype)
 
@@ -116,7 +116,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         device=way.machine.kind,
         namespaces=wanted.namespaces,
         wake=wake,
-        leading=leading,
+        leader_parts=leader_parts,
     )
     for_drafts: dict[str, Any] = {
         "exact": way.exact,
@@ -145,7 +145,7 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         alone_nbytes,
         exact_chunk=way.exact_chunk,
         arithmetic=way.arithmetic,
-        leading=leading,
+        leader_parts=leader_parts,
     )
     if isinstance(cache, PrefixTree):
         if config.cache.kv_events is not None:
@@ -155,16 +155,18 @@ def build_parts(wanted: Wanted, wake: Callable[[], None], planned: list[Planned]
         put_on_tiers(cache, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         cache.set_room(budget.free_nbytes())
     runner = _runner(
-        config, loaded, guessing, threads, leading, shapes=_shapes(loaded, way, leading)
+        config, loaded, guessing, threads, leader_parts, shapes=_shapes(loaded, way, leader_parts)
     )
     embeds = _decoder_embedder(recipe, loaded)
     return Parts(runner, cache, budget, way.limits, embedder=embeds, scorer=scorer)
 
 
-def _prepare_ranks(wanted: Wanted, leading: Leading, settings: Mapping[str, Any], way: Way) -> Way:
+def _prepare_ranks(
+    wanted: Wanted, leader_parts: LeaderParts, settings: Mapping[str, Any], way: Way
+) -> Way:
     """All ranks are about to load the model in this way. Raises SetupError."""
-    way = replace(way, cpu_dtype=leading.dtype_for(way.cpu_dtype))
-    leading.prepare(
+    way = replace(way, cpu_dtype=leader_parts.dtype_for(way.cpu_dtype))
+    leader_parts.prepare(
         settings,
         wanted.name,
         text_only=wanted.config.model.text_only,
@@ -178,8 +180,8 @@ def _prepare_ranks(wanted: Wanted, leading: Leading, settings: Mapping[str, Any]
 def _capacity(wanted: Wanted, info: ModelInfo, planned: Planned, way: Way) -> tuple[int, int]:
     """For live requests and stored prefixes; and what it would be were this server alone here."""
     capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
-    if wanted.leading is not None:
-        capacity_nbytes = wanted.leading.begin(info, capacity_nbytes, device=way.machine.kind)
+    if wanted.leader_parts is not None:
+        capacity_nbytes = wanted.leader_parts.begin(info, capacity_nbytes, device=way.machine.kind)
         alone_nbytes = min(alone_nbytes, capacity_nbytes)
     return capacity_nbytes, alone_nbytes
 
@@ -246,10 +248,10 @@ def _runner(
     loaded: loader.LoadedModel,
     guessing: speculation.Guessing,
     threads: Threads | None,
-    leading: Leading | None,
+    leader_parts: LeaderParts | None,
     shapes: FewShapes | None,
 ) -> Runner:
-    make = Runner if leading is None else leading.make_runner
+    make = Runner if leader_parts is None else leader_parts.make_runner
     return make(
         loaded.model,
         loaded.info,
@@ -262,10 +264,12 @@ def _runner(
     )
 
 
-def _shapes(loaded: loader.LoadedModel, way: Way, leading: Leading | None) -> FewShapes | None:
+def _shapes(
+    loaded: loader.LoadedModel, way: Way, leader_parts: LeaderParts | None
+) -> FewShapes | None:
     """How prompts are cut for a device that prefers few shapes; None: as they come, so that exact mode
     stays exact and ranks stay alike."""
-    if way.machine.kind != "cuda" or way.exact or leading is not None:
+    if way.machine.kind != "cuda" or way.exact or leader_parts is not None:
         return None
     if not isinstance(loaded.inputs, IdsOnly) or isinstance(loaded.model, MtpModel):
         return None

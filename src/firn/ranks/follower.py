@@ -16,21 +16,21 @@ from typing import Any
 from firn.core.errors import SetupError
 from firn.core.ranks import RankCall
 from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
-from firn.ranks.wire import Closed, Line, encode
+from firn.ranks.wire import LinkClosed, RankLink, encode
 
 log = logging.getLogger("firn.ranks")
 
 
 class Follower:
-    def __init__(self, rank: int, line: Line, *, beat_s: float = BEAT_S) -> None:
+    def __init__(self, rank: int, link: RankLink, *, beat_s: float = BEAT_S) -> None:
         self.rank = rank
-        self._line = line
+        self._link = link
         self._calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
         self._is_ending = False
         self._is_following = False
         self._silent_s = N_SILENT * beat_s
-        line.listen(self._take, self._gone, name="firn-rank-0")
-        self._beat = Heartbeat(line, silent=self._silent, name="0", beat_s=beat_s)
+        link.listen(self._take, self._gone, name="firn-rank-0")
+        self._beat = Heartbeat(link, silent=self._silent, name="0", beat_s=beat_s)
 
     def _take(self, call: RankCall) -> None:
         if call.name == "end":
@@ -73,8 +73,8 @@ class Follower:
     def answer(self, name: str, *args: Any) -> None:
         """Any thread."""
         try:
-            self._line.send(encode(RankCall(name, args)))
-        except Closed:
+            self._link.send(encode(RankCall(name, args)))
+        except LinkClosed:
             self._gone()
 
     def heed_signals(self) -> None:

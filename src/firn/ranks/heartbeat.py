@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 from firn.core.ranks import RankCall
-from firn.ranks.wire import ALIVE, Closed, Line, encode
+from firn.ranks.wire import ALIVE, LinkClosed, RankLink, encode
 
 BEAT_S = 1.0
 N_SILENT = 10
@@ -24,10 +24,10 @@ class Heartbeat:
     """Owner: the end of the connection that made it. Its threads end with the connection."""
 
     def __init__(
-        self, line: Line, *, silent: Callable[[], object], name: str, beat_s: float = BEAT_S
+        self, link: RankLink, *, silent: Callable[[], object], name: str, beat_s: float = BEAT_S
     ) -> None:
         """silent: called once, on a thread of its own, when the other end has not been heard."""
-        self._line = line
+        self._link = link
         self._silent = silent
         self._name = name
         self._beat_s = beat_s
@@ -43,16 +43,16 @@ class Heartbeat:
         word = encode(RankCall(ALIVE))
         try:
             while not self._wait(self._beat_s):
-                self._line.send(word)
-        except Closed:
+                self._link.send(word)
+        except LinkClosed:
             return  # whoever receives here has noticed as well
 
     def _watch(self) -> None:
-        n_silent, n_heard = 0, self._line.n_received
+        n_silent, n_heard = 0, self._link.n_received
         while n_silent < N_SILENT:
             self._wait(self._beat_s)
-            if self._line.is_closed:
+            if self._link.is_closed:
                 return
-            n_silent = n_silent + 1 if self._line.n_received == n_heard else 0
-            n_heard = self._line.n_received
+            n_silent = n_silent + 1 if self._link.n_received == n_heard else 0
+            n_heard = self._link.n_received
         self._silent()

@@ -25,7 +25,7 @@ KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPALIVE", 3), ("TCP_KEEPINTVL", 2), ("
 """A machine that is gone without a word is noticed in ten seconds. The second is macOS's name."""
 
 
-class Closed(Exception):
+class LinkClosed(Exception):
     """The other end is gone."""
 
 
@@ -34,7 +34,7 @@ def encode(call: RankCall) -> bytes:
     return _HEAD.pack(len(text), len(call.blob)) + text + call.blob
 
 
-class Line:
+class RankLink:
     """One connection. Any thread may send; one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -53,19 +53,19 @@ class Line:
         """The other end is gone."""
 
     def send(self, data: bytes) -> None:
-        """Raises Closed."""
+        """Raises LinkClosed."""
         with self._lock:
             try:
                 self._sock.sendall(data)
             except OSError as e:
-                raise Closed from e
+                raise LinkClosed from e
 
     def receive(self) -> RankCall:
-        """The next call; waits for it. Raises Closed."""
+        """The next call; waits for it. Raises LinkClosed."""
         while True:
             n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
             if n_text + n_blob > MAX_NBYTES:
-                raise Closed
+                raise LinkClosed
             body = self._take(n_text + n_blob)
             name, *args = json.loads(body[:n_text])
             if name != ALIVE:
@@ -76,9 +76,9 @@ class Line:
             try:
                 data = self._sock.recv(max(n - len(self._buffer), 1 << 16))
             except OSError as e:
-                raise Closed from e
+                raise LinkClosed from e
             if not data:
-                raise Closed
+                raise LinkClosed
             self.n_received += len(data)
             self._buffer += data
         taken = bytes(self._buffer[:n])
@@ -92,7 +92,7 @@ class Line:
             try:
                 while True:
                     take(self.receive())
-            except (Closed, ValueError):
+            except (LinkClosed, ValueError):
                 self.is_closed = True
                 gone()
 
