@@ -25,7 +25,7 @@ from firn.cache.children import Text
 from firn.cache.container import Name
 from firn.cache.lookup import Question, search
 from firn.cache.parts import Needs, Part
-from firn.cache.tiers import PEEK_NBYTES, Found, Store, TierOptions, discover
+from firn.cache.tiers import PEEK_NBYTES, FoundRecord, Store, TierOptions, discover
 from firn.core.keys import block_keys, root_key
 from firn.core.values import Namespace
 from tests import stores
@@ -42,7 +42,7 @@ class Counted:
         self._store = store
         self.n_rounds = self.n_names = 0
 
-    def __call__(self, names: Sequence[Name]) -> dict[Name, Found]:
+    def __call__(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
         self.n_rounds += 1
         self.n_names += len(names)
         by_text = {str(name): name for name in names}

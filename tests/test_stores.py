@@ -20,7 +20,7 @@ from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import discover
 from firn.cache.tiers._address import parse_address
 from firn.cache.tiers._store import StoreTier
-from firn.cache.tiers.s3 import S3Objects
+from firn.cache.tiers.s3 import S3Client
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.core.errors import SetupError
 from firn.demo.facts import Session
@@ -357,12 +357,12 @@ def test_rclone_is_as_bad_as_it_is_taken_for(tmp_path: Path) -> None:
         address = parse_address(address_of("s3", server.port))
         tier = discover()["s3"](address.options)
         assert isinstance(tier, StoreTier)
-        assert isinstance(tier._objects, S3Objects)
+        assert isinstance(tier._client, S3Client)
         for data in (b"first", b"second"):
-            obstore.put(tier._objects._store, "taken", data, mode="create", use_multipart=False)
-        assert bytes(obstore.get(tier._objects._store, "taken").bytes()) == b"second"
+            obstore.put(tier._client._store, "taken", data, mode="create", use_multipart=False)
+        assert bytes(obstore.get(tier._client._store, "taken").bytes()) == b"second"
         with pytest.raises(obstore.exceptions.GenericError, match="non-partial"):
-            obstore.get_range(tier._objects._store, "taken", start=1, end=3)
+            obstore.get_range(tier._client._store, "taken", start=1, end=3)
         name = f"{7:064x}.pages"
         tier.write(name, [b"abc", b"def"], used_at=time.time())
         assert bytes(tier.read(name, 4)) == b"abcd"

@@ -25,7 +25,7 @@ from firn.cache.faults import Missing, TierError, TierFault, Unwanted
 from firn.cache.io import Changes, Fetch, Wanted
 from firn.cache.restore import ASK_PATIENCE_S
 from firn.cache.threads import Done
-from firn.cache.tiers import Found, Stored, Usage
+from firn.cache.tiers import FoundRecord, Stored, Usage
 from firn.cache.tiers._store import DEADLINE_S
 from firn.cache.worth import spill_policy
 from firn.core.keys import KeyTokens
@@ -104,11 +104,15 @@ class SlowStore:
     def ask(self, search: Callable[[Find], Any], done: Done) -> None:
         n_rounds = 0
 
-        def find(names: Sequence[Name]) -> dict[Name, Found]:
+        def find(names: Sequence[Name]) -> dict[Name, FoundRecord]:
             nonlocal n_rounds
             n_rounds += 1
             there = ((name, self.records.get(name)) for name in names)
-            return {name: Found(str(name), len(raw), 1e9) for name, raw in there if raw is not None}
+            return {
+                name: FoundRecord(str(name), len(raw), 1e9)
+                for name, raw in there
+                if raw is not None
+            }
 
         entries = search(find)
         self._call(self.takes.find * n_rounds, lambda: entries, done)

@@ -17,7 +17,7 @@ from firn.cache.container import Name
 from firn.cache.lookup import N_ROUND, Question, search
 from firn.cache.parts import Needs, Part
 from firn.cache.threads import IoThreads
-from firn.cache.tiers import Found
+from firn.cache.tiers import FoundRecord
 from firn.cache.worth import spill_policy
 from firn.core.errors import SetupError
 from firn.core.keys import Key, block_keys
@@ -59,9 +59,9 @@ class Asked:
         self.there = there
         self.rounds: list[int] = []
 
-    def __call__(self, names: Sequence[Name]) -> dict[Name, Found]:
+    def __call__(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
         self.rounds.append(len(names))
-        return {n: Found(str(n), 100, 1e9) for n in names if n in self.there}
+        return {n: FoundRecord(str(n), 100, 1e9) for n in names if n in self.there}
 
 
 def chain_names(asked: Question) -> list[Name]:

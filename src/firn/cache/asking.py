@@ -9,9 +9,9 @@ from firn.cache.container import Name
 from firn.cache.io import TierIo
 from firn.cache.seal import Seal
 from firn.cache.threads import Done, IoThreads
-from firn.cache.tiers import Found, Store
+from firn.cache.tiers import FoundRecord, Store
 
-Find = Callable[[Sequence[Name]], Mapping[Name, Found]]
+Find = Callable[[Sequence[Name]], Mapping[Name, FoundRecord]]
 """Which of these records a store has. Called on an I/O thread; raises TierFault."""
 
 
@@ -50,7 +50,7 @@ class StoreIo(TierIo):
     def ask(self, search: Callable[[Find], Any], done: Done) -> None:
         self.threads.read(lambda: search(self._find), done)
 
-    def _find(self, names: Sequence[Name]) -> dict[Name, Found]:
+    def _find(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
         by_text = {str(name): name for name in names}
         found = self._store.find([text for text in by_text if text not in self._foreign])
         return {by_text[one.name]: one for one in found if one.name in by_text}

@@ -24,7 +24,7 @@ from firn.cache.container import Label, Name
 from firn.cache.io import Entry
 from firn.cache.nodes import Mark
 from firn.cache.parts import Needs, Part
-from firn.cache.tiers import Found
+from firn.cache.tiers import FoundRecord
 from firn.cache.tree import BLOCK_S
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
@@ -113,9 +113,9 @@ def search(question: Question, find: Find) -> list[Entry]:
 # --- how far the chain goes ----------------------------------------------------------------
 
 
-def _chain(names: Sequence[Name], find: Find) -> dict[int, Found]:
+def _chain(names: Sequence[Name], find: Find) -> dict[int, FoundRecord]:
     """Those that are known to be there, by their place, before the first that is not."""
-    seen: dict[int, Found] = {}
+    seen: dict[int, FoundRecord] = {}
     end, ask = len(names), _powers(len(names))
     while ask:
         found = find([names[i] for i in ask])
@@ -142,7 +142,7 @@ def _between(low: int, high: int) -> list[int]:
     return sorted({low + (i + 1) * (n + 1) // (N_ROUND + 1) for i in range(N_ROUND)} - {low})
 
 
-def _near(seen: Mapping[int, Found], i: int) -> Found:
+def _near(seen: Mapping[int, FoundRecord], i: int) -> FoundRecord:
     """What is known of a block, or of the next that was asked for: whole blocks are of one size."""
     return seen[min(j for j in seen if j >= i)]
 
@@ -203,13 +203,13 @@ def _key_at(question: Question, position: int) -> Key:
     return child_key(parent, question.text.tokens[position - rest : position]) if rest else parent
 
 
-def _block(question: Question, i: int, part: Part, found: Found) -> Entry:
+def _block(question: Question, i: int, part: Part, found: FoundRecord) -> Entry:
     """The i-th of the blocks that were asked for."""
     start = (question.n_known + i) * question.block
     return _entry(question, Name(question.keys[i], part), start, start + question.block, found)
 
 
-def _entry(question: Question, name: Name, start: int, end: int, found: Found) -> Entry:
+def _entry(question: Question, name: Name, start: int, end: int, found: FoundRecord) -> Entry:
     """As a scan would tell of it. What it says of itself is compared when it is read."""
     tokens = question.text.tokens[start:end]
     depth = start // question.block

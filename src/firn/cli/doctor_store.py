@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from firn.cache.faults import TierError, TierFull
 from firn.cache.tiers import Store, discover
 from firn.cache.tiers._address import Address, parse_address
-from firn.cache.tiers._calls import Hopeless
+from firn.cache.tiers._calls import PermanentFault
 from firn.cache.tiers._probe import PROBE_NBYTES, StoreReport, probe
 from firn.cli.doctor import Finding
 from firn.core.errors import SetupError
@@ -58,11 +58,11 @@ def describe_store(address: Address, report: StoreReport) -> Iterator[Finding]:
 def _failure(report: StoreReport, error: TierError) -> str:
     cannot = f"cannot {STEPS[report.failed]}: {error.message}"
     match error:
-        case Hopeless() if report.failed == "ask":
+        case PermanentFault() if report.failed == "ask":
             return (
                 f"{cannot}. Are the credentials right? S3 also needs the right to list the bucket."
             )
-        case Hopeless():
+        case PermanentFault():
             return f"{cannot}. Records need the rights to get, put and delete."
         case TierFull():
             return f"{cannot}. Nothing more will be stored until something goes."

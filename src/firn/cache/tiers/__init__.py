@@ -19,7 +19,7 @@ __all__ = [
     "AHEAD_S",
     "PEEK_NBYTES",
     "Buffer",
-    "Found",
+    "FoundRecord",
     "Gone",
     "Missing",
     "Refused",
@@ -71,7 +71,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRecord:
     """A record that a store has, of those it was asked for."""
 
     name: str
@@ -192,7 +192,7 @@ class Store(Tier, Protocol):
         """What a call takes at most: computing waits no longer for a store than that."""
         ...
 
-    def find(self, names: Sequence[str]) -> Sequence[Found]:
+    def find(self, names: Sequence[str]) -> Sequence[FoundRecord]:
         """Which of these are there. Raises TierFault."""
         ...
 

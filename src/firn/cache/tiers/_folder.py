@@ -36,8 +36,8 @@ TAG_TEXT = (
     b"Signature: 8a477f597d28d172789f06886806bc55\n# The prefix cache of firn; safe to delete.\n"
 )
 SUFFIX = ".safetensors"
-SHELVES = tuple(f"{i:02x}" for i in range(256))
-COUNTED = (*SHELVES, QUARANTINE)
+SUBFOLDERS = tuple(f"{i:02x}" for i in range(256))
+COUNTED = (*SUBFOLDERS, QUARANTINE)
 INDEX = {sub: i for i, sub in enumerate(COUNTED)}
 DEFAULT_LIMIT_NBYTES = 10 << 30
 BLOCK_NBYTES = 4096
@@ -427,7 +427,7 @@ def _fresh() -> Words:
 def look(folder: Path) -> Iterator[Seen]:
     """Every record file that may be opened, foreign ones too. Takes no lock and changes nothing."""
     disk = Disk(folder)
-    for sub in SHELVES:
+    for sub in SUBFOLDERS:
         for x in disk.files(sub):
             if x.name.endswith(SUFFIX):
                 with contextlib.suppress(OSError):
