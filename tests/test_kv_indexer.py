@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 import pytest
 
+from firn.api.auth import SHARED
 from firn.cache.prefix import PrefixTree
 from firn.config import CacheConfig, Config, ModelConfig
-from firn.core.values import Namespace
 from firn.engine.loop import Parts
 from tests import stores
 from tests.api.real import Real, serving
@@ -170,6 +170,6 @@ def n_stored(real: Real, ids: list[int]) -> int:
 
     def look(parts: Parts) -> int:
         assert isinstance(parts.cache, PrefixTree)
-        return parts.cache.look_up(prompt_of(ids), Namespace("")).n_shared
+        return parts.cache.look_up(prompt_of(ids), SHARED).n_shared
 
     return real.server.engine.call(look).result(WAIT_S) // BLOCK
