@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from firn.cache.estimates import Estimates
-from firn.cache.io import TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
+from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Tier
 from firn.core.errors import FirnError
 from firn.core.events import (
@@ -42,13 +42,14 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
+from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
 from firn.models.batch import can_batch
 from firn.models.mtp import MtpModel
 from firn.models.runner import Runner
 from firn.models.scoring import AttentionScorer
+from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
 
 GREEDY = Sampling(temperature=0.0)
@@ -99,14 +100,16 @@ def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "ti
     )
 
 
-def scorer_of(draft: Callable[[], tuple[Any, Callable[[], list[Any]]]]) -> AttentionScorer:
+def scorer_of(
+    draft: Callable[[], tuple[Any, Callable[[], list[Any]]]], *, shapes: FewShapes | None = None
+) -> AttentionScorer:
     """With a prefix cache of its own."""
     model, make_layers = draft()
     info = model_info(model, make_layers, "draft")
     cache = PrefixTree(
         Layout.of(make_layers()), CacheSettings(1 << 28, 32), fingerprint=b"draft", dtype="float32"
     )
-    return AttentionScorer(model, info, make_layers=make_layers, cache=cache)
+    return AttentionScorer(model, info, make_layers=make_layers, cache=cache, shapes=shapes)
 
 
 class Eager(Estimates):
@@ -158,7 +161,7 @@ class Harness:
         self.results: dict[RequestId, Result] = {}
         self._ids = itertools.count()
 
-        def parts() -> Parts:
+        def parts() -> EngineParts:
             model, make_layers = build()
             info = model_info(model, make_layers)
             bare = model.base if isinstance(model, MtpModel) else model
@@ -189,8 +192,10 @@ class Harness:
                     wake = lambda: self.engine.wake()  # noqa: E731
                     cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
-            limits = Limits(max_rows, 10_000, chunk, aligned=exact)
-            return Parts(runner, cache, budget, limits, scorer=scorer_of(draft) if draft else None)
+            limits = EngineLimits(max_rows, 10_000, chunk, aligned=exact)
+            return EngineParts(
+                runner, cache, budget, limits, scorer=scorer_of(draft) if draft else None
+            )
 
         self.engine = Engine(parts, self._publish)
         self.engine.start()

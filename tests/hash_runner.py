@@ -41,9 +41,9 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
+from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
 
 VOCAB_SIZE = 251
 GARBAGE = -1
@@ -559,6 +559,7 @@ class HashEngine:
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
         budget: Budget | None = None,
         largest_chunk: int = 0,
+        common_chunk: int = 0,
         scorer: Scorer | None = None,
     ) -> None:
         self.runner = HashRunner(faults, group_rows=group_rows)
@@ -569,16 +570,17 @@ class HashEngine:
         self.died = threading.Event()
         self._also_publish = publish
         self._ids = itertools.count()
-        limits = Limits(
+        limits = EngineLimits(
             max_rows,
             max_queue,
             chunk,
             aligned,
             largest_chunk=largest_chunk,
+            common_chunk=common_chunk,
             scored_nbytes=scored_nbytes,
         )
         self.engine = Engine(
-            lambda: Parts(self.runner, self.cache, self.budget, limits, scorer=scorer),
+            lambda: EngineParts(self.runner, self.cache, self.budget, limits, scorer=scorer),
             self._publish,
             on_death=self._on_death,
         )
@@ -659,10 +661,10 @@ class HashEngine:
         def count() -> dict[str, int]:
             engine = self.engine
             counts = {
-                "sequences": len(engine._loop.sequences),
-                "waiting": len(engine._loop.waiting),
-                "tasks": len(engine._loop.tasks),
-                "rows": len(engine._loop.rows),
+                "sequences": len(engine._loop.inflight.sequences),
+                "waiting": len(engine._loop.inflight.waiting),
+                "tasks": len(engine._loop.inflight.tasks),
+                "rows": len(engine._loop.inflight.rows),
                 "queued": engine._n_queued,
                 "groups": len(self.runner.groups()),
                 "held_nbytes": self.budget.held_nbytes,

@@ -24,7 +24,7 @@ from firn.cache.tiers.s3 import S3Client
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.core.errors import SetupError
 from firn.demo.facts import Session
-from firn.engine.loop import Parts
+from firn.engine import EngineParts
 from tests import stores
 from tests.api.real import Real, serving
 from tests.harness import Eager
@@ -40,9 +40,9 @@ KINDS = [pytest.param("redis", marks=needs_redis), pytest.param("s3", marks=need
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model computes sooner than a store answers: here it waits to see."""
-    monkeypatch.setattr("firn.cache.restore.UNKNOWN_PATIENCE_S", WAIT_S)
-    monkeypatch.setattr("firn.cache.restore.ASK_PATIENCE_S", WAIT_S)
-    monkeypatch.setattr("firn.cache.below.RESCAN_S", 0.1)
+    monkeypatch.setattr("firn.cache.loading.UNKNOWN_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("firn.cache.loading.ASK_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("firn.cache.storage.client.RESCAN_S", 0.1)
     for name, value in stores.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
 
@@ -97,7 +97,7 @@ class Machine:
     def settle(self) -> None:
         """Until nothing is on its way to the store."""
 
-        def is_busy(parts: Parts) -> bool:
+        def is_busy(parts: EngineParts) -> bool:
             cache = parts.cache
             assert isinstance(cache, PrefixTree)
             below = cache.records.tiers[-1]
@@ -126,7 +126,7 @@ def machine(
     config = Config(model=ModelConfig(path=model), cache=cache)
     with serving(Path(), config=config) as real:
 
-        def eager(parts: Parts) -> None:
+        def eager(parts: EngineParts) -> None:
             assert isinstance(parts.cache, PrefixTree)
             parts.cache.records.estimates = Eager()
 

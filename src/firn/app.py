@@ -28,19 +28,19 @@ from firn.api.server import create_app
 from firn.api.services import Gather, Services
 from firn.api.services import Limits as ApiLimits
 from firn.api.speculation_metrics import SpeculationMetrics
-from firn.assembly import model_names, sparse, speculation
-from firn.assembly.cache import FLUSH_S, MIB
+from firn.assembly import embeddings, sparse, speculation
+from firn.assembly.cache import FLUSH_S
 from firn.assembly.follower import follow, join_ranks
 from firn.assembly.memory import MemoryWatch, Planned
-from firn.assembly.parts import Wanted, build_parts
-from firn.cache.admin import CacheAdmin, health, snapshot
-from firn.cache.prefix import PrefixTree
+from firn.assembly.model import ServerSpec, find_folder
+from firn.assembly.parts import ServerParts, build_parts
+from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.config import Config, default_cache_dir, of_model, with_model
 from firn.core.errors import EngineDead, SetupError, ShuttingDown
+from firn.core.memory_plan import MIB
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
-from firn.engine.engine import Engine
-from firn.engine.loop import Parts
+from firn.engine import Engine
 from firn.host.awake import Awake
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import leave, no_later_than
@@ -48,9 +48,8 @@ from firn.listener import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
 from firn.media.documents import Documents
 from firn.models import device as devices
-from firn.models import embedder, loader
+from firn.models import loader
 from firn.models.grammar import Compiler
-from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import score_of
 from firn.ranks.joining import RankMember, end_start, options_digest
@@ -112,7 +111,7 @@ class Server:
     """Everything that runs. Owner: `serve`, for as long as the process lives."""
 
     services: Services
-    engine: Engine
+    engine: Engine[ServerParts]
     mailroom: Mailroom
     pool: ThreadPoolExecutor
     died: list[str]
@@ -125,12 +124,7 @@ class Server:
     def own_process(self) -> None:
         """This server is all that the process is for, and its engine what must not wait."""
         sys.setswitchinterval(SWITCH_S)
-
-        def own(parts: Parts) -> None:
-            if isinstance(parts.cache, PrefixTree):
-                parts.cache.own_process()
-
-        self.engine.call(own)
+        self.engine.call(lambda parts: parts.own_process())
 
     def lose_rank(self) -> None:
         """The engine may hang in what the lost one has no part in any more: clients are told here."""
@@ -159,7 +153,7 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     leader_parts = None
     if member is not None and member.leader is not None:
         leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
-    folder = _model_folder(config)
+    folder = find_folder(config.model)
     config = _heed_model(config, folder)
     trace = config.log.record_trace
     trace_fd = None if trace is None else open_trace(trace)
@@ -181,10 +175,11 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
         processor = loader.load_processor(folder, tokenizer, trust_remote_code=trust)
     mailroom = Mailroom()
     died: list[str] = []
-    planned: list[Planned] = []
-    wanted = Wanted(config, folder, name, _keys(config).namespaces, processor, front, leader_parts)
-    engine = Engine(
-        lambda: build_parts(wanted, lambda: engine.wake(), planned),
+    spec = ServerSpec(
+        config, folder, name, _keys(config).namespaces, processor, front, leader_parts
+    )
+    engine: Engine[ServerParts] = Engine(
+        lambda: build_parts(spec, lambda: engine.wake()),
         mailroom.publish,
         on_death=lambda: died.append("engine"),
     )
@@ -224,14 +219,16 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
         quotas=_quotas(config),
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
-        embedder=_embedder_desk(engine),
+        embedder=embeddings.for_any_thread(
+            engine.parts.embedder, lambda f: engine.call(lambda parts: f())
+        ),
         reranker=_reranker(folder, name, tokenizer) if model.generates else None,
         fetch_images=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
         softener=grammars.softener,
         cache_admin=CacheAdmin(
-            lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
+            lambda f: engine.call(lambda parts: f(parts.tree, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
         recorder=recorder,
@@ -239,22 +236,25 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
         show_text=config.page.show_text,
         allocated=devices.allocated_nbytes,
         health_details=lambda: {
-            "cache": health(engine.parts.cache),
-            "speculation": speculation.view(engine.parts),
+            "cache": health(engine.parts.tree),
+            "speculation": speculation.view(engine.parts.speculation),
             "ranks": 1 if member is None else member.group.size,
         },
         extra_collectors=(
-            CacheMetrics(lambda: snapshot(engine.parts.cache)),
+            CacheMetrics(lambda: snapshot(engine.parts.tree)),
             MemoryMetrics(devices.allocated_nbytes),
-            SpeculationMetrics(lambda: speculation.view(engine.parts)),
+            SpeculationMetrics(lambda: speculation.view(engine.parts.speculation)),
         ),
     )
-    watch = _watch(engine, planned[0], front, fixed=member is not None) if planned else None
+    planned = engine.parts.planned
+    watch = _watch(engine, planned, front, fixed=member is not None) if planned else None
     ranks = leader_parts.leader if leader_parts else None
     return Server(services, engine, mailroom, pool, died, watch, recorder=recorder, ranks=ranks)
 
 
-def _watch(engine: Engine, planned: Planned, front: int | None, *, fixed: bool) -> MemoryWatch:
+def _watch(
+    engine: Engine[ServerParts], planned: Planned, front: int | None, *, fixed: bool
+) -> MemoryWatch:
     """fixed: the capacity is what all ranks have agreed on."""
     device = devices.device()
     fixed |= front is not None
@@ -276,7 +276,7 @@ def _watch(engine: Engine, planned: Planned, front: int | None, *, fixed: bool) 
     return watch
 
 
-def _recorder(config: Config, engine: Engine, trace_fd: int) -> Recorder:
+def _recorder(config: Config, engine: Engine[ServerParts], trace_fd: int) -> Recorder:
     log.info("recording a trace: %s", config.log.record_trace)
     return Recorder(
         trace_fd,
@@ -314,11 +314,11 @@ def _pictures(
 ) -> Pictures | None:
     if processor is None or not model.vision:
         return None
-    from firn.media.pictures import ImageLimits
+    from firn.media.pictures import PictureLimits
     from firn.media.pictures import Pictures as Album
 
     wanted = config.images
-    limits = ImageLimits(
+    limits = PictureLimits(
         nbytes=wanted.max_image_mb * MIB, pixels=int(wanted.max_image_megapixels * 1e6)
     )
     return Album(processor, whole=model.whole_pictures, limits=limits)
@@ -338,28 +338,11 @@ def _fetcher(config: Config) -> Gather | None:
     return Fetcher(limits).gather
 
 
-def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
-    found = engine.parts.embedder
-    if found is None:
-        return None
-    return embedder.EmbedderDesk(
-        lambda f: engine.call(lambda parts: f(parts.embedder)),
-        n_dims=found.n_dims,
-        max_tokens=found.max_tokens,
-    )
-
-
 def _reranker(folder: Path, name: str, tokenizer: Tokenizer) -> rerank.Reranker | None:
     found = rerank.detect(f"{name} {folder.name}", tokenizer, score_of(folder))
     if found is not None:
         log.info("%s reranks documents (/v1/rerank)", name)
     return found
-
-
-def _model_folder(config: Config) -> Path:
-    wanted = config.model
-    rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
-    return model_names.resolve(wanted.path, rules)
 
 
 # --- running -------------------------------------------------------------------------------

@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.cache.asking import Find
-from firn.cache.container import Header, Name, pack, unpack
-from firn.cache.estimates import Estimates
-from firn.cache.faults import Missing, TierError, TierFault, Unwanted
-from firn.cache.io import Changes, Fetch, Wanted
+from firn.cache.planning.estimates import Estimates
 from firn.cache.restore import ASK_PATIENCE_S
-from firn.cache.threads import Done
+from firn.cache.storage.container import Header, Name, pack, unpack
+from firn.cache.storage.faults import Missing, TierError, TierFault, Unwanted
+from firn.cache.storage.io import Changes, Fetch, Wanted
+from firn.cache.storage.threads import Done
 from firn.cache.tiers import FoundRecord, Stored, Usage
 from firn.cache.tiers._store import DEADLINE_S
 from firn.cache.worth import spill_policy

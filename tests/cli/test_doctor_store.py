@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.faults import TierFault
+from firn.cache.storage.faults import TierFault
+from firn.cache.storage.store_probe import StoreReport
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._address import Address
-from firn.cache.tiers._probe import StoreReport
 from firn.cli.doctor import Finding
 from firn.cli.doctor_store import describe_store, look_at_stores
 from tests import stores

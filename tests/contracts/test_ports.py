@@ -314,6 +314,60 @@ def test_a_forced_token_is_taken_for_picked(kind: str) -> None:
     assert reply(again, started(again, longer), 2) == said[4:]
 
 
+def resumed(runner: Any, prompt: Prompt, reply: Sequence[int], *, alone: bool, job: Job) -> Any:
+    """A row that has read a prompt and a part of its reply again, and goes on from there."""
+    grown = prompt.grown(reply)
+    row = runner.start(None)
+    read(runner, row, grown)
+    (row,) = runner.choices(row, job, [0])
+    runner.resume(row, reply, alone=alone)
+    runner.join(row, int(grown.ids[-1]))
+    return row
+
+
+@every_runner
+def test_a_row_that_resumes_alone_has_a_group_of_its_own(kind: str) -> None:
+    """Before and after: it joins nobody, and nobody joins it."""
+    runner, prompt = RUNNERS[kind](), prompt_of(9)
+    started(runner, prompt_of(5, salt=1))
+    row = resumed(runner, prompt, [17], alone=True, job=job_of(prompt))
+    started(runner, prompt_of(5, salt=2))
+    assert [row] in runner.groups()
+    assert reply(runner, row, 3) == reply_behind(kind, prompt, [17], 3)
+
+
+@every_runner
+def test_a_row_that_resumes_in_company_may_share_a_group(kind: str) -> None:
+    runner, prompt = RUNNERS[kind](), prompt_of(9)
+    first = started(runner, prompt_of(5, salt=1))
+    row = resumed(runner, prompt, [17], alone=False, job=job_of(prompt))
+    if kind == "row by row":
+        assert runner.groups() == [[first], [row]]
+    else:
+        assert runner.groups() == [[first, row]]
+
+
+def reply_behind(kind: str, prompt: Prompt, begun: Sequence[int], n: int) -> list[int]:
+    runner = RUNNERS[kind]()
+    return reply(runner, started(runner, prompt.grown(begun)), n)
+
+
+@every_runner
+def test_a_resumed_row_samples_as_if_nothing_had_happened(kind: str) -> None:
+    prompt = prompt_of(9)
+    sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=1.5)
+    job = Job(RequestId("job"), prompt, 12, sampling=sampling)
+    runner = RUNNERS[kind]()
+    row = runner.start(None)
+    read(runner, row, prompt)
+    (row,) = runner.choices(row, job, [0])
+    runner.join(row, int(prompt.ids[-1]))
+    said = reply(runner, row, 10)
+    for alone in (True, False):
+        again = RUNNERS[kind]()
+        assert reply(again, resumed(again, prompt, said[:4], alone=alone, job=job), 6) == said[4:]
+
+
 # --- caches --------------------------------------------------------------------------------
 
 every_cache = pytest.mark.parametrize("kind", CACHES)

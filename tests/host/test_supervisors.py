@@ -13,7 +13,7 @@ import pytest
 from firn import app
 from firn.core.errors import SetupError
 from firn.fleet import server as front
-from firn.host.supervisors import STOP_S, Done, Launchd, Service, Systemd, supervisor
+from firn.host.supervisors import STOP_S, CommandResult, Launchd, Service, Systemd, supervisor
 
 SERVICE = Service(("model", "--port", "8123", "--api-key", 'k"%$x'), python="/opt/a b/python")
 
@@ -21,13 +21,15 @@ SERVICE = Service(("model", "--port", "8123", "--api-key", 'k"%$x'), python="/op
 class Fake:
     """Answers by the words of a command, the longest match first."""
 
-    def __init__(self, **answers: Done) -> None:
+    def __init__(self, **answers: CommandResult) -> None:
         self.answers = answers
         self.calls: list[tuple[str, ...]] = []
 
-    def __call__(self, command: Sequence[str]) -> Done:
+    def __call__(self, command: Sequence[str]) -> CommandResult:
         self.calls.append(tuple(command))
-        return next((a for word, a in self.answers.items() if word in command), Done(0, ""))
+        return next(
+            (a for word, a in self.answers.items() if word in command), CommandResult(0, "")
+        )
 
     @property
     def verbs(self) -> list[str]:
@@ -62,13 +64,13 @@ def test_a_launchd_agent(tmp_path: Path) -> None:
 
 def test_what_launchd_says_of_it(tmp_path: Path) -> None:
     text = "gui/501/local.firn.server = {\n\tstate = running\n\n\tpid = 4711\n}"
-    launchd = Launchd(tmp_path, run=Fake(print=Done(0, text)))
+    launchd = Launchd(tmp_path, run=Fake(print=CommandResult(0, text)))
     launchd.install(SERVICE)
     assert launchd.status().running
     assert launchd.status().text == "running, process 4711"
-    gone = Launchd(tmp_path, run=Fake(print=Done(113, "Could not find service")))
+    gone = Launchd(tmp_path, run=Fake(print=CommandResult(113, "Could not find service")))
     assert not gone.status().running
-    refused = Launchd(tmp_path, run=Fake(bootstrap=Done(5, "Input/output error")))
+    refused = Launchd(tmp_path, run=Fake(bootstrap=CommandResult(5, "Input/output error")))
     with pytest.raises(SetupError, match="Input/output error"):
         refused.install(SERVICE)
 
@@ -94,13 +96,13 @@ def test_a_systemd_unit(tmp_path: Path) -> None:
 
 
 def test_what_systemd_says_of_it(tmp_path: Path) -> None:
-    shown = Done(0, "ActiveState=active\nSubState=running\nMainPID=12\n")
+    shown = CommandResult(0, "ActiveState=active\nSubState=running\nMainPID=12\n")
     systemd = Systemd(tmp_path, run=Fake(show=shown))
     systemd.install(SERVICE)
     assert systemd.status().running
     assert systemd.status().text == "active (running), process 12"
     assert "--follow" in systemd.logs(5, follow=True)
-    failing = Systemd(tmp_path, run=Fake(enable=Done(1, "no bus")))
+    failing = Systemd(tmp_path, run=Fake(enable=CommandResult(1, "no bus")))
     with pytest.raises(SetupError, match="no bus"):
         failing.install(SERVICE)
 

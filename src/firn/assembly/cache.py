@@ -8,21 +8,21 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from firn.assembly.compute import ComputeSettings
+from firn.cache.admin.inventory import ModelNote, note_model
 from firn.cache.asking import StoreIo
-from firn.cache.inventory import ModelNote, note_model
-from firn.cache.io import Io, TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.seal import Seal, load_seal
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import Io, TierIo
+from firn.cache.storage.seal import Seal, load_seal
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Store, TierOptions, discover
 from firn.cache.tiers._address import parse_address
 from firn.cache.worth import spill_policy
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
-from firn.core.memory_plan import STORE_QUEUE_NBYTES
-from firn.core.ports import PrefixCache
+from firn.core.memory_plan import GIB, MIB, STORE_QUEUE_NBYTES
 from firn.core.values import ModelInfo, Namespace
 from firn.host.backups import leave_out
 from firn.models.loader import LoadedModel
@@ -36,7 +36,6 @@ STORE_FLUSH_S = 5.0
 """Likewise, to a store."""
 N_STORE_THREADS = 8
 """A store that hangs must not keep the disk's threads; many wait for answers at once."""
-MIB, GIB = 1 << 20, 1 << 30
 
 
 def build_cache(
@@ -44,14 +43,10 @@ def build_cache(
     loaded: LoadedModel,
     capacity_nbytes: int,
     *,
-    exact_chunk: int,
-    arithmetic: str,
+    compute: ComputeSettings,
     leader_parts: LeaderParts | None = None,
-) -> PrefixCache:
-    """arithmetic: what bits depend on beside the model, where bits count.
-
-    leader_parts: the ranks that each hold a slice of every record, where there are several.
-    """
+) -> PrefixTree | CacheOff:
+    """leader_parts: the ranks that each hold a slice of every record, if there are several."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
         log.info("the prefix cache is off")
@@ -65,7 +60,7 @@ def build_cache(
     settings = CacheSettings(
         limit_nbytes=limit,
         block=wanted.cache_block_tokens,
-        exact_chunk=exact_chunk,
+        exact_chunk=compute.exact_chunk,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
     make = PrefixTree if leader_parts is None else leader_parts.make_tree
@@ -73,7 +68,7 @@ def build_cache(
         layout,
         settings,
         fingerprint=loaded.info.fingerprint,
-        dtype=computed_in(loaded, arithmetic, leader_parts.text if leader_parts else ""),
+        dtype=computed_in(loaded, compute.arithmetic, leader_parts.text if leader_parts else ""),
     )
 
 

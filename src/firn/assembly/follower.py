@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from firn.assembly import model_names
 from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
-from firn.assembly.memory import Planned, beside_others
-from firn.assembly.parts import Wanted, Way, load_model, plan_for, row_cost, threads_of, way_of
+from firn.assembly.compute import ComputeSettings, compute_settings, threads_of
+from firn.assembly.memory import MemoryPlanner, Planned, beside_others
+from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost
 from firn.cache.codecs import At
-from firn.cache.io import TierIo
 from firn.cache.prefix import CacheSettings
 from firn.cache.ranks.slices import Identity, Slices
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions, discover
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
@@ -31,7 +31,6 @@ from firn.host.backups import leave_out
 from firn.host.shutdown import no_later_than
 from firn.models import device as devices
 from firn.models import loader
-from firn.models.hub import HubRules
 from firn.models.loader import LoadedModel
 from firn.models.ranks.group import check
 from firn.models.ranks.runner import FollowerRunner, in_step
@@ -48,7 +47,7 @@ PAYLOADS = frozenset({"cut", "tokens", "copied", "joined", "drop", "arrive", "to
 
 
 def join_ranks(config: Config) -> tuple[Config, RankMember]:
-    """This process among those of one model, and what it goes by there. Raises SetupError."""
+    """Join the processes that serve one model; the settings that hold there. Raises SetupError."""
     check_options(config)
     log.info("waiting for the other ranks")
     off = replace(config.engine, speculation="off")
@@ -56,7 +55,7 @@ def join_ranks(config: Config) -> tuple[Config, RankMember]:
 
 
 def follow(config: Config, member: RankMember) -> int:
-    """Until rank 0 says that it is over. Returns the process's exit code."""
+    """Serve rank 0 until it ends. Returns the process's exit code."""
     follower = member.follower
     assert follower is not None
     follower.heed_signals()
@@ -64,11 +63,11 @@ def follow(config: Config, member: RankMember) -> int:
         loop = _build(config, member, follower)
     except SetupError as e:
         follower.answer("failed", str(e))
-        threading.Event().wait()  # rank 0 says it, and ends both
+        threading.Event().wait()  # rank 0 reports it, and ends this process
     log.info("%s follows", member.text)
     follower.begin()
     try:
-        loop.follow()
+        loop.run()
     except Exception as e:
         log.critical("%s failed: %r", member.text, e, exc_info=e)
         follower.answer("failed", repr(e))
@@ -80,12 +79,12 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
     settings, folder = _checked(config, member, follower)
     name = config.model.path.rstrip("/").split("/")[-1]
     before = beside_others(devices.look(devices.device()))
-    way = way_of(config, str(settings["model_type"]), name)
+    compute = compute_settings(config, str(settings["model_type"]), name)
     (cpu_dtype,) = follower.expect("load").args
-    way = replace(way, cpu_dtype=cpu_dtype)
-    loaded = load_model(Wanted(config, folder, name, ()), way, shard=member.group.shard)
-    planned = _planned(config, settings, before, way, loaded)
-    devices.set_limits(way.machine.kind, planned.plan)
+    compute = replace(compute, cpu_dtype=cpu_dtype)
+    loaded = load_model(ServerSpec(config, folder, name, ()), compute, shard=member.group.shard)
+    planned = _planned(config, settings, before, compute, loaded)
+    devices.set_limits(compute.device.kind, planned.plan)
     follower.answer(
         "ready",
         {
@@ -95,52 +94,64 @@ def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLo
         },
     )
     (batchable,) = follower.expect("begin").args
-    slices = _slices(config, member, follower, way, loaded, planned)
+    write_queue_nbytes = planned.plan.write_queue_nbytes
+    slices = _slices(
+        config,
+        member,
+        follower,
+        compute=compute,
+        loaded=loaded,
+        write_queue_nbytes=write_queue_nbytes,
+    )
     runner = FollowerRunner(
         loaded.model,
         replace(loaded.info, batchable=batchable),
         make_layers=loaded.make_layers,
         max_rows=config.engine.max_concurrency,
         inputs=loaded.inputs,
-        threads=threads_of(loaded, way),
+        threads=threads_of(loaded, compute),
     )
     return FollowerLoop(follower, runner.follow(member.group), slices)
 
 
 def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[dict[str, Any], Path]:
-    """The model is here and can be shared out; or it is not, and rank 0 says so."""
+    """Whether the model is here and can be sharded; if not, rank 0 reports why."""
     said: dict[str, Any] = {"error": "", "node": platform.node()}
     settings: dict[str, Any] = {}
     folder = Path()
     try:
-        wanted = config.model
-        rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
-        folder = model_names.resolve(wanted.path, rules)
+        folder = find_folder(config.model)
         settings = loader.read_config(folder)
-        check(settings, member.group.size, name=folder.name, text_only=wanted.text_only)
+        check(settings, member.group.size, name=folder.name, text_only=config.model.text_only)
     except SetupError as e:
         said["error"] = str(e)
     follower.answer("checked", said | {"options": options_digest(config)})
     if said["error"]:
-        threading.Event().wait()  # rank 0 says it, and ends all
+        threading.Event().wait()  # rank 0 reports it, and ends all ranks
     return settings, folder
 
 
 def _planned(
-    config: Config, settings: dict[str, Any], before: Any, way: Way, loaded: LoadedModel
+    config: Config,
+    settings: dict[str, Any],
+    before: Any,
+    compute: ComputeSettings,
+    loaded: LoadedModel,
 ) -> Planned:
     info = loaded.info
-    transient = transient_of(settings, device=way.machine.kind, dtype=info.dtype)
-    return plan_for(config, before, info, way, transient, row_cost(loaded), info.weights_nbytes)
+    transient = transient_of(settings, device=compute.device.kind, dtype=info.dtype)
+    planner = MemoryPlanner(config, before, compute, transient, info.context_length)
+    return planner.plan(row_cost(loaded), info.weights_nbytes)
 
 
 def _slices(
     config: Config,
     member: RankMember,
     follower: Follower,
-    way: Way,
+    *,
+    compute: ComputeSettings,
     loaded: LoadedModel,
-    planned: Planned,
+    write_queue_nbytes: int,
 ) -> Slices | None:
     """None: the cache is off."""
     wanted = config.cache
@@ -150,34 +161,34 @@ def _slices(
         layout = layout_of(config, loaded)
     except UnknownCacheLayer:
         return None
-    settings = CacheSettings(0, wanted.cache_block_tokens, way.exact_chunk)
-    text = settings.layout(layout, computed_in(loaded, way.arithmetic, member.text))
+    settings = CacheSettings(0, wanted.cache_block_tokens, compute.exact_chunk)
+    text = settings.layout(layout, computed_in(loaded, compute.arithmetic, member.text))
     identity = Identity(loaded.info.fingerprint, text)
     slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
     for name, options in tiers_of(wanted).items():
-        slices.add_tier(_tier(config, member, name, options, planned))
+        slices.add_tier(_tier(config, member, name, options, write_queue_nbytes))
     return slices
 
 
 def _tier(
-    config: Config, member: RankMember, name: str, options: TierOptions, planned: Planned
+    config: Config, member: RankMember, name: str, options: TierOptions, write_queue_nbytes: int
 ) -> TierIo:
     folder = member.folder(Path(options.location))
     leave_out(folder)
     tier = discover()[name](replace(options, location=str(folder)))
-    threads = IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes)
+    threads = IoThreads(max_write_nbytes=write_queue_nbytes)
     return TierIo(tier, threads, seal=seal_of(config), flush_timeout_s=FLUSH_S)
 
 
 @dataclass(eq=False)
 class FollowerLoop:
-    """Makes the calls. Owner: the main thread."""
+    """Makes the calls that rank 0 sends, in their order. Owner: the main thread."""
 
     follower: Follower
     runner: FollowerRunner
     slices: Slices | None
 
-    def follow(self) -> None:
+    def run(self) -> None:
         while True:
             call = self.follower.next()
             if call.name == "end":

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from firn.config import Config, default_cache_dir
 from firn.core.memory_plan import (
@@ -23,9 +24,14 @@ from firn.core.memory_plan import (
     MemoryOptions,
     MemoryPlan,
     ModelMemory,
+    Transient,
     plan_memory,
 )
 from firn.host.reservations import Reservation, Reserved, others
+
+if TYPE_CHECKING:  # `firn doctor` plans memory without loading mlx
+    from firn.assembly.compute import ComputeSettings
+    from firn.engine import RowCost
 
 log = logging.getLogger("firn")
 
@@ -74,6 +80,26 @@ class Planned:
         again = plan_memory(now, self.model, self.options)
         fixed = self.plan.total_nbytes - self.plan.capacity_nbytes
         return max(again.limit_nbytes - fixed, MIN_CAPACITY_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlanner:
+    """Plans the memory of one loaded model on this machine."""
+
+    config: Config
+    machine: MachineMemory
+    """Before the model was loaded."""
+    compute: ComputeSettings
+    transient: Transient
+    context_length: int
+
+    def plan(self, cost: RowCost, weights_nbytes: int) -> Planned:
+        rows = (cost.per_token_nbytes, cost.fixed_nbytes)
+        needs = ModelMemory(weights_nbytes, *rows, self.transient, self.context_length)
+        compute = self.compute
+        return plan_server(
+            self.config, self.machine, needs, chunk=compute.largest_chunk, exact=compute.exact
+        )
 
 
 def plan_server(

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from firn.assembly import speculation
-from firn.assembly.speculation import Guessing
-from firn.cache.prefix import PrefixTree
+from firn.assembly.handles import any_cursors
+from firn.assembly.speculation import DraftSetup, Guessing
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.core.sparse import SparseRules
-from firn.core.values import ModelInfo
 from firn.models import loader
-from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.threads import Threads
 from firn.models.placing import why_not_sparse
 from firn.models.scoring import AttentionScorer
+from firn.models.shapes import FewShapes
 
 log = logging.getLogger("firn")
 
@@ -36,11 +35,9 @@ def build(
     loaded: loader.LoadedModel,
     guessing: Guessing,
     *,
+    setup: DraftSetup,
     threads: Threads | None,
-    exact: bool,
-    cpu_dtype: CpuDtype,
-    cache_nbytes: int,
-    add_tiers: Callable[[PrefixTree, ModelInfo], None],
+    shapes_of: Callable[[loader.LoadedModel], FewShapes | None],
 ) -> tuple[AttentionScorer | None, Guessing]:
     """On the engine thread. Raises SetupError. Who scores prompts, where they may be thinned, and
     the draft model's memory: it is loaded once, whether it guesses or scores or both."""
@@ -49,16 +46,14 @@ def build(
         return None, guessing
     if small is None:
         raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
-    if exact:
+    if setup.exact:
         raise SetupError("--sparse-prefill is approximate: not where reuse is exact")
     why = _why_not(loaded)
     if why:
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
     draft = guessing.draft
     if draft is None:
-        draft = speculation.open_draft(
-            config, loaded, cpu_dtype=cpu_dtype, cache_nbytes=cache_nbytes, add_tiers=add_tiers
-        )
+        draft = speculation.open_draft(config, loaded, setup)
         nbytes = guessing.weights_nbytes + draft.model.info.weights_nbytes
         guessing = replace(guessing, weights_nbytes=nbytes, row_cost=draft.row_cost)
     try:
@@ -66,9 +61,10 @@ def build(
             draft.model.model,
             draft.model.info,
             make_layers=draft.model.make_layers,
-            cache=draft.cache,
+            cache=any_cursors(draft.cache),
             owns_cache=not draft.guesses,
             threads=threads,
+            shapes=shapes_of(draft.model),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e

@@ -8,27 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firn.assembly import model_names
+from firn.assembly.handles import any_cursors
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
-from firn.core.ports import PrefixCache
 from firn.core.values import ModelInfo
-from firn.engine.budget import RowCost
-from firn.engine.loop import Parts
+from firn.engine import RowCost
 from firn.models import loader, mtp_load
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.dtype import widen_as
 from firn.models.device import device
-from firn.models.drafters import Drafter
-from firn.models.drafters.lookup import Lookup
+from firn.models.drafters import Drafter, discover
 from firn.models.drafters.model import ModelDrafter
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.hub import HubRules
 from firn.models.mtp import MtpModel, with_head_layer
 from firn.models.raggedcheck import ragged_fault, rewind_fault
-from firn.models.runner import Runner
 from firn.models.speculation import Speculation
 from firn.models.traits import TRAITS
 
@@ -43,10 +40,22 @@ class Draft:
     """A small model with the same tokens, and the prefixes that it keeps."""
 
     model: loader.LoadedModel
-    cache: PrefixCache
+    cache: PrefixTree | CacheOff
     row_cost: RowCost
     guesses: bool = False
     """A drafter has it, and ends what it keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """How a draft model is loaded and cached: as the model that it serves."""
+
+    exact: bool
+    cpu_dtype: CpuDtype
+    cache_nbytes: int
+    """Memory for prefixes, of both models together."""
+    add_tiers: Callable[[PrefixTree, ModelInfo], None]
+    """Puts a cache on the tiers below memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +110,8 @@ def with_head(
     )
 
 
-def build(
-    config: Config,
-    loaded: loader.LoadedModel,
-    *,
-    exact: bool,
-    cpu_dtype: CpuDtype,
-    cache_nbytes: int,
-    add_tiers: Callable[[PrefixTree, ModelInfo], None],
-) -> Guessing:
-    """On the engine thread. Raises SetupError.
-
-    cache_nbytes: memory for prefixes, all in all. add_tiers: puts a cache on the tiers below memory.
-    """
+def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Guessing:
+    """On the engine thread. Raises SetupError."""
     wanted, small = config.engine.speculation, config.engine.draft_model
     if small and wanted not in ("auto", "model") and not config.sparse.sparse_prefill:
         raise SetupError(f"--draft-model guesses nothing with --speculation {wanted}")
@@ -121,7 +119,7 @@ def build(
         raise SetupError("--speculation model needs --draft-model")
     if wanted == "off":
         return Guessing()
-    if exact:  # a step of several tokens is not to the bit what several steps are
+    if setup.exact:  # a step of several tokens is not to the bit what several steps are
         log.warning("no tokens are guessed (--speculation): reuse is exact")
         return Guessing()
     why = rewind_fault(loaded.model, loaded.make_layers)
@@ -132,14 +130,14 @@ def build(
     if why:
         log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
     traits = TRAITS[device().kind]
-    drafters: list[Drafter] = [Lookup()] if wanted in ("auto", "lookup") else []
+    alone = discover()
+    name = "lookup" if wanted == "auto" else wanted
+    drafters: list[Drafter] = [alone[name]()] if name in alone else []
     if isinstance(loaded.model, MtpModel):
         drafters.append(MtpDrafter(loaded.model))
     if small is None or wanted not in ("auto", "model"):
         return Guessing(Speculation(*drafters, in_groups=why is None, traits=traits))
-    draft = open_draft(
-        config, loaded, cpu_dtype=cpu_dtype, cache_nbytes=cache_nbytes, add_tiers=add_tiers
-    )
+    draft = open_draft(config, loaded, setup)
     try:
         drafters.append(_drafter(draft.model, draft.cache, small))
         draft = replace(draft, guesses=True)
@@ -152,21 +150,14 @@ def build(
     return Guessing(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
 
 
-def open_draft(
-    config: Config,
-    loaded: loader.LoadedModel,
-    *,
-    cpu_dtype: CpuDtype,
-    cache_nbytes: int,
-    add_tiers: Callable[[PrefixTree, ModelInfo], None],
-) -> Draft:
+def open_draft(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draft:
     """Load --draft-model. Raises SetupError."""
     small = config.engine.draft_model
     assert small is not None
-    draft = _load(config, Path(loaded.info.path), small, cpu_dtype)
-    cache, cost = _cache(draft, cache_nbytes // DRAFT_CACHE_SHARE if cache_nbytes else 0)
+    draft = _load(config, Path(loaded.info.path), small, setup.cpu_dtype)
+    cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_SHARE)
     if isinstance(cache, PrefixTree):
-        add_tiers(cache, draft.info)
+        setup.add_tiers(cache, draft.info)
     return Draft(draft, cache, cost)
 
 
@@ -183,7 +174,7 @@ def _load(config: Config, folder: Path, small: str, cpu_dtype: CpuDtype) -> load
     return loader.load(place, served_name=small, trust_remote_code=trust, cpu_dtype=cpu_dtype)
 
 
-def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixCache, RowCost]:
+def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixTree | CacheOff, RowCost]:
     try:
         layout = Layout.of(draft.probe)
     except UnknownCacheLayer as e:
@@ -199,13 +190,13 @@ def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixCache, RowCost
     return tree, cost
 
 
-def _drafter(draft: loader.LoadedModel, cache: PrefixCache, name: str) -> ModelDrafter:
+def _drafter(draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str) -> ModelDrafter:
     info = draft.info
     try:
         return ModelDrafter(
             draft.model,
             draft.make_layers,
-            cache=cache,
+            cache=any_cursors(cache),
             batchable=info.batchable and ragged_fault(draft.model, draft.make_layers) is None,
             n_ids=info.n_ids,
         )
@@ -213,8 +204,6 @@ def _drafter(draft: loader.LoadedModel, cache: PrefixCache, name: str) -> ModelD
         raise SetupError(f"--draft-model {name} cannot guess: {e}") from e
 
 
-def view(parts: Parts) -> dict[str, int]:
+def view(speculation: Speculation | None) -> dict[str, int]:
     """Counters, from any thread; empty where no tokens are guessed."""
-    runner = parts.runner
-    speculation = runner.speculation if isinstance(runner, Runner) else None
     return speculation.totals.view() if speculation else {}

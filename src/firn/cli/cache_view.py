@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from firn.cache.container import Header
-from firn.cache.inventory import Block, Group, Inventory, Prefix, prefixes
-from firn.cache.io import load
+from firn.cache.admin.inventory import BlockFiles, Inventory, ModelRecords, Prefix, prefixes
 from firn.cache.parts import Part
+from firn.cache.storage.container import Header
+from firn.cache.storage.io import load
 from firn.cache.tiers._folder import QUARANTINE, TMP, peek
-from firn.cli.cache_work import Where, out
+from firn.cli.cache_work import CacheFolder, out
 from firn.cli.doctor import size
 from firn.core.errors import FirnError
 
@@ -36,19 +36,19 @@ def ago(then: float, now: float) -> str:
     return "just now"
 
 
-def _name_of(group: Group) -> str:
+def _name_of(group: ModelRecords) -> str:
     return group.model.name or f"model {group.fingerprint.hex()[:SHORT]}"
 
 
 # --- ls ------------------------------------------------------------------------------------
 
 
-def ls(where: Where, *, top: int) -> None:
-    inventory = where.take()
-    groups = inventory.groups()
+def ls(location: CacheFolder, *, top: int) -> None:
+    inventory = location.take()
+    groups = inventory.by_model()
     console = out()
     if not inventory.files:
-        console.print(f"Nothing is stored in {where.folder}.", markup=False)
+        console.print(f"Nothing is stored in {location.folder}.", markup=False)
         return
     console.print(_table(groups))
     for group in groups if top else ():
@@ -63,7 +63,7 @@ def ls(where: Where, *, top: int) -> None:
         console.print(f"\nAlso {' and '.join(shown)}.")
 
 
-def _table(groups: Sequence[Group]) -> Table:
+def _table(groups: Sequence[ModelRecords]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("model", "fingerprint", "namespace"):
         table.add_column(column, no_wrap=True)
@@ -83,7 +83,7 @@ def _table(groups: Sequence[Group]) -> Table:
     return table
 
 
-def _tree(group: Group, top: int) -> Tree:
+def _tree(group: ModelRecords, top: int) -> Tree:
     title = f"largest prefixes of {_name_of(group)}, namespace {group.namespace[:SHORT]}"
     tree = Tree(Text(title), guide_style="dim")
     now = time.time()
@@ -112,8 +112,8 @@ def _line(prefix: Prefix, now: float) -> str:
 # --- show ----------------------------------------------------------------------------------
 
 
-def show(where: Where, key: str, *, model: str | None, whole: bool) -> None:
-    inventory = where.take()
+def show(location: CacheFolder, key: str, *, model: str | None, whole: bool) -> None:
+    inventory = location.take()
     block = inventory.find(key)
     console = out()
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -126,7 +126,7 @@ def show(where: Where, key: str, *, model: str | None, whole: bool) -> None:
         if file.label is None:
             console.print(f"\n{part.value}: encrypted with another key")
             continue
-        header = load(where.tier(), file.label.name, seal=where.seal).header
+        header = load(location.tier(), file.label.name, seal=location.seal).header
         console.print(f"\n{part.value}: {size(file.nbytes)}", style="bold")
         for line in _layer_lines(header):
             console.print(f"  {line}", markup=False)
@@ -136,7 +136,7 @@ def show(where: Where, key: str, *, model: str | None, whole: bool) -> None:
         console.print(_text_of(tokens, model or _recorded_model(inventory, block)), markup=False)
 
 
-def _facts(inventory: Inventory, block: Block) -> list[tuple[str, str]]:
+def _facts(inventory: Inventory, block: BlockFiles) -> list[tuple[str, str]]:
     tag = block.tag
     model = inventory.models.get(tag.fingerprint)
     label = next((f.label for f in block.files.values() if f.label is not None), None)
@@ -176,7 +176,7 @@ def _layer_lines(header: Header) -> list[str]:
     return lines
 
 
-def _tokens(inventory: Inventory, block: Block, *, whole: bool) -> list[int]:
+def _tokens(inventory: Inventory, block: BlockFiles, *, whole: bool) -> list[int]:
     chain = inventory.chain(block) if whole else [block]
     found: list[int] = []
     for one in chain:
@@ -187,7 +187,7 @@ def _tokens(inventory: Inventory, block: Block, *, whole: bool) -> list[int]:
     return found
 
 
-def _recorded_model(inventory: Inventory, block: Block) -> str | None:
+def _recorded_model(inventory: Inventory, block: BlockFiles) -> str | None:
     model = inventory.models.get(block.tag.fingerprint)
     return model.path if model and Path(model.path).is_dir() else None
 
@@ -215,16 +215,16 @@ def _text_of(tokens: list[int], model: str | None) -> str:
 # --- stats ---------------------------------------------------------------------------------
 
 
-def stats(where: Where) -> dict[str, Any]:
-    inventory = where.take()
-    disk = where.disk()
+def stats(location: CacheFolder) -> dict[str, Any]:
+    inventory = location.take()
+    disk = location.disk()
     page = peek(disk)
     files = inventory.files
     by_part = {p: [f for f in files if f.tag and f.tag.part is p] for p in Part}
     bad = disk.files(QUARANTINE)
     now = time.time()
     return {
-        "folder": str(where.folder),
+        "folder": str(location.folder),
         "limit_bytes": page.limit_nbytes if page else None,
         "bytes": sum(f.nbytes for f in files) + sum(x.nbytes for x in bad),
         "records": len(files),
@@ -245,8 +245,8 @@ def stats(where: Where) -> dict[str, Any]:
     }
 
 
-def show_stats(where: Where, *, as_json: bool) -> None:
-    found = stats(where)
+def show_stats(location: CacheFolder, *, as_json: bool) -> None:
+    found = stats(location)
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -22,7 +22,7 @@ from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_o
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
 from firn.core.memory_plan import MemoryOptions
-from firn.host.machine import Memory, disk_free, is_translated, memory
+from firn.host.machine import SystemMemory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
@@ -144,7 +144,7 @@ def _device_findings(device: DeviceReport) -> Iterator[Finding]:
         yield Finding("products", blas.text, "note" if slow else "ok")
 
 
-def _memory_finding(now: Memory) -> Finding:
+def _memory_finding(now: SystemMemory) -> Finding:
     free = "unknown" if now.available is None else size(now.available)
     return Finding("memory", f"{size(now.total)}, {free} available")
 
@@ -184,7 +184,7 @@ def look_at_model(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
 
 
 def describe_model(
-    report: ModelReport, device: DeviceReport, now: Memory, *, n_stores: int = 0
+    report: ModelReport, device: DeviceReport, now: SystemMemory, *, n_stores: int = 0
 ) -> Iterator[Finding]:
     yield Finding("model", str(report.folder))
     n_stored = report.weights_nbytes
@@ -263,7 +263,7 @@ def _cache_text(report: ModelReport) -> str:
 
 
 def _budget(
-    report: ModelReport, device: DeviceReport, now: Memory, n_stores: int
+    report: ModelReport, device: DeviceReport, now: SystemMemory, n_stores: int
 ) -> Iterator[Finding]:
     """What a server would plan with its defaults: the table, and the context that it allows."""
     from firn.assembly.memory import beside_others

@@ -16,7 +16,7 @@ from firn.core.memory_plan import (
     Transient,
     plan_memory,
 )
-from firn.host.machine import Memory
+from firn.host.machine import SystemMemory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 KINDS: dict[str, DeviceKind] = {"CPU": "cpu", "Metal": "metal", "CUDA": "cuda"}
 
 
-def machine_of(device: DeviceReport, now: Memory) -> MachineMemory:
+def machine_of(device: DeviceReport, now: SystemMemory) -> MachineMemory:
     kind = KINDS[device.kind]
     has = device.working_set_nbytes or device.memory_nbytes or now.total
     return MachineMemory(kind, has, now.total, None if kind == "cuda" else now.available)
@@ -41,7 +41,7 @@ def model_of(report: ModelReport) -> ModelMemory:
     )
 
 
-def as_computed(report: ModelReport, device: DeviceReport, now: Memory) -> ModelReport:
+def as_computed(report: ModelReport, device: DeviceReport, now: SystemMemory) -> ModelReport:
     """With the numbers of float32, where a CPU computes in it: twice the bytes, weights and cache."""
     from firn.models.cpu.dtype import SHARE
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from firn.cache.faults import TierError, TierFull
+from firn.cache.storage.faults import PermanentFault, TierError, TierFull
+from firn.cache.storage.store_probe import PROBE_NBYTES, StoreReport, probe
 from firn.cache.tiers import Store, discover
 from firn.cache.tiers._address import Address, parse_address
-from firn.cache.tiers._calls import PermanentFault
-from firn.cache.tiers._probe import PROBE_NBYTES, StoreReport, probe
 from firn.cli.doctor import Finding
 from firn.core.errors import SetupError
 

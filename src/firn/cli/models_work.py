@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from firn.cli.client import ChatClient, NoServer, ServerFault
+from firn.cli.client import ChatClient, RequestFailed, ServerNotFound
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 
@@ -25,7 +25,7 @@ def ls(url: str, api_key: str | None, models_dir: Path | None) -> int:
     try:
         with ChatClient(url, api_key=api_key) as client:
             _show_served(client.served_models())
-    except NoServer as error:
+    except ServerNotFound as error:
         typer.echo(f"firn: {error.message} On this machine:", err=True)
         _show_local(local_models(models_dir))
     return 0
@@ -151,7 +151,7 @@ def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
     try:
         with ChatClient(url, api_key=api_key) as client:
             served = client.served_models()
-    except ServerFault:
+    except RequestFailed:
         return
     for model in served:
         state = model.get("state", "loaded")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from firn.core.ports import PrefixCache, Runner, Scorer
+from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner, Scorer
 from firn.engine.budget import Budget
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     max_rows: int
     max_queue: int
     prefill_chunk: int
@@ -20,21 +19,22 @@ class Limits:
     """Chunks may grow to this, and shrink, by depth and company; 0: they are all prefill_chunk."""
     max_step_s: float = 0.0
     """The longest that a chunk should hold up those who decode; 0: by what the usual chunk takes."""
+    common_chunk: int = 0
+    """Longer chunks begin and end at multiples of this, shorter ones are padded by the runner: for a
+    device that prefers few shapes. 0: chunks end anywhere."""
     scored_nbytes: int = 128 << 20
     """Logits of a chunk whose every token is scored: where the vocabulary is large it is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """What the engine thread builds for itself at its start."""
 
-    runner: Runner
-    cache: PrefixCache
+    runner: Runner[LiveRow]
+    cache: PrefixCache[Cursor]
     budget: Budget
-    limits: Limits
-    embedder: Any = None
-    """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
-    scorer: Scorer | None = None
+    limits: EngineLimits
+    scorer: Scorer[object] | None = None
     """Says which tokens of a long prompt matter; None: every prompt is read in full."""
 
     def set_capacity(self, nbytes: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from firn.core.common_chunks import common_end
 from firn.core.values import RequestId
 
 
@@ -40,7 +41,7 @@ class Prefilling:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PendingWork:
     waiting: tuple[Waiting, ...]
     prefilling: tuple[Prefilling, ...]
     n_rows: int
@@ -53,28 +54,28 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     admit: tuple[RequestId, ...]
     prefill: int | None
     """The task that gets one chunk."""
     decode: bool
 
 
-def plan(view: View) -> Plan:
-    return Plan(
-        admit=_admit(view),
-        prefill=_next_prefill(view.prefilling, view.turn),
-        decode=view.n_decoding > 0,
+def plan(work: PendingWork) -> StepPlan:
+    return StepPlan(
+        admit=_admit(work),
+        prefill=_next_prefill(work.prefilling, work.turn),
+        decode=work.n_decoding > 0,
     )
 
 
-def _admit(view: View) -> tuple[RequestId, ...]:
+def _admit(work: PendingWork) -> tuple[RequestId, ...]:
     """First come, first served: one that does not fit yet holds back those behind it."""
     admitted: list[RequestId] = []
-    n_rows, free = view.n_rows, view.free_nbytes
-    for w in view.waiting:
+    n_rows, free = work.n_rows, work.free_nbytes
+    for w in work.waiting:
         alone = n_rows == 0  # an empty engine takes anything: refusing would wait for ever
-        if n_rows + w.n_rows > view.max_rows and not alone:
+        if n_rows + w.n_rows > work.max_rows and not alone:
             break
         if w.need_nbytes > free and not alone:
             break
@@ -102,6 +103,7 @@ def chunk_end(
     stops: Sequence[int] = (),
     unbroken: Sequence[tuple[int, int]] = (),
     aligned: bool = True,
+    common: int = 0,
 ) -> int:
     """Where the next prefill chunk ends.
 
@@ -115,10 +117,14 @@ def chunk_end(
 
     An end that would fall inside an unbroken range moves to where that begins, or, if the chunk
     begins there too, to where it ends: which depends on nothing but the prompt, again.
+
+    common: as `common_end` takes it, where chunks are not aligned.
     """
     end = min((n_done // chunk + 1) * chunk, n_total)
     if not aligned and n_total - n_done <= chunk + chunk // 2:
         end = n_total
+    if not aligned:
+        end = common_end(n_done, end, multiple=common)
     for stop in stops:
         if n_done < stop < end and not any(first < stop < last for first, last in unbroken):
             end = stop

@@ -40,14 +40,14 @@ from firn.config import Config
 from firn.core.errors import SetupError
 from firn.fleet import routes
 from firn.fleet.activity import add_activity
-from firn.fleet.catalogue import Catalogue
-from firn.fleet.child import Launch, launch
+from firn.fleet.catalogue import ModelCatalogue
 from firn.fleet.files import check, folder_of
 from firn.fleet.fleet import Fleet
+from firn.fleet.process import Launch, launch
 from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
-from firn.fleet.turns import Rules
+from firn.fleet.turns import PlacementRules
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import leave, no_later_than
 from firn.listener import Uvicorn, address, bind, connections
@@ -81,7 +81,7 @@ def serve(config: Config) -> int:
     """Run the front until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
-    catalogue = Catalogue(config)
+    catalogue = ModelCatalogue(config)
     for spec in catalogue:
         check(spec)
     sock = bind(config.server.host, config.server.port)
@@ -110,7 +110,7 @@ def socket_base(environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FrontParts:
     """Of a front. The pool decodes large bodies."""
 
     fleet: Fleet
@@ -121,13 +121,13 @@ class Parts:
 
 def build(
     config: Config,
-    catalogue: Catalogue,
+    catalogue: ModelCatalogue,
     folder: Path,
     *,
     start: Launch = launch,
-    rules: Rules | None = None,
+    rules: PlacementRules | None = None,
     waits: WaitLimits | None = None,
-) -> Parts:
+) -> FrontParts:
     """On the asyncio thread. `start` stands for a real process where it is given."""
     server = config.server
     quotas = Quotas(
@@ -158,10 +158,10 @@ def build(
     app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
     metrics = routes.FrontMetrics(fleet)
     for path in (*(dialect.path for dialect in dialects), *BY_BODY):
-        app.router.routes.append(Route(path, _Asgi(relay.by_body), methods=["POST"]))
+        app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_body), methods=["POST"]))
     for path, methods in BY_ID:
-        app.router.routes.append(Route(path, _Asgi(relay.by_id), methods=list(methods)))
-    catalog = routes.Catalog(fleet)
+        app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_id), methods=list(methods)))
+    catalog = routes.ModelListing(fleet)
     routes.add_loading(app, fleet, catalog, relay, intake, keys, server.allow_origins)
     routes.add_models(app, catalog, relay)
     routes.add_ollama(app, catalog, relay, intake)
@@ -175,7 +175,7 @@ def build(
     add_error_shapes(app, shapes)
     _add_layers(app, config, keys, shapes, metrics, intake)
     describe(app, dialects, with_keys=keys.required)
-    return Parts(fleet, relay, app, pool)
+    return FrontParts(fleet, relay, app, pool)
 
 
 def _check_pinned(fleet: Fleet) -> None:
@@ -189,7 +189,7 @@ def _check_pinned(fleet: Fleet) -> None:
         )
 
 
-class _Asgi:
+class _AsgiEndpoint:
     """An endpoint that is an ASGI app: Starlette takes a plain function for a request handler."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -226,7 +226,7 @@ def _add_layers(
     app.add_middleware(Front, shapes=shapes, metrics=metrics, intake=intake, routes=known)
 
 
-async def _run(config: Config, catalogue: Catalogue, folder: Path, sock: socket.socket) -> int:
+async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: socket.socket) -> int:
     parts = build(config, catalogue, folder)
     web = Uvicorn(
         http_config(

@@ -15,17 +15,17 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SystemMemory:
     """In bytes. `available` is what a new process could have without swapping; None: unknown."""
 
     total: int
     available: int | None
 
 
-def memory(root: Path = Path("/")) -> Memory:
+def memory(root: Path = Path("/")) -> SystemMemory:
     """`root` is where /proc and /sys are."""
     if sys.platform == "darwin":
-        return Memory(_physical_nbytes(), _mac_available())
+        return SystemMemory(_physical_nbytes(), _mac_available())
     info = _meminfo(root / "proc/meminfo")
     total = info.get("MemTotal", _physical_nbytes())
     available = info.get("MemAvailable")
@@ -33,7 +33,7 @@ def memory(root: Path = Path("/")) -> Memory:
     if limit is not None and limit < total:  # a container with less than the machine
         used = _number_in(root / "sys/fs/cgroup/memory.current") or 0
         total, available = limit, min(available or limit, max(limit - used, 0))
-    return Memory(total, available)
+    return SystemMemory(total, available)
 
 
 def _physical_nbytes() -> int:

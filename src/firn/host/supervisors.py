@@ -27,20 +27,20 @@ N_FILES = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CommandResult:
     code: int
     text: str
 
 
-Run = Callable[[Sequence[str]], Done]
+Run = Callable[[Sequence[str]], CommandResult]
 
 
-def run(command: Sequence[str]) -> Done:
+def run(command: Sequence[str]) -> CommandResult:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as e:
         raise SetupError(f"{command[0]} cannot be run: {e}") from e
-    return Done(done.returncode, (done.stdout + done.stderr).strip())
+    return CommandResult(done.returncode, (done.stdout + done.stderr).strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class ServiceStatus:
     installed: bool
     running: bool = False
     text: str = ""
@@ -78,7 +78,7 @@ class Supervisor(Protocol):
         """Stop it and remove it; False: there was none."""
         ...
 
-    def status(self) -> Status: ...
+    def status(self) -> ServiceStatus: ...
 
     def logs(self, n_lines: int, *, follow: bool) -> tuple[str, ...]:
         """The command that shows them."""
@@ -143,18 +143,18 @@ class Launchd:
         self.path.unlink(missing_ok=True)
         return there or done.code == 0
 
-    def status(self) -> Status:
+    def status(self) -> ServiceStatus:
         if not self.path.exists():
-            return Status(False)
+            return ServiceStatus(False)
         done = self._run(("launchctl", "print", f"{self._domain}/{LABEL}"))
         fields = dict(
             line.strip().split(" = ", 1) for line in done.text.splitlines() if " = " in line
         )
         if done.code:
-            return Status(True, text="launchd does not have it loaded")
+            return ServiceStatus(True, text="launchd does not have it loaded")
         state = fields.get("state", "unknown")
         pid = f", process {fields['pid']}" if "pid" in fields else ""
-        return Status(True, running=state == "running", text=state + pid)
+        return ServiceStatus(True, running=state == "running", text=state + pid)
 
     def logs(self, n_lines: int, *, follow: bool) -> tuple[str, ...]:
         return ("tail", "-n", str(n_lines), *(("-F",) if follow else ()), str(self.log))
@@ -205,9 +205,9 @@ class Systemd:
             self._run(("systemctl", "--user", "daemon-reload"))
         return there
 
-    def status(self) -> Status:
+    def status(self) -> ServiceStatus:
         if not self.path.exists():
-            return Status(False)
+            return ServiceStatus(False)
         properties = "ActiveState,SubState,MainPID"
         done = self._run(("systemctl", "--user", "show", UNIT, f"--property={properties}"))
         fields = dict(line.split("=", 1) for line in done.text.splitlines() if "=" in line)
@@ -215,7 +215,7 @@ class Systemd:
         text = f"{state} ({fields.get('SubState', '?')})"
         if fields.get("MainPID", "0") != "0":
             text += f", process {fields['MainPID']}"
-        return Status(True, running=state == "active", text=text)
+        return ServiceStatus(True, running=state == "active", text=text)
 
     def logs(self, n_lines: int, *, follow: bool) -> tuple[str, ...]:
         more = ("--follow",) if follow else ()

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from firn.cache.faults import Missing, TierFault
+from firn.cache.storage.faults import Missing, PermanentFault, TierFault
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._address import parse_address
 from firn.cache.tiers._backoff import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
-from firn.cache.tiers._calls import N_TRIES, PermanentFault, RetriedCalls
+from firn.cache.tiers._calls import N_TRIES, RetriedCalls
 from firn.cache.tiers._store import StoreSettings
 from firn.core.errors import SetupError
 

@@ -11,16 +11,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from firn.cache.faults import TierError, TierFault
+from firn.cache.storage.faults import PermanentFault, TierError, TierFault
 from firn.cache.tiers._backoff import CircuitBreaker
 
 T = TypeVar("T")
 N_TRIES = 3
 FIRST_PAUSE_S = 0.05
-
-
-class PermanentFault(TierFault):
-    """A fault that a second attempt cannot mend: wrong credentials, no such bucket."""
 
 
 class RetriedCalls:

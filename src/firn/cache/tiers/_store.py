@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from firn.cache.faults import Missing, Refused, TierFault
-from firn.cache.tally import Tally
+from firn.cache.storage.faults import Missing, Refused, TierFault
+from firn.cache.storage.tally import Tally
 from firn.cache.tiers import Buffer, FoundRecord, Gone, Seen, Stored, TierOptions, Usage
 from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._bandwidth import Bandwidth

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from firn.cache.faults import Damaged, Missing, TierFault, TierFull
+from firn.cache.storage.faults import Damaged, Missing, PermanentFault, TierFault, TierFull
 from firn.cache.tiers import Buffer, FoundRecord, TierOptions
 from firn.cache.tiers._backoff import CircuitBreaker
-from firn.cache.tiers._calls import PermanentFault
 from firn.cache.tiers._store import StoreSettings, StoreTier, first_line, number
 from firn.core.errors import SetupError
 
 T = TypeVar("T")
+SCHEMES = ("redis", "rediss")
 PIECE_NBYTES = 8 << 20
 """Redis answers nobody else while it copies a value: pieces keep that short."""
 READ_NBYTES = 1 << 20

@@ -22,14 +22,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from firn.cache.faults import Missing, TierFault
+from firn.cache.storage.faults import Missing, PermanentFault, TierFault
 from firn.cache.tiers import Buffer, FoundRecord, TierOptions
 from firn.cache.tiers._backoff import CircuitBreaker
-from firn.cache.tiers._calls import PermanentFault
 from firn.cache.tiers._store import StoreSettings, StoreTier, first_line
 from firn.core.errors import SetupError
 
 T = TypeVar("T")
+SCHEMES = ("s3",)
 N_QUESTIONS_AT_ONCE = 16
 """Names that are asked for at once: S3 answers one a request."""
 CONNECT_S = 2.0

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.ports import EngineLoad, PrefixCache
+from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import Job
 from firn.models.batch import Group, Row
 from firn.models.drafters import NOTHING, Guess
@@ -39,7 +39,7 @@ class _Reader:
 
     job: Job
     row: Row
-    cursor: Any
+    cursor: Cursor
     reply: list[int] = field(default_factory=list)
     guessed: list[int] = field(default_factory=list)
     """Behind all of the reply; all but the last of them consumed."""
@@ -64,7 +64,7 @@ class ModelDrafter:
         model: Any,
         make_layers: Callable[[], list[Any]],
         *,
-        cache: PrefixCache,
+        cache: PrefixCache[Cursor],
         batchable: bool,
         n_ids: int = 1 << 31,
         chunk: int = CHUNK,
