@@ -42,6 +42,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model computes sooner than a store answers: here it waits to see."""
     monkeypatch.setattr("firn.cache.loading.UNKNOWN_PATIENCE_S", WAIT_S)
     monkeypatch.setattr("firn.cache.loading.ASK_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("firn.cache.storage.client.TierClient.deadline_s", WAIT_S)
     monkeypatch.setattr("firn.cache.storage.client.RESCAN_S", 0.1)
     for name, value in stores.CREDENTIALS.items():
         monkeypatch.setenv(name, value)

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.cache.asking import Find
+from firn.cache.loading import ASK_PATIENCE_S
 from firn.cache.planning.estimates import Estimates
-from firn.cache.restore import ASK_PATIENCE_S
 from firn.cache.storage.container import Header, Name, pack, unpack
 from firn.cache.storage.faults import Missing, TierError, TierFault, Unwanted
 from firn.cache.storage.io import Changes, Fetch, Wanted
