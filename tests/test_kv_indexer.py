@@ -24,7 +24,7 @@ import pytest
 from firn.api.auth import SHARED
 from firn.cache.prefix import PrefixTree
 from firn.config import CacheConfig, Config, ModelConfig
-from firn.engine.loop import Parts
+from firn.engine import EngineParts
 from tests import stores
 from tests.api.real import Real, serving
 from tests.cache.lab import prompt_of
@@ -168,8 +168,8 @@ def test_it_knows_what_was_evicted(tmp_path: Path) -> None:
 def n_stored(real: Real, ids: list[int]) -> int:
     """By the server's own account: whole blocks of the prompt that it could resume from."""
 
-    def look(parts: Parts) -> int:
+    def look(parts: EngineParts) -> int:
         assert isinstance(parts.cache, PrefixTree)
-        return parts.cache.look_up(prompt_of(ids), SHARED).n_shared
+        return parts.cache.probe(prompt_of(ids), SHARED).n_shared
 
     return real.server.engine.call(look).result(WAIT_S) // BLOCK
