@@ -128,7 +128,7 @@ def n_written(server: Child) -> int:
     return int(server.get("/v1/cache/stats")["redis"]["folder"]["counts"].get("writes", 0))
 
 
-def run(mood: str, wanted: argparse.Namespace, port: int, folder: Path) -> None:
+def run(mood: str, wanted: argparse.Namespace, port: int, *, without: Child, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         if mood == "connect hangs":
             port = stack.enter_context(full_port())
@@ -137,8 +137,6 @@ def run(mood: str, wanted: argparse.Namespace, port: int, folder: Path) -> None:
             stack.callback(proxy.close)
             port = proxy.port
         address = f"redis://127.0.0.1:{port}/0?spill=all"
-        without = Child(wanted.model, "--no-ssd-cache", log=folder / "without")
-        stack.callback(without.kill)
         log = folder / "with"
         beside = Child(wanted.model, "--no-ssd-cache", "--tier", address, log=log)
         stack.callback(beside.kill)
@@ -173,8 +171,12 @@ def main() -> None:
             fill(wanted, server.port, Path(folder))
             titles = ("without", "with", "late, p50", "late, most")
             print(f"{'the store':16} " + " ".join(f"{t:>11}" for t in titles) + "   then it is")
-            for mood in HELD:
-                run(mood, wanted, server.port, Path(folder))
+            without = Child(wanted.model, "--no-ssd-cache", log=Path(folder) / "without")
+            try:
+                for mood in HELD:
+                    run(mood, wanted, server.port, without=without, folder=Path(folder))
+            finally:
+                without.kill()
     finally:
         server.kill()
 
