@@ -27,7 +27,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.bench.client import words
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests import stores
 
 HELD = {
@@ -111,7 +111,9 @@ def text(wanted: argparse.Namespace, seed: object) -> str:
 def fill(wanted: argparse.Namespace, port: int, folder: Path) -> None:
     """Another server has computed all prompts, and stored them."""
     address = f"redis://127.0.0.1:{port}/0?spill=all&write_mb_per_s=0"
-    server = Child(wanted.model, "--no-ssd-cache", "--tier", address, log=folder / "filling")
+    server = ServerProcess(
+        wanted.model, "--no-ssd-cache", "--tier", address, log=folder / "filling"
+    )
     try:
         for mood in HELD:
             for prompt in prompts(wanted, mood):
@@ -124,11 +126,13 @@ def fill(wanted: argparse.Namespace, port: int, folder: Path) -> None:
         server.stop()
 
 
-def n_written(server: Child) -> int:
+def n_written(server: ServerProcess) -> int:
     return int(server.get("/v1/cache/stats")["redis"]["folder"]["counts"].get("writes", 0))
 
 
-def run(mood: str, wanted: argparse.Namespace, port: int, *, without: Child, folder: Path) -> None:
+def run(
+    mood: str, wanted: argparse.Namespace, port: int, *, without: ServerProcess, folder: Path
+) -> None:
     with contextlib.ExitStack() as stack:
         if mood == "connect hangs":
             port = stack.enter_context(full_port())
@@ -138,7 +142,7 @@ def run(mood: str, wanted: argparse.Namespace, port: int, *, without: Child, fol
             port = proxy.port
         address = f"redis://127.0.0.1:{port}/0?spill=all"
         log = folder / "with"
-        beside = Child(wanted.model, "--no-ssd-cache", "--tier", address, log=log)
+        beside = ServerProcess(wanted.model, "--no-ssd-cache", "--tier", address, log=log)
         stack.callback(beside.kill)
         for server in (without, beside):  # how fast the model is, is known after one prompt
             first_s(server.url, text(wanted, ("warm", mood)))
@@ -171,7 +175,7 @@ def main() -> None:
             fill(wanted, server.port, Path(folder))
             titles = ("without", "with", "late, p50", "late, most")
             print(f"{'the store':16} " + " ".join(f"{t:>11}" for t in titles) + "   then it is")
-            without = Child(wanted.model, "--no-ssd-cache", log=Path(folder) / "without")
+            without = ServerProcess(wanted.model, "--no-ssd-cache", log=Path(folder) / "without")
             try:
                 for mood in HELD:
                     run(mood, wanted, server.port, without=without, folder=Path(folder))

@@ -18,16 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firn.cache.asking import Find
 from firn.cache.loading import ASK_PATIENCE_S
 from firn.cache.planning.estimates import Estimates
 from firn.cache.storage.container import Header, Name, pack, unpack
 from firn.cache.storage.faults import Missing, TierError, TierFault, Unwanted
 from firn.cache.storage.io import Changes, Fetch, Wanted
+from firn.cache.storage.spill_policy import spill_policy
+from firn.cache.storage.store_io import Find
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import FoundRecord, Stored, Usage
 from firn.cache.tiers._store import DEADLINE_S
-from firn.cache.worth import spill_policy
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
@@ -77,7 +77,7 @@ class Takes:
 
 
 class SlowStore:
-    """Implements Io and Asked. Records are shared; time is the test's."""
+    """Implements Io and Searchable. Records are shared; time is the test's."""
 
     def __init__(self, time: Time, records: dict[Name, bytes], takes: Takes) -> None:
         self.time = time

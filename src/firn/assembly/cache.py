@@ -10,16 +10,16 @@ from pathlib import Path
 
 from firn.assembly.compute import ComputeSettings
 from firn.cache.admin.inventory import ModelNote, note_model
-from firn.cache.asking import StoreIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.storage.io import Io, TierIo
 from firn.cache.storage.seal import Seal, load_seal
+from firn.cache.storage.spill_policy import spill_policy
+from firn.cache.storage.store_io import StoreIo
 from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Store, TierOptions, discover
 from firn.cache.tiers._address import parse_address
-from firn.cache.worth import spill_policy
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
 from firn.core.memory_plan import GIB, MIB, STORE_QUEUE_NBYTES

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.lookup import Question
 from firn.cache.planning.match import Walk
 from firn.cache.planning.plan import GRACE_S
+from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
@@ -86,7 +86,7 @@ class Loading:
 class PendingQuestion:
     """Stores that have not answered yet what they have of the prompt. Written by `Loader`."""
 
-    question: Question
+    question: StoreQuestion
     tiers: set[int]
     until: float
     """How long an answer is worth waiting for."""

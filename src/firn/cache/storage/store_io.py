@@ -16,7 +16,7 @@ Find = Callable[[Sequence[Name]], Mapping[Name, FoundRecord]]
 
 
 @runtime_checkable
-class Asked(Protocol):
+class Searchable(Protocol):
     """What `Io` has besides, where records are found by asking for them."""
 
     @property
@@ -30,7 +30,7 @@ class Asked(Protocol):
 
 
 class StoreIo(TierIo):
-    """Implements Io and Asked. Owner: the cache, on the engine thread."""
+    """Implements Io and Searchable. Owner: the cache, on the engine thread."""
 
     def __init__(
         self,
