@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from firn.cache.storage.faults import TierFault
-from firn.cache.tiers import Buffer, FoundRecord, Gone, Seen, Stored
+from firn.cache.tiers import Buffer, FoundRecord, Gone, Seen, WriteResult
 from tests.dict_tier import DictTier
 
 
@@ -38,7 +38,7 @@ class DictStore(DictTier):
         self._check()
         return super().read(name, n)
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         self._check()
         self.written.append(name)
         return super().write(name, pieces, used_at=used_at)

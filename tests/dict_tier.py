@@ -15,10 +15,10 @@ from firn.cache.tiers import (
     Gone,
     Missing,
     Seen,
-    Stored,
     TierFull,
     TierOptions,
-    Usage,
+    TierUsage,
+    WriteResult,
 )
 
 
@@ -49,11 +49,11 @@ class DictTier:
             raise Missing
         return memoryview(raw)[:n]
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         raw = b"".join(pieces)
         with self._lock:
             if name in self._records:
-                return Stored(0, new=False)
+                return WriteResult(0, new=False)
             over = sum(map(len, self._records.values())) + len(raw) - self._limit_nbytes
             evicted: list[str] = []
             for old in sorted(self._stamps, key=self._stamps.__getitem__):
@@ -68,7 +68,7 @@ class DictTier:
             self._records[name], self._stamps[name] = raw, used_at
             self._told = (self._told - set(evicted)) | {name}
             self._counts.update(writes=1, evictions=len(evicted))
-        return Stored(len(raw), new=True, evicted=tuple(evicted))
+        return WriteResult(len(raw), new=True, evicted=tuple(evicted))
 
     def touch(self, stamps: Mapping[str, float]) -> None:
         with self._lock:
@@ -82,11 +82,11 @@ class DictTier:
             self._told.discard(name)
             self._counts.update(deletes=self._records.pop(name, None) is not None)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         with self._lock:
             names = Counter(name[65:] for name in self._records)
             nbytes = sum(map(len, self._records.values()))
-            return Usage(
+            return TierUsage(
                 nbytes,
                 self._limit_nbytes,
                 n_files=dict(names),

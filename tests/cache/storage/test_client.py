@@ -18,7 +18,7 @@ from firn.cache.storage.events import ReadFailed, ScanBatch
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
 from firn.cache.storage.io import Changes
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Status, Stored, Usage
+from firn.cache.tiers import Status, TierUsage, WriteResult
 from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
@@ -52,7 +52,7 @@ class SickIo:
         fault = self.fault(name)
         if fault is None:
             self.written.append(name)
-        done(fault or Stored(1, new=True))
+        done(fault or WriteResult(1, new=True))
         return True
 
     def has_room(self, nbytes: int) -> bool:
@@ -72,8 +72,8 @@ class SickIo:
     def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
         done(None)
 
-    def usage(self) -> Usage:
-        return Usage(0, 1 << 20, self.status)
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 1 << 20, self.status)
 
     def close(self) -> None: ...
 

@@ -28,13 +28,13 @@ __all__ = [
     "Seen",
     "Status",
     "Store",
-    "Stored",
     "Tier",
     "TierError",
     "TierFault",
     "TierFull",
     "TierOptions",
-    "Usage",
+    "TierUsage",
+    "WriteResult",
     "discover",
     "schemes",
 ]
@@ -92,7 +92,7 @@ class Gone(Generic[N]):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored(Generic[N]):
+class WriteResult(Generic[N]):
     nbytes: int
     """Bytes that it takes up; 0 when nothing was written."""
     new: bool
@@ -112,7 +112,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TierUsage:
     """All numbers of a tier at one moment. Counts are since the tier was opened."""
 
     nbytes: int
@@ -149,8 +149,8 @@ class Tier(Protocol):
         """The first time everything that is stored, later what others added or removed since.
 
         Yields as it finds, the highest stamps first, and may take minutes. What the caller itself wrote,
-        deleted or was told of by `Stored` is not told again. Raises TierFault when not even looking is
-        possible.
+        deleted or was told of by `WriteResult` is not told again. Raises TierFault when not even looking
+        is possible.
         """
         ...
 
@@ -158,7 +158,7 @@ class Tier(Protocol):
         """All of a record, or its first n bytes. Raises Missing, Damaged, TierFault."""
         ...
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         """Keep a record. Room is made first: a tier is never over its limit, not for a moment.
 
         Only records with a stamp of at most `used_at` are evicted for it. Raises Refused, TierFull,
@@ -177,7 +177,7 @@ class Tier(Protocol):
         """
         ...
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """Does not touch the disk or the network: may be called from any thread."""
         ...
 
