@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from firn.cache.estimates import Estimates
-from firn.cache.io import TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
+from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Tier
 from firn.core.errors import FirnError
 from firn.core.events import (

@@ -19,10 +19,10 @@ from firn.assembly.compute import ComputeSettings, compute_settings, threads_of
 from firn.assembly.memory import MemoryPlanner, Planned, beside_others
 from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost, served_name
 from firn.cache.codecs import At
-from firn.cache.io import TierIo
 from firn.cache.prefix import CacheSettings
 from firn.cache.ranks.slices import Identity, Slices
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions, discover
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer

@@ -19,7 +19,7 @@ from firn.assembly.memory import MemoryPlanner, Planned, beside_others
 from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.threads import IoThreads
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
 from firn.engine import Budget, EngineParts, RowCost, recipes_of
 from firn.kv_events import EventPublisher
@@ -32,6 +32,9 @@ from firn.models.transient import transient_of
 from firn.ranks.leading import Leading
 
 log = logging.getLogger("firn")
+
+PADDING_PARTS = 8
+"""Of the capacity: so much of it a group of rows may hold for nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,16 @@ def _decoder_parts(
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         tree.set_room(budget.free_nbytes())
     return ServerParts(
-        any_rows(_runner(spec, compute, loaded, speculation=guessing.speculation, threads=threads)),
+        any_rows(
+            _runner(
+                spec,
+                compute,
+                loaded,
+                speculation=guessing.speculation,
+                threads=threads,
+                max_padding=capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1),
+            )
+        ),
         any_cursors(tree),
         budget,
         compute.limits,
@@ -166,18 +178,19 @@ def _runner(
     *,
     speculation: Speculation | None,
     threads: Threads | None,
+    max_padding: int,
 ) -> Runner:
-    make = Runner if spec.leading is None else spec.leading.make_runner
-    return make(
-        loaded.model,
-        loaded.info,
-        make_layers=loaded.make_layers,
-        max_rows=spec.config.engine.max_concurrency,
-        inputs=loaded.inputs,
-        threads=threads,
-        speculation=speculation,
-        shapes=shapes_of(loaded, compute) if spec.leading is None else None,
-    )
+    options: dict[str, Any] = {
+        "make_layers": loaded.make_layers,
+        "max_rows": spec.config.engine.max_concurrency,
+        "inputs": loaded.inputs,
+        "threads": threads,
+        "speculation": speculation,
+    }
+    if spec.leading is not None:  # all ranks read and group rows alike, whatever memory each has
+        return spec.leading.make_runner(loaded.model, loaded.info, **options)
+    shapes = shapes_of(loaded, compute)
+    return Runner(loaded.model, loaded.info, **options, shapes=shapes, max_padding=max_padding)
 
 
 def _encoder_parts(

@@ -18,7 +18,7 @@ from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.model import ServerSpec
 from firn.assembly.parts import ServerParts
 from firn.assembly.text import TextParts
-from firn.cache.admin import CacheAdmin, health, snapshot
+from firn.cache.admin.control import CacheAdmin, health, snapshot
 from firn.config import Config, default_cache_dir
 from firn.core.memory_plan import MIB
 from firn.core.ports import Tokenizer
