@@ -27,6 +27,7 @@ from firn.models import device as devices
 from firn.models import embedder, loader
 from firn.models.cpu.threads import Threads
 from firn.models.runner import Runner
+from firn.models.shapes import FULL, FewShapes
 from firn.models.speculation import Speculation
 from firn.models.transient import transient_of
 from firn.ranks.leading import Leading
@@ -118,7 +119,10 @@ def _decoder_parts(
         add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     )
     guessing = speculation.build(config, loaded, setup)
-    scorer, guessing = sparse.build(config, loaded, guessing, setup=setup, threads=threads)
+    padding = partial(_shapes, spec, compute)
+    scorer, guessing = sparse.build(
+        config, loaded, guessing, setup=setup, threads=threads, shapes_of=padding
+    )
     cost = guessing.with_rows(cost)
     planned = planner.plan(cost, info.weights_nbytes + guessing.weights_nbytes)
     planned.tell()
@@ -139,20 +143,20 @@ def _decoder_parts(
             tree.expect(recipes_of(scorer.recipe))
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         tree.set_room(budget.free_nbytes())
+    shapes = padding(loaded)
+    runner = _runner(
+        spec,
+        loaded,
+        speculation=guessing.speculation,
+        threads=threads,
+        shapes=shapes,
+        max_padding=capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1),
+    )
     return ServerParts(
-        any_rows(
-            _runner(
-                spec,
-                compute,
-                loaded,
-                speculation=guessing.speculation,
-                threads=threads,
-                max_padding=capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1),
-            )
-        ),
+        any_rows(runner),
         any_cursors(tree),
         budget,
-        compute.limits,
+        replace(compute.limits, common_chunk=FULL if shapes is not None else 0),
         scorer=None if scorer is None else any_scorings(scorer),
         tree=tree,
         speculation=guessing.speculation,
@@ -171,13 +175,19 @@ def _capacity(
     return capacity_nbytes, alone_nbytes
 
 
+def _shapes(
+    spec: ServerSpec, compute: ComputeSettings, loaded: loader.LoadedModel
+) -> FewShapes | None:
+    return shapes_of(loaded, compute) if spec.leading is None else None
+
+
 def _runner(
     spec: ServerSpec,
-    compute: ComputeSettings,
     loaded: loader.LoadedModel,
     *,
     speculation: Speculation | None,
     threads: Threads | None,
+    shapes: FewShapes | None,
     max_padding: int,
 ) -> Runner:
     options: dict[str, Any] = {
@@ -189,7 +199,6 @@ def _runner(
     }
     if spec.leading is not None:  # all ranks read and group rows alike, whatever memory each has
         return spec.leading.make_runner(loaded.model, loaded.info, **options)
-    shapes = shapes_of(loaded, compute)
     return Runner(loaded.model, loaded.info, **options, shapes=shapes, max_padding=max_padding)
 
 

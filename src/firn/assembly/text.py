@@ -42,7 +42,7 @@ class TextParts:
         from firn.media import pictures  # decoders, which a text model has no use for
 
         options = config.images
-        limits = pictures.ImageLimits(
+        limits = pictures.PictureLimits(
             nbytes=options.max_image_mb * MIB, pixels=int(options.max_image_megapixels * 1e6)
         )
         return pictures.Pictures(self.processor, whole=model.whole_pictures, limits=limits)

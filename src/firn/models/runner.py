@@ -34,7 +34,7 @@ from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
-from firn.models.placing import at_positions, behind_gaps
+from firn.models.placing import at_positions, shifted
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
@@ -445,7 +445,7 @@ def _picked(taken: Taken) -> list[PickedToken]:
 
 def _seen(group: Group, *, block: int = 1) -> list[Any]:
     """The group's caches as the model sees them; block: columns come in multiples of it."""
-    return behind_gaps(in_blocks(group.layers, block), [row.gap for row in group.seats])
+    return shifted(in_blocks(group.layers, block), [row.gap for row in group.seats])
 
 
 def _picker(row: Row) -> Picker:
