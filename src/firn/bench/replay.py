@@ -37,7 +37,7 @@ KEPT_TEXTS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ReplayPace:
     """speed: 1 as the trace has it, 2 twice as fast; 0 as fast as the streams can. streams: requests
     under way at most. max_prompt, max_reply: tokens; longer ones are cut."""
 
@@ -92,7 +92,7 @@ def run(
     entries: Sequence[TraceEntry],
     *,
     block: int,
-    pace: Pace,
+    pace: ReplayPace,
     salt: str,
     on_reply: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
