@@ -172,7 +172,7 @@ def test_every_counter_is_what_the_simulator_says(shape: Shape, seed: int) -> No
             ).wait()
             outcome.check()
             simulator = simulators[name]
-            assert outcome.n_cached == simulator.probe(ids, read=read), f"request {i}"
+            assert outcome.n_cached == simulator.look_up(ids, read=read), f"request {i}"
             whole = (*ids, *outcome.tokens())
             if write:
                 due = checkpoints.due(

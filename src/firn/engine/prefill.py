@@ -69,9 +69,7 @@ class Prefill:
                 self.begin(sequence)
                 return
             for choice in sequence.open_choices:
-                if (
-                    choice.done or not sequence.admitted
-                ):  # a fault of the choice before took it along
+                if choice.done or not sequence.admitted:  # the choice before has failed
                     return
                 prompt = job.prompt.grown(choice.tokens)
                 cursor = self._cache.open(prompt, job.namespace, job.cache)
