@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests.soak.house import (
     N_QUESTIONS,
     SMALL,
@@ -29,11 +29,11 @@ N_CLIENTS = 3
 N_SESSIONS = 24
 
 
-def n_faulted(server: Child) -> int:
+def n_faulted(server: ServerProcess) -> int:
     return sum(server.get("/v1/cache/stats")["faults"].values())
 
 
-def n_stored(server: Child, talk: Session, n: int) -> int:
+def n_stored(server: ServerProcess, talk: Session, n: int) -> int:
     """Tokens of a prompt that could be resumed from, or are not because computing them is faster."""
     body = {"messages": talk.messages(n), "max_tokens": 64}
     seen = httpx.post(f"{server.url}/v1/cache/probe", json=body).json()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from firn.demo.facts import Session
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests.soak.house import (
     N_QUESTIONS,
     House,
@@ -42,7 +42,7 @@ WEATHER = {
 class Caller:
     """One client, with its own dice. What it is told is checked as far as it can be."""
 
-    def __init__(self, server: Child, talks: list[Session], number: int) -> None:
+    def __init__(self, server: ServerProcess, talks: list[Session], number: int) -> None:
         self._server = server
         self._talks = talks
         self._rng = random.Random(number)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from firn.cache.faults import Missing, Refused, TierError, TierFault, TierFull
+from firn.cache.storage.faults import Missing, Refused, TierError, TierFault, TierFull
 
 __all__ = [
     "AHEAD_S",

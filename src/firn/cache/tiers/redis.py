@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from firn.cache.faults import Damaged, Missing, TierFault, TierFull
+from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull
 from firn.cache.tiers import Buffer, Found, TierOptions
 from firn.cache.tiers._breaker import CircuitBreaker
 from firn.cache.tiers._calls import Hopeless

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from firn.cache.faults import Missing, TierFault
+from firn.cache.storage.faults import Missing, TierFault
 from firn.cache.tiers import Buffer, Found, TierOptions
 from firn.cache.tiers._breaker import CircuitBreaker
 from firn.cache.tiers._calls import Hopeless
