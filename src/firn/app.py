@@ -226,7 +226,7 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         model_aliases=frozenset({config.model.path}),
         embedder=_embedder_desk(engine),
         reranker=_reranker(folder, name, tokenizer) if model.generates else None,
-        fetch_images=_fetcher(config) if model.vision else None,
+        fetch_pictures=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
         softener=grammars.softener,
@@ -321,7 +321,7 @@ def _pictures(
     limits = ImageLimits(
         nbytes=wanted.max_image_mb * MIB, pixels=int(wanted.max_image_megapixels * 1e6)
     )
-    return Album(processor, whole=model.whole_images, limits=limits)
+    return Album(processor, whole=model.whole_pictures, limits=limits)
 
 
 def _fetcher(config: Config) -> Gather | None:

@@ -12,7 +12,7 @@ import pytest
 from firn.api.dialects.ollama_chat import OllamaChat
 from firn.api.dialects.ollama_generate import OllamaGenerate
 from firn.core.errors import InvalidValue
-from firn.core.values import Chat, ImagePart, Job, Middle, Namespace, RawText
+from firn.core.values import Chat, Job, Middle, Namespace, PicturePart, RawText
 from firn.text.formats import detect
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
@@ -172,7 +172,7 @@ def test_calls_get_ids_and_results_find_them() -> None:
 def test_pictures_are_bare_base64() -> None:
     source = chat(messages=[{"role": "user", "content": "a", "images": ["iVBOR"]}])
     (_, image) = source.requests[0].source.messages[0].parts
-    assert isinstance(image, ImagePart)
+    assert isinstance(image, PicturePart)
     assert image.url == "data:image/png;base64,iVBOR"
 
 

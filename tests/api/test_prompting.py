@@ -11,9 +11,9 @@ from firn.api.prompting import make_prompt
 from firn.core.values import (
     Chat,
     GenerateRequest,
-    ImagePart,
     Message,
     Namespace,
+    PicturePart,
     Prompt,
     RawText,
     Source,
@@ -35,13 +35,13 @@ class Services:
 
 
 def owners(owner: Namespace) -> list[str]:
-    parts = (TextPart("a"), ImagePart("data:,x"), ImagePart("data:,y", data=b"y"))
+    parts = (TextPart("a"), PicturePart("data:,x"), PicturePart("data:,y", data=b"y"))
     source = Chat((Message("user", parts), Message("assistant", (TextPart("b"),))))
     services: Any = Services()
     make_prompt(services, GenerateRequest("", source), owner)
     made = services.prompts.source
     assert isinstance(made, Chat)
-    shown = [p for m in made.messages for p in m.parts if isinstance(p, ImagePart)]
+    shown = [p for m in made.messages for p in m.parts if isinstance(p, PicturePart)]
     assert [p.url for p in shown] == ["data:,x", "data:,y"]
     assert shown[1].data == b"y"
     return [p.owner for p in shown]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from firn.api.embedding_routes import MAX_CHARS, PIECE_TOKENS, cut, pieces
 from firn.api.token_routes import MAX_TEXT_CHARS
 from firn.core.errors import StepFailed
-from firn.core.values import Chat, GenerateRequest, ImagePart, Namespace, TextPart
+from firn.core.values import Chat, GenerateRequest, Namespace, PicturePart, TextPart
 from tests.api.live import Live, serve
 from tests.api.talking import post
 
@@ -80,7 +80,7 @@ async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest
     """A picture by its address is a word here: what came of it can be seen in the prompt."""
     assert isinstance(request.source, Chat)
     (message,) = request.source.messages
-    seen = tuple(TextPart("cat") if isinstance(p, ImagePart) else p for p in message.parts)
+    seen = tuple(TextPart("cat") if isinstance(p, PicturePart) else p for p in message.parts)
     return replace(
         request, source=replace(request.source, messages=(replace(message, parts=seen),))
     )
@@ -90,7 +90,7 @@ def test_pictures_are_fetched_for_those_who_only_count() -> None:
     part = {"type": "image_url", "image_url": {"url": PICTURE}}
     block = {"type": "image", "source": {"type": "url", "url": PICTURE}}
     item = {"type": "input_image", "image_url": PICTURE}
-    with serve(fetch_images=fetched) as live:
+    with serve(fetch_pictures=fetched) as live:
         shown = post(live, "/v1/tokenize", {"messages": [{"role": "user", "content": [part]}]})
         assert "".join(shown.json()["tokens"]).split() == CAT
         n_tokens = shown.json()["count"]

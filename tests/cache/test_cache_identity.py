@@ -23,7 +23,7 @@ from firn.cache.container import Header, pack, unpack
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.core.keys import Key
-from firn.core.values import CacheControl, MediaSpan, Namespace, Prompt
+from firn.core.values import CacheControl, Namespace, PictureSpan, Prompt
 from firn.models.fingerprint import fingerprint
 from tests.cache.lab import DENSE, HYBRID, LabEngine, LabLayer, LabRow, Shape, prompt_of, tree
 from tests.cache.specimens import SPECIMENS, Specimen, all_same
@@ -87,7 +87,7 @@ CAT, DOG = (hashlib.sha256(x).digest() for x in (b"cat", b"dog"))
 
 
 def with_pictures(*spans: tuple[int, int, bytes]) -> Prompt:
-    return replace(prompt_of(words(1, 60)), media=tuple(MediaSpan(*s) for s in spans))
+    return replace(prompt_of(words(1, 60)), picture_spans=tuple(PictureSpan(*s) for s in spans))
 
 
 def store(cache: PrefixTree, prompt: Prompt) -> None:

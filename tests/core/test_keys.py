@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from firn.core import keys
 from firn.core.keys import KeyTokens, block_keys, child_key, key_tokens, root_key
-from firn.core.values import MediaSpan, Namespace
+from firn.core.values import Namespace, PictureSpan
 
 TOKENS = st.lists(st.integers(0, 1 << 40), max_size=40)
 # Few letters, so that fields run into each other as often as they can.
@@ -137,7 +137,7 @@ def with_pictures(*spans: tuple[int, int, bytes], n: int = 30) -> list[int]:
     ids = np.arange(100, 100 + n, dtype=np.int64)
     for start, end, _ in spans:
         ids[start:end] = PAD
-    found = key_tokens(ids, [MediaSpan(*s) for s in spans])
+    found = key_tokens(ids, [PictureSpan(*s) for s in spans])
     return [int(v) for v in found]
 
 
@@ -180,7 +180,7 @@ def test_no_text_token_looks_like_a_picture(ids: list[int]) -> None:
 def test_the_prompt_is_not_written_to() -> None:
     ids = np.arange(9, dtype=np.int64)
     ids.flags.writeable = False
-    key_tokens(ids, [MediaSpan(2, 4, CAT)])
+    key_tokens(ids, [PictureSpan(2, 4, CAT)])
     assert ids.tolist() == list(range(9))
 
 
@@ -190,9 +190,9 @@ SCRIPT = """
 import json, sys
 import numpy as np
 from firn.core.keys import block_keys, key_tokens, root_key
-from firn.core.values import MediaSpan
+from firn.core.values import PictureSpan
 root = root_key(fingerprint=b"model", layout="kv,window8;float16;block4;full", namespace="alice")
-tokens = key_tokens(np.arange(32), [MediaSpan(9, 13, bytes(range(32)))])
+tokens = key_tokens(np.arange(32), [PictureSpan(9, 13, bytes(range(32)))])
 print(json.dumps([root.hex(), *(k.hex() for k in block_keys(root, tokens, 4))]))
 """
 KNOWN = ("7785", "ac7e")
@@ -211,6 +211,6 @@ def test_keys_are_the_same_in_every_process(seed: str) -> None:
         layout="kv,window8;float16;block4;full",
         namespace=Namespace("alice"),
     )
-    tokens = key_tokens(np.arange(32, dtype=np.int64), [MediaSpan(9, 13, bytes(range(32)))])
+    tokens = key_tokens(np.arange(32, dtype=np.int64), [PictureSpan(9, 13, bytes(range(32)))])
     assert found == [mine.hex(), *(k.hex() for k in block_keys(mine, tokens, 4))]
     assert (found[0][:4], found[-1][:4]) == KNOWN

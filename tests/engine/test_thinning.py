@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from firn.core.sparse import Sparse
 from firn.core.values import (
     Job,
-    MediaSpan,
+    PictureSpan,
     Prompt,
     RequestId,
 )
@@ -90,7 +90,7 @@ def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
         job_of(9000, Sparse(0.2, 0)),
         replace(
             job_of(5000, Sparse(0.2, 0)),
-            prompt=Prompt(np.arange(5000), media=(MediaSpan(10, 90, b"picture"),)),
+            prompt=Prompt(np.arange(5000), picture_spans=(PictureSpan(10, 90, b"picture"),)),
         ),
     ],
 )

@@ -14,8 +14,8 @@ from firn.core.values import (
     Chat,
     DocumentPart,
     GenerateRequest,
-    ImagePart,
     Message,
+    PicturePart,
     RawText,
     TextPart,
 )
@@ -76,7 +76,7 @@ def test_plain_text_is_decoded() -> None:
 
 
 def test_everything_else_stays_as_it_is() -> None:
-    parts = (TextPart("a"), ImagePart("data:,x"))
+    parts = (TextPart("a"), PicturePart("data:,x"))
     assert read(*parts) == list(parts)
     raw = GenerateRequest("m", RawText("x"))
     assert asyncio.run(Documents().gather(raw)) is raw

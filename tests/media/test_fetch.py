@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.core.errors import BadImage
-from firn.core.values import Chat, GenerateRequest, ImagePart, Message, TextPart
+from firn.core.errors import BadPicture
+from firn.core.values import Chat, GenerateRequest, Message, PicturePart, TextPart
 from firn.media.fetch import MAX_ADDRESSES, MAX_TOTAL, Fetcher, FetchLimits, is_public
 
 PUBLIC = "93.184.216.34"
@@ -57,7 +57,7 @@ class Web:
             resolve=self.resolve,
             transport=httpx.MockTransport(self.handle),
         )
-        return asyncio.run(fetcher.fetch(ImagePart(url, param="messages[2].content[1]")))
+        return asyncio.run(fetcher.fetch(PicturePart(url, param="messages[2].content[1]")))
 
 
 async def streamed(body: bytes) -> AsyncIterator[bytes]:
@@ -103,7 +103,7 @@ def test_addresses_of_either_kind() -> None:
     ],
 )  # fmt: skip
 def test_nothing_private_is_reached(host: str) -> None:
-    with pytest.raises(BadImage, match="public internet") as fault:
+    with pytest.raises(BadPicture, match="public internet") as fault:
         Web(no_web).fetch(f"https://{host}/a.png")
     assert fault.value.param == "messages[2].content[1]"
     assert fault.value.status == 400
@@ -125,7 +125,7 @@ def test_public_addresses(text: str) -> None:
     ],
 )
 def test_addresses_that_are_none(url: str, said: str) -> None:
-    with pytest.raises(BadImage, match=said):
+    with pytest.raises(BadPicture, match=said):
         Web(no_web).fetch(url)
 
 
@@ -161,7 +161,7 @@ def test_redirects_are_followed() -> None:
 )
 def test_redirects_are_checked(to: str, said: str) -> None:
     web = Web(redirect(to))
-    with pytest.raises(BadImage, match=said):
+    with pytest.raises(BadPicture, match=said):
         web.fetch("https://pictures.example/start")
     assert all(r.url.host == PUBLIC for r in web.asked)
 
@@ -175,7 +175,7 @@ def test_redirects_are_checked(to: str, said: str) -> None:
     ],
 )
 def test_answers_that_are_refused(response: httpx.Response, said: str) -> None:
-    with pytest.raises(BadImage, match=said):
+    with pytest.raises(BadPicture, match=said):
         Web(lambda _: response).fetch("https://pictures.example/")
 
 
@@ -188,15 +188,15 @@ def test_a_server_that_says_nothing() -> None:
     fetcher = Fetcher(
         FetchLimits(nbytes=10, timeout_s=0.05), resolve=Web(ok).resolve, transport=Slow()
     )
-    with pytest.raises(BadImage, match=r"within 0\.05 seconds"):
-        asyncio.run(fetcher.fetch(ImagePart("https://pictures.example/")))
+    with pytest.raises(BadPicture, match=r"within 0\.05 seconds"):
+        asyncio.run(fetcher.fetch(PicturePart("https://pictures.example/")))
 
 
 def test_a_request_is_filled_in() -> None:
     parts = (
         TextPart("see"),
-        ImagePart("https://pictures.example/a.png"),
-        ImagePart("data:image/png;base64,AAAA"),
+        PicturePart("https://pictures.example/a.png"),
+        PicturePart("data:image/png;base64,AAAA"),
     )
     request = GenerateRequest("m", Chat((Message("user", parts), Message("assistant"))))
     web = Web(ok)
@@ -207,7 +207,7 @@ def test_a_request_is_filled_in() -> None:
     assert isinstance(got.source, Chat)
     text, fetched, inline = got.source.messages[0].parts
     assert (text, inline) == (parts[0], parts[2])
-    assert isinstance(fetched, ImagePart)
+    assert isinstance(fetched, PicturePart)
     assert fetched.data == b"pixels"
     again = asyncio.run(fetcher.gather(got))
     assert again is got
@@ -218,7 +218,7 @@ def gather(web: Web, *urls: str, nbytes: int = 1000) -> GenerateRequest:
     fetcher = Fetcher(
         FetchLimits(nbytes=nbytes), resolve=web.resolve, transport=httpx.MockTransport(web.handle)
     )
-    parts = tuple(ImagePart(url, param=f"content[{i}]") for i, url in enumerate(urls))
+    parts = tuple(PicturePart(url, param=f"content[{i}]") for i, url in enumerate(urls))
     return asyncio.run(fetcher.gather(GenerateRequest("m", Chat((Message("user", parts),)))))
 
 
@@ -227,13 +227,13 @@ def test_an_address_that_is_shown_twice_is_fetched_once() -> None:
     got = gather(web, *["https://pictures.example/a.png"] * 3, "https://pictures.example/b.png")
     assert isinstance(got.source, Chat)
     parts = got.source.messages[0].parts
-    assert [p.data for p in parts if isinstance(p, ImagePart)] == [b"pixels"] * 4
+    assert [p.data for p in parts if isinstance(p, PicturePart)] == [b"pixels"] * 4
     assert len(web.asked) == 2
 
 
 def test_one_request_fetches_only_so_many() -> None:
     urls = [f"https://pictures.example/{i}.png" for i in range(MAX_ADDRESSES + 1)]
-    with pytest.raises(BadImage, match=rf"^content\[{MAX_ADDRESSES}\]: more than"):
+    with pytest.raises(BadPicture, match=rf"^content\[{MAX_ADDRESSES}\]: more than"):
         gather(Web(no_web), *urls)
 
 
@@ -241,7 +241,7 @@ def test_one_request_fetches_only_so_much() -> None:
     """Each is within the limit, all of them together are not."""
     urls = [f"https://pictures.example/{i}.png" for i in range(MAX_TOTAL + 1)]
     assert gather(Web(ok), *urls[:-1], nbytes=len(b"pixels"))
-    with pytest.raises(BadImage, match="too large together"):
+    with pytest.raises(BadPicture, match="too large together"):
         gather(Web(ok), *urls, nbytes=len(b"pixels"))
 
 
@@ -260,8 +260,8 @@ def test_one_fault_ends_the_request() -> None:
 
         fetcher = Fetcher(FetchLimits(nbytes=10), resolve=Web(ok).resolve, transport=Stuck())
         urls = ("https://pictures.example/slow", "https://pictures.example/bad")
-        parts = tuple(ImagePart(url, param=url) for url in urls)
-        with pytest.raises(BadImage, match="answers 500") as fault:
+        parts = tuple(PicturePart(url, param=url) for url in urls)
+        with pytest.raises(BadPicture, match="answers 500") as fault:
             await fetcher.gather(GenerateRequest("m", Chat((Message("user", parts),))))
         assert fault.value.param == urls[1]
         assert len(asyncio.all_tasks()) == 1

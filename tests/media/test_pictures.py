@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from firn.core.errors import BadImage
-from firn.core.values import ImagePart
+from firn.core.errors import BadPicture
+from firn.core.values import PicturePart
 from firn.media.decode import Pixels
 from firn.media.pictures import ImageLimits, Pictures, digest_of, read
 
@@ -70,7 +70,7 @@ def album(**options: Any) -> tuple[Pictures, FakeProcessor]:
     ids=range(8),
 )
 def test_data_urls(url: str) -> None:
-    assert read(ImagePart(url), max_nbytes=10_000) == png()
+    assert read(PicturePart(url), max_nbytes=10_000) == png()
 
 
 @pytest.mark.parametrize(
@@ -92,23 +92,23 @@ def test_data_urls(url: str) -> None:
     ],
 )
 def test_faults_name_the_part(url: str, said: str) -> None:
-    with pytest.raises(BadImage, match=said) as fault:
-        album()[0].prepare(ImagePart(url, param="messages[3].content[0]"))
+    with pytest.raises(BadPicture, match=said) as fault:
+        album()[0].prepare(PicturePart(url, param="messages[3].content[0]"))
     assert fault.value.param == "messages[3].content[0]"
     assert fault.value.message.startswith("messages[3].content[0]: ")
     assert "\n" not in fault.value.message
 
 
 def test_fetched_bytes_have_the_same_limit() -> None:
-    part = ImagePart("https://example.com/", data=b"x" * 10_001)
-    with pytest.raises(BadImage, match="over the limit"):
+    part = PicturePart("https://example.com/", data=b"x" * 10_001)
+    with pytest.raises(BadPicture, match="over the limit"):
         read(part, max_nbytes=10_000)
 
 
 def test_a_picture_sent_again_is_not_processed_again() -> None:
     pictures, processor = album()
-    first = pictures.prepare(ImagePart(as_url(png())))
-    second = pictures.prepare(ImagePart(as_url(png()), param="elsewhere"))
+    first = pictures.prepare(PicturePart(as_url(png())))
+    second = pictures.prepare(PicturePart(as_url(png()), param="elsewhere"))
     assert first is second
     assert len(processor.seen) == 1
 
@@ -116,19 +116,19 @@ def test_a_picture_sent_again_is_not_processed_again() -> None:
 def test_only_so_many_are_kept() -> None:
     pictures, processor = album(keep_nbytes=250)
     for colour in (1, 2, 3, 1):
-        pictures.prepare(ImagePart(as_url(png(colour=(colour, 0, 0)))))
+        pictures.prepare(PicturePart(as_url(png(colour=(colour, 0, 0)))))
     assert len(processor.seen) == 4
-    pictures.prepare(ImagePart(as_url(png(colour=(3, 0, 0)))))
+    pictures.prepare(PicturePart(as_url(png(colour=(3, 0, 0)))))
     assert len(processor.seen) == 4
 
 
 def test_a_digest_is_of_what_is_seen() -> None:
     """The same pixels in another file format, or fetched, are the same picture."""
     pictures, _ = album()
-    one = pictures.prepare(ImagePart(as_url(png())))
+    one = pictures.prepare(PicturePart(as_url(png())))
     file = io.BytesIO()
     Image.new("RGB", (4, 3), (1, 2, 3)).save(file, "BMP")
-    assert pictures.prepare(ImagePart("https://x/", data=file.getvalue())).digest == one.digest
+    assert pictures.prepare(PicturePart("https://x/", data=file.getvalue())).digest == one.digest
 
 
 def test_digests_differ_in_pixels_size_and_settings() -> None:
@@ -144,7 +144,7 @@ def test_digests_differ_in_pixels_size_and_settings() -> None:
 def test_a_picture_is_kept_for_its_owner() -> None:
     """Whether it was here before shows in the time it takes: to its owner alone."""
     kept, processor = album()
-    nobodys = ImagePart(as_url(png()))
+    nobodys = PicturePart(as_url(png()))
     mine, other = replace(nobodys, owner="alice"), replace(nobodys, owner="bob")
     first = kept.prepare(mine)
     assert kept.prepare(mine) is first

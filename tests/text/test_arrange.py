@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from firn.core.values import ImagePart, Message, TextPart, Tool, ToolCall
+from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 from firn.text.arrange import arrange, strip_changing_lines
 from firn.text.messages import TemplateStyle, settled, short_id, to_template, tools_to_template
 from firn.text.turns import ANY_TURNS, TurnRules
@@ -30,7 +30,7 @@ CALL = ToolCall("c1", "f", {"a": 1})
 CALLS = assistant(tool_calls=(CALL,))
 RESULT = said("tool", "42", tool_call_id="c1")
 OTHER_RESULT = said("tool", "43", tool_call_id="c2")
-PICTURE = ImagePart("data:image/png;base64,AA==")
+PICTURE = PicturePart("data:image/png;base64,AA==")
 SHOWS = Message("user", (TextPart("see"), PICTURE))
 
 TABLE = {

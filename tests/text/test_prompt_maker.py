@@ -9,8 +9,8 @@ import pytest
 from firn.core.errors import BadRequest, ContextTooLong
 from firn.core.values import (
     Chat,
-    ImagePart,
     Message,
+    PicturePart,
     Prompt,
     RawText,
     RawTokens,
@@ -206,7 +206,7 @@ def test_room_for_one_token_must_remain() -> None:
     assert (e.value.n_prompt, e.value.limit) == (3, 3)
 
 
-PICTURE = Message("user", (TextPart("see"), ImagePart("x", "messages.0.content.1")))
+PICTURE = Message("user", (TextPart("see"), PicturePart("x", "messages.0.content.1")))
 BAD = {
     "no text": (CHATML, RawText(""), "prompt"),
     "no ids": (CHATML, RawTokens(()), "prompt"),

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.core.errors import BadDocument, BadImage, BadPart
+from firn.core.errors import BadDocument, BadPart, BadPicture
 from firn.core.values import (
     Chat,
     DocumentPart,
-    ImagePart,
     Message,
     OtherPart,
-    PreparedImage,
+    PicturePart,
+    PreparedPicture,
     TextPart,
 )
-from firn.text.illustrate import ReadyImage
-from firn.text.stand_ins import MAX_IMAGES, Reader
+from firn.text.picture_spans import ReadyPicture
+from firn.text.stand_ins import MAX_PICTURES, Reader
 
-SEEN, BROKEN = ImagePart("data:ok", "messages[0]"), ImagePart("data:broken", "messages[0]")
+SEEN, BROKEN = PicturePart("data:ok", "messages[0]"), PicturePart("data:broken", "messages[0]")
 SOUND = OtherPart("input_audio", "messages[0].content[0].type")
 PAPER = DocumentPart("", "application/pdf", "notes.pdf", "messages[0]", text="Firn is old snow.")
 SEALED = DocumentPart("", "application/pdf", "", "messages[0]", fault="the document is encrypted.")
@@ -33,10 +33,10 @@ NO_EYES, UNSHOWN = (
 class Eyes:
     placeholder, inline, whole = "<image>", False, False
 
-    def prepare(self, part: ImagePart) -> PreparedImage:
+    def prepare(self, part: PicturePart) -> PreparedPicture:
         if "broken" in part.url:
-            raise BadImage(part.param, "the image is broken.")
-        return PreparedImage(b"", "<image>", np.array([1]), None)
+            raise BadPicture(part.param, "the image is broken.")
+        return PreparedPicture(b"", "<image>", np.array([1]), None)
 
 
 def told(*parts: Any, role: Any = "tool") -> Message:
@@ -57,12 +57,12 @@ def test_a_model_without_eyes() -> None:
 def test_a_model_with_eyes() -> None:
     reader = Reader(Eyes())
     (ready,) = only(reader, SEEN)
-    assert isinstance(ready, ReadyImage)
+    assert isinstance(ready, ReadyPicture)
     assert only(reader, BROKEN) == (TextPart(UNSHOWN),)
     assert only(Reader(Eyes(), in_results=False), SEEN) == (TextPart(UNSHOWN),)
-    assert isinstance(only(Reader(Eyes(), in_results=False), SEEN, role="user")[0], ReadyImage)
-    many = only(reader, *[SEEN] * (MAX_IMAGES + 2))
-    assert [isinstance(p, ReadyImage) for p in many] == [True] * MAX_IMAGES + [False]
+    assert isinstance(only(Reader(Eyes(), in_results=False), SEEN, role="user")[0], ReadyPicture)
+    many = only(reader, *[SEEN] * (MAX_PICTURES + 2))
+    assert [isinstance(p, ReadyPicture) for p in many] == [True] * MAX_PICTURES + [False]
 
 
 def test_other_things() -> None:
@@ -82,7 +82,7 @@ def test_texts_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "kind"), [(SEEN, BadImage), (SOUND, BadPart), (SEALED, BadDocument)]
+    ("part", "kind"), [(SEEN, BadPicture), (SOUND, BadPart), (SEALED, BadDocument)]
 )
 def test_what_a_user_has_just_sent_is_refused(part: Any, kind: type[BadPart]) -> None:
     with pytest.raises(kind) as caught:

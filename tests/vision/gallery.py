@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from firn.core.values import Chat, ImagePart, Message, Part, Prompt, TextPart
+from firn.core.values import Chat, Message, Part, PicturePart, Prompt, TextPart
 from firn.media.pictures import ImageLimits, Pictures
 from firn.models import loader, vision_load
 from firn.models.processor import VisionProcessor
 from firn.models.tokenizer import HfTokenizer
 from firn.models.vision import VisionModel
-from firn.models.vision_gemma import reads_whole_images
+from firn.models.vision_gemma import reads_whole_pictures
 from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
@@ -59,7 +59,7 @@ def processor(name: str) -> VisionProcessor:
 
 @functools.cache
 def pictures(name: str) -> Pictures:
-    whole = reads_whole_images(reference_model(name))
+    whole = reads_whole_pictures(reference_model(name))
     return Pictures(processor(name), whole=whole, limits=ImageLimits())
 
 
@@ -79,7 +79,7 @@ def part(shown: str | Image.Image | int, param: str = "messages") -> Part:
     if isinstance(shown, str):
         return TextPart(shown)
     image = picture(shown, 96 - 16 * (shown % 2), 64) if isinstance(shown, int) else shown
-    return ImagePart(data_url(image), param=param)
+    return PicturePart(data_url(image), param=param)
 
 
 def user(*shown: str | Image.Image | int) -> Message:
@@ -135,7 +135,7 @@ def reference_inputs(name: str, messages: Sequence[Message]) -> dict[str, Any]:
     """The whole prompt and all of its pictures through the processor at once."""
     style = Template.read(tokenizer(name)).style
     text = tokenizer(name).render(to_template(messages, style=style), tools=None, kwargs={})
-    shown = [_image(p) for m in messages for p in m.parts if isinstance(p, ImagePart)]
+    shown = [_image(p) for m in messages for p in m.parts if isinstance(p, PicturePart)]
     run = reference_processor(name)
     found = dict(run(text=[text], images=shown)) if shown else dict(run.tokenizer([text]))
     return {k: _to_mlx(v) for k, v in found.items()}
@@ -180,7 +180,7 @@ def agree(got: Sequence[int], want: Sequence[int], margins: Sequence[float]) -> 
     return True
 
 
-def _image(part: ImagePart) -> Image.Image:
+def _image(part: PicturePart) -> Image.Image:
     data = base64.b64decode(part.url.partition(",")[2])
     return Image.open(io.BytesIO(data)).convert("RGB")
 

@@ -72,7 +72,7 @@ def row_of(name: str) -> Row:
     verdict = check(build, name, vocab=VOCAB_SIZE, modes=MODES)
     _, make_layers = build()
     prompt = gallery.prompt_of(name, gallery.user(2))
-    (span,) = prompt.media
+    (span,) = prompt.picture_spans
     layers = layout(make_layers())
     reuse = verdict.status if verdict.status == "supported" else verdict.detail
     return Row(name, layers, span.end - span.start, verdict.row_by_row, reuse)

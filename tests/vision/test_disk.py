@@ -114,7 +114,7 @@ def test_more_prompts_than_memory_holds(told: Teller, name: str) -> None:
         assert same_bits(first, cold), label
         assert same_bits(again, cold), label
         assert again.n_cached % CHUNK == 0 < again.n_cached
-        assert all(m.end <= again.n_cached for m in prompt.media), label
+        assert all(m.end <= again.n_cached for m in prompt.picture_spans), label
     assert any(r.tiers.get("ssd") for r in story.again.values())
     assert story.n_looks_again == 0, "the vision tower's work was asked for again"
 
@@ -131,7 +131,7 @@ def test_the_next_engine_on_the_folder(told: Teller, name: str) -> None:
         # The same words about another picture: a miss from the picture on.
         prompt = gallery.prompt_of(name, *another())
         got = h.ask(prompt, N_REPLY)
-        assert got.n_cached <= prompt.media[0].start
+        assert got.n_cached <= prompt.picture_spans[0].start
         assert same_bits(got, story.other)
         assert not same_bits(got, story.cold["one"])
         assert not h.cache.stats.faults
@@ -193,7 +193,7 @@ def test_quantised_records_come_back_too(tmp_path: Path, name: str) -> None:
         got = h.ask(grown, 1)
         want = h.ask(grown, 1, control=CacheControl(read=False, write=False))
         assert got.tiers == {"ssd": got.n_cached}
-        assert first.media[1].end < got.n_cached <= grown.media[2].start
+        assert first.picture_spans[1].end < got.n_cached <= grown.picture_spans[2].start
         far = abs(got.logprobs[0][0] - want.logprobs[0][0])
         assert 0 < far < 0.05
         assert not h.cache.stats.faults

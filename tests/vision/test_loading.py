@@ -87,7 +87,7 @@ def test_it_loads_and_describes_itself(name: str) -> None:
     loaded = loader.load(gallery.folder(name), served_name="tiny", picture=picture)
     assert loaded.info.vision
     assert loaded.info.batchable, loaded.info.unbatchable_why
-    assert loaded.info.whole_images == (name == "gemma4")
+    assert loaded.info.whole_pictures == (name == "gemma4")
     assert loaded.info.dtype == "float32"
     assert loaded.inputs is loaded.model
 

@@ -59,8 +59,11 @@ def test_a_picture_that_breaks_the_tower_ends_its_request_alone() -> None:
     name = "qwen2_5_vl"
     good = [user("Look: ", 1, "?")]
     bad = gallery.prompt_of(name, user("Look: ", 2, "?"))
-    tensors = {**bad.images[0].tensors, "pixel_values": bad.images[0].tensors["pixel_values"][:5]}
-    broken = replace(bad, images=(replace(bad.images[0], tensors=tensors),))
+    tensors = {
+        **bad.pictures[0].tensors,
+        "pixel_values": bad.pictures[0].tensors["pixel_values"][:5],
+    }
+    broken = replace(bad, pictures=(replace(bad.pictures[0], tensors=tensors),))
     with running(gallery.build(name), chunk=16) as h:
         before = h.submit(gallery.prompt_of(name, *good), 30)
         failed = h.submit(broken, 8).wait()
@@ -157,4 +160,4 @@ def test_text_alone_never_sees_the_tower() -> None:
         model.see = None  # would raise
         prompt: Prompt = gallery.prompt_of(name, user("Only words, many of them. " * 5))
         assert h.ask(prompt, 8).error is None
-        assert prompt.media == ()
+        assert prompt.picture_spans == ()

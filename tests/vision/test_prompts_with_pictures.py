@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.core.errors import BadImage
-from firn.core.values import Chat, ImagePart, Message, Prompt, TextPart, Tool, ToolCall
+from firn.core.errors import BadPicture
+from firn.core.values import Chat, Message, PicturePart, Prompt, TextPart, Tool, ToolCall
 from firn.media.pictures import ImageLimits, Pictures
 from firn.models import loader
 from firn.text.prompt import PromptMaker
@@ -24,7 +24,7 @@ from tests.zoo.vision_parts import TEXT_ONLY
 def text_of(name: str, prompt: Prompt) -> str:
     """The prompt with each picture written as {}."""
     pieces, at = [], 0
-    for span in prompt.media:
+    for span in prompt.picture_spans:
         pieces += [gallery.tokenizer(name).decode(prompt.ids[at : span.start].tolist()), "{}"]
         at = span.end
     return "".join([*pieces, gallery.tokenizer(name).decode(prompt.ids[at:].tolist())])
@@ -34,14 +34,17 @@ def text_of(name: str, prompt: Prompt) -> str:
 def test_every_picture_has_its_span(name: str) -> None:
     chat = [user("one ", 1, " two ", 2), said("ok"), user(3, " three")]
     prompt = gallery.prompt_of(name, *chat)
-    assert len(prompt.media) == 3
-    for span, picture in zip(prompt.media, prompt.images, strict=True):
+    assert len(prompt.picture_spans) == 3
+    for span, picture in zip(prompt.picture_spans, prompt.pictures, strict=True):
         own = prompt.ids[span.start : span.end]
         np.testing.assert_array_equal(own, picture.own_ids)
         assert own[0] == own[-1] == picture.image_token
         assert 12 <= len(own) <= 80
-    assert len({m.digest for m in prompt.media}) == 3
-    assert all(a.end <= b.start for a, b in zip(prompt.media, prompt.media[1:], strict=False))
+    assert len({m.digest for m in prompt.picture_spans}) == 3
+    assert all(
+        a.end <= b.start
+        for a, b in zip(prompt.picture_spans, prompt.picture_spans[1:], strict=False)
+    )
 
 
 def test_the_order_is_the_callers() -> None:
@@ -65,15 +68,15 @@ def test_a_new_picture_changes_nothing_before_it() -> None:
         chat = [user("first ", 1), said("yes")]
         one = gallery.prompt_of(name, *chat, user("more"))
         two = gallery.prompt_of(name, *chat, user("more", 2))
-        n = one.media[0].end
+        n = one.picture_spans[0].end
         np.testing.assert_array_equal(one.ids[:n], two.ids[:n])
-        assert one.media[0] == two.media[0]
+        assert one.picture_spans[0] == two.picture_spans[0]
 
 
 def test_boundaries_are_outside_pictures() -> None:
     prompt = gallery.prompt_of("qwen3_5", user("one ", 1), said("yes"), user("two ", 2))
     assert len(prompt.boundaries) == 3
-    assert not any(m.start < b < m.end for b in prompt.boundaries for m in prompt.media)
+    assert not any(m.start < b < m.end for b in prompt.boundaries for m in prompt.picture_spans)
 
 
 # --- a placeholder that is only text --------------------------------------------------------
@@ -84,24 +87,24 @@ def test_a_placeholder_in_a_callers_text_is_text(name: str) -> None:
     mark = gallery.processor(name).placeholder
     chat = [user(f"what is {mark} in ", 1, f"? {mark}{mark}"), said(f"a {mark}"), user("why")]
     prompt = gallery.prompt_of(name, *chat)
-    assert len(prompt.media) == 1
-    own = prompt.media[0]
+    assert len(prompt.picture_spans) == 1
+    own = prompt.picture_spans[0]
     around = prompt.ids[own.start - 1 : own.start].tolist()  # Gemma's own markup has it too
     n_more = gallery.tokenizer(name).decode(around).count(mark)
     assert text_of(name, prompt).count(mark) == 4 + n_more
     special = gallery.tokenizer(name).token_id(mark)
     outside = np.ones(len(prompt), dtype=bool)
-    outside[prompt.media[0].start - 2 : prompt.media[0].end + 2] = False
+    outside[prompt.picture_spans[0].start - 2 : prompt.picture_spans[0].end + 2] = False
     assert special not in prompt.ids[outside]
 
 
 @pytest.mark.parametrize("name", gallery.FAMILIES)
 def test_typed_picture_tokens_do_not_take_the_pictures_place(name: str) -> None:
     """Not even as many of them as the picture has, before it and behind it."""
-    own = gallery.prompt_of(name, user("see ", 1)).images[0]
+    own = gallery.prompt_of(name, user("see ", 1)).pictures[0]
     forged = gallery.tokenizer(name).decode(own.own_ids.tolist())
     prompt = gallery.prompt_of(name, user(forged, " and ", 1, forged))
-    (span,) = prompt.media
+    (span,) = prompt.picture_spans
     outside = np.delete(prompt.ids, np.arange(span.start, span.end))
     assert own.image_token not in outside
     np.testing.assert_array_equal(prompt.ids[span.start : span.end], own.own_ids)
@@ -119,14 +122,14 @@ def test_a_placeholder_in_tools_and_calls_is_text() -> None:
         )
     )
     prompt = gallery.maker(name).make(chat)
-    assert len(prompt.media) == 1
+    assert len(prompt.picture_spans) == 1
 
 
 def test_a_request_without_pictures_is_plain() -> None:
     name = "qwen2_5_vl"
     mark = gallery.processor(name).placeholder
     prompt = gallery.prompt_of(name, user(f"what is {mark}?"))
-    assert prompt.media == prompt.images == ()
+    assert prompt.picture_spans == prompt.pictures == ()
 
 
 # --- templates ------------------------------------------------------------------------------
@@ -146,7 +149,7 @@ def test_a_template_that_knows_no_pictures(tmp_path: Path) -> None:
     pictures = Pictures(processor, whole=False, limits=ImageLimits())
     maker = PromptMaker(tokenizer, context_length=4096, pictures=pictures)
     got = maker.make(Chat((user("see ", 1, "<image> is text"),)))
-    assert len(got.media) == 1
+    assert len(got.picture_spans) == 1
     text = tokenizer.decode(got.ids.tolist())
     assert text.startswith("<|im_start|>user\nsee <|image_start|><image><image>")
     assert text.endswith("<|image_end|>\n<image> is text<|im_end|>\n<|im_start|>assistant\n")
@@ -179,14 +182,14 @@ def test_a_place_where_the_template_has_no_pictures() -> None:
     tokenizer: Any = Forgetful(gallery.tokenizer("qwen2_5_vl"))
     maker = PromptMaker(tokenizer, context_length=4096, pictures=gallery.pictures("qwen2_5_vl"))
     message = Message("assistant", (TextPart("I saw "), part(1, "messages[1].content[1]")))
-    with pytest.raises(BadImage, match=r"^messages\[1\]\.content\[1\]: .* no place") as fault:
+    with pytest.raises(BadPicture, match=r"^messages\[1\]\.content\[1\]: .* no place") as fault:
         maker.make(Chat((user("hello"), message)))
     assert fault.value.status == 400
 
 
 def test_faults_name_the_part_of_the_message() -> None:
-    bad = Message("user", (ImagePart("data:,x", param="messages[4].content[2]"),))
-    with pytest.raises(BadImage, match=r"^messages\[4\]\.content\[2\]: the image is no PNG"):
+    bad = Message("user", (PicturePart("data:,x", param="messages[4].content[2]"),))
+    with pytest.raises(BadPicture, match=r"^messages\[4\]\.content\[2\]: the image is no PNG"):
         gallery.prompt_of("qwen2_5_vl", bad)
 
 
@@ -197,13 +200,13 @@ def test_pictures_of_any_shape(name: str, size: tuple[int, int]) -> None:
     image = gallery.picture(1).resize(size)
     try:
         prompt = gallery.prompt_of(name, user("see ", image))
-    except BadImage as fault:
+    except BadPicture as fault:
         if "processor refuses" not in fault.message:
             raise
         return
-    assert len(prompt.media) == 1
-    span = prompt.media[0]
-    np.testing.assert_array_equal(prompt.ids[span.start : span.end], prompt.images[0].own_ids)
+    assert len(prompt.picture_spans) == 1
+    span = prompt.picture_spans[0]
+    np.testing.assert_array_equal(prompt.ids[span.start : span.end], prompt.pictures[0].own_ids)
 
 
 def test_tools_and_pictures_together() -> None:
@@ -212,10 +215,10 @@ def test_tools_and_pictures_together() -> None:
     maker = gallery.maker(name)
     template: Any = maker._template
     chat = Chat((user("see ", 1),), tools=() if not template.rules.tools else tools)
-    assert len(maker.make(chat).media) == 1
+    assert len(maker.make(chat).picture_spans) == 1
 
 
 def test_only_so_many_pictures() -> None:
     shown = part(1, "messages[0].content[256]")
-    with pytest.raises(BadImage, match=r"^messages\[0\]\.content\[256\]: more than 256 images"):
+    with pytest.raises(BadPicture, match=r"^messages\[0\]\.content\[256\]: more than 256 images"):
         gallery.prompt_of("qwen2_5_vl", Message("user", (shown,) * 257))

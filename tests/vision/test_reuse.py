@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image, ImageOps
 
-from firn.core.values import MediaSpan, Message, Prompt, TextPart
+from firn.core.values import Message, PictureSpan, Prompt, TextPart
 from tests.harness import Harness, Result, running
 from tests.sweep.checks import same_tokens
 from tests.vision import gallery
@@ -42,10 +42,10 @@ class Cold:
 
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
-        self._known: dict[tuple[bytes, tuple[MediaSpan, ...]], Result] = {}
+        self._known: dict[tuple[bytes, tuple[PictureSpan, ...]], Result] = {}
 
     def ask(self, prompt: Prompt, n_reply: int) -> Result:
-        key = (prompt.ids.tobytes(), prompt.media)
+        key = (prompt.ids.tobytes(), prompt.picture_spans)
         if key not in self._known:
             self._known[key] = self._harness.ask(prompt, n_reply)
         return self._known[key]
@@ -65,8 +65,8 @@ class Pair:
             assert (a.logprobs, a.tokens) == (b.logprobs, b.tokens), f"after {b.n_cached}"
         else:
             assert same_tokens(a, b), f"after {b.n_cached} of {len(prompt)}"
-        if prompt.whole_images:
-            assert not any(m.start < b.n_cached < m.end for m in prompt.media)
+        if prompt.whole_pictures:
+            assert not any(m.start < b.n_cached < m.end for m in prompt.picture_spans)
         return prompt, b
 
 
@@ -82,14 +82,14 @@ def script(pair: Pair) -> None:
     _, later = pair.ask(*grown)
     assert later.n_cached > 0
     _, no_more = pair.ask(*grown, said("Yes."), user("Thank you. " + LONG))
-    assert no_more.n_cached > gallery.prompt_of(pair.name, SYSTEM, *grown).media[1].start
+    assert no_more.n_cached > gallery.prompt_of(pair.name, SYSTEM, *grown).picture_spans[1].start
     # three before, one of them new, and text alone
     shared, _ = pair.ask(*three)
     _, repeated = pair.ask(*three, said("Three."), user("And now?"))
-    if not (pair.exact and shared.whole_images):  # its pictures lie on nearly every boundary
-        assert repeated.n_cached > shared.media[2].start
+    if not (pair.exact and shared.whole_pictures):  # its pictures lie on nearly every boundary
+        assert repeated.n_cached > shared.picture_spans[2].start
     whole, other = pair.ask(user(LONG, 1, " and ", 2, " and ", 4, "?"))
-    assert other.n_cached <= whole.media[2].start
+    assert other.n_cached <= whole.picture_spans[2].start
     pair.ask(user(LONG))
     pair.ask(user(LONG), said("Snow."), user(5, "?"))
     assert not pair.warm.cache.stats.faults
@@ -126,9 +126,9 @@ def test_pictures_on_either_side_of_the_resume_point(name: str) -> None:
                 prompt = gallery.prompt_of(name, *history(n_before), asked)
                 want, got = cold.ask(prompt, 2), warm.ask(prompt, 2)
                 assert got.n_cached % CHUNK == 0 < got.n_cached
-                sides = [m.end <= got.n_cached for m in prompt.media]
+                sides = [m.end <= got.n_cached for m in prompt.picture_spans]
                 assert sides == [True] * n_before + [False] * n_behind
-                assert all(m.start >= got.n_cached for m in prompt.media[n_before:])
+                assert all(m.start >= got.n_cached for m in prompt.picture_spans[n_before:])
                 assert (got.logprobs, got.tokens) == (want.logprobs, want.tokens)
 
 
@@ -160,7 +160,7 @@ def test_a_picture_is_its_content(name: str) -> None:
         for label, prompt in prompts.items():
             cold[label] = h.ask(prompt, 3)
     # LLaVA's template puts pictures first, wherever they were.
-    n_different = len({(p.ids.tobytes(), p.media) for p in prompts.values()})
+    n_different = len({(p.ids.tobytes(), p.picture_spans) for p in prompts.values()})
     assert n_different >= len(prompts) - 1
     assert len({tuple(r.logprobs[0]) for r in cold.values()}) == n_different
     with running(build, chunk=CHUNK, block=BLOCK, exact=True) as h:
@@ -178,8 +178,8 @@ def test_the_text_before_a_picture_hits_whatever_the_picture_is(name: str) -> No
         prompts = {
             k: gallery.prompt_of(name, SYSTEM, *chats[k]) for k in ("base", "another picture")
         }
-        start = prompts["base"].media[0].start
-        assert prompts["another picture"].media[0].start == start
+        start = prompts["base"].picture_spans[0].start
+        assert prompts["another picture"].picture_spans[0].start == start
         h.ask(prompts["base"], 4)
         h.ask(prompts["another picture"], 4)
         third = gallery.prompt_of(name, SYSTEM, *chats["mirrored"])

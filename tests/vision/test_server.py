@@ -91,7 +91,9 @@ def test_a_second_question_finds_the_picture_read(real: Real) -> None:
     assert reply_text(one) == reply_text(two)
     more = ask(real.openai(), first, {"role": "assistant", "content": "Yes."},
                {"role": "user", "content": [text("And "), image_url(3)]})  # fmt: skip
-    span = gallery.prompt_of(NAME, user(LONG, 2, "?"), said("Yes."), user("And ", 3)).media[0]
+    span = gallery.prompt_of(NAME, user(LONG, 2, "?"), said("Yes."), user("And ", 3)).picture_spans[
+        0
+    ]
     assert more.usage.prompt_tokens_details.cached_tokens >= span.end
 
 
@@ -233,7 +235,7 @@ def test_after_a_restart_the_pictures_are_still_read(tmp_path: Path) -> None:
         assert inputs.features.n_misses == 1  # the other picture's
     assert reply_text(warm) == reply_text(cold)
     assert warm.usage.prompt_tokens_details.cached_tokens >= cold.usage.prompt_tokens - 32
-    span = gallery.prompt_of(NAME, user(LONG, 6, "Say.")).media[0]
+    span = gallery.prompt_of(NAME, user(LONG, 6, "Say.")).picture_spans[0]
     assert 0 < fresh.usage.prompt_tokens_details.cached_tokens <= span.start
 
 

@@ -11,9 +11,9 @@ from firn.core.errors import BadRequest, ContextTooLong
 from firn.core.values import (
     Chat,
     GenerateRequest,
-    ImagePart,
     Namespace,
     Part,
+    PicturePart,
     Prompt,
     Source,
 )
@@ -37,9 +37,9 @@ def _owned(source: Source, owner: Namespace) -> Source:
         return source
 
     def owned(part: Part) -> Part:
-        return replace(part, owner=owner) if isinstance(part, ImagePart) else part
+        return replace(part, owner=owner) if isinstance(part, PicturePart) else part
 
-    if not any(isinstance(part, ImagePart) for m in source.messages for part in m.parts):
+    if not any(isinstance(part, PicturePart) for m in source.messages for part in m.parts):
         return source
     messages = tuple(replace(m, parts=tuple(map(owned, m.parts))) for m in source.messages)
     return replace(source, messages=messages)
@@ -49,7 +49,7 @@ async def gathered(
     services: Services, request: GenerateRequest, owner: Namespace
 ) -> GenerateRequest:
     """The request with what it refers to: pictures by address, the text of documents."""
-    for gather in (services.fetch_images, services.read_documents):
+    for gather in (services.fetch_pictures, services.read_documents):
         if gather is not None:
             request = await gather(request, owner)
     return request

@@ -72,7 +72,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Services:
     """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
-    `reranker` None: the model does not judge documents. `fetch_images` None: images by address are
+    `reranker` None: the model does not judge documents. `fetch_pictures` None: images by address are
     refused. `read_documents` None: so are documents. `pool` is the tokenize pool."""
 
     engine: Engine
@@ -98,7 +98,7 @@ class Services:
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     reranker: Reranker | None = None
-    fetch_images: Gather | None = None
+    fetch_pictures: Gather | None = None
     read_documents: Gather | None = None
     recorder: Recorder | None = None
     """None: no trace is kept."""

@@ -442,7 +442,7 @@ class Look:
 
 def _key_tokens(prompt: Prompt) -> KeyTokens:
     if prompt.thinned is None:
-        return key_tokens(prompt.ids, prompt.media)
+        return key_tokens(prompt.ids, prompt.picture_spans)
     return placed_tokens(prompt.ids, prompt.thinned.positions)
 
 

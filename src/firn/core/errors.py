@@ -47,7 +47,7 @@ class BadPart(BadRequest):
         super().__init__(f"{param}: {message}", param=param)
 
 
-class BadImage(BadPart):
+class BadPicture(BadPart):
     code = "invalid_image"
 
 

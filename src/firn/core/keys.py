@@ -18,7 +18,7 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from firn.core.values import MediaSpan, Namespace, TokenArray
+from firn.core.values import Namespace, PictureSpan, TokenArray
 
 FORMAT_VERSION = 1
 Key = NewType("Key", bytes)
@@ -27,9 +27,9 @@ KeyTokens = npt.NDArray[np.uint64]
 _IMAGE_BIT = np.uint64(1 << 63)
 
 
-def key_tokens(ids: TokenArray, media: Sequence[MediaSpan] = ()) -> KeyTokens:
+def key_tokens(ids: TokenArray, pictures: Sequence[PictureSpan] = ()) -> KeyTokens:
     values = ids.astype(np.uint64)
-    for span in media:
+    for span in pictures:
         for i in range(span.start, span.end):
             digest = _hash(b"image", [span.digest, (i - span.start).to_bytes(8, "little")])
             values[i] = np.frombuffer(digest[:8], dtype="<u8")[0] | _IMAGE_BIT

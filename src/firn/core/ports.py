@@ -15,11 +15,11 @@ from firn.core.errors import FirnError
 from firn.core.events import Admitted, EngineEvent, TokenLogprob
 from firn.core.values import (
     CacheControl,
-    ImagePart,
     Job,
     ModelInfo,
     Namespace,
-    PreparedImage,
+    PicturePart,
+    PreparedPicture,
     Prompt,
     RequestId,
     Scores,
@@ -107,8 +107,8 @@ class Pictures(Protocol):
         """A picture's tokens see each other, so they are read in one piece."""
         ...
 
-    def prepare(self, part: ImagePart) -> PreparedImage:
-        """Decode and preprocess one picture. Raises BadImage."""
+    def prepare(self, part: PicturePart) -> PreparedPicture:
+        """Decode and preprocess one picture. Raises BadPicture."""
         ...
 
 

@@ -35,7 +35,7 @@ class TextPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePart:
+class PicturePart:
     """A picture by reference. `data` is what an address has led to, once it was fetched; `fault` why
     it has led to nothing. `owner` is who may find out, by the time it takes, that the picture has been
     here before; "": everybody."""
@@ -68,7 +68,7 @@ class OtherPart:
     param: str = "messages"
 
 
-Part = TextPart | ImagePart | DocumentPart | OtherPart
+Part = TextPart | PicturePart | DocumentPart | OtherPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class MediaSpan:
+class PictureSpan:
     """Positions [start, end) of the prompt stand for one picture with this content digest."""
 
     start: int
@@ -310,7 +310,7 @@ class MediaSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedImage:
+class PreparedPicture:
     """A picture that is ready to go into a prompt.
 
     text takes the place of the placeholder that the chat template has written; ids are the picture's
@@ -333,12 +333,12 @@ class Prompt:
     """
 
     ids: TokenArray
-    media: tuple[MediaSpan, ...] = ()
+    picture_spans: tuple[PictureSpan, ...] = ()
     boundaries: tuple[int, ...] = ()
     hints: tuple[int, ...] = ()
-    images: tuple[Any, ...] = ()
-    """Preprocessed pictures for the model, one per media span; opaque outside `models`."""
-    whole_images: bool = False
+    pictures: tuple[Any, ...] = ()
+    """Preprocessed pictures for the model, one for each span; opaque outside `models`."""
+    whole_pictures: bool = False
     """A picture's tokens see each other: they are read in one piece, and nothing resumes inside."""
     notes: tuple[str, ...] = ()
     """What of the request is not in it as it was sent, for the log."""
@@ -353,7 +353,7 @@ class Prompt:
     @property
     def unbroken(self) -> tuple[tuple[int, int], ...]:
         """Ranges [start, end) that no prefill chunk and no resume point may cut."""
-        return tuple((m.start, m.end) for m in self.media) if self.whole_images else ()
+        return tuple((m.start, m.end) for m in self.picture_spans) if self.whole_pictures else ()
 
     @property
     def whole(self) -> Prompt:
@@ -439,7 +439,7 @@ class ModelInfo:
     batchable: bool
     unbatchable_why: str | None
     vision: bool = False
-    whole_images: bool = False
+    whole_pictures: bool = False
     """A picture's tokens see each other: see Prompt."""
     generates: bool = True
     """False: it makes embeddings and nothing else."""

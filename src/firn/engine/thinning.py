@@ -38,7 +38,7 @@ def why_not(job: Job, *, n_near: int, max_tokens: int) -> str:
         return "all of it is to be kept"
     if job.prompt_logprobs:
         return "its tokens are scored"
-    if job.prompt.media:
+    if job.prompt.picture_spans:
         return "it has pictures"
     if n_prompt - n_near <= sparse.over:
         return f"{n_prompt - n_near} tokens are cold, not more than {sparse.over}"

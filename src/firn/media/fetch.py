@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 import httpx
 
-from firn.core.errors import BadImage
-from firn.core.values import Chat, GenerateRequest, ImagePart, Namespace, Part
+from firn.core.errors import BadPicture
+from firn.core.values import Chat, GenerateRequest, Namespace, Part, PicturePart
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -65,7 +65,7 @@ class Fetcher:
     ) -> GenerateRequest:
         """The request with the bytes of its images, or with why there are none. Nothing is kept.
 
-        Raises BadImage for an image that the user has just sent.
+        Raises BadPicture for an image that the user has just sent.
         """
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_remote, _parts(source))):
@@ -75,15 +75,15 @@ class Fetcher:
         gate = asyncio.Semaphore(MAX_AT_ONCE)
         n_left = MAX_TOTAL * self._limits.nbytes
 
-        async def fetched(part: ImagePart) -> bytes | BadImage:
+        async def fetched(part: PicturePart) -> bytes | BadPicture:
             nonlocal n_left
             try:
                 async with gate:
                     data = await self.fetch(part)
                 n_left -= len(data)
                 if n_left < 0:
-                    raise BadImage(part.param, "the request's images are too large together.")
-            except BadImage as fault:
+                    raise BadPicture(part.param, "the request's images are too large together.")
+            except BadPicture as fault:
                 if part.url in newest:
                     raise
                 return fault
@@ -92,11 +92,11 @@ class Fetcher:
         try:
             async with asyncio.TaskGroup() as group:
                 found = {url: group.create_task(fetched(part)) for url, part in wanted.items()}
-        except* BadImage as faults:
+        except* BadPicture as faults:
             raise faults.exceptions[0] from None
 
         def filled(part: Part) -> Part:
-            if not isinstance(part, ImagePart) or not _is_remote(part):
+            if not isinstance(part, PicturePart) or not _is_remote(part):
                 return part
             if part.url not in found:
                 return replace(part, fault=TOO_MANY)
@@ -108,18 +108,18 @@ class Fetcher:
         messages = tuple(replace(m, parts=tuple(map(filled, m.parts))) for m in source.messages)
         return replace(request, source=replace(source, messages=messages))
 
-    async def fetch(self, part: ImagePart) -> bytes:
+    async def fetch(self, part: PicturePart) -> bytes:
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 return await self._follow(part)
         except TimeoutError as e:
             late = f"the image did not come within {self._limits.timeout_s:g} seconds."
-            raise BadImage(part.param, late) from e
+            raise BadPicture(part.param, late) from e
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
             why = " ".join(str(e).split())[:120] or type(e).__name__
-            raise BadImage(part.param, f"the image could not be fetched: {why}") from e
+            raise BadPicture(part.param, f"the image could not be fetched: {why}") from e
 
-    async def _follow(self, part: ImagePart) -> bytes:
+    async def _follow(self, part: PicturePart) -> bytes:
         url = httpx.URL(part.url)
         # A client for each image: a kept connection would outlive the check of its address.
         async with httpx.AsyncClient(
@@ -133,12 +133,12 @@ class Fetcher:
                 if isinstance(found, bytes):
                     return found
                 url = found
-        raise BadImage(
+        raise BadPicture(
             part.param, f"the image's address redirects more than {MAX_REDIRECTS} times."
         )
 
     async def _get(
-        self, client: httpx.AsyncClient, url: httpx.URL, part: ImagePart
+        self, client: httpx.AsyncClient, url: httpx.URL, part: PicturePart
     ) -> bytes | httpx.URL:
         """The body, or where to go on."""
         address = await self._checked(url, part)
@@ -153,35 +153,35 @@ class Fetcher:
             if response.status_code in REDIRECTS and "location" in response.headers:
                 return url.join(response.headers["location"])
             if response.status_code != 200:
-                raise BadImage(part.param, f"the image's server answers {response.status_code}.")
+                raise BadPicture(part.param, f"the image's server answers {response.status_code}.")
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise BadImage(
+                raise BadPicture(
                     part.param, "the image's server compresses what it was asked not to."
                 )
             body = bytearray()
             async for chunk in response.aiter_raw():
                 body += chunk
                 if len(body) > self._limits.nbytes:
-                    raise BadImage(
+                    raise BadPicture(
                         part.param, f"the image is over the limit of {self._limits.nbytes} bytes."
                     )
             return bytes(body)
 
-    async def _checked(self, url: httpx.URL, part: ImagePart) -> Address:
+    async def _checked(self, url: httpx.URL, part: PicturePart) -> Address:
         """An address to connect to, if the URL is one that may be fetched."""
         schemes = ("https", "http") if self._limits.plain_http else ("https",)
         if url.scheme not in schemes:
-            raise BadImage(
+            raise BadPicture(
                 part.param, f"the image's address must begin with {' or '.join(schemes)}://."
             )
         if not url.host:
-            raise BadImage(part.param, "the image's address names no host.")
+            raise BadPicture(part.param, "the image's address names no host.")
         port = url.port or (443 if url.scheme == "https" else 80)
         if port > 65535:
-            raise BadImage(part.param, "the image's address has no such port.")
+            raise BadPicture(part.param, "the image's address has no such port.")
         found = [_parsed(a) for a in await self._resolve(url.host, port)]
         if not found or not all(map(is_public, found)):
-            raise BadImage(part.param, "the image's address is not on the public internet.")
+            raise BadPicture(part.param, "the image's address is not on the public internet.")
         return found[0]
 
 
@@ -224,24 +224,24 @@ def _parts(chat: Chat) -> list[Part]:
 def _addresses_of_newest(chat: Chat) -> frozenset[str]:
     """Those that the user has just sent."""
     parts = chat.messages[chat.newest].parts if chat.newest >= 0 else ()
-    return frozenset(part.url for part in parts if isinstance(part, ImagePart))
+    return frozenset(part.url for part in parts if isinstance(part, PicturePart))
 
 
-def _by_address(chat: Chat, newest: frozenset[str]) -> dict[str, ImagePart]:
-    """The first part with each address: one that is shown twice is fetched once. Raises BadImage."""
-    found: dict[str, ImagePart] = {}
+def _by_address(chat: Chat, newest: frozenset[str]) -> dict[str, PicturePart]:
+    """The first part with each address: one that is shown twice is fetched once. Raises BadPicture."""
+    found: dict[str, PicturePart] = {}
     for part in _parts(chat):
-        if isinstance(part, ImagePart) and _is_remote(part) and part.url not in found:
+        if isinstance(part, PicturePart) and _is_remote(part) and part.url not in found:
             if len(found) < MAX_ADDRESSES:
                 found[part.url] = part
             elif part.url in newest:
-                raise BadImage(part.param, TOO_MANY)
+                raise BadPicture(part.param, TOO_MANY)
     return found
 
 
 def _is_remote(part: Part) -> bool:
     return (
-        isinstance(part, ImagePart)
+        isinstance(part, PicturePart)
         and part.data is None
         and not part.fault
         and part.url[:8].lower().startswith(("http://", "https://"))

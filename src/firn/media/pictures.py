@@ -17,8 +17,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from firn.core.errors import BadImage
-from firn.core.values import ImagePart, PreparedImage, TokenArray
+from firn.core.errors import BadPicture
+from firn.core.values import PicturePart, PreparedPicture, TokenArray
 from firn.media.decode import Pixels, decode
 from firn.media.headers import Undecodable
 
@@ -77,10 +77,10 @@ class Pictures:
         self._limits = limits
         self._keep_nbytes = keep_nbytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, tuple[PreparedImage, int]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[PreparedPicture, int]] = OrderedDict()
         self._kept_nbytes = 0
 
-    def prepare(self, part: ImagePart) -> PreparedImage:
+    def prepare(self, part: PicturePart) -> PreparedPicture:
         data = read(part, max_nbytes=self._limits.nbytes)
         key = part.owner.encode() + hashlib.blake2b(data, digest_size=32).digest()
         with self._lock:
@@ -90,18 +90,18 @@ class Pictures:
         try:
             pixels = decode(data, max_pixels=self._limits.pixels)
         except Undecodable as e:
-            raise BadImage(part.param, f"the image {e}.") from e
+            raise BadPicture(part.param, f"the image {e}.") from e
         try:
             found = self._processor.process(pixels)
         except Exception as e:  # any processor of mlx-vlm or transformers may run here
             why = " ".join(str(e).split())[:200] or type(e).__name__
-            raise BadImage(part.param, f"the model's processor refuses the image: {why}") from e
+            raise BadPicture(part.param, f"the model's processor refuses the image: {why}") from e
         digest = digest_of(pixels, self._processor.settings, owner=part.owner)
-        prepared = PreparedImage(digest, found.text, found.ids, found.inputs)
+        prepared = PreparedPicture(digest, found.text, found.ids, found.inputs)
         self._keep(key, prepared, found.nbytes)
         return prepared
 
-    def _keep(self, key: bytes, prepared: PreparedImage, nbytes: int) -> None:
+    def _keep(self, key: bytes, prepared: PreparedPicture, nbytes: int) -> None:
         with self._lock:
             if key in self._kept or nbytes > self._keep_nbytes:
                 return
@@ -126,31 +126,31 @@ def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
     return digest.digest()
 
 
-def read(part: ImagePart, *, max_nbytes: int) -> bytes:
-    """The file's bytes. Raises BadImage."""
+def read(part: PicturePart, *, max_nbytes: int) -> bytes:
+    """The file's bytes. Raises BadPicture."""
     if part.fault:
-        raise BadImage(part.param, part.fault)
+        raise BadPicture(part.param, part.fault)
     if part.data is not None:
         data = part.data
     elif part.url[:5].lower() == "data:":
         data = _from_data_url(part, max_nbytes)
     elif part.url[:8].lower().startswith(("http://", "https://")):
-        raise BadImage(
+        raise BadPicture(
             part.param, "this server fetches no images; send a data URL (see --allow-image-urls)."
         )
     else:
-        raise BadImage(part.param, "the image is neither a data URL nor an https address.")
+        raise BadPicture(part.param, "the image is neither a data URL nor an https address.")
     if len(data) > max_nbytes:
         raise _too_large(part, max_nbytes)
     if not data:
-        raise BadImage(part.param, "the image is empty.")
+        raise BadPicture(part.param, "the image is empty.")
     return data
 
 
-def _from_data_url(part: ImagePart, max_nbytes: int) -> bytes:
+def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
     head = _DATA_URL.match(part.url[:256])
     if head is None:
-        raise BadImage(part.param, "the data URL is malformed.")
+        raise BadPicture(part.param, "the data URL is malformed.")
     if (len(part.url) - head.end()) * 3 // 4 > max_nbytes + 3:
         raise _too_large(part, max_nbytes)
     body = part.url[head.end() :]
@@ -165,8 +165,8 @@ def _from_data_url(part: ImagePart, max_nbytes: int) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError as e:
-        raise BadImage(part.param, "the data URL is no valid base64.") from e
+        raise BadPicture(part.param, "the data URL is no valid base64.") from e
 
 
-def _too_large(part: ImagePart, max_nbytes: int) -> BadImage:
-    return BadImage(part.param, f"the image is over the limit of {max_nbytes / MIB:g} MiB.")
+def _too_large(part: PicturePart, max_nbytes: int) -> BadPicture:
+    return BadPicture(part.param, f"the image is over the limit of {max_nbytes / MIB:g} MiB.")

@@ -180,7 +180,7 @@ def load(
         batchable=why_not is None,
         unbatchable_why=why_not,
         vision=vision,
-        whole_images=picture is not None and model.whole_images,
+        whole_pictures=picture is not None and model.whole_pictures,
         created=int(time.time()),
     )
     return LoadedModel(model, info, lambda: make_prompt_cache(model), layers, inputs)

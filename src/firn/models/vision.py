@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.values import MediaSpan, Prompt
+from firn.core.values import PictureSpan, Prompt
 from firn.models.batch import Row
 from firn.models.picture import FeatureCache, Features, Picture
 from firn.models.vision_gemma import reads_whole_images, see_whole_images
@@ -31,8 +31,8 @@ class VisionModel:
         self._rope: RotaryPositions | None = None
         if hasattr(self._language, "get_rope_index"):
             self._rope = RotaryPositions(self._language)
-        self.whole_images = reads_whole_images(model)
-        if self.whole_images:
+        self.whole_pictures = reads_whole_images(model)
+        if self.whole_pictures:
             see_whole_images(model)
 
     def make_cache(self) -> list[Any]:
@@ -73,7 +73,7 @@ class VisionModel:
             found["position_ids"] = self._rope.chunk(prompt, start, end)
         parts = [
             (span, picture)
-            for span, picture in zip(prompt.media, prompt.images, strict=True)
+            for span, picture in zip(prompt.picture_spans, prompt.pictures, strict=True)
             if span.start < end and start < span.end
         ]
         if parts:
@@ -89,7 +89,7 @@ class VisionModel:
     # --- pictures --------------------------------------------------------------------------
 
     def _with_pictures(
-        self, prompt: Prompt, parts: Sequence[tuple[MediaSpan, Picture]], start: int, end: int
+        self, prompt: Prompt, parts: Sequence[tuple[PictureSpan, Picture]], start: int, end: int
     ) -> dict[str, Any]:
         """# [start, ...) text | features | text | features ... | text [..., end)"""
         visual = np.zeros(end - start, dtype=np.bool_)
@@ -112,7 +112,7 @@ class VisionModel:
             found["deepstack_visual_embeds"] = [
                 mx.concatenate(list(same)) for same in zip(*deepstack, strict=True)
             ]
-        if self.whole_images:
+        if self.whole_pictures:
             found["mm_token_type_ids"] = mx.array(visual.astype(np.int32))[None]
         return found
 
@@ -140,7 +140,7 @@ class VisionModel:
         out = self.model.get_input_embeddings(input_ids=ids, pixel_values=None)
         return Features(out.inputs_embeds, out.per_layer_inputs)
 
-    def _features_of(self, span: MediaSpan, picture: Picture) -> Features:
+    def _features_of(self, span: PictureSpan, picture: Picture) -> Features:
         """Runs the vision tower, unless its result for this picture is still held."""
         found = self.features.get(span.digest)
         if found is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from firn.core.errors import SetupError
 from firn.core.ports import Tokenizer
-from firn.core.values import MediaSpan, Prompt
+from firn.core.values import PictureSpan, Prompt
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
 from firn.models.sampling import to_host
@@ -133,7 +133,7 @@ def _their_way(model: VisionModel, picture: Picture) -> mx.array:
     out = model.model.get_input_embeddings(input_ids=ids, mask=mx.ones_like(ids), **tensors)
     tensors.pop("pixel_values")
     given = {k: v for k, v in out.to_dict().items() if v is not None}
-    if model.whole_images:
+    if model.whole_pictures:
         given["mm_token_type_ids"] = (ids == picture.image_token).astype(mx.int32)
     language = model.model.language_model
     logits: mx.array = language(ids, cache=model.make_cache(), **{**tensors, **given}).logits[0, -1]
@@ -142,9 +142,9 @@ def _their_way(model: VisionModel, picture: Picture) -> mx.array:
 
 def _our_way(model: VisionModel, picture: Picture) -> mx.array:
     """In two chunks, the first of which ends in the middle of the picture if it may."""
-    span = MediaSpan(picture.first, picture.last, b"load-time check")
-    prompt = Prompt(picture.ids, media=(span,), images=(picture,))
-    middle = picture.first if model.whole_images else (picture.first + picture.last) // 2
+    span = PictureSpan(picture.first, picture.last, b"load-time check")
+    prompt = Prompt(picture.ids, picture_spans=(span,), pictures=(picture,))
+    middle = picture.first if model.whole_pictures else (picture.first + picture.last) // 2
     layers = model.make_cache()
     logits = mx.zeros((1, 1, 1))
     for start, end in ((0, middle), (middle, len(prompt))):

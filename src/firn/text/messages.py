@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from firn.core.values import ImagePart, Message, TextPart, Tool, ToolCall
+from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _message_dict(
 
 
 def _content(message: Message, style: TemplateStyle) -> str | list[dict[str, Any]]:
-    if not style.lists and not any(isinstance(p, ImagePart) for p in message.parts):
+    if not style.lists and not any(isinstance(p, PicturePart) for p in message.parts):
         return message.text
     return [
         {"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"}

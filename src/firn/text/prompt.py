@@ -29,13 +29,13 @@ from firn.core.values import (
 from firn.text.arrange import arrange
 from firn.text.boundaries import Boundaries
 from firn.text.formats import markup_tokens, own_markup
-from firn.text.illustrate import Illustration, images_of
 from firn.text.infill import detect
 from firn.text.length import refuse_too_long
 from firn.text.messages import settled, to_template, tools_to_template
 from firn.text.parsers import formats
+from firn.text.picture_spans import PromptPictures, pictures_of
 from firn.text.stand_ins import Reader
-from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_images_in_results
+from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_pictures_in_results
 from firn.text.tool_prompt import in_words
 from firn.text.typed import Content, Rendered, TypedControl, control_texts
 
@@ -72,7 +72,7 @@ class PromptMaker:
         self._template = template
         self._boundaries = Boundaries(tokenizer, template.openers if template else ())
         self._tool_format = formats()[tool_format] if tool_format else None
-        self._reader = Reader(pictures, in_results=self._shows_images_in_results())
+        self._reader = Reader(pictures, in_results=self._shows_pictures_in_results())
         own = own_markup() - {
             *MESSAGE_OPENERS,
             *map(tokenizer.decode, ([t] for t in tokenizer.eos)),
@@ -117,15 +117,17 @@ class PromptMaker:
         content = Content(
             settled(read.messages, template.style), chat.tools, {**kwargs, **going_on}
         )
-        album = self._album(read.messages)
-        typed = self._typed.including(album.tokens(self._tokenizer)) if album else self._typed
-        rendered = typed.render(content, lambda c: _well_formed(self._render(c, template, album)))
-        if album is not None:
-            rendered = album.expand(rendered)
+        pictures = self._pictures_in(read.messages)
+        typed = self._typed.including(pictures.tokens(self._tokenizer)) if pictures else self._typed
+        rendered = typed.render(
+            content, lambda c: _well_formed(self._render(c, template, pictures))
+        )
+        if pictures is not None:
+            rendered = pictures.expand(rendered)
         # The template writes the special tokens itself: adding them again would double the BOS.
         prompt = Prompt(self._encode(rendered, add_special=False), notes=read.notes)
-        if album is not None:
-            prompt = self._illustrated(prompt, album)
+        if pictures is not None:
+            prompt = self._with_pictures(prompt, pictures)
         self._checked_ids(prompt.ids, param="messages", prompt=prompt)
         messages = self._arranged(content, template)
         prompt = self._boundaries.marked(prompt, rendered, messages, keeps_header=keeps)
@@ -167,35 +169,35 @@ class PromptMaker:
             messages = in_words(messages, tools, self._tool_format)
         return arrange(messages, rules)
 
-    def _render(self, content: Content, template: Template, album: Illustration | None) -> str:
+    def _render(self, content: Content, template: Template, pictures: PromptPictures | None) -> str:
         messages = to_template(self._arranged(content, template), style=template.style)
         return self._tokenizer.render(
-            album.written_out(messages) if album else messages,
+            pictures.written_out(messages) if pictures else messages,
             tools=tools_to_template(content.tools) or None if template.rules.tools else None,
             kwargs=content.kwargs or {},
         )
 
-    def _album(self, messages: Sequence[Message]) -> Illustration | None:
-        if self._pictures is None or not images_of(messages):
+    def _pictures_in(self, messages: Sequence[Message]) -> PromptPictures | None:
+        if self._pictures is None or not pictures_of(messages):
             return None
-        return Illustration(messages, self._pictures)
+        return PromptPictures(messages, self._pictures)
 
-    def _illustrated(self, prompt: Prompt, album: Illustration) -> Prompt:
+    def _with_pictures(self, prompt: Prompt, pictures: PromptPictures) -> Prompt:
         assert self._pictures is not None
         return replace(
             prompt,
-            media=album.spans(prompt.ids),
-            images=tuple(image.inputs for image in album.prepared),
-            whole_images=self._pictures.whole,
+            picture_spans=pictures.spans(prompt.ids),
+            pictures=tuple(picture.inputs for picture in pictures.prepared),
+            whole_pictures=self._pictures.whole,
         )
 
-    def _shows_images_in_results(self) -> bool:
+    def _shows_pictures_in_results(self) -> bool:
         if self._pictures is None or self._template is None:
             return False
         if self._pictures.inline or not self._template.rules.calls:
             return True  # written as text, or in a user's turn
         placeholder = self._pictures.placeholder
-        return shows_images_in_results(self._tokenizer, self._template, placeholder)
+        return shows_pictures_in_results(self._tokenizer, self._template, placeholder)
 
     def _ask_for_header(self, kwargs: str) -> bool:
         """Whether the reply's header will be a part of the next turn's prompt."""
@@ -237,7 +239,7 @@ class PromptMaker:
         if self._n_ids is None or (int(ids.max()) < self._n_ids and int(ids.min()) >= 0):
             return ids
         text = np.ones(len(ids), dtype=np.bool_)
-        for span in prompt.media if prompt else ():
+        for span in prompt.picture_spans if prompt else ():
             text[span.start : span.end] = False
         wrong = ids[text & ((ids >= self._n_ids) | (ids < 0))]
         if len(wrong):

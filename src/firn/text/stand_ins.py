@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from firn.core.errors import BadDocument, BadImage, BadPart
+from firn.core.errors import BadDocument, BadPart, BadPicture
 from firn.core.ports import Pictures
-from firn.core.values import DocumentPart, ImagePart, Message, OtherPart, Part, TextPart
-from firn.text.illustrate import ReadyImage
+from firn.core.values import DocumentPart, Message, OtherPart, Part, PicturePart, TextPart
+from firn.text.picture_spans import ReadyPicture
 
-MAX_IMAGES = 256
+MAX_PICTURES = 256
 """In one prompt. Each is decoded before the prompt's length is known."""
 PARAGRAPH = "\n\n"
 
@@ -48,13 +48,13 @@ class Reader:
             return Readable(tuple(messages))
         found: list[Message] = []
         notes: list[str] = []
-        n_images = 0
+        n_pictures = 0
         for i, message in enumerate(messages):
             parts: list[Part] = []
             for part in message.parts:
                 try:
-                    n_images += isinstance(part, ImagePart)
-                    parts.append(self._read(part, message, n_images))
+                    n_pictures += isinstance(part, PicturePart)
+                    parts.append(self._read(part, message, n_pictures))
                 except BadPart as fault:
                     if i == newest:
                         raise
@@ -63,26 +63,26 @@ class Reader:
             found.append(replace(message, parts=_together(message.parts, parts)))
         return Readable(tuple(found), tuple(notes))
 
-    def _read(self, part: Part, message: Message, n_images: int) -> Part:
+    def _read(self, part: Part, message: Message, n_pictures: int) -> Part:
         match part:
             case TextPart():
                 return part
-            case ImagePart():
-                return self._image(part, message, n_images)
+            case PicturePart():
+                return self._picture(part, message, n_pictures)
             case DocumentPart():
                 return self._document(part)
             case OtherPart():
                 raise BadPart(part.param, f"{part.kind[:64]!r} is not supported here.")
 
-    def _image(self, part: ImagePart, message: Message, n_images: int) -> Part:
+    def _picture(self, part: PicturePart, message: Message, n_pictures: int) -> Part:
         if self._pictures is None:
-            raise BadImage(part.param, "this model takes no images.")
-        if n_images > MAX_IMAGES:
-            raise BadImage(part.param, f"more than {MAX_IMAGES} images.")
+            raise BadPicture(part.param, "this model takes no images.")
+        if n_pictures > MAX_PICTURES:
+            raise BadPicture(part.param, f"more than {MAX_PICTURES} images.")
         if message.role == "tool" and not self._in_results:
-            raise BadImage(part.param, "this model takes no images in tool results.")
+            raise BadPicture(part.param, "this model takes no images in tool results.")
         prepared = self._pictures.prepare(part)
-        return ReadyImage(
+        return ReadyPicture(
             part.url, part.param, part.data, owner=part.owner, fault=part.fault, prepared=prepared
         )
 
@@ -95,9 +95,9 @@ class Reader:
 def _stand_in(part: Part, *, seen: bool) -> str:
     """The same whenever it is sent, whatever the reason was this time: prompts keep their prefix."""
     match part:
-        case ImagePart() if seen:
+        case PicturePart() if seen:
             return "[An image was here. It could not be shown.]"
-        case ImagePart():
+        case PicturePart():
             return "[An image was here. This model cannot see images.]"
         case DocumentPart():
             lead = f"{part.lead}{PARAGRAPH}" if part.lead else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
-from firn.core.values import ImagePart, Message, TextPart, Tool, ToolCall
+from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 from firn.text.messages import TemplateStyle, to_template, tools_to_template
 from firn.text.turns import TurnRules, ask
 
@@ -68,10 +68,10 @@ class Template:
         return cls(style, ask(tokenizer, style), openers(tokenizer))
 
 
-def shows_images_in_results(tokenizer: Tokenizer, template: Template, placeholder: str) -> bool:
+def shows_pictures_in_results(tokenizer: Tokenizer, template: Template, placeholder: str) -> bool:
     """Whether a picture that a tool has given is shown by the template."""
     call = Message("assistant", tool_calls=(ToolCall("call00001", _ALPHA, {}),))
-    seen = Message("tool", (ImagePart(""),), tool_call_id="call00001")
+    seen = Message("tool", (PicturePart(""),), tool_call_id="call00001")
     chat = (Message("user", (TextPart(_BETA),)), call, seen)
     tools = tools_to_template((Tool(_ALPHA),))
     try:

@@ -140,7 +140,7 @@ class Recorder:
             log.warning("the trace goes on no further: %s", why)
 
     def _line(self, served: Served) -> str:
-        prompt = key_tokens(served.prompt.ids, served.prompt.media)
+        prompt = key_tokens(served.prompt.ids, served.prompt.picture_spans)
         n_prompt, block = len(prompt), self._block
         root = self._hash(self._model.encode(), served.namespace.encode())
         chain = self._chain(root, np.append(prompt, np.array(served.reply, dtype=np.uint64)))

@@ -12,10 +12,10 @@ from firn.core.errors import InvalidValue
 from firn.core.values import (
     Chat,
     GenerateRequest,
-    ImagePart,
     Message,
     Namespace,
     OtherPart,
+    PicturePart,
     Reasoning,
     TextPart,
     Tool,
@@ -162,8 +162,8 @@ def test_images_by_data_and_by_address() -> None:
     )
     assert said.parts == (
         TextPart("what is it"),
-        ImagePart("data:image/png;base64,AAAA", param="messages[0].content[1].source"),
-        ImagePart("https://a.example/b.png", param="messages[0].content[2].source"),
+        PicturePart("data:image/png;base64,AAAA", param="messages[0].content[1].source"),
+        PicturePart("https://a.example/b.png", param="messages[0].content[2].source"),
     )
 
 
@@ -171,7 +171,7 @@ def test_an_image_in_a_result() -> None:
     shot = {"type": "image", "source": IMAGE}
     (_, found) = messages(HI, user(result("a", [block("done"), shot])))
     param = "messages[1].content[0].content[1].source"
-    assert found.parts == (TextPart("done"), ImagePart("data:image/png;base64,AAAA", param=param))
+    assert found.parts == (TextPart("done"), PicturePart("data:image/png;base64,AAAA", param=param))
 
 
 @pytest.mark.parametrize(

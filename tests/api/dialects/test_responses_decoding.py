@@ -23,9 +23,9 @@ from firn.core.events import (
 from firn.core.values import (
     Chat,
     GenerateRequest,
-    ImagePart,
     Message,
     Namespace,
+    PicturePart,
     Reasoning,
     TextPart,
     Tool,
@@ -95,7 +95,7 @@ def test_roles_and_parts() -> None:
         },
         {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
     )
-    image = ImagePart("data:image/png;base64,AAAA", param="input[1].content[1]")
+    image = PicturePart("data:image/png;base64,AAAA", param="input[1].content[1]")
     assert found == (
         text("system", "a"),
         Message("user", (TextPart("b"), image)),

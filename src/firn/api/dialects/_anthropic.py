@@ -22,10 +22,10 @@ from firn.core.errors import InvalidValue
 from firn.core.values import (
     DocumentPart,
     Grammar,
-    ImagePart,
     Message,
     OtherPart,
     Part,
+    PicturePart,
     Reasoning,
     TextPart,
     Tool,
@@ -226,10 +226,10 @@ def _image(block: Fields) -> Part:
         case "base64":
             media_type = fields.string(source.require("media_type"), source.name("media_type"))
             data = fields.string(source.require("data"), source.name("data"), empty=False)
-            return ImagePart(f"data:{media_type};base64,{data}", param=param)
+            return PicturePart(f"data:{media_type};base64,{data}", param=param)
         case "url":
             url = fields.string(source.require("url"), source.name("url"), empty=False)
-            return ImagePart(url, param=param)
+            return PicturePart(url, param=param)
         case kind:
             return OtherPart(f"image by {kind}", source.name("type"))
 

@@ -28,7 +28,7 @@ from firn.core.events import (
     ToolCallDelta,
     ToolCallStarted,
 )
-from firn.core.values import Grammar, ImagePart, Reasoning, Sampling, Usage
+from firn.core.values import Grammar, PicturePart, Reasoning, Sampling, Usage
 
 STREAM_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"content-type", b"application/x-ndjson"),
@@ -95,7 +95,7 @@ def check_keep_alive(body: Fields) -> float | None:
         raise InvalidValue("keep_alive", str(e)) from None
 
 
-def images(owner: Fields) -> tuple[ImagePart, ...]:
+def images(owner: Fields) -> tuple[PicturePart, ...]:
     """Bare base64, or a data URL."""
     given = owner.get("images")
     if given is None:
@@ -105,7 +105,7 @@ def images(owner: Fields) -> tuple[ImagePart, ...]:
     for i, value in enumerate(fields.array(given, param, high=MAX_IMAGES)):
         text = fields.string(value, f"{param}[{i}]", empty=False)
         url = text if text.startswith("data:") else f"data:image/png;base64,{text}"
-        found.append(ImagePart(url=url, param=f"{param}[{i}]"))
+        found.append(PicturePart(url=url, param=f"{param}[{i}]"))
     return tuple(found)
 
 

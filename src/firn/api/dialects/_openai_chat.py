@@ -15,10 +15,10 @@ from firn.core.errors import InvalidValue
 from firn.core.values import (
     DocumentPart,
     Grammar,
-    ImagePart,
     Message,
     OtherPart,
     Part,
+    PicturePart,
     Reasoning,
     Role,
     TextPart,
@@ -97,7 +97,9 @@ def _part(value: Any, param: str) -> Part:
         image = part.require("image_url")
         if isinstance(image, dict):
             image = Fields(image, part.name("image_url")).require("url")
-        return ImagePart(url=fields.string(image, part.name("image_url"), empty=False), param=param)
+        return PicturePart(
+            url=fields.string(image, part.name("image_url"), empty=False), param=param
+        )
     if kind == "refusal":
         return TextPart(fields.string(part.require("refusal"), part.name("refusal")))
     if kind in ("file", "input_file"):

@@ -90,7 +90,7 @@ class ModelDrafter:
     # --- rows ------------------------------------------------------------------------------
 
     def open(self, row: Hashable, job: Job) -> None:
-        if job.prompt.media:  # it has no eyes
+        if job.prompt.picture_spans:  # it has no eyes
             return
         trail = self._cache.open(job.prompt, job.namespace, job.cache)
         restored = self._cache.restore(trail)

@@ -16,35 +16,35 @@ from typing import Any
 
 import numpy as np
 
-from firn.core.errors import BadImage
+from firn.core.errors import BadPicture
 from firn.core.ports import Pictures, Tokenizer
-from firn.core.values import ImagePart, MediaSpan, Message, PreparedImage, TokenArray
+from firn.core.values import Message, PicturePart, PictureSpan, PreparedPicture, TokenArray
 from firn.text.typed import Rendered, Span
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyImage(ImagePart):
+class ReadyPicture(PicturePart):
     """A picture of a message that was read and prepared."""
 
-    prepared: PreparedImage | None = None
+    prepared: PreparedPicture | None = None
 
 
-def images_of(messages: Sequence[Message]) -> list[ReadyImage]:
-    return [p for m in messages for p in m.parts if isinstance(p, ReadyImage)]
+def pictures_of(messages: Sequence[Message]) -> list[ReadyPicture]:
+    return [p for m in messages for p in m.parts if isinstance(p, ReadyPicture)]
 
 
-class Illustration:
+class PromptPictures:
     """The pictures of one prompt. Owner: whoever makes the prompt."""
 
     def __init__(self, messages: Sequence[Message], pictures: Pictures) -> None:
-        self._parts = images_of(messages)
+        self._parts = pictures_of(messages)
         self._placeholder = pictures.placeholder
         self._inline = pictures.inline
         self.prepared = [p.prepared for p in self._parts if p.prepared is not None]
 
     def tokens(self, tokenizer: Tokenizer) -> set[str]:
         """What a picture is written with: its placeholder, and what its tokens begin with."""
-        firsts = {tokenizer.decode([int(image.ids[0])]) for image in self.prepared}
+        firsts = {tokenizer.decode([int(picture.ids[0])]) for picture in self.prepared}
         return {self._placeholder, *firsts} - {""}
 
     def written_out(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -54,18 +54,18 @@ class Illustration:
         )
 
     def expand(self, rendered: Rendered) -> Rendered:
-        """Every placeholder of the template's as what its picture becomes. Raises BadImage."""
+        """Every placeholder of the template's as what its picture becomes. Raises BadPicture."""
         places = list(self._placeholders(rendered))
         if len(places) != len(self._parts):
             param = self._parts[0].param
-            raise BadImage(param, "the model's chat template has no place for images here.")
+            raise BadPicture(param, "the model's chat template has no place for images here.")
         text, pieces, at = rendered.text, [], 0
         grown: list[tuple[int, int]] = []  # (from here on, so many characters more)
         n_more = 0
-        for start, image in zip(places, self.prepared, strict=True):
+        for start, picture in zip(places, self.prepared, strict=True):
             end = start + len(self._placeholder)
-            pieces += [text[at:start], image.text]
-            n_more += len(image.text) - len(self._placeholder)
+            pieces += [text[at:start], picture.text]
+            n_more += len(picture.text) - len(self._placeholder)
             grown.append((end, n_more))
             at = end
         return Rendered("".join([*pieces, text[at:]]), _moved(rendered.typed, grown))
@@ -78,16 +78,18 @@ class Illustration:
                 yield at
             at = rendered.text.find(self._placeholder, at + len(self._placeholder))
 
-    def spans(self, ids: TokenArray) -> tuple[MediaSpan, ...]:
+    def spans(self, ids: TokenArray) -> tuple[PictureSpan, ...]:
         """The tokens that stand for each picture."""
-        found: list[MediaSpan] = []
+        found: list[PictureSpan] = []
         at = 0
-        for part, image in zip(self._parts, self.prepared, strict=True):
-            start = _find(ids, image.ids, at)
+        for part, picture in zip(self._parts, self.prepared, strict=True):
+            start = _find(ids, picture.ids, at)
             if start < 0:
-                raise BadImage(part.param, "the model's tokenizer breaks the image's placeholder.")
-            at = start + len(image.ids)
-            found.append(MediaSpan(start, at, image.digest))
+                raise BadPicture(
+                    part.param, "the model's tokenizer breaks the image's placeholder."
+                )
+            at = start + len(picture.ids)
+            found.append(PictureSpan(start, at, picture.digest))
         return tuple(found)
 
 
