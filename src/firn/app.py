@@ -21,12 +21,11 @@ from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
 from firn.api.connections import http_config
+from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts, machine_names
-from firn.api.mailroom import Mailroom
 from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
-from firn.api.services import Gather, Services
-from firn.api.services import Limits as ApiLimits
+from firn.api.services import ApiLimits, Gather, Services
 from firn.api.speculation_metrics import SpeculationMetrics
 from firn.awake import Awake
 from firn.cache.admin import CacheAdmin, health, snapshot
@@ -113,7 +112,7 @@ class Server:
 
     services: Services
     engine: Engine
-    mailroom: Mailroom
+    event_router: EventRouter
     pool: ThreadPoolExecutor
     died: list[str]
     memory: MemoryWatch | None = None
@@ -134,8 +133,8 @@ class Server:
 
     def lose_rank(self) -> None:
         """The engine may hang in what the lost one has no part in any more: clients are told here."""
-        self.mailroom.drain()
-        self.mailroom.fail_all(EngineDead())
+        self.event_router.drain()
+        self.event_router.fail_all(EngineDead())
         self.died.append("rank")
 
     def close(self) -> None:
@@ -179,13 +178,13 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
     processor = None
     if not config.model.text_only and leading is None:
         processor = loader.load_processor(folder, tokenizer, trust_remote_code=trust)
-    mailroom = Mailroom()
+    event_router = EventRouter()
     died: list[str] = []
     planned: list[Planned] = []
     wanted = Wanted(config, folder, name, _keys(config).namespaces, processor, front, leading)
     engine = Engine(
         lambda: build_parts(wanted, lambda: engine.wake(), planned),
-        mailroom.publish,
+        event_router.publish,
         on_death=lambda: died.append("engine"),
     )
     log.info("loading %s", config.model.path)
@@ -208,7 +207,7 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
             template=template,
         ),
         reply_format=reply_format,
-        mailroom=mailroom,
+        event_router=event_router,
         pool=pool,
         limits=ApiLimits(
             max_tokens=config.engine.max_tokens,
@@ -251,7 +250,7 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
     )
     watch = _watch(engine, planned[0], front, fixed=team is not None) if planned else None
     ranks = leading.leader if leading else None
-    return Server(services, engine, mailroom, pool, died, watch, recorder=recorder, ranks=ranks)
+    return Server(services, engine, event_router, pool, died, watch, recorder=recorder, ranks=ranks)
 
 
 def _watch(engine: Engine, planned: Planned, front: int | None, *, fixed: bool) -> MemoryWatch:
@@ -381,8 +380,8 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
             os._exit(130)  # asked twice: at once, whatever is lost
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
-        server.mailroom.drain()
-        loop.call_later(DRAIN_S, server.mailroom.fail_all, ShuttingDown())
+        server.event_router.drain()
+        loop.call_later(DRAIN_S, server.event_router.fail_all, ShuttingDown())
         web.should_exit = True
 
     def stop_once() -> None:
@@ -411,6 +410,6 @@ async def watch(server: Server, web: uvicorn.Server) -> None:
     """
     while not server.died:
         await asyncio.sleep(0.2)
-        server.awake.note(busy=server.mailroom.n_calls > 0)
+        server.awake.note(busy=server.event_router.n_calls > 0)
     log.critical("the engine is gone: exiting")
     web.force_exit = web.should_exit = True

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from firn.api.auth import Keys
-from firn.api.services import Limits
+from firn.api.services import ApiLimits
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from firn.core.errors import QueueFull
 from tests.api import real
@@ -50,7 +50,7 @@ REFUSALS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Live]:
-    with serve(limits=Limits(body_nbytes=10_000)) as live:
+    with serve(limits=ApiLimits(body_nbytes=10_000)) as live:
         yield live
 
 

@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.api.embedding_routes import MAX_CHARS, PIECE_TOKENS, cut, pieces
-from firn.api.token_routes import MAX_TEXT_CHARS
+from firn.api.routes.embeddings import MAX_CHARS, PIECE_TOKENS, cut, pieces
+from firn.api.routes.tokens import MAX_TEXT_CHARS
 from firn.core.errors import StepFailed
 from firn.core.values import Chat, GenerateRequest, Namespace, PicturePart, TextPart
 from tests.api.live import Live, serve

@@ -94,11 +94,11 @@ class _Followed:
 
     def view(self, *, ended: bool = False) -> CallView:
         session, began = self.session, self.exchange.began_at
-        usage, found, waits = session.usage, session.found, session.waits
+        usage, admitted, waits = session.usage, session.admitted, session.waits
         tiers: Counter[str] = Counter()
-        for each in found:
+        for each in admitted:
             tiers.update(dict(each.tiers))
-        reason = ", ".join(dict.fromkeys(each.reason for each in found if each.reason))
+        reason = ", ".join(dict.fromkeys(each.reason for each in admitted if each.reason))
         if reason != self.reason:
             self.reason, self.excerpt = reason, self.differs(session)
         return CallView(
@@ -120,7 +120,7 @@ class _Followed:
             tiers=dict(tiers),
             reason=reason,
             differs=self.excerpt,
-            approximate=any(each.keep is not None for each in found),
+            approximate=any(each.keep is not None for each in admitted),
             skipped_tokens=usage.n_skipped,
             reply_tokens=usage.n_completion,
             drafted_tokens=usage.n_drafted,
@@ -131,7 +131,7 @@ class _Followed:
         if self.exchange.fault is not None:
             return "failed"
         if ended:
-            return "done" if self.session.over else "gone"
+            return "done" if self.session.ended else "gone"
         if self.session.first_token_at is not None:
             return "decoding"
         waiting = self.session.admitted_at is None and not self.session.n_read
@@ -222,7 +222,7 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
     seen, shown, quiet, tick = _Seen(0, {}), "", 0, 0
     activity.n_watchers += 1
     try:
-        while not services.mailroom.draining:
+        while not services.event_router.draining:
             frames = "" if tick else hello()
             calls = activity.news(seen, caller)
             if calls or not tick:

@@ -19,7 +19,7 @@ N_CHARS = 2000
 _is_name = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
 
-def session_of(
+def conversation_of(
     headers: Iterable[tuple[bytes, bytes]], request: GenerateRequest, owner: Namespace
 ) -> str:
     """'' where nothing can be said."""

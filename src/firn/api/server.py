@@ -17,49 +17,50 @@ from starlette.routing import Route
 from firn import __version__
 from firn.api.activity import Activity, add_activity
 from firn.api.auth import Caller
+from firn.api.body_reader import BodyReader
 from firn.api.cache_metrics import CacheMetrics, own_snapshot
-from firn.api.cache_routes import CacheRoutes
 from firn.api.dashboard import add_page
 from firn.api.dialects import discover
-from firn.api.differing import first_difference
-from firn.api.embedding_routes import embedding_routes
-from firn.api.exchange import HttpFault, Shapes, error_headers, exchange_of
-from firn.api.extras import add_extra
-from firn.api.front import Front, Gate, HostGate
+from firn.api.errors import ErrorShapes, HttpFault, error_headers
+from firn.api.excerpts import first_difference
+from firn.api.exchange import exchange_of
 from firn.api.generate import Generate
-from firn.api.intake import Intake
+from firn.api.json_routes import add_json_route
+from firn.api.layers import Authentication, HostCheck, RequestLog
 from firn.api.metrics import Metrics
-from firn.api.model_routes import add_models
-from firn.api.ollama_routes import ollama_routes
 from firn.api.openapi import describe
-from firn.api.rate import RateLimit
-from firn.api.rerank_routes import rerank_routes
-from firn.api.router_routes import RouterRoutes
+from firn.api.rate_limit import RateLimit
+from firn.api.routes.cache import CacheRoutes
+from firn.api.routes.embeddings import embedding_routes
+from firn.api.routes.load import LoadRoutes
+from firn.api.routes.models import add_models
+from firn.api.routes.ollama import ollama_routes
+from firn.api.routes.rerank import rerank_routes
+from firn.api.routes.tokens import token_routes
+from firn.api.routes.tree import TreeRoutes
 from firn.api.services import Services
-from firn.api.token_routes import token_routes
-from firn.api.tree_routes import TreeRoutes
 from firn.core.errors import FirnError
 
 
 def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
     dialects = discover(services.defaults)
-    shapes = Shapes(dialects)
+    shapes = ErrorShapes(dialects)
     limits = services.limits
-    intake = Intake(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
+    bodies = BodyReader(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
     metrics = Metrics(
         services.engine,
-        services.mailroom,
+        services.event_router,
         n_calls=services.quotas.n_calls,
         extra=services.extra_collectors,
     )
     differs = partial(first_difference, services)
     activity = Activity(services.engine.model.name, differs)
     for dialect in dialects:
-        endpoint = Generate(dialect, services, metrics, intake, activity)
+        endpoint = Generate(dialect, services, metrics, bodies, activity)
         app.router.routes.append(Route(dialect.path, endpoint, methods=["POST"]))
         for extra in dialect.routes(services):
-            add_extra(app, extra, services, intake)
+            add_json_route(app, extra, services, bodies)
     further = (
         *token_routes(services, dialects),
         *embedding_routes(services),
@@ -67,11 +68,11 @@ def create_app(services: Services) -> FastAPI:
         *rerank_routes(services),
     )
     for extra in further:
-        add_extra(app, extra, services, intake)
+        add_json_route(app, extra, services, bodies)
     if services.cache_admin is not None:
-        CacheRoutes(services, services.cache_admin, dialects, intake).add_to(app)
+        CacheRoutes(services, services.cache_admin, dialects, bodies).add_to(app)
         TreeRoutes(services, services.cache_admin).add_to(app)
-    RouterRoutes(services, metrics, max_rows=limits.max_rows).add_to(app)
+    LoadRoutes(services, metrics, max_rows=limits.max_rows).add_to(app)
     add_models(app, services)
     add_activity(app, services, activity)
     add_page(app, shown=services.dashboard)
@@ -81,7 +82,7 @@ def create_app(services: Services) -> FastAPI:
     if services.limits.requests_per_minute is not None:
         per_minute = services.limits.requests_per_minute
         app.add_middleware(RateLimit, per_minute=per_minute, shapes=shapes)
-    app.add_middleware(Gate, keys=services.keys, shapes=shapes)
+    app.add_middleware(Authentication, keys=services.keys, shapes=shapes)
     if services.allow_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -96,9 +97,9 @@ def create_app(services: Services) -> FastAPI:
                 "x-session",
             ],
         )
-    app.add_middleware(HostGate, hosts=services.hosts, shapes=shapes)
+    app.add_middleware(HostCheck, hosts=services.hosts, shapes=shapes)
     routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(Front, shapes=shapes, metrics=metrics, intake=intake, routes=routes)
+    app.add_middleware(RequestLog, shapes=shapes, metrics=metrics, bodies=bodies, routes=routes)
     describe(app, dialects, with_keys=services.keys.required)
     return app
 
@@ -110,7 +111,7 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
         stages: dict[str, Any] = {}
         # Where callers have keys, how busy the server is tells each of them what others do.
         if exchange_of(request.scope).caller.operator or not services.keys.required:
-            calls = {"calls": services.mailroom.n_calls}
+            calls = {"calls": services.event_router.n_calls}
             stages = {
                 "waiting": engine.n_waiting,
                 "prefilling": engine.n_prefilling,
@@ -120,7 +121,7 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
             "status": "ok" if engine.alive else "engine dead",
             "version": __version__,
             "model": services.engine.model.name,
-            "draining": services.mailroom.draining,
+            "draining": services.event_router.draining,
             **calls,
             "engine": {
                 "alive": engine.alive,
@@ -133,7 +134,7 @@ def _add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
     async def ready() -> JSONResponse:
         engine = services.engine.health()
         why = None
-        if services.mailroom.draining:
+        if services.event_router.draining:
             why = "shutting down"
         elif not engine.alive:
             why = "the engine has stopped"
@@ -166,7 +167,7 @@ async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...
     return (CacheMetrics(lambda: own_snapshot(found)),)
 
 
-def add_error_shapes(app: FastAPI, shapes: Shapes) -> None:
+def add_error_shapes(app: FastAPI, shapes: ErrorShapes) -> None:
     def render(request: Request, error: FirnError) -> JSONResponse:
         exchange_of(request.scope).fault = error
         body = shapes.of(request.url.path)(error)

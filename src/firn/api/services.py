@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 from prometheus_client.registry import Collector
 
 from firn.api.auth import Keys
+from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts
-from firn.api.mailroom import Mailroom
 from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
 from firn.core.ports import CacheAdmin, Embedder, Engine, Recorder, Tokenizer
@@ -50,7 +50,7 @@ class Prompts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ApiLimits:
     """max_tokens: the length of a reply whose request names none. max_request_tokens: the most that
     one may name. max_calls: accepted at once, in whatever stage. timeout_s: of one request.
     requests_per_minute: of one client. body_nbytes: of one request; bodies_nbytes: of all together.
@@ -79,9 +79,9 @@ class Services:
     tokenizer: Tokenizer
     prompts: Prompts
     reply_format: ReplyFormat
-    mailroom: Mailroom
+    event_router: EventRouter
     pool: Executor
-    limits: Limits = Limits()
+    limits: ApiLimits = ApiLimits()
     defaults: Defaults = Defaults()
     sparse: SparseRules = SparseRules()
     keys: Keys = field(default_factory=Keys)
@@ -116,9 +116,9 @@ class Services:
         """Somebody wants to know a call's tokens when it is under way."""
         return self.recorder is not None or self.show_text
 
-    async def aside(self, work: Callable[[], T], *, many: bool) -> T:
-        """Do it in the pool where there is much of it: other streams must not wait."""
-        if not many:
+    async def offload(self, work: Callable[[], T], *, when: bool) -> T:
+        """Do the work in the pool when there is much of it: other streams must not wait."""
+        if not when:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 

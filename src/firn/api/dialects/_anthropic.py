@@ -12,12 +12,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
+from firn.api import fields
 from firn.api.dialects._openai import MAX_STOP_CHARS, MAX_STOPS
 from firn.api.dialects._openai_chat import MAX_MESSAGES
 from firn.api.dialects._openai_tools import MAX_NAME_CHARS, MAX_TOOLS
 from firn.api.dialects._output_formats import output_format
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     DocumentPart,

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from firn.api import sse
-from firn.api.dialects import Head
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
+from firn.api import fields, sse
+from firn.api.dialects import ReplyHead
+from firn.api.fields import Fields
 from firn.core.bounds import GREEDY_BELOW, INT_MAX, SAMPLING
-from firn.core.errors import FirnError, InvalidValue
+from firn.core.errors import InvalidValue
 from firn.core.events import Ended, Event
 from firn.core.values import CacheControl, Sampling, Usage
 
@@ -162,17 +161,6 @@ def skip_inert(body: Fields) -> None:
 # --- rendering -----------------------------------------------------------------------------
 
 
-def error_object(error: FirnError) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
-
-
 def approximate(usage: Usage) -> dict[str, Any]:
     """A member of the usage of a reply to a prompt that was not read in full; else none."""
     return {"approximate": {"skipped_tokens": usage.n_skipped}} if usage.n_skipped else {}
@@ -212,7 +200,7 @@ class StreamEncoder:
 
     render: Mapping[type[Event], Callable[[Any], str]]
 
-    def __init__(self, head: Head, *, id_prefix: str, kind: str, include_usage: bool) -> None:
+    def __init__(self, head: ReplyHead, *, id_prefix: str, kind: str, include_usage: bool) -> None:
         self._start = (
             f'data: {{"id":"{id_prefix}{head.id}","object":"{kind}",'
             f'"created":{head.created},"model":{quote(head.model)},"choices":['

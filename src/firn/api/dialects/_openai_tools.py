@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from firn.api.dialects import _fields as fields
+from firn.api import fields
 from firn.api.dialects._custom_tools import custom_tool
-from firn.api.dialects._fields import Fields
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool, ToolChoice, ToolMode
 

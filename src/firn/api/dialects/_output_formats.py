@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
+from firn.api import fields
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import Grammar
 from firn.text.json_lark import MAX_CHARS

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from firn.api.dialects import _fields as fields
+from firn.api import fields
 from firn.api.dialects import _openai_chat
 from firn.api.dialects._custom_tools import custom_tool
-from firn.api.dialects._fields import Fields
 from firn.api.dialects._openai_chat import MAX_MESSAGES, ROLES
 from firn.api.dialects._openai_tools import MAX_NAME_CHARS, MAX_TOOLS
 from firn.api.dialects._output_formats import output_format
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     Grammar,
@@ -348,7 +348,7 @@ def grammar(body: Fields) -> Grammar | None:
 
 
 def wants_summary(body: Fields) -> bool:
-    """Asked for a summary, the reasoning itself is shown in its place: nobody here sums it up."""
+    """RouteRequest for a summary, the reasoning itself is shown in its place: nobody here sums it up."""
     reasoning = body.object("reasoning")
     for member in ("summary", "generate_summary"):
         given = reasoning.get(member)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firn.api import sse
-from firn.api.dialects import Head, _openai
-from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
+from firn.api.dialects import ReplyHead, _openai
+from firn.api.dialects._content_blocks import Block, Blocks, Closed, Grown, Opened, Step
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import dumps, quote
 from firn.api.dialects._responses_items import Place, seal
@@ -42,7 +42,7 @@ class Look:
 class Reply:
     """Owned by one encoder, or by one fold."""
 
-    def __init__(self, head: Head, look: Look) -> None:
+    def __init__(self, head: ReplyHead, look: Look) -> None:
         self.head = head
         self.look = look
         self.output: list[dict[str, Any]] = []
@@ -191,7 +191,7 @@ def _logprobs(tokens: Iterable[TextLogprob]) -> list[dict[str, Any]]:
 class ResponseEncoder:
     """Owned by the task that writes the stream. Every event has the next number."""
 
-    def __init__(self, head: Head, look: Look, keep: Keep) -> None:
+    def __init__(self, head: ReplyHead, look: Look, keep: Keep) -> None:
         self._reply = Reply(head, look)
         self._look = look
         self._keep = keep

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firn.api import sse
-from firn.api.dialects import Asked, Extra, Head, _anthropic, _fields, _openai
-from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
+from firn.api import fields, sse
+from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _anthropic, _openai
+from firn.api.dialects._content_blocks import Block, Blocks, Closed, Grown, Opened, Step
 from firn.api.dialects._openai import dumps, quote
 from firn.api.prompting import count_tokens
 from firn.api.services import Services
@@ -59,7 +59,7 @@ class AnthropicMessages:
         self._defaults = defaults
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> MessagesCall:
-        given = _fields.Fields(body)
+        given = fields.Fields(body)
         tools, left_out = _anthropic.tools(given)
         messages = _anthropic.messages(given)
         reasoning = self._defaults.reasoning(_anthropic.reasoning(given))
@@ -96,13 +96,13 @@ class AnthropicMessages:
     def schema(self) -> dict[str, Any]:
         return _schema()
 
-    def routes(self, services: Services) -> tuple[Extra, ...]:
-        async def count(asked: Asked) -> Mapping[str, Any]:
+    def routes(self, services: Services) -> tuple[JsonRoute, ...]:
+        async def count(asked: RouteRequest) -> Mapping[str, Any]:
             (request,) = self.decode(asked.body, namespace=asked.namespace).requests
             return {"input_tokens": await count_tokens(services, request, asked.namespace)}
 
         path, summary = f"{self.path}/count_tokens", "How many tokens a prompt has"
-        return (Extra("POST", path, summary, count, schema=_schema()),)
+        return (JsonRoute("POST", path, summary, count, schema=_schema()),)
 
 
 DIALECT = AnthropicMessages
@@ -116,7 +116,7 @@ def _begins_the_reply(messages: Sequence[Message]) -> bool:
     return bool(last.text.strip())
 
 
-def _marks_anything(body: _fields.Fields, messages: Sequence[Any]) -> bool:
+def _marks_anything(body: fields.Fields, messages: Sequence[Any]) -> bool:
     tools = body.get("tools") or ()
     return any(m.checkpoint for m in messages) or any(t.get("cache_control") for t in tools)
 
@@ -148,10 +148,10 @@ class MessagesCall:
     look: Look
     background = False
 
-    def encoder(self, head: Head) -> MessageEncoder:
+    def encoder(self, head: ReplyHead) -> MessageEncoder:
         return MessageEncoder(head, self.look)
 
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
         return _fold(head, events, self.look)
 
 
@@ -161,7 +161,7 @@ class MessagesCall:
 class MessageEncoder:
     """Owned by the task that writes the stream. message_start waits for what the cache has."""
 
-    def __init__(self, head: Head, look: Look) -> None:
+    def __init__(self, head: ReplyHead, look: Look) -> None:
         self._head = head
         self._look = look
         self._blocks = Blocks()
@@ -245,7 +245,7 @@ def _delta(block: Block, kind: str, member: str, text: str) -> str:
 # --- what both have ------------------------------------------------------------------------
 
 
-def _fold(head: Head, events: Iterable[Event], look: Look) -> dict[str, Any]:
+def _fold(head: ReplyHead, events: Iterable[Event], look: Look) -> dict[str, Any]:
     blocks, usage = Blocks(), Usage(0, 0)
     for event in events:
         blocks.take(event)
@@ -256,7 +256,7 @@ def _fold(head: Head, events: Iterable[Event], look: Look) -> dict[str, Any]:
 
 
 def _message(
-    head: Head, content: list[Any], usage: dict[str, Any], finish: ChoiceFinished | None
+    head: ReplyHead, content: list[Any], usage: dict[str, Any], finish: ChoiceFinished | None
 ) -> dict[str, Any]:
     return {
         "id": f"{ID_PREFIX}{head.id}",

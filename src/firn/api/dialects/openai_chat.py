@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from firn.api import sse
-from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat, _openai_tools
+from firn.api import fields, sse
+from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat, _openai_tools
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
 from firn.api.dialects._template_kwargs import template_kwargs
+from firn.api.errors import openai_error
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
@@ -44,7 +45,7 @@ class OpenAIChat:
         self._defaults = defaults
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ChatCall:
-        given, defaults = _fields.Fields(body), self._defaults
+        given, defaults = fields.Fields(body), self._defaults
         offer = _openai_tools.offer(given)
         reasoning = defaults.reasoning(_openai_chat.reasoning(given))
         request = GenerateRequest(
@@ -76,19 +77,19 @@ class OpenAIChat:
         return ChatCall((request,), stream, given.unread(), include_usage, shape)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
-        return _openai.error_object(error)
+        return openai_error(error)
 
     def schema(self) -> dict[str, Any]:
         return _schema()
 
-    def routes(self, services: Services) -> tuple[Extra, ...]:
+    def routes(self, services: Services) -> tuple[JsonRoute, ...]:
         return ()
 
 
 DIALECT = OpenAIChat
 
 
-def _top_logprobs(body: _fields.Fields) -> int | None:
+def _top_logprobs(body: fields.Fields) -> int | None:
     wanted = body.boolean("logprobs", False)
     top = body.integer("top_logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
     if top is not None and not wanted:
@@ -116,10 +117,10 @@ class ChatCall:
     shape: CallShape
     background = False
 
-    def encoder(self, head: Head) -> ChatEncoder:
+    def encoder(self, head: ReplyHead) -> ChatEncoder:
         return ChatEncoder(head, include_usage=self.include_usage, shape=self.shape)
 
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
         with_logprobs = self.requests[0].top_logprobs is not None
         return _fold(head, events, self.shape, with_logprobs=with_logprobs)
 
@@ -128,7 +129,7 @@ class ChatCall:
 
 
 class ChatEncoder(_openai.StreamEncoder):
-    def __init__(self, head: Head, *, include_usage: bool, shape: CallShape) -> None:
+    def __init__(self, head: ReplyHead, *, include_usage: bool, shape: CallShape) -> None:
         super().__init__(
             head,
             id_prefix=ID_PREFIX,
@@ -149,7 +150,7 @@ class ChatEncoder(_openai.StreamEncoder):
             ToolCallDelta: self._tool_arguments,
             ChoiceFinished: self._finished,
             Ended: self.ended,
-            Failed: lambda event: sse.data(_openai.dumps(_openai.error_object(event.error))),
+            Failed: lambda event: sse.data(_openai.dumps(openai_error(event.error))),
         }
 
     def _text(self, event: TextDelta) -> str:
@@ -257,7 +258,7 @@ def _shaped(call: dict[str, Any], shape: CallShape) -> dict[str, Any]:
 
 
 def _fold(
-    head: Head, events: Iterable[Event], shape: CallShape, *, with_logprobs: bool
+    head: ReplyHead, events: Iterable[Event], shape: CallShape, *, with_logprobs: bool
 ) -> dict[str, Any]:
     replies: dict[int, _Reply] = {}
     usage = Usage(0, 0)

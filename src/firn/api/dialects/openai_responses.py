@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from firn.api import sse
-from firn.api.dialects import Asked, Extra, Head, _fields, _openai, _openai_chat
+from firn.api import fields, sse
+from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _openai, _openai_chat
 from firn.api.dialects import _responses_items as items
 from firn.api.dialects._responses_reply import ID_PREFIX, Look, Reply, ResponseEncoder
 from firn.api.dialects._responses_store import ResponseStore, Stored
 from firn.api.dialects._template_kwargs import template_kwargs
+from firn.api.errors import openai_error
 from firn.api.prompting import count_tokens
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
@@ -47,7 +48,7 @@ class OpenAIResponses:
         self._store = ResponseStore()
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ResponsesCall:
-        given = _fields.Fields(body)
+        given = fields.Fields(body)
         own = items.input_items(given)
         previous = given.string("previous_response_id")
         tools = items.tools(given)
@@ -93,7 +94,7 @@ class OpenAIResponses:
 
     def _messages(
         self,
-        body: _fields.Fields,
+        body: fields.Fields,
         own: list[items.Item],
         previous: str | None,
         namespace: Namespace,
@@ -110,7 +111,7 @@ class OpenAIResponses:
             before = [*_listed(instructions, "instructions"), *before]
         found = items.messages([*before, *named], lambda id: self._store.item(namespace, id))
         if instructions is not None and not isinstance(instructions, list):
-            text = _fields.string(instructions, "instructions")
+            text = fields.string(instructions, "instructions")
             found.insert(0, Message("system", (TextPart(text),)))
         if not found:
             raise InvalidValue("input", "must have at least 1 element")
@@ -141,7 +142,7 @@ class OpenAIResponses:
         return keep
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
-        shown = _openai.error_object(error)
+        shown = openai_error(error)
         if error.param == "messages":  # what a fault deep inside calls the prompt
             shown["error"]["param"] = "input"
         return shown
@@ -151,38 +152,38 @@ class OpenAIResponses:
 
     # --- further routes --------------------------------------------------------------------
 
-    def routes(self, services: Services) -> tuple[Extra, ...]:
-        async def get(asked: Asked) -> Mapping[str, Any]:
+    def routes(self, services: Services) -> tuple[JsonRoute, ...]:
+        async def get(asked: RouteRequest) -> Mapping[str, Any]:
             return self._found(asked).body()
 
-        async def delete(asked: Asked) -> Mapping[str, Any]:
+        async def delete(asked: RouteRequest) -> Mapping[str, Any]:
             gone = self._store.drop(asked.namespace, asked.path["response_id"])
             if gone.is_running:
-                services.mailroom.fail(gone.request, Cancelled())
+                services.event_router.fail(gone.request, Cancelled())
             return {"id": gone.id, "object": "response", "deleted": True}
 
-        async def cancel(asked: Asked) -> Mapping[str, Any]:
+        async def cancel(asked: RouteRequest) -> Mapping[str, Any]:
             found = self._found(asked)
             if not found.is_running:
                 raise BadRequest("This response is done: there is nothing to cancel.")
-            services.mailroom.fail(found.request, Cancelled())
+            services.event_router.fail(found.request, Cancelled())
             return found.body() | {"status": "cancelled"}
 
-        async def input_items(asked: Asked) -> Mapping[str, Any]:
+        async def input_items(asked: RouteRequest) -> Mapping[str, Any]:
             return _page(self._found(asked), asked.query)
 
-        async def count(asked: Asked) -> Mapping[str, Any]:
+        async def count(asked: RouteRequest) -> Mapping[str, Any]:
             (request,) = self.decode(asked.body, namespace=asked.namespace).requests
             n_tokens = await count_tokens(services, request, asked.namespace)
             return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
         one = f"{self.path}/{{response_id}}"
         return (
-            Extra("GET", one, "A kept response", get),
-            Extra("DELETE", one, "Forget a response", delete),
-            Extra("POST", f"{one}/cancel", "Stop a response that is being made", cancel),
-            Extra("GET", f"{one}/input_items", "What a response was asked with", input_items),
-            Extra(
+            JsonRoute("GET", one, "A kept response", get),
+            JsonRoute("DELETE", one, "Forget a response", delete),
+            JsonRoute("POST", f"{one}/cancel", "Stop a response that is being made", cancel),
+            JsonRoute("GET", f"{one}/input_items", "What a response was asked with", input_items),
+            JsonRoute(
                 "POST",
                 f"{self.path}/input_tokens",
                 "How many tokens a prompt has",
@@ -191,7 +192,7 @@ class OpenAIResponses:
             ),
         )
 
-    def _found(self, asked: Asked) -> Stored:
+    def _found(self, asked: RouteRequest) -> Stored:
         return self._store.get(asked.namespace, asked.path["response_id"])
 
 
@@ -213,17 +214,17 @@ def _forget(reply: Reply) -> None:
 def _listed(given: list[Any], param: str) -> list[tuple[str, items.Item]]:
     found: list[tuple[str, items.Item]] = []
     for i, value in enumerate(given):
-        item = _fields.mapping(value, f"{param}[{i}]")
+        item = fields.mapping(value, f"{param}[{i}]")
         found.append((f"{param}[{i}]", {"type": "message", **item}))
     return found
 
 
-def _top_logprobs(body: _fields.Fields, include: frozenset[str]) -> int | None:
+def _top_logprobs(body: fields.Fields, include: frozenset[str]) -> int | None:
     top = body.integer("top_logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
     return (top or 0) if top or LOGPROBS in include else None
 
 
-def _refuse(body: _fields.Fields) -> None:
+def _refuse(body: fields.Fields) -> None:
     """What would change the answer, and what changes nothing here."""
     for name in ("conversation", "prompt"):
         if body.get(name) is not None:
@@ -235,14 +236,14 @@ def _refuse(body: _fields.Fields) -> None:
 
 
 def _echo(
-    body: _fields.Fields, request: GenerateRequest, previous: str | None, *, stored: bool
+    body: fields.Fields, request: GenerateRequest, previous: str | None, *, stored: bool
 ) -> dict[str, Any]:
     """What a response repeats of its request, with defaults in place of what was not said."""
     metadata = body.get("metadata")
     return {
         "instructions": body.get("instructions"),
         "max_output_tokens": request.max_tokens,
-        "metadata": {} if metadata is None else _fields.mapping(metadata, "metadata"),
+        "metadata": {} if metadata is None else fields.mapping(metadata, "metadata"),
         "parallel_tool_calls": request.source.tool_choice.parallel
         if isinstance(request.source, Chat)
         else True,
@@ -266,7 +267,7 @@ def _page(stored: Stored, query: Mapping[str, str]) -> dict[str, Any]:
     limit = query.get("limit", str(PAGE))
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
         raise InvalidValue("limit", f"must be between 1 and {MAX_PAGE}")
-    order = _fields.one_of(query.get("order", "desc"), "order", ("asc", "desc"))
+    order = fields.one_of(query.get("order", "desc"), "order", ("asc", "desc"))
     suffix = stored.id.removeprefix(ID_PREFIX)
     found = [{"id": f"in_{suffix}_{i}"} | item for i, item in enumerate(stored.input())]
     if order == "desc":
@@ -293,10 +294,10 @@ class ResponsesCall:
     look: Look
     keep: Callable[[Reply], None]
 
-    def encoder(self, head: Head) -> ResponseEncoder:
+    def encoder(self, head: ReplyHead) -> ResponseEncoder:
         return ResponseEncoder(head, self.look, self.keep)
 
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
         reply = Reply(head, self.look)
         for event in events:
             reply.take(event)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from firn.api.differing import excerpt
+from firn.api.excerpts import excerpt
 from firn.api.exchange import exchange_of
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache
@@ -97,7 +97,7 @@ class TreeRoutes:
     async def _answer(self, asked: InSlices) -> dict[str, Any]:
         while not await asyncio.wrap_future(asked.step()):
             pass
-        return await self._services.aside(lambda: self._with_texts(asked.answer()), many=True)
+        return await self._services.offload(lambda: self._with_texts(asked.answer()), when=True)
 
     def _with_texts(self, answer: dict[str, Any]) -> dict[str, Any]:
         for run in answer.get("runs", ()):

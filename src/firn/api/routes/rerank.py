@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from firn.api import fields
 from firn.api.auth import SHARED
-from firn.api.dialects import Asked, Extra
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
+from firn.api.dialects import JsonRoute, RouteRequest
+from firn.api.fields import Fields
 from firn.api.prompting import make_prompt
 from firn.api.services import Services
 from firn.api.session import Session
@@ -36,12 +36,12 @@ FORCED = 1e4
 """A bias that no logit outweighs; logprobs are of the logits without it."""
 
 
-def rerank_routes(services: Services) -> tuple[Extra, ...]:
-    async def answer(asked: Asked) -> Mapping[str, Any]:
+def rerank_routes(services: Services) -> tuple[JsonRoute, ...]:
+    async def answer(asked: RouteRequest) -> Mapping[str, Any]:
         return await _answer(services, Fields(asked.body), asked.namespace)
 
     summary = "Documents by how well they answer"
-    return tuple(Extra("POST", path, summary, answer, _SCHEMA, computes=True) for path in PATHS)
+    return tuple(JsonRoute("POST", path, summary, answer, _SCHEMA, computes=True) for path in PATHS)
 
 
 async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from firn.api.body import decoded
+from firn.api.body_reader import BodyReader
 from firn.api.dialects import Dialect
 from firn.api.exchange import exchange_of
-from firn.api.intake import Intake
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache
 from firn.api.prompting import prompt_of
@@ -35,12 +35,12 @@ class CacheRoutes:
     """One per app. `dialects` decode the bodies of probe and pin: each is a body of its API."""
 
     def __init__(
-        self, services: Services, admin: CacheAdmin, dialects: list[Dialect], intake: Intake
+        self, services: Services, admin: CacheAdmin, dialects: list[Dialect], bodies: BodyReader
     ) -> None:
         self._services = services
         self._admin = admin
         self._dialects = dialects
-        self._intake = intake
+        self._bodies = bodies
 
     def add_to(self, app: FastAPI) -> None:
         add = functools.partial(app.add_api_route, responses=error_responses())
@@ -98,7 +98,7 @@ class CacheRoutes:
         return None if caller.operator else caller.namespace
 
     async def _decode(self, request: Request) -> GenerateRequest:
-        raw = await self._intake.read(request.scope, request.receive)
+        raw = await self._bodies.read(request.scope, request.receive)
         own = exchange_of(request.scope).caller.own
         return await decoded(raw, self._services.pool, lambda body: self._request(body, own))
 

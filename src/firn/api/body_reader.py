@@ -1,4 +1,4 @@
-"""Taking in bodies: JSON only, each within its limit, and all of them within the memory set aside."""
+"""Reads request bodies: JSON only, each within its limit, all together within the memory set aside."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from firn.api.exchange import Exchange, exchange_of
 from firn.core.errors import Crowded
 
 
-class Intake:
-    """Memory for the bodies of all requests together. Owner: the app; on the asyncio thread.
+class BodyReader:
+    """Owner of the memory for all bodies; one per app, on the asyncio thread.
 
-    A body alone always has room. What is taken is given back at the end of the exchange: texts and
+    A body alone always has room. What it takes is released at the end of the exchange: texts and
     pictures live as long as their request.
     """
 
@@ -20,7 +20,7 @@ class Intake:
         """limit_nbytes: of one body."""
         self._limit_nbytes = limit_nbytes
         self._total_nbytes = total_nbytes
-        self.held_nbytes = 0
+        self.used_nbytes = 0
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """Raises BadRequest, BodyTooLarge, Crowded, ClientGone."""
@@ -33,13 +33,13 @@ class Intake:
             take=lambda nbytes: self._take(nbytes, exchange),
         )
 
-    def give_back(self, exchange: Exchange) -> None:
-        self.held_nbytes -= exchange.body_nbytes
+    def release(self, exchange: Exchange) -> None:
+        self.used_nbytes -= exchange.body_nbytes
         exchange.body_nbytes = 0
 
     def _take(self, nbytes: int, exchange: Exchange) -> None:
-        others = self.held_nbytes - exchange.body_nbytes
-        if others and self.held_nbytes + nbytes > self._total_nbytes:
+        others = self.used_nbytes - exchange.body_nbytes
+        if others and self.used_nbytes + nbytes > self._total_nbytes:
             raise Crowded("The requests of this moment are too large together; try again shortly.")
-        self.held_nbytes += nbytes
+        self.used_nbytes += nbytes
         exchange.body_nbytes += nbytes

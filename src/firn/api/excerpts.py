@@ -1,4 +1,4 @@
-"""What prompts say, in excerpts, for people who may read them: pure functions over tokens."""
+"""Excerpts of prompts, for people who may read them. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _DIVERGED = re.compile(r"diverged at token (\d+)")
 
 
 def first_difference(services: Services, session: Session) -> str | None:
-    """How the first prompt that differs from everything stored goes on there; None: none does, or
-    nobody may read it."""
+    """How the first prompt that differs from everything stored goes on where it differs; None: none
+    does, or nobody may read it."""
     if not services.show_text:
         return None
-    for prompt, found in session.prompts:
-        place = _DIVERGED.match(found.reason)
+    for prompt, admitted in session.prompts:
+        place = _DIVERGED.match(admitted.reason)
         if place is not None:
             at = int(place[1])
             return excerpt(services, prompt.ids[at : at + N_TOKENS].tolist())

@@ -1,7 +1,7 @@
 """Where engine events change threads.
 
-The engine thread publishes once a step; the mailroom hands each event to the session that waits for
-it. Everything but `publish` happens on the asyncio thread.
+The engine thread publishes once a step; the router hands each event to the session that waits for it.
+Everything but `publish` happens on the asyncio thread.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from firn.core.ports import Delivery
 from firn.core.values import RequestId
 
 
-class Mailbox:
-    """Deliveries for one call, in order. Owned by its session; lives on the asyncio thread.
+class EventQueue:
+    """The deliveries of one call, in order. Owned by its session; lives on the asyncio thread.
 
     `take` returns all that has arrived, or an empty list after `silence_s` without a delivery. One
-    timer per box looks once a period, so that waiting for a token costs no timer of its own.
+    timer per queue fires once a period, so that waiting for a token costs no timer of its own.
     """
 
     def __init__(self, *, silence_s: float) -> None:
@@ -28,7 +28,7 @@ class Mailbox:
         self._silence_s = silence_s
         self._silent = True
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(silence_s, self._look)
+        self._timer = self._loop.call_later(silence_s, self._check_silence)
 
     def put(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
@@ -48,25 +48,25 @@ class Mailbox:
     def close(self) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         if self._silent:
             self._wake()
         self._silent = True
-        self._timer = self._loop.call_later(self._silence_s, self._look)
+        self._timer = self._loop.call_later(self._silence_s, self._check_silence)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-class Mailroom:
-    """Owner of the mailboxes: which request's events go where, and who is still being served.
+class EventRouter:
+    """Owner of the queues: which request's events go where, and who is still being served.
 
     One per app, living as long as it does.
     """
 
     def __init__(self) -> None:
-        self._boxes: dict[RequestId, Mailbox] = {}
+        self._queues: dict[RequestId, EventQueue] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
         self._n_calls = 0
@@ -77,32 +77,32 @@ class Mailroom:
         """Called once a step, from any thread; one wake-up of the loop, whatever the batch."""
         loop = self._loop
         if loop is None:
-            return  # nobody has asked for anything yet
+            return  # no call has been accepted yet
         try:
             loop.call_soon_threadsafe(self._deliver, tuple(batch))
         except RuntimeError:
             if not loop.is_closed():
                 raise
-            # The server has gone and took its clients along: nobody is left to tell.
+            # The HTTP server is gone, and its clients with it: there is nobody to tell.
 
     # --- asyncio thread ------------------------------------------------------------------
 
-    def open(self, ids: Iterable[RequestId], *, silence_s: float) -> Mailbox:
-        """One box for all of a call's requests. Raises ShuttingDown while draining."""
+    def open(self, ids: Iterable[RequestId], *, silence_s: float) -> EventQueue:
+        """One queue for all requests of a call. Raises ShuttingDown while draining."""
         if self._draining:
             raise ShuttingDown()
         self._loop = asyncio.get_running_loop()
-        box = Mailbox(silence_s=silence_s)
+        queue = EventQueue(silence_s=silence_s)
         for request in ids:
-            self._boxes[request] = box
+            self._queues[request] = queue
         self._n_calls += 1
-        return box
+        return queue
 
-    def close(self, ids: Iterable[RequestId], box: Mailbox) -> None:
+    def close(self, ids: Iterable[RequestId], queue: EventQueue) -> None:
         """Forget the call; events still on their way to it are dropped."""
         for request in ids:
-            self._boxes.pop(request, None)
-        box.close()
+            self._queues.pop(request, None)
+        queue.close()
         self._n_calls -= 1
 
     @property
@@ -119,15 +119,15 @@ class Mailroom:
         self._draining = True
 
     def fail(self, request: RequestId, error: FirnError) -> None:
-        """End one call with this error; nothing where it has ended already."""
+        """End one call with this error; does nothing if it has ended already."""
         self._deliver([(request, JobFailed(error))])
 
     def fail_all(self, error: FirnError) -> None:
         """End every call that still runs with this error."""
-        self._deliver([(request, JobFailed(error)) for request in self._boxes])
+        self._deliver([(request, JobFailed(error)) for request in self._queues])
 
     def _deliver(self, batch: Sequence[Delivery]) -> None:
         for delivery in batch:
-            box = self._boxes.get(delivery[0])
-            if box is not None:
-                box.put(delivery)
+            queue = self._queues.get(delivery[0])
+            if queue is not None:
+                queue.put(delivery)

@@ -1,4 +1,7 @@
-"""The layers around every route, as plain ASGI: nothing here touches a token on its way out."""
+"""The layers around every route, outermost first: log and ids, host names, API keys.
+
+Plain ASGI: none of them touches a token on its way out.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from firn.api.affinity import HEADER
 from firn.api.auth import Keys
 from firn.api.body import ClientGone
-from firn.api.exchange import SCOPE_KEY, Exchange, ServerFault, Shapes, exchange_of, send_error
+from firn.api.body_reader import BodyReader
+from firn.api.errors import ErrorShapes, InternalFault
+from firn.api.exchange import SCOPE_KEY, Exchange, exchange_of, send_error
 from firn.api.hosts import Hosts, is_local
-from firn.api.intake import Intake
 from firn.core.errors import Crowded, FirnError, HostNotAllowed, Unauthorized
 from firn.core.values import Namespace
 
 logger = logging.getLogger("firn.api")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-"""For supervisors: no key needed, and no log line above DEBUG."""
-POLLED = frozenset({"/metrics", "/v1/loads"})
-"""By programs, every few seconds: no log line above DEBUG either."""
+"""For supervisors and browsers: no key needed, and no log line above DEBUG."""
+POLLED_PATHS = frozenset({"/metrics", "/v1/loads"})
+"""Programs ask for these every few seconds: no log line above DEBUG either."""
 PAGE_FILES = "/page/"
-"""What the page at / is made of lies below: the same for everybody, and nothing of this server's. What
-the page shows it asks for with a key."""
-CROWDED_KEY = "firn.crowded"
-"""Set in the scope of a connection that is one too many: it is for those paths."""
+"""The dashboard's files lie below. They are the same for everybody and need no key; what the page shows
+it asks for with one."""
+OVER_LIMIT_KEY = "firn.over_limit"
+"""Set in the scope of a connection beyond the limit: only the open paths are answered on it."""
 MAX_WHY_CHARS = 300
 
 
@@ -39,32 +43,32 @@ class RequestCounts(Protocol):
     def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None: ...
 
 
-class Front:
+class RequestLog:
     """Outermost: gives an exchange its id, catches what nobody else did, logs a line at the end.
 
-    `routes` are the paths that get a metric of their own: a stranger may ask for any number.
+    `routes` are the paths that get a metric of their own: clients may ask for any number of others.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        shapes: Shapes,
+        shapes: ErrorShapes,
         metrics: RequestCounts,
-        intake: Intake,
+        bodies: BodyReader,
         routes: frozenset[str],
     ) -> None:
         self._app = app
         self._shapes = shapes
         self._metrics = metrics
-        self._intake = intake
+        self._bodies = bodies
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # One who vouches for the caller has made it already.
+        # It is there already where a server of several models vouches for the caller.
         exchange = scope.setdefault(SCOPE_KEY, Exchange())
         # OpenAI's clients look for the one, Anthropic's for the other.
         tags = [(name, exchange.id.encode()) for name in (b"x-request-id", b"request-id")]
@@ -72,8 +76,8 @@ class Front:
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                told = [*tags, *_session(exchange)]
-                message = {**message, "headers": [*message.get("headers", ()), *told]}
+                more = [*tags, *_affinity_header(exchange)]
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
         try:
@@ -84,17 +88,17 @@ class Front:
             logger.exception("%s %s %a failed", exchange.id, scope["method"], scope["path"][:200])
             if exchange.status:
                 raise  # too late for a status: the server breaks the connection
-            exchange.fault = ServerFault(exchange.id)
+            exchange.fault = InternalFault(exchange.id)
             await send_error(tagged, exchange.fault, self._shapes.of(scope["path"]))
         finally:
-            self._intake.give_back(exchange)
-            self._note(exchange, scope)
+            self._bodies.release(exchange)
+            self._log(exchange, scope)
 
-    def _note(self, exchange: Exchange, scope: Scope) -> None:
+    def _log(self, exchange: Exchange, scope: Scope) -> None:
         path, known = scope["path"], scope["path"] in self._routes
         route, own = path if known else "other", exchange.caller.own
         self._metrics.count_request(own, route, exchange.status, gone=exchange.gone)
-        quiet = path in OPEN_PATHS or path in POLLED or exchange.passed_on or is_page_file(path)
+        quiet = path in OPEN_PATHS | POLLED_PATHS or exchange.passed_on or is_page_file(path)
         logger.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %s %s %.3fs%s%s%s",
@@ -109,10 +113,19 @@ class Front:
         )
 
 
-class HostGate:
-    """Refuses what was meant for somebody else. Outside of CORS: no page is told anything."""
+def _affinity_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    return [(HEADER, exchange.conversation.encode())] if exchange.conversation else []
 
-    def __init__(self, app: ASGIApp, *, hosts: Hosts, shapes: Shapes) -> None:
+
+def _why(fault: FirnError | None) -> str:
+    """What the client was told. It may quote what the client sent: escaped, and not all of it."""
+    return "" if fault is None else f" error={fault.code} {fault.message[:MAX_WHY_CHARS]!a}"
+
+
+class HostCheck:
+    """Refuses what was sent to another host's name. Outside of CORS: no page is told anything."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Hosts, shapes: ErrorShapes) -> None:
         self._app = app
         self._hosts = hosts
         self._shapes = shapes
@@ -134,19 +147,10 @@ class HostGate:
         await self._app(scope, receive, send)
 
 
-def _session(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    return [(HEADER, exchange.session.encode())] if exchange.session else []
+class Authentication:
+    """Admits callers by their API key. Inside of CORS, so that a browser may read the refusal."""
 
-
-def _why(fault: FirnError | None) -> str:
-    """What the client was told. It may quote what the client sent: escaped, and not all of it."""
-    return "" if fault is None else f" error={fault.code} {fault.message[:MAX_WHY_CHARS]!a}"
-
-
-class Gate:
-    """Lets in who has a key. Inside CORS, so that a browser may read the refusal."""
-
-    def __init__(self, app: ASGIApp, *, keys: Keys, shapes: Shapes) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, shapes: ErrorShapes) -> None:
         self._app = app
         self._keys = keys
         self._shapes = shapes
@@ -155,7 +159,7 @@ class Gate:
         if scope["type"] == "http":
             is_open = scope["path"] in OPEN_PATHS
             try:
-                if scope.get(CROWDED_KEY) and not is_open:
+                if scope.get(OVER_LIMIT_KEY) and not is_open:
                     raise Crowded("The server has too many connections; try again shortly.")
                 caller = self._keys.admit(scope["headers"], local=is_local(scope))
                 exchange_of(scope).caller = caller

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from firn.api.dialects import Asked, Extra
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
+from firn.api import fields
+from firn.api.dialects import JsonRoute, RouteRequest
+from firn.api.fields import Fields
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Embedder
@@ -26,11 +26,13 @@ PIECE_TOKENS = 4096
 """Padding included; a text that is longer by itself goes alone."""
 
 
-def embedding_routes(services: Services) -> tuple[Extra, ...]:
-    async def answer(asked: Asked) -> Mapping[str, Any]:
+def embedding_routes(services: Services) -> tuple[JsonRoute, ...]:
+    async def answer(asked: RouteRequest) -> Mapping[str, Any]:
         return await _answer(services, Fields(asked.body))
 
-    return (Extra("POST", "/v1/embeddings", "Texts as vectors", answer, _SCHEMA, computes=True),)
+    return (
+        JsonRoute("POST", "/v1/embeddings", "Texts as vectors", answer, _SCHEMA, computes=True),
+    )
 
 
 async def _answer(services: Services, body: Fields) -> dict[str, Any]:

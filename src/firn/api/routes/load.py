@@ -26,7 +26,7 @@ MIN_SPAN_S = 0.5
 """Tokens a second are counted over at least so long."""
 
 
-class RouterRoutes:
+class LoadRoutes:
     """One per app, asyncio thread."""
 
     def __init__(self, services: Services, metrics: Metrics, *, max_rows: int) -> None:

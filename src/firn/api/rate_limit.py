@@ -1,4 +1,4 @@
-"""So many requests a minute from each client, and no more: --rate-limit."""
+"""A limit on the requests that each client may send in a minute: --rate-limit."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from firn.api.exchange import Shapes, exchange_of, send_error
+from firn.api.errors import ErrorShapes
+from firn.api.exchange import exchange_of, send_error
 from firn.core.errors import TooManyRequests
 
 WINDOW_S = 60.0
 MAX_CLIENTS = 10_000
-"""Remembered at once; of more, those that were heard of longest ago are forgotten."""
+"""Remembered at once; beyond that, the client that asked longest ago is forgotten."""
 
 
-class Pace:
-    """Who has asked when, within the last minute. Owner: its layer, on the asyncio thread."""
+class RequestRate:
+    """When each client has asked within the last minute. Owner: its layer, on the asyncio thread."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
@@ -41,18 +42,18 @@ class Pace:
 
 
 class RateLimit:
-    """A layer around the routes, behind the one that knows the caller. Only what is POSTed counts:
+    """A layer around the routes, inside of Authentication, which knows the caller. Only POSTs count:
     looking at models and health does not."""
 
-    def __init__(self, app: ASGIApp, *, per_minute: int, shapes: Shapes) -> None:
+    def __init__(self, app: ASGIApp, *, per_minute: int, shapes: ErrorShapes) -> None:
         self._app = app
         self._per_minute = per_minute
-        self._pace = Pace(per_minute)
+        self._rate = RequestRate(per_minute)
         self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            wait_s = self._pace.take(_client(scope))
+            wait_s = self._rate.take(_client(scope))
             if wait_s > 0:
                 error = TooManyRequests(self._per_minute, retry_after_s=math.ceil(wait_s))
                 exchange_of(scope).fault = error
@@ -62,7 +63,7 @@ class RateLimit:
 
 
 def _client(scope: Scope) -> str:
-    """Its key, or where there are none its address."""
+    """Its key; its address where there are no keys."""
     caller = exchange_of(scope).caller
     if caller.has_key:
         return caller.own

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from firn.api.dialects import Asked, Dialect, Extra
-from firn.api.dialects._fields import Fields, array, integer, string
+from firn.api.dialects import Dialect, JsonRoute, RouteRequest
+from firn.api.fields import Fields, array, integer, string
 from firn.api.prompting import prompt_of
 from firn.api.services import Services
 from firn.core.errors import BadRequest, InvalidValue
@@ -17,10 +17,10 @@ MAX_TEXT_CHARS = 4 * 2**20
 """More than any model reads; tokenizing takes a hundred times the memory of the text."""
 
 
-def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra, ...]:
+def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonRoute, ...]:
     chat = next(d for d in dialects if d.path == "/v1/chat/completions")
 
-    async def tokenize(asked: Asked) -> Mapping[str, Any]:
+    async def tokenize(asked: RouteRequest) -> Mapping[str, Any]:
         body = Fields(asked.body)
         services.check_model(body.string("model") or "")
         text = body.get("text") if body.get("text") is not None else body.get("prompt")
@@ -36,7 +36,7 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra
             services, lambda: _shown(services, _encoded(services, given, add_special=special))
         )
 
-    async def detokenize(asked: Asked) -> Mapping[str, Any]:
+    async def detokenize(asked: RouteRequest) -> Mapping[str, Any]:
         body = Fields(asked.body)
         services.check_model(body.string("model") or "")
         name = "ids" if body.get("ids") is not None else "tokens"
@@ -46,8 +46,8 @@ def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[Extra
         return await _in_pool(services, lambda: _text_of(services, given, name))
 
     return (
-        Extra("POST", "/v1/tokenize", "A text's or a chat's tokens", tokenize, _TOKENIZE),
-        Extra("POST", "/v1/detokenize", "The text of tokens", detokenize, _DETOKENIZE),
+        JsonRoute("POST", "/v1/tokenize", "A text's or a chat's tokens", tokenize, _TOKENIZE),
+        JsonRoute("POST", "/v1/detokenize", "The text of tokens", detokenize, _DETOKENIZE),
     )
 
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from firn import __version__
-from firn.api.dialects import Asked, Extra
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
-from firn.api.dialects._ollama import TAG, check_keep_alive, durations
-from firn.api.embedding_routes import embed
-from firn.api.model_routes import model_object
+from firn.api import fields
+from firn.api.dialects import JsonRoute, RouteRequest
+from firn.api.fields import Fields
+from firn.api.ollama import TAG, durations, keep_alive_s, model_name
+from firn.api.routes.embeddings import embed
+from firn.api.routes.models import model_object
 from firn.api.services import Services
 from firn.core.errors import InvalidValue
 
@@ -36,7 +36,7 @@ CAPABILITIES = {
 ModelObject = Mapping[str, Any]
 
 
-def ollama_routes(services: Services) -> tuple[Extra, ...]:
+def ollama_routes(services: Services) -> tuple[JsonRoute, ...]:
     """Of a server of one model."""
 
     def listed() -> list[ModelObject]:
@@ -46,16 +46,16 @@ def ollama_routes(services: Services) -> tuple[Extra, ...]:
         services.check_model(name)
         return model_object(services)
 
-    async def embedded(asked: Asked) -> Mapping[str, Any]:
+    async def embedded(asked: RouteRequest) -> Mapping[str, Any]:
         return await _embedded(services, Fields(asked.body))
 
-    async def embedded_one(asked: Asked) -> Mapping[str, Any]:
+    async def embedded_one(asked: RouteRequest) -> Mapping[str, Any]:
         return await _embedded_one(services, Fields(asked.body))
 
     return (
         *model_routes(listed, find),
-        Extra("POST", "/api/embed", "Texts as vectors", embedded, _EMBED, computes=True),
-        Extra(
+        JsonRoute("POST", "/api/embed", "Texts as vectors", embedded, _EMBED, computes=True),
+        JsonRoute(
             "POST", "/api/embeddings", "A text as a vector", embedded_one, _PROMPT, computes=True
         ),
     )
@@ -63,31 +63,31 @@ def ollama_routes(services: Services) -> tuple[Extra, ...]:
 
 def model_routes(
     listed: Callable[[], Sequence[ModelObject]], find: Callable[[str], ModelObject]
-) -> tuple[Extra, ...]:
+) -> tuple[JsonRoute, ...]:
     """`listed`: all models, as in /v1/models; `find` raises ModelNotFound."""
 
-    async def tags(asked: Asked) -> Mapping[str, Any]:
+    async def tags(asked: RouteRequest) -> Mapping[str, Any]:
         return {"models": [tag(model) for model in listed()]}
 
-    async def running(asked: Asked) -> Mapping[str, Any]:
+    async def running(asked: RouteRequest) -> Mapping[str, Any]:
         loaded = [model for model in listed() if model["state"] in ("loaded", "draining")]
         return {"models": [_running(model) for model in loaded]}
 
-    async def show(asked: Asked) -> Mapping[str, Any]:
+    async def show(asked: RouteRequest) -> Mapping[str, Any]:
         body = Fields(asked.body)
         name = body.string("model") or body.string("name")
         if not name:
             raise InvalidValue("model", "is required")
         return _shown(find(name.removesuffix(TAG)))
 
-    async def version(asked: Asked) -> Mapping[str, Any]:
+    async def version(asked: RouteRequest) -> Mapping[str, Any]:
         return {"version": SPOKEN, "firn": __version__}
 
     return (
-        Extra("GET", "/api/tags", "What is served, for Ollama's clients", tags),
-        Extra("GET", "/api/ps", "What is loaded, for Ollama's clients", running),
-        Extra("GET", "/api/version", "Which of Ollama's APIs this is", version),
-        Extra("POST", "/api/show", "One model, for Ollama's clients", show, _SHOW),
+        JsonRoute("GET", "/api/tags", "What is served, for Ollama's clients", tags),
+        JsonRoute("GET", "/api/ps", "What is loaded, for Ollama's clients", running),
+        JsonRoute("GET", "/api/version", "Which of Ollama's APIs this is", version),
+        JsonRoute("POST", "/api/show", "One model, for Ollama's clients", show, _SHOW),
     )
 
 
@@ -151,8 +151,8 @@ def _shown(model: ModelObject) -> dict[str, Any]:
 
 async def _embedded(services: Services, body: Fields) -> dict[str, Any]:
     began_ns = time.perf_counter_ns()
-    services.check_model((body.string("model") or "").removesuffix(TAG))
-    check_keep_alive(body)
+    services.check_model(model_name(body))
+    keep_alive_s(body)
     vectors, n_tokens = await embed(services, body, truncate=body.boolean("truncate", True))
     took = durations(began_ns, None)
     return {
@@ -166,8 +166,8 @@ async def _embedded(services: Services, body: Fields) -> dict[str, Any]:
 
 async def _embedded_one(services: Services, body: Fields) -> dict[str, Any]:
     """As it was before /api/embed."""
-    services.check_model((body.string("model") or "").removesuffix(TAG))
-    check_keep_alive(body)
+    services.check_model(model_name(body))
+    keep_alive_s(body)
     prompt = fields.string(body.require("prompt"), "prompt", empty=False)
     vectors, n_tokens = await embed(services, Fields({"input": prompt}), truncate=True)
     return {"embedding": vectors[0], "prompt_eval_count": n_tokens}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from firn.api.mailroom import Mailroom
+from firn.api.event_router import EventRouter
 from firn.core.errors import EngineDead, ShuttingDown
 from firn.core.events import JobDone, JobFailed, Token
 from firn.core.values import RequestId
@@ -38,7 +38,7 @@ def from_thread(work: Callable[[], None]) -> None:
 
 def test_one_wakeup_per_step_whatever_the_batch() -> None:
     async def work(loop: CountingLoop) -> None:
-        room = Mailroom()
+        room = EventRouter()
         boxes = {id: room.open([id], silence_s=60) for id in (A, B)}
         batch = [(id, Token(0, i)) for i in range(5) for id in (A, B)]
         from_thread(lambda: room.publish(batch))
@@ -52,7 +52,7 @@ def test_one_wakeup_per_step_whatever_the_batch() -> None:
 
 def test_what_has_gathered_is_taken_at_once() -> None:
     async def work(_: CountingLoop) -> None:
-        room = Mailroom()
+        room = EventRouter()
         box = room.open([A], silence_s=60)
         for i in range(3):
             room.publish([(A, Token(0, i))])
@@ -65,7 +65,7 @@ def test_what_has_gathered_is_taken_at_once() -> None:
 
 def test_the_batch_may_be_reused_by_its_sender() -> None:
     async def work(_: CountingLoop) -> None:
-        room = Mailroom()
+        room = EventRouter()
         box = room.open([A], silence_s=60)
         batch = [(A, JobDone())]
         room.publish(batch)
@@ -78,7 +78,7 @@ def test_the_batch_may_be_reused_by_its_sender() -> None:
 
 def test_one_box_for_several_requests() -> None:
     async def work(_: CountingLoop) -> None:
-        room = Mailroom()
+        room = EventRouter()
         box = room.open([A, B], silence_s=60)
         room.publish([(B, JobDone()), (A, JobDone())])
         assert await box.take() == [(B, JobDone()), (A, JobDone())]
@@ -91,7 +91,7 @@ def test_one_box_for_several_requests() -> None:
 
 def test_events_for_those_who_left_are_dropped() -> None:
     async def work(_: CountingLoop) -> None:
-        room = Mailroom()
+        room = EventRouter()
         box, other = room.open([A], silence_s=60), room.open([B], silence_s=60)
         room.close([A], box)
         room.publish([(A, JobDone()), (B, JobDone())])
@@ -103,7 +103,7 @@ def test_events_for_those_who_left_are_dropped() -> None:
 
 def test_silence_is_an_empty_take() -> None:
     async def work(_: CountingLoop) -> None:
-        room = Mailroom()
+        room = EventRouter()
         box = room.open([A], silence_s=0.001)
         assert await box.take() == []
         assert await box.take() == []
@@ -118,7 +118,7 @@ def test_silence_is_an_empty_take() -> None:
 
 def test_a_cancelled_take_loses_nothing() -> None:
     async def work(_: CountingLoop) -> None:
-        room = Mailroom()
+        room = EventRouter()
         box = room.open([A], silence_s=60)
         waiting = asyncio.ensure_future(box.take())
         await asyncio.sleep(0)
@@ -133,7 +133,7 @@ def test_a_cancelled_take_loses_nothing() -> None:
 
 
 def test_publishing_before_the_first_and_after_the_last() -> None:
-    room = Mailroom()
+    room = EventRouter()
     room.publish([(A, JobDone())])
 
     async def work(_: CountingLoop) -> None:
@@ -145,7 +145,7 @@ def test_publishing_before_the_first_and_after_the_last() -> None:
 
 def test_draining_and_failing() -> None:
     async def work(_: CountingLoop) -> None:
-        room = Mailroom()
+        room = EventRouter()
         box = room.open([A, B], silence_s=60)
         room.drain()
         assert room.draining
