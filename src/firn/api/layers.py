@@ -1,4 +1,4 @@
-"""The layers around every route, outermost first: log and ids, host names, API keys.
+"""The layers around every route, outermost first: log and ids, host names, CORS, API keys, rate limit.
 
 Plain ASGI: none of them touches a token on its way out.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from firn.api.affinity import HEADER
@@ -18,6 +22,7 @@ from firn.api.body_reader import BodyReader
 from firn.api.errors import ErrorShapes, InternalFault
 from firn.api.exchange import SCOPE_KEY, Exchange, exchange_of, send_error
 from firn.api.hosts import Hosts, is_local
+from firn.api.rate_limit import RateLimit
 from firn.core.errors import Crowded, FirnError, HostNotAllowed, Unauthorized
 from firn.core.values import Namespace
 
@@ -32,7 +37,44 @@ PAGE_FILES = "/page/"
 it asks for with one."""
 OVER_LIMIT_KEY = "firn.over_limit"
 """Set in the scope of a connection beyond the limit: only the open paths are answered on it."""
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "request-id",
+    "retry-after",
+    "x-firn-unenforced",
+    "x-firn-approximate",
+    "x-session",
+)
+"""What a page of an allowed origin may read of a response."""
 MAX_WHY_CHARS = 300
+
+
+def add_layers(
+    app: FastAPI,
+    *,
+    shapes: ErrorShapes,
+    metrics: RequestCounts,
+    bodies: BodyReader,
+    keys: Keys,
+    hosts: Hosts,
+    allow_origins: Sequence[str],
+    requests_per_minute: int | None,
+) -> None:
+    """Around an app that has all its routes. The last layer added is the outermost."""
+    if requests_per_minute:
+        app.add_middleware(RateLimit, per_minute=requests_per_minute, shapes=shapes)
+    app.add_middleware(Authentication, keys=keys, shapes=shapes)
+    if allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=list(EXPOSED_HEADERS),
+        )
+    app.add_middleware(HostCheck, hosts=hosts, shapes=shapes)
+    routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(RequestLog, shapes=shapes, metrics=metrics, bodies=bodies, routes=routes)
 
 
 def is_page_file(path: str) -> bool:

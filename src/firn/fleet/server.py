@@ -17,7 +17,6 @@ from pathlib import Path
 
 import uvloop
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -29,12 +28,11 @@ from firn.api.dashboard import add_page
 from firn.api.dialects import discover
 from firn.api.errors import ErrorShapes
 from firn.api.hosts import Hosts, machine_names
-from firn.api.layers import Authentication, HostCheck, RequestLog
+from firn.api.layers import add_layers
 from firn.api.openapi import describe
 from firn.api.quotas import KeyLimits, Quotas
-from firn.api.rate_limit import RateLimit
 from firn.api.routes.rerank import PATHS as RERANK_PATHS
-from firn.api.server import add_error_shapes
+from firn.api.server import add_error_shapes, new_app
 from firn.api.services import ApiLimits
 from firn.config import Config
 from firn.core.errors import SetupError
@@ -155,7 +153,7 @@ def build(
     relay = Relay(fleet, dialects, bodies, pool, quotas=quotas, limits=waits)
     keys = Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
     shapes = ErrorShapes(dialects)
-    app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
+    app = new_app()
     metrics = routes.FrontMetrics(fleet)
     for path in (*(dialect.path for dialect in dialects), *BY_BODY):
         app.router.routes.append(Route(path, _Asgi(relay.by_body), methods=["POST"]))
@@ -173,7 +171,16 @@ def build(
     add_router(app, fleet, relay)
     add_activity(app, fleet, relay)
     add_error_shapes(app, shapes)
-    _add_layers(app, config, keys, shapes, metrics, bodies)
+    add_layers(
+        app,
+        shapes=shapes,
+        metrics=metrics,
+        bodies=bodies,
+        keys=keys,
+        hosts=Hosts((*server.allowed_hosts, *machine_names(server.host))),
+        allow_origins=server.allow_origins,
+        requests_per_minute=server.rate_limit,
+    )
     describe(app, dialects, with_keys=keys.required)
     return Parts(fleet, relay, app, pool)
 
@@ -197,33 +204,6 @@ class _Asgi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
-
-
-def _add_layers(
-    app: FastAPI,
-    config: Config,
-    keys: Keys,
-    shapes: ErrorShapes,
-    metrics: routes.FrontMetrics,
-    bodies: BodyReader,
-) -> None:
-    """The same as around one model, and in the same order. The last one added is the outermost."""
-    server = config.server
-    if server.rate_limit:
-        app.add_middleware(RateLimit, per_minute=server.rate_limit, shapes=shapes)
-    app.add_middleware(Authentication, keys=keys, shapes=shapes)
-    if server.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(server.allow_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
-        )
-    hosts = Hosts((*server.allowed_hosts, *machine_names(server.host)))
-    app.add_middleware(HostCheck, hosts=hosts, shapes=shapes)
-    known = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(RequestLog, shapes=shapes, metrics=metrics, bodies=bodies, routes=known)
 
 
 async def _run(config: Config, catalogue: Catalogue, folder: Path, sock: socket.socket) -> int:
