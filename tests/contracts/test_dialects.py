@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.api import sse
-from firn.api.dialects import Call, Dialect, JsonRoute, ReplyHead, RouteRequest, discover
+from firn.api.dialects import ApiCall, Dialect, JsonRoute, ReplyHead, RouteRequest, discover
 from firn.api.event_router import EventRouter
 from firn.api.services import Services
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue, StepFailed
@@ -44,7 +44,7 @@ DIALECTS = discover()
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.path)
 
 
-def decode(dialect: Dialect, **more: Any) -> Call:
+def decode(dialect: Dialect, **more: Any) -> ApiCall:
     return dialect.decode(dialect.schema()["example"] | more, namespace=NAMESPACE)
 
 

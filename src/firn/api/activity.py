@@ -82,7 +82,7 @@ class CallView:
 
 
 @dataclass(eq=False, slots=True)
-class _Followed:
+class _OpenCall:
     exchange: Exchange
     session: Session
     model: str
@@ -149,7 +149,7 @@ class Activity:
         """differs: the text that a call's prompt goes on with where nothing stored agrees with it."""
         self._model = model
         self._differs = differs
-        self._open: dict[str, tuple[Namespace, _Followed]] = {}
+        self._open: dict[str, tuple[Namespace, _OpenCall]] = {}
         self._ended: deque[tuple[int, Namespace, CallView]] = deque(maxlen=N_ENDED)
         self._n_ended = 0
         self.n_watchers = 0
@@ -158,7 +158,7 @@ class Activity:
     def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
         """Around a call, while its session is open."""
         arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
-        call = _Followed(exchange, session, self._model, arrived_at, self._differs)
+        call = _OpenCall(exchange, session, self._model, arrived_at, self._differs)
         self._open[exchange.id] = exchange.caller.own, call
         try:
             yield
@@ -168,7 +168,7 @@ class Activity:
             view = call.view(ended=True)
             self._ended.append((self._n_ended, exchange.caller.own, view))
 
-    def news(self, seen: _Seen, caller: Caller) -> list[CallView]:
+    def news(self, seen: _Watcher, caller: Caller) -> list[CallView]:
         """What has changed since the last time that this one asked."""
         found = [view for n, own, view in self._ended if n > seen.n_ended and _may(caller, own)]
         seen.n_ended = self._n_ended
@@ -182,7 +182,7 @@ class Activity:
 
 
 @dataclass(eq=False, slots=True)
-class _Seen:
+class _Watcher:
     """What one watcher was told."""
 
     n_ended: int
@@ -219,7 +219,7 @@ def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
 
 
 async def _frames(services: Services, activity: Activity, caller: Caller) -> AsyncIterator[str]:
-    seen, shown, quiet, tick = _Seen(0, {}), "", 0, 0
+    seen, shown, quiet, tick = _Watcher(0, {}), "", 0, 0
     activity.n_watchers += 1
     try:
         while not services.event_router.draining:

@@ -7,7 +7,7 @@ Nothing is coerced: a boolean is no number, "5" is no integer, 5.0 is no integer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from firn.core.bounds import INT_MAX
@@ -65,10 +65,29 @@ def mapping(value: Any, param: str) -> dict[str, Any]:
     return value
 
 
+def members(value: Any, param: str) -> Fields:
+    """The members of an object."""
+    return Fields(mapping(value, param), param)
+
+
+def objects(value: Any, param: str, *, low: int = 0, high: int | None = None) -> Iterator[Fields]:
+    """The objects of an array, each checked when it is its turn."""
+    for i, item in enumerate(array(value, param, low=low, high=high)):
+        yield members(item, f"{param}[{i}]")
+
+
 def one_of(value: Any, param: str, choices: Sequence[str]) -> str:
     if type(value) is not str or value not in choices:
         raise InvalidValue(param, f"must be one of {', '.join(map(repr, choices))}")
     return value
+
+
+def page_limit(query: Mapping[str, str], *, default: int, high: int) -> int:
+    """`limit` of a query string: how many entries a page may have."""
+    given = query.get("limit", str(default))
+    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= high):
+        raise InvalidValue("limit", f"must be between 1 and {high}")
+    return int(given)
 
 
 def kind(value: Any) -> str:
@@ -91,7 +110,7 @@ def kind(value: Any) -> str:
 class Fields:
     """The members of one JSON object, read one by one; null and absent are the same.
 
-    Owned by the decode call that made it. What was never asked for is unknown: see `unread`.
+    Owned by the decode call that made it, which notes what is read: see `unread`.
     """
 
     def __init__(self, members: Mapping[str, Any], path: str = "") -> None:
@@ -113,7 +132,7 @@ class Fields:
         return value
 
     def skip(self, *members: str) -> None:
-        """These are known, and mean nothing here."""
+        """These are known, and change nothing here."""
         self._read.update(members)
 
     def integer(self, member: str, *, low: int, high: int = INT_MAX) -> int | None:
@@ -142,5 +161,14 @@ class Fields:
         name = self.name(member)
         return Fields({} if value is None else mapping(value, name), name)
 
+    def require_object(self, member: str) -> Fields:
+        return members(self.require(member), self.name(member))
+
+    def objects(self, member: str, *, high: int | None = None) -> Iterator[Fields]:
+        """The objects of an array; none where it is absent."""
+        value = self.get(member)
+        return iter(()) if value is None else objects(value, self.name(member), high=high)
+
     def unread(self) -> tuple[str, ...]:
+        """Members that nobody has asked for: firn does not know them."""
         return tuple(self.name(member) for member in self._members if member not in self._read)

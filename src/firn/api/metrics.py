@@ -79,7 +79,7 @@ class Metrics:
         extra: Iterable[Collector] = (),
     ) -> None:
         """n_calls: those of one caller that have not ended."""
-        self._everything = Counters(_Live(engine, event_router), *extra)
+        self._everything = Counters(_EngineGauges(engine, event_router), *extra)
         self._n_calls = n_calls
         self._own: dict[Namespace, Counters] = {}
 
@@ -110,14 +110,14 @@ class Metrics:
     def _of(self, own: Namespace) -> Counters:
         """As many as there are keys: nobody else gets past the gate."""
         if own not in self._own:
-            self._own[own] = Counters(_Calls(lambda: self._n_calls(own)))
+            self._own[own] = Counters(_CallGauge(lambda: self._n_calls(own)))
         return self._own[own]
 
 
 CALLS = "Calls accepted and not ended."
 
 
-class _Calls(Collector):
+class _CallGauge(Collector):
     def __init__(self, n_calls: Callable[[], int]) -> None:
         self._n_calls = n_calls
 
@@ -128,7 +128,7 @@ class _Calls(Collector):
         yield GaugeMetricFamily("firn_calls", CALLS, value=self._n_calls())
 
 
-class _Live(Collector):
+class _EngineGauges(Collector):
     """Gauges read when asked for, so that nothing has to keep them up to date."""
 
     def __init__(self, engine: Engine, event_router: EventRouter) -> None:

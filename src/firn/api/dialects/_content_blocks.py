@@ -1,4 +1,4 @@
-"""A reply as a list of blocks, each of one kind: how Anthropic and OpenAI's Responses show it."""
+"""A reply as a list of content blocks, each of one kind: Anthropic and OpenAI's Responses show it so."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from firn.core.events import (
     ToolCallStarted,
 )
 
-Kind = Literal["text", "reasoning", "call"]
+BlockKind = Literal["text", "reasoning", "call"]
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class ContentBlock:
     """`id` and `name` are a call's; its text is the JSON of its arguments."""
 
     index: int
-    kind: Kind
+    kind: BlockKind
     id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -35,34 +35,34 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    block: Block
+class BlockOpened:
+    block: ContentBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
-    block: Block
+class BlockGrown:
+    block: ContentBlock
     piece: str
     logprobs: tuple[TextLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    block: Block
+class BlockClosed:
+    block: ContentBlock
 
 
-Step = Opened | Grown | Closed
+BlockEvent = BlockOpened | BlockGrown | BlockClosed
 
 
-class Blocks:
+class ContentBlocks:
     """Owned by one encoder, or by one fold. Blocks come one after another, never two at a time."""
 
     def __init__(self) -> None:
-        self.all: list[Block] = []
+        self.all: list[ContentBlock] = []
         self.finish: ChoiceFinished | None = None
-        self._open: Block | None = None
+        self._open: ContentBlock | None = None
 
-    def take(self, event: Event) -> list[Step]:
+    def take(self, event: Event) -> list[BlockEvent]:
         """What the event does to the blocks, in order."""
         match event:
             case TextDelta():
@@ -79,20 +79,22 @@ class Blocks:
             case _:
                 return []
 
-    def close(self) -> list[Step]:
+    def close(self) -> list[BlockEvent]:
         block, self._open = self._open, None
-        return [] if block is None else [Closed(block)]
+        return [] if block is None else [BlockClosed(block)]
 
-    def _grow(self, kind: Kind, piece: str, logprobs: tuple[TextLogprob, ...] = ()) -> list[Step]:
-        steps: list[Step] = []
+    def _grow(
+        self, kind: BlockKind, piece: str, logprobs: tuple[TextLogprob, ...] = ()
+    ) -> list[BlockEvent]:
+        changes: list[BlockEvent] = []
         if self._open is None or self._open.kind != kind:
-            steps = [*self.close(), *self._begin(kind)]
+            changes = [*self.close(), *self._begin(kind)]
         block = self.all[-1]
         block.pieces.append(piece)
         block.logprobs.extend(logprobs)
-        return [*steps, Grown(block, piece, logprobs)]
+        return [*changes, BlockGrown(block, piece, logprobs)]
 
-    def _begin(self, kind: Kind, *, id: str = "", name: str = "") -> list[Step]:
-        self._open = Block(len(self.all), kind, id, name)
+    def _begin(self, kind: BlockKind, *, id: str = "", name: str = "") -> list[BlockEvent]:
+        self._open = ContentBlock(len(self.all), kind, id, name)
         self.all.append(self._open)
-        return [Opened(self._open)]
+        return [BlockOpened(self._open)]

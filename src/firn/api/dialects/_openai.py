@@ -91,9 +91,14 @@ def stop_strings(body: Fields) -> tuple[str, ...]:
         return (fields.string(given, "stop", max_chars=MAX_STOP_CHARS, empty=False),)
     if not isinstance(given, list):
         raise InvalidValue("stop", f"must be a string or an array, not {fields.kind(given)}")
+    return stop_array(given, "stop")
+
+
+def stop_array(given: Any, param: str) -> tuple[str, ...]:
+    """Each of them once."""
     strings = (
-        fields.string(text, f"stop[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
-        for i, text in enumerate(fields.array(given, "stop", high=MAX_STOPS))
+        fields.string(text, f"{param}[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
+        for i, text in enumerate(fields.array(given, param, high=MAX_STOPS))
     )
     return tuple(dict.fromkeys(strings))
 
@@ -136,14 +141,11 @@ def prediction(body: Fields) -> str:
         return ""
     if isinstance(content, str):
         return fields.string(content, given.name("content"), max_chars=MAX_PREDICTION_CHARS)
-    parts = fields.array(content, given.name("content"), high=MAX_PREDICTION_PARTS)
     texts = []
-    for i, part in enumerate(parts):
-        name = given.name(f"content[{i}]")
-        one = Fields(fields.mapping(part, name), name)
-        fields.one_of(one.require("type"), one.name("type"), ("text",))
+    for part in fields.objects(content, given.name("content"), high=MAX_PREDICTION_PARTS):
+        fields.one_of(part.require("type"), part.name("type"), ("text",))
         texts.append(
-            fields.string(one.require("text"), one.name("text"), max_chars=MAX_PREDICTION_CHARS)
+            fields.string(part.require("text"), part.name("text"), max_chars=MAX_PREDICTION_CHARS)
         )
     return "".join(texts)[:MAX_PREDICTION_CHARS]
 

@@ -29,7 +29,7 @@ def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar
     if given is None:
         return None
     path = owner.name(member)
-    form = Fields(fields.mapping(given, path), path)
+    form = fields.members(given, path)
     kind = fields.one_of(form.require("type"), form.name("type"), KINDS)
     match kind:
         case "json_object":

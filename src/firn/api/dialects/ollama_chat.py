@@ -36,7 +36,7 @@ class OllamaChat(OllamaDialect):
         given, defaults = Fields(body), self._defaults
         options = given.object("options")
         model = model_name(given)
-        tools = _openai_tools.functions(given)
+        tools = _openai_tools.function_tools(given)
         reasoning = defaults.reasoning(_ollama.reasoning(given))
         messages = _messages(given)
         request = GenerateRequest(
@@ -70,8 +70,7 @@ def _messages(body: Fields) -> tuple[Message, ...]:
         return ()
     n_calls, pending = 0, list[str]()
     found: list[Message] = []
-    for i, value in enumerate(fields.array(given, "messages", high=_openai_chat.MAX_MESSAGES)):
-        message = Fields(fields.mapping(value, f"messages[{i}]"), f"messages[{i}]")
+    for message in fields.objects(given, "messages", high=_openai_chat.MAX_MESSAGES):
         role = fields.one_of(message.require("role"), message.name("role"), tuple(ROLES))
         calls: tuple[ToolCall, ...] = ()
         call_id = None
@@ -99,12 +98,9 @@ def _tool_calls(message: Fields, n_before: int) -> tuple[ToolCall, ...]:
     given = message.get("tool_calls")
     if given is None:
         return ()
-    param = message.name("tool_calls")
     found = []
-    for i, value in enumerate(fields.array(given, param)):
-        call = Fields(fields.mapping(value, f"{param}[{i}]"), f"{param}[{i}]")
-        path = call.name("function")
-        function = Fields(fields.mapping(call.require("function"), path), path)
+    for i, call in enumerate(fields.objects(given, message.name("tool_calls"))):
+        function = call.require_object("function")
         name = fields.string(function.require("name"), function.name("name"), empty=False)
         arguments = _openai_chat.arguments(function.get("arguments"), function.name("arguments"))
         id = call.string("id") or f"call_{n_before + i}"

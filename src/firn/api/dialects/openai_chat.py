@@ -46,14 +46,14 @@ class OpenAIChat:
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ChatCall:
         given, defaults = fields.Fields(body), self._defaults
-        offer = _openai_tools.offer(given)
+        offered = _openai_tools.offered(given)
         reasoning = defaults.reasoning(_openai_chat.reasoning(given))
         request = GenerateRequest(
             model=given.string("model") or "",
             source=Chat(
                 messages=_openai_chat.messages(given),
-                tools=offer.tools,
-                tool_choice=offer.choice,
+                tools=offered.tools,
+                tool_choice=offered.choice,
                 template_kwargs=defaults.kwargs(template_kwargs(given), reasoning),
                 continues=given.boolean("continue_final_message", False),
             ),
@@ -73,7 +73,7 @@ class OpenAIChat:
         stream = given.boolean("stream", False)
         include_usage = _openai.include_usage(given)
         _openai.skip_inert(given)
-        shape = CallShape(offer.custom, are_functions=offer.are_functions)
+        shape = ToolCallShape(offered.custom, are_functions=offered.are_functions)
         return ChatCall((request,), stream, given.unread(), include_usage, shape)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _top_logprobs(body: fields.Fields) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class CallShape:
+class ToolCallShape:
     """How calls are shown: `custom` are those with a text; are_functions: as a single function_call."""
 
     custom: frozenset[str] = frozenset()
@@ -114,7 +114,7 @@ class ChatCall:
     stream: bool
     ignored: tuple[str, ...]
     include_usage: bool
-    shape: CallShape
+    shape: ToolCallShape
     background = False
 
     def encoder(self, head: ReplyHead) -> ChatEncoder:
@@ -129,7 +129,7 @@ class ChatCall:
 
 
 class ChatEncoder(_openai.StreamEncoder):
-    def __init__(self, head: ReplyHead, *, include_usage: bool, shape: CallShape) -> None:
+    def __init__(self, head: ReplyHead, *, include_usage: bool, shape: ToolCallShape) -> None:
         super().__init__(
             head,
             id_prefix=ID_PREFIX,
@@ -209,7 +209,7 @@ class ChatEncoder(_openai.StreamEncoder):
 
 
 @dataclass(slots=True)
-class _Reply:
+class _ChatChoice:
     """One choice while its events are gathered."""
 
     text: list[str] = field(default_factory=list)
@@ -233,7 +233,7 @@ class _Reply:
             case ChoiceFinished():
                 self.reason = event.reason
 
-    def message(self, shape: CallShape) -> dict[str, Any]:
+    def message(self, shape: ToolCallShape) -> dict[str, Any]:
         text = "".join(self.text)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -249,7 +249,7 @@ class _Reply:
         return message
 
 
-def _shaped(call: dict[str, Any], shape: CallShape) -> dict[str, Any]:
+def _shaped(call: dict[str, Any], shape: ToolCallShape) -> dict[str, Any]:
     name = call["function"]["name"]
     if name not in shape.custom:
         return call
@@ -258,9 +258,9 @@ def _shaped(call: dict[str, Any], shape: CallShape) -> dict[str, Any]:
 
 
 def _fold(
-    head: ReplyHead, events: Iterable[Event], shape: CallShape, *, with_logprobs: bool
+    head: ReplyHead, events: Iterable[Event], shape: ToolCallShape, *, with_logprobs: bool
 ) -> dict[str, Any]:
-    replies: dict[int, _Reply] = {}
+    replies: dict[int, _ChatChoice] = {}
     usage = Usage(0, 0)
     for event in events:
         match event:
@@ -269,7 +269,7 @@ def _fold(
             case Ended():
                 usage = event.usage
             case _:
-                replies.setdefault(event.choice, _Reply()).take(event)
+                replies.setdefault(event.choice, _ChatChoice()).take(event)
     return {
         "id": f"{ID_PREFIX}{head.id}",
         "object": "chat.completion",

@@ -191,7 +191,7 @@ class CompletionEncoder(_openai.StreamEncoder):
         super().__init__(
             head, id_prefix=ID_PREFIX, kind="text_completion", include_usage=include_usage
         )
-        self._offsets: defaultdict[int, Offsets] = defaultdict(Offsets)
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self.render = {
             Started: lambda _: "",
             Resumed: lambda _: "",
@@ -232,7 +232,7 @@ def _reason(reason: FinishReason) -> str:
 
 
 @dataclass(slots=True)
-class _Reply:
+class _CompletionChoice:
     """One choice while its events are gathered."""
 
     text: list[str] = field(default_factory=list)
@@ -241,20 +241,20 @@ class _Reply:
 
 
 def _fold(head: ReplyHead, events: Iterable[Event], *, with_logprobs: bool) -> dict[str, Any]:
-    replies: dict[int, _Reply] = {}
+    replies: dict[int, _CompletionChoice] = {}
     usage = Usage(0, 0)
     for event in events:
         match event:
             case TextDelta():
-                reply = replies.setdefault(event.choice, _Reply())
+                reply = replies.setdefault(event.choice, _CompletionChoice())
                 reply.text.append(event.text)
                 reply.logprobs.extend(event.logprobs)
             case ReasoningDelta():
-                replies.setdefault(event.choice, _Reply()).text.append(event.text)
+                replies.setdefault(event.choice, _CompletionChoice()).text.append(event.text)
             case ToolCallDelta():
-                replies.setdefault(event.choice, _Reply()).text.append(event.arguments)
+                replies.setdefault(event.choice, _CompletionChoice()).text.append(event.arguments)
             case ChoiceFinished():
-                replies.setdefault(event.choice, _Reply()).reason = _reason(event.reason)
+                replies.setdefault(event.choice, _CompletionChoice()).reason = _reason(event.reason)
             case Ended():
                 usage = event.usage
             case _:
@@ -268,7 +268,7 @@ def _fold(head: ReplyHead, events: Iterable[Event], *, with_logprobs: bool) -> d
             {
                 "index": choice,
                 "text": "".join(reply.text),
-                "logprobs": _logprobs(reply.logprobs, Offsets()) if with_logprobs else None,
+                "logprobs": _logprobs(reply.logprobs, TextOffsets()) if with_logprobs else None,
                 "finish_reason": reply.reason,
             }
             for choice, reply in sorted(replies.items())
@@ -277,7 +277,7 @@ def _fold(head: ReplyHead, events: Iterable[Event], *, with_logprobs: bool) -> d
     }
 
 
-class Offsets:
+class TextOffsets:
     """Where the tokens of one choice begin in its text. Owned by its encoder, or by a fold.
 
     A character may have several tokens: all of them begin where it does.
@@ -294,7 +294,7 @@ class Offsets:
         return start
 
 
-def _logprobs(tokens: Sequence[TextLogprob], offsets: Offsets) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[TextLogprob], offsets: TextOffsets) -> dict[str, Any]:
     """The prompt's first token is behind nothing: there is no logprob of it."""
     return {
         "tokens": [token.text for token in tokens],

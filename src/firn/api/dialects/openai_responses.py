@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what was answered there."""
+"""POST /v1/responses, and the routes to responses that are kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from typing import Any
 from firn.api import fields, sse
 from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _openai, _openai_chat
 from firn.api.dialects import _responses_items as items
-from firn.api.dialects._responses_reply import ID_PREFIX, Look, Reply, ResponseEncoder
-from firn.api.dialects._responses_store import ResponseStore, Stored
+from firn.api.dialects._responses_reply import (
+    ID_PREFIX,
+    ResponseBuilder,
+    ResponseEncoder,
+    ResponseOptions,
+)
+from firn.api.dialects._responses_store import ResponseStore, StoredResponse
 from firn.api.dialects._template_kwargs import template_kwargs
 from firn.api.errors import openai_error
 from firn.api.prompting import count_tokens
@@ -77,20 +82,20 @@ class OpenAIResponses:
         stored = given.boolean("store", True)
         if background and (stream or not stored):
             raise InvalidValue("background", "needs store, and cannot be combined with stream")
-        look = Look(
+        options = ResponseOptions(
             echo=_echo(given, request, previous, stored=stored),
             summarises=items.wants_summary(given),
             seals=SEALED_REASONING in include,
             customs=tools.custom,
-            places=tools.places,
+            namespaced=tools.namespaced,
             with_logprobs=request.top_logprobs is not None,
             writes=request.cache.write,
         )
         _refuse(given)
-        _writable(look.echo)
+        _writable(options.echo)
         keep = self._keeper(namespace, _writable(own), previous) if stored else _forget
         ignored = (*given.unread(), *tools.left_out)
-        return ResponsesCall((request,), stream, background, ignored, look, keep)
+        return ResponsesCall((request,), stream, background, ignored, options, keep)
 
     def _messages(
         self,
@@ -99,7 +104,7 @@ class OpenAIResponses:
         previous: str | None,
         namespace: Namespace,
     ) -> tuple[Message, ...]:
-        """Instructions hold for one response only; the items of those before hold on."""
+        """Instructions hold for one response only; the items of earlier responses stay."""
         before: list[tuple[str, items.Item]] = []
         if previous is not None:
             for stored in self._store.conversation(namespace, previous):
@@ -109,22 +114,22 @@ class OpenAIResponses:
         instructions = body.get("instructions")
         if isinstance(instructions, list):
             before = [*_listed(instructions, "instructions"), *before]
-        found = items.messages([*before, *named], lambda id: self._store.item(namespace, id))
+        messages = items.messages([*before, *named], lambda id: self._store.item(namespace, id))
         if instructions is not None and not isinstance(instructions, list):
             text = fields.string(instructions, "instructions")
-            found.insert(0, Message("system", (TextPart(text),)))
-        if not found:
+            messages.insert(0, Message("system", (TextPart(text),)))
+        if not messages:
             raise InvalidValue("input", "must have at least 1 element")
-        return tuple(found)
+        return tuple(messages)
 
     def _keeper(
         self, namespace: Namespace, own: bytes, previous: str | None
-    ) -> Callable[[Reply], None]:
+    ) -> Callable[[ResponseBuilder], None]:
         begun = False
 
-        def keep(reply: Reply) -> None:
+        def keep(reply: ResponseBuilder) -> None:
             nonlocal begun
-            stored = Stored(
+            stored = StoredResponse(
                 id=reply.id,
                 request=reply.head.request,
                 previous=previous,
@@ -154,7 +159,7 @@ class OpenAIResponses:
 
     def routes(self, services: Services) -> tuple[JsonRoute, ...]:
         async def get(asked: RouteRequest) -> Mapping[str, Any]:
-            return self._found(asked).body()
+            return self._stored(asked).body()
 
         async def delete(asked: RouteRequest) -> Mapping[str, Any]:
             gone = self._store.drop(asked.namespace, asked.path["response_id"])
@@ -163,14 +168,14 @@ class OpenAIResponses:
             return {"id": gone.id, "object": "response", "deleted": True}
 
         async def cancel(asked: RouteRequest) -> Mapping[str, Any]:
-            found = self._found(asked)
-            if not found.is_running:
+            stored = self._stored(asked)
+            if not stored.is_running:
                 raise BadRequest("This response is done: there is nothing to cancel.")
-            services.event_router.fail(found.request, Cancelled())
-            return found.body() | {"status": "cancelled"}
+            services.event_router.fail(stored.request, Cancelled())
+            return stored.body() | {"status": "cancelled"}
 
         async def input_items(asked: RouteRequest) -> Mapping[str, Any]:
-            return _page(self._found(asked), asked.query)
+            return _page(self._stored(asked), asked.query)
 
         async def count(asked: RouteRequest) -> Mapping[str, Any]:
             (request,) = self.decode(asked.body, namespace=asked.namespace).requests
@@ -192,7 +197,7 @@ class OpenAIResponses:
             ),
         )
 
-    def _found(self, asked: RouteRequest) -> Stored:
+    def _stored(self, asked: RouteRequest) -> StoredResponse:
         return self._store.get(asked.namespace, asked.path["response_id"])
 
 
@@ -200,14 +205,14 @@ DIALECT = OpenAIResponses
 
 
 def _writable(value: Any) -> bytes:
-    """As JSON. The body may hold what a reply cannot repeat."""
+    """As JSON. Raises BadRequest: a body may hold NaN, which a reply cannot repeat."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
-        raise BadRequest("A number in the body is infinite, or none at all.") from None
+        raise BadRequest("A number in the body is infinite or NaN.") from None
 
 
-def _forget(reply: Reply) -> None:
+def _forget(reply: ResponseBuilder) -> None:
     """What `store: false` does with a response."""
 
 
@@ -225,7 +230,7 @@ def _top_logprobs(body: fields.Fields, include: frozenset[str]) -> int | None:
 
 
 def _refuse(body: fields.Fields) -> None:
-    """What would change the answer, and what changes nothing here."""
+    """Refuses fields that would change the answer, and skips those that change nothing here."""
     for name in ("conversation", "prompt"):
         if body.get(name) is not None:
             raise InvalidValue(name, "is not supported; send the items, or previous_response_id")
@@ -238,7 +243,7 @@ def _refuse(body: fields.Fields) -> None:
 def _echo(
     body: fields.Fields, request: GenerateRequest, previous: str | None, *, stored: bool
 ) -> dict[str, Any]:
-    """What a response repeats of its request, with defaults in place of what was not said."""
+    """What a response repeats of its request, with the defaults of what it did not say."""
     metadata = body.get("metadata")
     return {
         "instructions": body.get("instructions"),
@@ -263,25 +268,23 @@ def _echo(
     }
 
 
-def _page(stored: Stored, query: Mapping[str, str]) -> dict[str, Any]:
-    limit = query.get("limit", str(PAGE))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
-        raise InvalidValue("limit", f"must be between 1 and {MAX_PAGE}")
+def _page(stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
+    limit = fields.page_limit(query, default=PAGE, high=MAX_PAGE)
     order = fields.one_of(query.get("order", "desc"), "order", ("asc", "desc"))
     suffix = stored.id.removeprefix(ID_PREFIX)
-    found = [{"id": f"in_{suffix}_{i}"} | item for i, item in enumerate(stored.input())]
+    asked = [{"id": f"in_{suffix}_{i}"} | item for i, item in enumerate(stored.input())]
     if order == "desc":
-        found.reverse()
+        asked.reverse()
     if "after" in query:
-        ids = [item["id"] for item in found]
-        found = found[ids.index(query["after"]) + 1 :] if query["after"] in ids else []
-    page = found[: int(limit)]
+        ids = [item["id"] for item in asked]
+        asked = asked[ids.index(query["after"]) + 1 :] if query["after"] in ids else []
+    page = asked[:limit]
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else "",
         "last_id": page[-1]["id"] if page else "",
-        "has_more": len(found) > len(page),
+        "has_more": len(asked) > len(page),
     }
 
 
@@ -291,14 +294,14 @@ class ResponsesCall:
     stream: bool
     background: bool
     ignored: tuple[str, ...]
-    look: Look
-    keep: Callable[[Reply], None]
+    options: ResponseOptions
+    keep: Callable[[ResponseBuilder], None]
 
     def encoder(self, head: ReplyHead) -> ResponseEncoder:
-        return ResponseEncoder(head, self.look, self.keep)
+        return ResponseEncoder(head, self.options, self.keep)
 
     def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
-        reply = Reply(head, self.look)
+        reply = ResponseBuilder(head, self.options)
         for event in events:
             reply.take(event)
         self.keep(reply)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from firn.api.fields import page_limit
 from firn.api.openapi import error_responses
 from firn.api.services import Services
 from firn.core.bounds import SAMPLING
@@ -62,13 +63,10 @@ def page(
 
     find: the id of the model that a name stands for; None: there is none.
     """
-    limit = query.get("limit", str(PAGE))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
-        raise InvalidValue("limit", f"must be between 1 and {MAX_PAGE}")
+    n_wanted = page_limit(query, default=PAGE, high=MAX_PAGE)
     after, before = (_place(listed, query, name, find) for name in ("after_id", "before_id"))
     if after is not None and before is not None:
         raise InvalidValue("before_id", "cannot be combined with after_id")
-    n_wanted = int(limit)
     # after_id: [after + 1, ...) in this order   before_id: [..., before), the last of them
     rest = listed[:before] if after is None else listed[after + 1 :]
     shown = rest[-n_wanted:] if before is not None else rest[:n_wanted]
@@ -89,14 +87,14 @@ def _place(
 ) -> int | None:
     if name not in query:
         return None
-    found = find(query[name])
-    if found is None:
+    model_id = find(query[name])
+    if model_id is None:
         raise InvalidValue(name, "no such model is served here")
-    return next(i for i, each in enumerate(listed) if each["id"] == found)
+    return next(i for i, each in enumerate(listed) if each["id"] == model_id)
 
 
 def model_object(services: Services) -> dict[str, Any]:
-    """As OpenAI's clients know it and as Anthropic's do, and what we have to say besides."""
+    """The model as OpenAI's clients know it and as Anthropic's do, with members of our own."""
     model, defaults, limits = services.engine.model, services.defaults, services.limits
     born = datetime.fromtimestamp(model.created, tz=UTC)
     sampling = asdict(defaults.sampling)

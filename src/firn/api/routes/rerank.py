@@ -58,7 +58,7 @@ async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str,
     body.skip("rank_fields", "max_chunks_per_doc", "truncation", "user")
     # What a query's documents share is cached as the caller's other prompts are.
     namespace = own if services.keys.private else SHARED
-    work = _Work(services, reranker, namespace)
+    work = _Reranking(services, reranker, namespace)
     prompts = await work.prompts(query, documents, instruction, limit=limit)
     scores = await work.scores(prompts)
     order = sorted(range(len(documents)), key=lambda i: -scores[i])[:top_n]
@@ -98,7 +98,7 @@ def _documents(given: Any) -> list[str]:
     return found
 
 
-class _Work:
+class _Reranking:
     """One request. Owned by its task."""
 
     def __init__(self, services: Services, reranker: Reranker, namespace: Namespace) -> None:

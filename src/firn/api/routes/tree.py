@@ -17,10 +17,10 @@ from fastapi import FastAPI, Request
 
 from firn.api.excerpts import excerpt
 from firn.api.exchange import exchange_of
+from firn.api.fields import page_limit
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache
 from firn.api.services import Services
-from firn.core.errors import InvalidValue
 from firn.core.ports import CacheAdmin, InSlices
 from firn.core.values import Namespace
 
@@ -132,10 +132,7 @@ class TreeRoutes:
 
 
 def limit_of(query: Mapping[str, str]) -> int:
-    limit = query.get("limit", str(DEFAULT_RUNS))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_RUNS):
-        raise InvalidValue("limit", f"must be between 1 and {MAX_RUNS}")
-    return int(limit)
+    return page_limit(query, default=DEFAULT_RUNS, high=MAX_RUNS)
 
 
 def _scope(request: Request) -> Namespace | None:
