@@ -38,122 +38,122 @@ def from_thread(work: Callable[[], None]) -> None:
 
 def test_one_wakeup_per_step_whatever_the_batch() -> None:
     async def work(loop: CountingLoop) -> None:
-        room = EventRouter()
-        boxes = {id: room.open([id], silence_s=60) for id in (A, B)}
+        router = EventRouter()
+        queues = {id: router.open([id], silence_s=60) for id in (A, B)}
         batch = [(id, Token(0, i)) for i in range(5) for id in (A, B)]
-        from_thread(lambda: room.publish(batch))
+        from_thread(lambda: router.publish(batch))
         assert loop.n_wakeups == 1
-        for id, box in boxes.items():
-            assert await box.take() == [(id, Token(0, i)) for i in range(5)]
-            room.close([id], box)
+        for id, queue in queues.items():
+            assert await queue.take() == [(id, Token(0, i)) for i in range(5)]
+            router.close([id], queue)
 
     run(work)
 
 
 def test_what_has_gathered_is_taken_at_once() -> None:
     async def work(_: CountingLoop) -> None:
-        room = EventRouter()
-        box = room.open([A], silence_s=60)
+        router = EventRouter()
+        queue = router.open([A], silence_s=60)
         for i in range(3):
-            room.publish([(A, Token(0, i))])
-        taken = await box.take()
+            router.publish([(A, Token(0, i))])
+        taken = await queue.take()
         assert [event for _, event in taken] == [Token(0, i) for i in range(3)]
-        room.close([A], box)
+        router.close([A], queue)
 
     run(work)
 
 
 def test_the_batch_may_be_reused_by_its_sender() -> None:
     async def work(_: CountingLoop) -> None:
-        room = EventRouter()
-        box = room.open([A], silence_s=60)
+        router = EventRouter()
+        queue = router.open([A], silence_s=60)
         batch = [(A, JobDone())]
-        room.publish(batch)
+        router.publish(batch)
         batch.clear()
-        assert await box.take() == [(A, JobDone())]
-        room.close([A], box)
+        assert await queue.take() == [(A, JobDone())]
+        router.close([A], queue)
 
     run(work)
 
 
 def test_one_box_for_several_requests() -> None:
     async def work(_: CountingLoop) -> None:
-        room = EventRouter()
-        box = room.open([A, B], silence_s=60)
-        room.publish([(B, JobDone()), (A, JobDone())])
-        assert await box.take() == [(B, JobDone()), (A, JobDone())]
-        assert room.n_calls == 1
-        room.close([A, B], box)
-        assert room.n_calls == 0
+        router = EventRouter()
+        queue = router.open([A, B], silence_s=60)
+        router.publish([(B, JobDone()), (A, JobDone())])
+        assert await queue.take() == [(B, JobDone()), (A, JobDone())]
+        assert router.n_calls == 1
+        router.close([A, B], queue)
+        assert router.n_calls == 0
 
     run(work)
 
 
 def test_events_for_those_who_left_are_dropped() -> None:
     async def work(_: CountingLoop) -> None:
-        room = EventRouter()
-        box, other = room.open([A], silence_s=60), room.open([B], silence_s=60)
-        room.close([A], box)
-        room.publish([(A, JobDone()), (B, JobDone())])
+        router = EventRouter()
+        queue, other = router.open([A], silence_s=60), router.open([B], silence_s=60)
+        router.close([A], queue)
+        router.publish([(A, JobDone()), (B, JobDone())])
         assert await other.take() == [(B, JobDone())]
-        room.close([B], other)
+        router.close([B], other)
 
     run(work)
 
 
 def test_silence_is_an_empty_take() -> None:
     async def work(_: CountingLoop) -> None:
-        room = EventRouter()
-        box = room.open([A], silence_s=0.001)
-        assert await box.take() == []
-        assert await box.take() == []
-        room.publish([(A, JobDone())])
-        while not (taken := await box.take()):
+        router = EventRouter()
+        queue = router.open([A], silence_s=0.001)
+        assert await queue.take() == []
+        assert await queue.take() == []
+        router.publish([(A, JobDone())])
+        while not (taken := await queue.take()):
             pass
         assert taken == [(A, JobDone())]
-        room.close([A], box)
+        router.close([A], queue)
 
     run(work)
 
 
 def test_a_cancelled_take_loses_nothing() -> None:
     async def work(_: CountingLoop) -> None:
-        room = EventRouter()
-        box = room.open([A], silence_s=60)
-        waiting = asyncio.ensure_future(box.take())
+        router = EventRouter()
+        queue = router.open([A], silence_s=60)
+        waiting = asyncio.ensure_future(queue.take())
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        room.publish([(A, JobDone())])
-        assert await box.take() == [(A, JobDone())]
-        room.close([A], box)
+        router.publish([(A, JobDone())])
+        assert await queue.take() == [(A, JobDone())]
+        router.close([A], queue)
 
     run(work)
 
 
 def test_publishing_before_the_first_and_after_the_last() -> None:
-    room = EventRouter()
-    room.publish([(A, JobDone())])
+    router = EventRouter()
+    router.publish([(A, JobDone())])
 
     async def work(_: CountingLoop) -> None:
-        room.close([A], room.open([A], silence_s=60))
+        router.close([A], router.open([A], silence_s=60))
 
     run(work)
-    room.publish([(A, JobDone())])  # the loop is closed: nobody to tell, nothing to raise
+    router.publish([(A, JobDone())])  # the loop is closed: nobody to tell, nothing to raise
 
 
 def test_draining_and_failing() -> None:
     async def work(_: CountingLoop) -> None:
-        room = EventRouter()
-        box = room.open([A, B], silence_s=60)
-        room.drain()
-        assert room.draining
+        router = EventRouter()
+        queue = router.open([A, B], silence_s=60)
+        router.drain()
+        assert router.draining
         with pytest.raises(ShuttingDown):
-            room.open([RequestId("c")], silence_s=60)
+            router.open([RequestId("c")], silence_s=60)
         error = EngineDead()
-        room.fail_all(error)
-        assert await box.take() == [(A, JobFailed(error)), (B, JobFailed(error))]
-        room.close([A, B], box)
+        router.fail_all(error)
+        assert await queue.take() == [(A, JobFailed(error)), (B, JobFailed(error))]
+        router.close([A, B], queue)
 
     run(work)

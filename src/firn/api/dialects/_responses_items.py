@@ -343,7 +343,7 @@ def grammar(body: Fields) -> Grammar | None:
 
 
 def wants_summary(body: Fields) -> bool:
-    """RouteRequest for a summary, the reasoning itself is shown in its place: nobody here sums it up."""
+    """Where a summary is asked for, the reasoning itself is shown: nothing here writes summaries."""
     reasoning = body.object("reasoning")
     for member in ("summary", "generate_summary"):
         given = reasoning.get(member)
