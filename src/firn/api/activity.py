@@ -243,7 +243,7 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
 
 
 def hello() -> str:
-    """The server's clock, and its version: a page that was loaded from an older one reloads."""
+    """The server's clock and version: a page that was loaded from another version says so."""
     return _frame("hello", {"version": __version__, "now": round(time.time(), 3)})
 
 

@@ -1,4 +1,4 @@
-// Small pieces that every panel is made of.
+// What every panel is made of.
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
 
@@ -24,7 +24,7 @@ export function Legend({ items }) {
   </ul>`;
 }
 
-/** The same numbers for who cannot see the picture, or would rather read. `rows` is called when it is open. */
+/** The numbers of a chart, for those who cannot see it or would rather read. `rows` is called when it is open. */
 export function Table({ caption, head, rows }) {
   const [open, setOpen] = useState(false);
   return html`<details class="astable" onToggle=${(e) => setOpen(e.target.open)}>
@@ -58,7 +58,7 @@ export function Stack({ parts, whole, label, format }) {
   </svg>`;
 }
 
-/** The width that an element has, followed as it changes. */
+/** The width of an element, kept up to date. */
 export function useWidth() {
   const ref = useRef(null);
   const [width, setWidth] = useState(0);
@@ -71,7 +71,7 @@ export function useWidth() {
   return [ref, width];
 }
 
-/** Renders again every `ms` while it is worth it and somebody looks. */
+/** Renders again every `ms` while `active` and while the page is visible. */
 export function useTick(ms, active) {
   const [, setTick] = useState(0);
   useEffect(() => {
@@ -83,7 +83,7 @@ export function useTick(ms, active) {
   }, [ms, active]);
 }
 
-/** Sound only for screen readers: what has just changed. */
-export function Said({ children }) {
+/** For screen readers only: what has just changed. */
+export function Announcement({ children }) {
   return html`<p class="unseen" role="status">${children}</p>`;
 }
