@@ -16,7 +16,7 @@ from firn.text.formats import detect
 from firn.text.prompt import PromptMaker
 from tests.api.agents import AGENTS, LONG, Body, claude_code, codex, opencode
 from tests.api.live import Live, serve
-from tests.api.talking import frames, post
+from tests.api.scripted import frames, post
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 from tests.text.trained import CHATML, byte_level
 

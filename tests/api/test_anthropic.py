@@ -14,7 +14,7 @@ from firn.api.auth import Keys
 from firn.api.services import ApiLimits
 from firn.core.errors import QueueFull, StepFailed
 from tests.api.live import GREETING, Live, serve
-from tests.api.talking import PARAMETERS, SAID, THOUGHT, frames, post, talking
+from tests.api.scripted import PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
 
 TOOLS: list[Any] = [{"name": "look", "description": "Looks.", "input_schema": PARAMETERS}]
 ASK: dict[str, Any] = {
@@ -34,7 +34,7 @@ MARKED: dict[str, Any] = ASK | {
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with talking() as running:
+    with scripted_server() as running:
         yield running
 
 
@@ -244,7 +244,7 @@ def test_thinking_can_be_left_out(live: Live) -> None:
 
 
 def test_pings_while_a_long_prompt_is_read() -> None:
-    with talking("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
+    with scripted_server("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
         live.engine.chunk = 10
         live.engine.hold("prefill", after=20)
         body = ASK | {"stream": True}
@@ -262,7 +262,7 @@ def test_pings_while_a_long_prompt_is_read() -> None:
 
 def test_in_the_queue_a_comment_keeps_the_line_open() -> None:
     """Nothing may come before message_start, and what it says is not known yet."""
-    with talking("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
+    with scripted_server("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
         live.engine.hold("queue")
         body = ASK | {"stream": True}
         with httpx.stream("POST", f"{live.url}/v1/messages", json=body, timeout=60) as answer:

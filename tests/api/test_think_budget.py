@@ -14,7 +14,7 @@ from firn.core.events import Token
 from firn.text.formats import THINK_TAGS, ReplyFormat
 from firn.text.harmony import CONTROL
 from tests.api.live import Live
-from tests.api.talking import talking
+from tests.api.scripted import scripted_server
 from tests.fakes import END, START, FakeTokenizer
 
 CLOSING = "\n</think>\n\n"
@@ -56,7 +56,7 @@ def ask(live: Live, **options: Any) -> InBackground:
 
 
 def test_thinking_ends_when_its_budget_does() -> None:
-    with talking("<think>" + "a" * 50) as live:
+    with scripted_server("<think>" + "a" * 50) as live:
         live.engine.hold("decode", after=N_OPEN)
         asked = ask(live, thinking=budget(10))
         live.engine.wait_for(lambda e: e.forced)
@@ -69,7 +69,7 @@ def test_thinking_ends_when_its_budget_does() -> None:
 
 
 def test_the_same_through_the_chat_dialect_for_each_choice() -> None:
-    with talking("<think>" + "a" * 50) as live:
+    with scripted_server("<think>" + "a" * 50) as live:
         live.engine.hold("decode", after=N_OPEN)
         chat = live.openai().chat.completions
         extra = {"thinking_budget": 10}
@@ -84,7 +84,7 @@ def test_the_same_through_the_chat_dialect_for_each_choice() -> None:
 
 def test_a_large_budget_is_said_only_when_it_runs_short() -> None:
     n_budget = 10 + LOOKAHEAD_TOKENS
-    with talking("<think>" + "a" * (n_budget + 40)) as live:
+    with scripted_server("<think>" + "a" * (n_budget + 40)) as live:
         live.engine.hold("decode", after=N_OPEN + 9)
         asked = ask(live, thinking=budget(n_budget))
         live.engine.wait_for(lambda e: e.n_sent() == N_OPEN + 9)
@@ -98,7 +98,7 @@ def test_a_large_budget_is_said_only_when_it_runs_short() -> None:
 
 def test_thinking_that_ends_by_itself_is_left_alone() -> None:
     reply = "<think>" + "a" * 5 + "</think>b" + "c" * 40
-    with talking(reply) as live:
+    with scripted_server(reply) as live:
         live.engine.hold("decode", after=N_OPEN + 5 + len("</think>b"))
         asked = ask(live, thinking=budget(25))
         live.engine.wait_for(lambda e: len(e.forced) == 2)
@@ -115,7 +115,7 @@ class Opening(FakeTokenizer):
 
 
 def test_no_budget_at_all_where_the_prompt_begins_the_thinking() -> None:
-    with talking("the answer", tokenizer=Opening()) as live:
+    with scripted_server("the answer", tokenizer=Opening()) as live:
         live.engine.hold("queue")
         chat = live.openai().chat.completions
         extra = {"thinking_budget": 0}
@@ -135,7 +135,7 @@ def test_harmony_goes_on_to_its_final_channel() -> None:
     )
     said = "<|channel|>analysis<|message|>" + "a" * 30
     n_head = len(tokenizer.encode(said, add_special=False)) - 30
-    with talking(said, tokenizer=tokenizer, format=format) as live:
+    with scripted_server(said, tokenizer=tokenizer, format=format) as live:
         live.engine.hold("decode", after=n_head)
         asked = ask(live, thinking=budget(10))
         live.engine.wait_for(lambda e: e.forced)
@@ -145,13 +145,13 @@ def test_harmony_goes_on_to_its_final_channel() -> None:
 
 @pytest.mark.parametrize("format", [ReplyFormat(), ReplyFormat(tool="json_tags")])
 def test_a_model_that_does_not_think_has_nothing_to_end(format: ReplyFormat) -> None:
-    with talking("plain", format=format) as live:
+    with scripted_server("plain", format=format) as live:
         assert texts(ask(live, thinking=budget(1)).result()) == ("", "plain")
         assert live.engine.forced == []
 
 
 def test_the_wish_reaches_the_template() -> None:
-    with talking("ok") as live:
+    with scripted_server("ok") as live:
         client = live.anthropic()
         client.messages.create(**ASK, thinking=budget(2000))
         client.messages.create(**ASK, thinking={"type": "disabled"})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from firn.text.formats import ReplyFormat, reasoning_parser_names, tool_parser_names
 from firn.text.parsers import ToolFormat, formats, names
 from firn.text.router import ThinkTags
-from tests.text.reading import NATIVE, Reply, read, read_at_every_split
+from tests.text.replies import NATIVE, Reply, read, read_at_every_split
 
 THINK = ThinkTags("<think>", "</think>")
 EACH = pytest.mark.parametrize("format", formats().values(), ids=formats())

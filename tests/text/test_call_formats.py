@@ -11,7 +11,7 @@ import pytest
 from firn.text.formats import ReplyFormat
 from firn.text.native import NativeParser
 from firn.text.pythonic import python_calls
-from tests.text.reading import Call, Reply, read, read_at_every_split
+from tests.text.replies import Call, Reply, read, read_at_every_split
 
 WEATHER = "get_weather"
 

@@ -16,8 +16,8 @@ from firn.text.formats import ReplyFormat
 from firn.text.parsers import ToolFormat, formats
 from firn.text.schema_check import faults
 from tests.models.grammar_lab import wander
-from tests.text import held
-from tests.text.held import (
+from tests.text import grammar_walks
+from tests.text.grammar_walks import (
     PING,
     SAY,
     THINK,
@@ -30,7 +30,7 @@ from tests.text.held import (
     start,
     tokenizer,
 )
-from tests.text.reading import Reply, read
+from tests.text.replies import Reply, read
 
 HELD = {name: f for name, f in formats().items() if f.grammar}
 EACH = pytest.mark.parametrize("format", HELD.values(), ids=HELD)
@@ -221,11 +221,11 @@ def test_a_free_form_tool_is_held_to_its_grammar(format: ToolFormat, kind: str) 
 def test_a_grammar_that_json_cannot_hold_is_left_out_and_named() -> None:
     odd = Grammar("lark", "start: /a/ & ~/b/", "tools[0].format")
     request = asked(ToolChoice(), tools=(Tool("take", "", TEXT_IN, grammar=odd),))
-    found = held.held_by("json_tags", request)
+    found = grammar_walks.held_by("json_tags", request)
     assert found.grammar is not None
     (place,) = found.left_out
     assert place.startswith("tools[0].format: ")
-    raw = held.held_by("xml_functions", request)
+    raw = grammar_walks.held_by("xml_functions", request)
     assert raw.left_out == ()
 
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_enforced_is_named_and_the_rest_is(
     parts = {"a": part, "n": {"const": 7}}
     tool = Tool("f", "", {"type": "object", "properties": parts, "required": ["a", "n"]})
     request = asked(required(), tools=(PING, tool))
-    found = held.held_by(format, request)
+    found = grammar_walks.held_by(format, request)
     assert found.left_out == (f"tools[1]#/properties/a{place}",)
     write = formats()[format].write
     assert write is not None
@@ -273,25 +273,27 @@ def test_dependent_members_are_named_in_formats_of_tags() -> None:
         "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
         "minProperties": 1,
     }
-    found = held.held_by("glm", asked(required(), tools=(Tool("f", "", schema),)))
+    found = grammar_walks.held_by("glm", asked(required(), tools=(Tool("f", "", schema),)))
     assert found.left_out == ("tools[0]#/minProperties",)
 
 
 def test_an_endless_schema_is_let_go() -> None:
     endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    found = held.held_by("json_tags", asked(required(), tools=(PING, Tool("f", "", endless))))
+    found = grammar_walks.held_by(
+        "json_tags", asked(required(), tools=(PING, Tool("f", "", endless)))
+    )
     assert found.left_out == ("tools[1]#",)
-    held.compiler("json_tags").compile(found.grammar)  # type: ignore[arg-type]
+    grammar_walks.compiler("json_tags").compile(found.grammar)  # type: ignore[arg-type]
 
 
 def test_a_name_that_cannot_be_written_is_no_fault_where_nobody_is_strict() -> None:
     tools = (Tool("two words", "", {}), Tool("take", "", TEXT_IN, grammar=FREE_FORM["regex"][0]))
-    found = held.held_by("xml_functions", asked(ToolChoice(), tools=tools))
+    found = grammar_walks.held_by("xml_functions", asked(ToolChoice(), tools=tools))
     assert found.grammar is None
     assert "two words" in found.left_out[0]
     strict = asked(ToolChoice(), tools=(tools[0], replace(tools[1], strict=True)))
     with pytest.raises(BadRequest):
-        held.held_by("xml_functions", strict)
+        grammar_walks.held_by("xml_functions", strict)
 
 
 # --- dialects of a format, by the template -------------------------------------------------
@@ -348,14 +350,14 @@ def test_the_template_says_which_dialect(format: str, template: str, reply: str)
         def __getattr__(self, name: str) -> object:
             return getattr(tokenizer(format), name)
 
-    found = held.constraint(
+    found = grammar_walks.constraint(
         asked(required()),
         format=ReplyFormat(tool=format),
         tokenizer=Taught(),  # type: ignore[arg-type]
         prompt_tail="",
     ).grammar
     assert found is not None
-    begun = held.compiler(format).compile(found).start()
+    begun = grammar_walks.compiler(format).compile(found).start()
     assert accepts(format, begun, reply)
     assert reply_of(formats()[format], reply).calls
 
@@ -402,14 +404,14 @@ def test_an_answer_behind_reasoning() -> None:
 def test_tags_that_are_no_tokens() -> None:
     """The closing tag is spelled out; a token that spells its end and more counts as both."""
     request = asked(required(), thinks=None)
-    found = held.constraint(
+    found = grammar_walks.constraint(
         request,
         format=ReplyFormat(tool="json_tags", think=type(THINK)("<thinking>", "</thinking>")),
         tokenizer=tokenizer("json_tags"),
         prompt_tail="<thinking>",
     ).grammar
     assert found is not None
-    compiled = held.compiler("json_tags").compile(found)
+    compiled = grammar_walks.compiler("json_tags").compile(found)
     assert accepts("json_tags", compiled.start(), f"well </thinkin </thinking>\n{CALL}")
     assert not accepts("json_tags", compiled.start(), f"well </thinking>so {CALL}")
 

@@ -9,7 +9,7 @@ import pytest
 from firn.core.values import Grammar
 from firn.text.json_lark import Unquotable, quoted
 from firn.text.regex_tree import Char, Group, Item, Set, Unreadable, parse
-from tests.text.held import compiler, tokenizer
+from tests.text.grammar_walks import compiler, tokenizer
 
 PATCH = r"""
 start: begin change+ end

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from firn.text.formats import ReplyFormat
 from firn.text.router import ThinkTags
 from firn.text.routing import make_router
-from tests.text.reading import TOOLS, Reply, read, read_at_every_split
+from tests.text.replies import TOOLS, Reply, read, read_at_every_split
 
 THINK = ThinkTags("<think>", "</think>")
 THINKS = ReplyFormat(think=THINK)

@@ -16,7 +16,7 @@ from firn.text.prompt import PromptMaker
 from firn.text.template import Template
 from firn.text.turns import TurnRules
 from tests import families
-from tests.text.reading import read
+from tests.text.replies import read
 
 LOOK = Tool("look", "Looks about.", {"type": "object", "properties": {"at": {"type": "string"}}})
 

@@ -261,8 +261,8 @@ async def _state(services: Services, caller: Caller) -> dict[str, Any]:
         "show_text": services.show_text,
     }
     if services.cache_admin is not None:
-        scope = None if caller.operator else caller.namespace
-        stats = await asyncio.wrap_future(services.cache_admin.stats(scope))
+        visible = None if caller.operator else caller.namespace
+        stats = await asyncio.wrap_future(services.cache_admin.stats(visible))
         if not caller.operator:
             stats.pop("admission", None)
         state["cache"] = stats

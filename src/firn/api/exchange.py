@@ -47,6 +47,11 @@ class Exchange:
         """The caller's part of the cache."""
         return self.caller.namespace
 
+    @property
+    def visible(self) -> Namespace | None:
+        """The namespace whose records the caller may see and clear; None: all of them."""
+        return None if self.caller.operator else self.caller.namespace
+
 
 def exchange_of(scope: Scope) -> Exchange:
     exchange: Exchange = scope[SCOPE_KEY]

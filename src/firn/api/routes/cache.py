@@ -1,6 +1,6 @@
-"""/v1/cache: what is stored, what would hit, what to keep and what to forget.
+"""/v1/cache: statistics, probe, pin, unpin and clear.
 
-A caller sees and touches its own namespace only; the operator sees everything.
+A caller sees and changes its own namespace only; the operator sees everything.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from firn.core.ports import CacheAdmin
 from firn.core.values import GenerateRequest, Namespace
 
 OWN_ADMISSION = frozenset({"bytes_per_token", "bytes_per_row"})
-"""Of the model, and so no secret."""
+"""These depend on the model alone, and tell nothing about others."""
 
 
 class CacheRoutes:
-    """One per app. `dialects` decode the bodies of probe and pin: each is a body of its API."""
+    """One per app. `dialects` decode the bodies of probe and pin."""
 
     def __init__(
         self, services: Services, admin: CacheAdmin, dialects: list[Dialect], bodies: BodyReader
@@ -51,13 +51,13 @@ class CacheRoutes:
         add("/v1/cache", self.clear, methods=["DELETE"], summary="Forget what is stored")
 
     async def stats(self, request: Request) -> dict[str, Any]:
-        found = await asyncio.wrap_future(self._admin.stats(self._scope(request)))
+        stats = await asyncio.wrap_future(self._admin.stats(exchange_of(request.scope).visible))
         caller = exchange_of(request.scope).caller
         if not caller.operator:  # how full the machine is tells what others do
             own = {"calls": self._services.quotas.n_calls(caller.own)}
-            shown = {k: v for k, v in found.get("admission", {}).items() if k in OWN_ADMISSION}
-            found["admission"] = {**shown, **own}
-        return found
+            shown = {k: v for k, v in stats.get("admission", {}).items() if k in OWN_ADMISSION}
+            stats["admission"] = {**shown, **own}
+        return stats
 
     async def probe(self, request: Request) -> dict[str, Any]:
         namespace = exchange_of(request.scope).namespace
@@ -88,14 +88,9 @@ class CacheRoutes:
             raise NotFound(f"The model {model!r} is not served here.", param="model")
         own = exchange_of(request.scope).namespace
         if namespace is not None and namespace != own:
-            raise NotFound("There is no such namespace of yours.", param="namespace")
-        scope = own if namespace is not None else self._scope(request)
-        return await asyncio.wrap_future(self._admin.clear(scope))
-
-    def _scope(self, request: Request) -> Namespace | None:
-        """None: everything."""
-        caller = exchange_of(request.scope).caller
-        return None if caller.operator else caller.namespace
+            raise NotFound("This namespace is not yours, or does not exist.", param="namespace")
+        cleared = own if namespace is not None else exchange_of(request.scope).visible
+        return await asyncio.wrap_future(self._admin.clear(cleared))
 
     async def _decode(self, request: Request) -> GenerateRequest:
         raw = await self._bodies.read(request.scope, request.receive)

@@ -1,7 +1,7 @@
 """/v1/embeddings, in OpenAI's dialect.
 
-Texts are computed between the engine's steps, in pieces of bounded size, so that those who wait for
-tokens hardly notice.
+Texts are computed between the engine's steps, in batches of bounded size, so that replies under way are
+hardly delayed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from firn.core.ports import Embedder
 
 MAX_TEXTS = 2048
 MAX_CHARS = 8 * 2**20
-"""Of the texts of one request together: all of them are tokenized before any is computed."""
-PIECE_TOKENS = 4096
-"""Padding included; a text that is longer by itself goes alone."""
+"""Of all texts of a request: they are tokenized before any is computed."""
+BATCH_TOKENS = 4096
+"""Padding included; a longer text is computed alone."""
 
 
 def embedding_routes(services: Services) -> tuple[JsonRoute, ...]:
@@ -60,7 +60,7 @@ async def _answer(services: Services, body: Fields) -> dict[str, Any]:
 async def embed(
     services: Services, body: Fields, *, truncate: bool
 ) -> tuple[list[list[float]], int]:
-    """The vectors of the body's `input`, and how many tokens that were."""
+    """The vectors of the body's `input`, and how many tokens it had."""
     embedder = services.embedder
     if embedder is None:
         raise BadRequest(
@@ -72,17 +72,17 @@ async def embed(
     given = body.require("input")
     loop = asyncio.get_running_loop()
     texts = await loop.run_in_executor(
-        services.pool, lambda: _tokens(services, embedder, _inputs(given), truncate=truncate)
+        services.pool, lambda: _tokens(services, embedder, _texts_or_ids(given), truncate=truncate)
     )
     vectors: dict[int, list[float]] = {}
-    for piece in pieces([len(text) for text in texts]):
-        asked = embedder.embed([texts[i] for i in piece], n_dims=n_dims)
-        computed = await asyncio.wrap_future(asked)
-        vectors.update(zip(piece, computed, strict=True))
+    for batch in batches([len(text) for text in texts]):
+        future = embedder.embed([texts[i] for i in batch], n_dims=n_dims)
+        computed = await asyncio.wrap_future(future)
+        vectors.update(zip(batch, computed, strict=True))
     return [vectors[i] for i in range(len(texts))], sum(map(len, texts))
 
 
-def _inputs(given: Any) -> list[str | list[int]]:
+def _texts_or_ids(given: Any) -> list[str | list[int]]:
     """A string, strings, token ids, or lists of token ids."""
     if isinstance(given, str):
         return [fields.string(given, "input", max_chars=MAX_CHARS, empty=False)]
@@ -137,22 +137,22 @@ def _tokens(
 
 
 def cut(ids: list[int], limit: int, *, special: frozenset[int]) -> list[int]:
-    """The first `limit` tokens; a control token at the end stays there, as the model knows it."""
+    """The first `limit` tokens; a control token at the end stays at the end, as in training."""
     if len(ids) <= limit:
         return ids
     return [*ids[: limit - 1], ids[-1]] if ids[-1] in special else ids[:limit]
 
 
-def pieces(lengths: Sequence[int]) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Indices of texts to be computed together: of similar length, so that little is padding."""
-    piece: list[int] = []
+    batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if piece and lengths[i] * (len(piece) + 1) > PIECE_TOKENS:
-            yield piece
-            piece = []
-        piece.append(i)
-    if piece:
-        yield piece
+        if batch and lengths[i] * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
 
 
 def _packed(vector: Sequence[float]) -> str:

@@ -1,7 +1,7 @@
-"""What routers ask a server: /v1/loads, /server_info and /model_info, in the shapes of SGLang's.
+"""For routers: /v1/loads, /server_info and /model_info, as SGLang's servers answer them.
 
-How busy the server is tells callers what others do: where keys are needed, that is for the operator.
-The path of the model's folder is for the operator in any case.
+How busy the server is tells callers what others do: where keys are needed, only the operator may ask.
+Only the operator sees the path of the model's folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from firn.api.services import Services
 from firn.core.errors import Forbidden
 
 MIN_SPAN_S = 0.5
-"""Tokens a second are counted over at least so long."""
+"""The shortest time over which tokens a second are counted."""
 
 
 class LoadRoutes:
@@ -38,14 +38,14 @@ class LoadRoutes:
     def add_to(self, app: FastAPI) -> None:
         add = partial(app.add_api_route, methods=["GET"], responses=error_responses())
         add("/v1/loads", self.loads, summary="How busy the server is, for routers")
-        for prefix, shown in (("/", True), ("/get_", False)):  # the second is what older ones ask
+        for prefix, shown in (("/", True), ("/get_", False)):  # the second is for older routers
             add(f"{prefix}server_info", self.server_info, include_in_schema=shown, summary="Server")
             add(f"{prefix}model_info", self.model_info, include_in_schema=shown, summary="Model")
 
     async def loads(self, request: Request) -> dict[str, Any]:
         services = self._services
         if services.keys.required and not exchange_of(request.scope).caller.operator:
-            raise Forbidden("How busy the server is, the admin key tells.")
+            raise Forbidden("Only an admin key may ask how busy the server is.")
         engine = services.engine.health()
         stats: dict[str, Any] = {}
         if services.cache_admin is not None:
@@ -62,7 +62,7 @@ class LoadRoutes:
             "num_used_tokens": used,
             "max_total_num_tokens": capacity,
             "token_usage": usage,
-            "gen_throughput": round(self._rate.see(self._metrics.n_generated), 2),
+            "gen_throughput": round(self._rate.update(self._metrics.n_generated), 2),
             "cache_hit_rate": _hit_rate(stats),
             "utilization": round(min(running / max(self._max_rows, 1), 1.0), 4),
             "max_running_requests": self._max_rows,
@@ -117,14 +117,14 @@ class LoadRoutes:
 
 
 class TokenRate:
-    """Tokens a second between two looks at a counter. Owner: the routes."""
+    """Tokens a second between two readings of a counter. Owner: the routes."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
         self._n = 0
         self._rate = 0.0
 
-    def see(self, n: int) -> float:
+    def update(self, n: int) -> float:
         now = time.monotonic()
         if now - self._at >= MIN_SPAN_S:
             self._rate = (n - self._n) / (now - self._at)
@@ -133,7 +133,7 @@ class TokenRate:
 
 
 def _tokens(stats: Mapping[str, Any]) -> tuple[int, int]:
-    """What requests hold of the device's memory, and what they could hold, in tokens."""
+    """The device memory that requests use, and the most they could use, in tokens."""
     admission = stats.get("admission", {})
     per_token = admission.get("bytes_per_token", 0)
     if not per_token:

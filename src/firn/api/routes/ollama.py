@@ -1,6 +1,6 @@
-"""The rest of Ollama's API: which models there are, what they are like, embeddings.
+"""The rest of Ollama's API: models and embeddings.
 
-Models are shown from the same objects as in /v1/models, so a front of several models shows them alike.
+Models are made from the objects of /v1/models, so that a server of several models shows them alike.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from firn.api.routes.models import model_object
 from firn.api.services import Services
 from firn.core.errors import InvalidValue
 
-SPOKEN = "0.12.0"
-"""The version of Ollama whose API this is: clients ask, and refuse older ones."""
+API_VERSION = "0.12.0"
+"""The version of Ollama whose API this is: clients refuse older ones."""
 NEVER = "2318-01-01T00:00:00Z"
-"""When a model expires that stays."""
+"""When a model expires that stays loaded."""
 CAPABILITIES = {
     "completion": "completion",
     "tools": "tools",
@@ -31,13 +31,13 @@ CAPABILITIES = {
     "vision": "vision",
     "embeddings": "embedding",
 }
-"""Of /v1/models, by Ollama's names."""
+"""Ollama's names of the capabilities in /v1/models."""
 
 ModelObject = Mapping[str, Any]
 
 
 def ollama_routes(services: Services) -> tuple[JsonRoute, ...]:
-    """Of a server of one model."""
+    """For a server of one model."""
 
     def listed() -> list[ModelObject]:
         return [model_object(services)]
@@ -64,7 +64,7 @@ def ollama_routes(services: Services) -> tuple[JsonRoute, ...]:
 def model_routes(
     listed: Callable[[], Sequence[ModelObject]], find: Callable[[str], ModelObject]
 ) -> tuple[JsonRoute, ...]:
-    """`listed`: all models, as in /v1/models; `find` raises ModelNotFound."""
+    """listed: all models, as in /v1/models. find: one of them, or raises ModelNotFound."""
 
     async def tags(asked: RouteRequest) -> Mapping[str, Any]:
         return {"models": [tag(model) for model in listed()]}
@@ -81,7 +81,7 @@ def model_routes(
         return _shown(find(name.removesuffix(TAG)))
 
     async def version(asked: RouteRequest) -> Mapping[str, Any]:
-        return {"version": SPOKEN, "firn": __version__}
+        return {"version": API_VERSION, "firn": __version__}
 
     return (
         JsonRoute("GET", "/api/tags", "What is served, for Ollama's clients", tags),
@@ -165,7 +165,7 @@ async def _embedded(services: Services, body: Fields) -> dict[str, Any]:
 
 
 async def _embedded_one(services: Services, body: Fields) -> dict[str, Any]:
-    """As it was before /api/embed."""
+    """/api/embeddings, which older clients use."""
     services.check_model(model_name(body))
     keep_alive_s(body)
     prompt = fields.string(body.require("prompt"), "prompt", empty=False)

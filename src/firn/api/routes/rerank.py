@@ -1,7 +1,8 @@
 """/v1/rerank, in Cohere's and in Jina's shape: documents in the order in which they answer a query.
 
-Each document is a prompt of its own, and one token is picked behind it. They run side by side in the
-engine's batch; what they share, instruction and query, is read once and kept like any prefix.
+Each document is a prompt of its own, and the model's next token decides: "yes" or "no". They run side by
+side in the engine's batch; instruction and query, which they share, are computed once and cached like
+any prefix.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from firn.text import rerank
 from firn.text.rerank import Reranker
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-"""Cohere's clients have a version in front, others none."""
+"""Cohere's clients send the version, others do not."""
 MAX_DOCUMENTS = 1000
 WAVE = 32
-"""Documents in the engine at a time: a long list must not fill the queue."""
+"""Documents in the engine at a time: a long list must not fill its queue."""
 TOP = 64
-"""Among so many of the likeliest tokens the other answer nearly always is."""
+"""Likeliest tokens that are asked for: the other answer is nearly always among them."""
 FORCED = 1e4
 """A bias that no logit outweighs; logprobs are of the logits without it."""
 
@@ -48,7 +49,7 @@ async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str,
     services.check_model(body.string("model") or "")
     reranker = services.reranker
     if reranker is None:
-        raise BadRequest("This model is no reranker.", param="model")
+        raise BadRequest("This model is not a reranker.", param="model")
     query = fields.string(body.require("query"), "query", empty=False)
     instruction = body.string("instruction") or rerank.INSTRUCTION
     documents = _documents(body.require("documents"))
@@ -89,13 +90,13 @@ async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str,
 
 
 def _documents(given: Any) -> list[str]:
-    found = []
+    texts = []
     for i, value in enumerate(fields.array(given, "documents", low=1, high=MAX_DOCUMENTS)):
         param = f"documents[{i}]"
         if isinstance(value, dict):
             value, param = Fields(value, param).require("text"), f"{param}.text"
-        found.append(fields.string(value, param))
-    return found
+        texts.append(fields.string(value, param))
+    return texts
 
 
 class _Reranking:
@@ -134,26 +135,27 @@ class _Reranking:
         try:
             ids = tokenizer.encode(document, add_special=False)
         except UnicodeEncodeError:
-            raise InvalidValue("documents", "an unpaired surrogate, which is no text") from None
+            raise InvalidValue("documents", "an unpaired surrogate, which is not text") from None
         return document if len(ids) <= limit else tokenizer.decode(ids[:limit])
 
     async def scores(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
-        found: list[float] = []
+        scores: list[float] = []
         for start in range(0, len(prompts), WAVE):
-            found += await self._wave(prompts[start : start + WAVE])
-        return found
+            scores += await self._wave(prompts[start : start + WAVE])
+        return scores
 
     async def _wave(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
         """Each is asked for "yes"; where "no" is not among the likeliest, for "no" too."""
         yes, no = self._reranker.yes, self._reranker.no
-        first = await self._asked(prompts, yes)
-        said = self._services.tokenizer.token_bytes(no)
+        first = await self._logprobs(prompts, yes)
+        no_bytes = self._services.tokenizer.token_bytes(no)
         others: list[float | None] = [
-            next((logprob for _, raw, logprob in token.top if raw == said), None) for token in first
+            next((logprob for _, raw, logprob in token.top if raw == no_bytes), None)
+            for token in first
         ]
         missing = [i for i, logprob in enumerate(others) if logprob is None]
         if missing:
-            second = await self._asked([prompts[i] for i in missing], no)
+            second = await self._logprobs([prompts[i] for i in missing], no)
             for i, token in zip(missing, second, strict=True):
                 others[i] = token.logprob
         return [
@@ -161,8 +163,8 @@ class _Reranking:
             for token, other in zip(first, others, strict=True)
         ]
 
-    async def _asked(self, prompts: Sequence[tuple[int, ...]], token: int) -> list[TextLogprob]:
-        """How likely this token is behind each prompt."""
+    async def _logprobs(self, prompts: Sequence[tuple[int, ...]], token: int) -> list[TextLogprob]:
+        """How likely each prompt goes on with this token."""
         requests = [
             GenerateRequest(
                 "",
@@ -174,7 +176,7 @@ class _Reranking:
             )
             for ids in prompts
         ]
-        found: dict[int, TextLogprob] = {}
+        by_choice: dict[int, TextLogprob] = {}
         session = Session(
             self._services,
             requests,
@@ -186,11 +188,11 @@ class _Reranking:
             async for batch in session:
                 for event in batch:
                     if isinstance(event, TextDelta) and event.logprobs:
-                        found.setdefault(event.choice, event.logprobs[0])
+                        by_choice.setdefault(event.choice, event.logprobs[0])
                     elif isinstance(event, Failed):
                         raise event.error
             self.n_cached += session.usage.n_cached
-        return [found[i] for i in range(len(prompts))]
+        return [by_choice[i] for i in range(len(prompts))]
 
 
 _SCHEMA: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""/v1/tokenize and /v1/detokenize: what the model makes of a text, and back."""
+"""/v1/tokenize and /v1/detokenize."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firn.core.errors import BadRequest, InvalidValue
 
 T = TypeVar("T")
 MAX_TEXT_CHARS = 4 * 2**20
-"""More than any model reads; tokenizing takes a hundred times the memory of the text."""
+"""More than any model's context; tokenizing takes a hundred times the memory of the text."""
 
 
 def token_routes(services: Services, dialects: Sequence[Dialect]) -> tuple[JsonRoute, ...]:
@@ -55,7 +55,7 @@ def _encoded(services: Services, text: str, *, add_special: bool) -> list[int]:
     try:
         return services.tokenizer.encode(text, add_special=add_special)
     except UnicodeEncodeError:
-        raise BadRequest("text: an unpaired surrogate, which is no text.", param="text") from None
+        raise BadRequest("text: an unpaired surrogate, which is not text.", param="text") from None
 
 
 def _text_of(services: Services, given: Any, name: str) -> dict[str, Any]:

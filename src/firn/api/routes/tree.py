@@ -1,7 +1,7 @@
-"""/v1/cache/tree: the stored prefixes as a tree, and what may be done with each of them.
+"""/v1/cache/tree: the stored prefixes as a tree, each of which can be pinned, unpinned or forgotten.
 
-A caller sees and touches its own namespace only; the operator sees everything. However large the tree
-is, an answer is bounded, and made of slices that hold no step of the engine up.
+A caller sees and changes its own namespace only; the operator sees everything. However large the tree
+is, an answer is bounded, and read in slices that delay no step of the engine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ from firn.core.values import Namespace
 
 DEFAULT_RUNS, MAX_RUNS = 500, 5000
 FRESH_S = 1.0
-"""Several who look at the same tree share a look that is no older."""
-MAX_LOOKS = 16
+"""Several dashboards that show the same tree share an answer that is no older."""
+MAX_ANSWERS = 16
 PATH = "/v1/cache/tree"
 PARAMETERS = [
     {"name": "node", "in": "query", "required": False, "schema": {"type": "string"}},
@@ -41,7 +42,7 @@ PARAMETERS = [
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _TreeAnswer:
     at: float
     answer: dict[str, Any]
 
@@ -53,7 +54,7 @@ class TreeRoutes:
         self._services = services
         self._admin = admin
         self._one_at_a_time = asyncio.Lock()
-        self._looks: dict[tuple[Namespace | None, str | None, int], _Look] = {}
+        self._answers: dict[tuple[Namespace | None, str | None, int], _TreeAnswer] = {}
 
     def add_to(self, app: FastAPI) -> None:
         add = functools.partial(app.add_api_route, responses=error_responses())
@@ -76,28 +77,28 @@ class TreeRoutes:
 
     async def tree(self, request: Request) -> dict[str, Any]:
         limit = limit_of(request.query_params)
-        which = (_scope(request), request.query_params.get("node"), limit)
+        which = (exchange_of(request.scope).visible, request.query_params.get("node"), limit)
         async with self._one_at_a_time:
-            look = self._looks.get(which)
-            if look is None or time.monotonic() - look.at > FRESH_S:
-                look = _Look(time.monotonic(), await self._read(*which))
-                self._looks.pop(which, None)
-                self._looks[which] = look
-                while len(self._looks) > MAX_LOOKS:
-                    del self._looks[next(iter(self._looks))]
-        return look.answer
+            kept = self._answers.get(which)
+            if kept is None or time.monotonic() - kept.at > FRESH_S:
+                kept = _TreeAnswer(time.monotonic(), await self._read(*which))
+                self._answers.pop(which, None)
+                self._answers[which] = kept
+                while len(self._answers) > MAX_ANSWERS:
+                    del self._answers[next(iter(self._answers))]
+        return kept.answer
 
     async def _read(
         self, namespace: Namespace | None, node: str | None, limit: int
     ) -> dict[str, Any]:
         with_tokens = self._services.show_text
-        asked = self._admin.browse(namespace, node, limit=limit, with_tokens=with_tokens)
-        return await self._answer(asked)
+        answer = self._admin.browse(namespace, node, limit=limit, with_tokens=with_tokens)
+        return await self._collect(answer)
 
-    async def _answer(self, asked: InSlices) -> dict[str, Any]:
-        while not await asyncio.wrap_future(asked.step()):
+    async def _collect(self, slices: InSlices) -> dict[str, Any]:
+        while not await asyncio.wrap_future(slices.step()):
             pass
-        return await self._services.offload(lambda: self._with_texts(asked.answer()), when=True)
+        return await self._services.offload(lambda: self._with_texts(slices.answer()), when=True)
 
     def _with_texts(self, answer: dict[str, Any]) -> dict[str, Any]:
         for run in answer.get("runs", ()):
@@ -107,35 +108,37 @@ class TreeRoutes:
         return answer
 
     async def node(self, request: Request, node: str) -> dict[str, Any]:
-        return await asyncio.wrap_future(self._admin.node(_scope(request), node))
+        return await asyncio.wrap_future(self._admin.node(exchange_of(request.scope).visible, node))
 
     async def pin(self, request: Request, node: str) -> dict[str, Any]:
-        return await self._change(request, lambda s: self._admin.pin_node(s, node))
+        return await self._change(request, lambda visible: self._admin.pin_node(visible, node))
 
     async def unpin(self, request: Request, node: str) -> dict[str, Any]:
-        return await self._change(request, lambda s: self._admin.unpin_node(s, node))
+        return await self._change(request, lambda visible: self._admin.unpin_node(visible, node))
 
     async def forget(self, request: Request, node: str) -> dict[str, Any]:
         check_may_change_cache(request.scope)
         try:
-            return await self._answer(self._admin.forget_node(_scope(request), node))
+            return await self._collect(
+                self._admin.forget_node(exchange_of(request.scope).visible, node)
+            )
         finally:
-            self._looks.clear()
+            self._answers.clear()
 
-    async def _change(self, request: Request, change: Any) -> dict[str, Any]:
+    async def _change(
+        self,
+        request: Request,
+        change: Callable[[Namespace | None], Future[dict[str, Any]]],
+    ) -> dict[str, Any]:
         check_may_change_cache(request.scope)
         try:
-            found: dict[str, Any] = await asyncio.wrap_future(change(_scope(request)))
-            return found
+            changed: dict[str, Any] = await asyncio.wrap_future(
+                change(exchange_of(request.scope).visible)
+            )
+            return changed
         finally:
-            self._looks.clear()
+            self._answers.clear()
 
 
 def limit_of(query: Mapping[str, str]) -> int:
     return page_limit(query, default=DEFAULT_RUNS, high=MAX_RUNS)
-
-
-def _scope(request: Request) -> Namespace | None:
-    """None: everything."""
-    caller = exchange_of(request.scope).caller
-    return None if caller.operator else caller.namespace

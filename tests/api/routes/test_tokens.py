@@ -14,12 +14,12 @@ from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.api.routes.embeddings import MAX_CHARS, PIECE_TOKENS, cut, pieces
+from firn.api.routes.embeddings import BATCH_TOKENS, MAX_CHARS, batches, cut
 from firn.api.routes.tokens import MAX_TEXT_CHARS
 from firn.core.errors import StepFailed
 from firn.core.values import Chat, GenerateRequest, Namespace, PicturePart, TextPart
 from tests.api.live import Live, serve
-from tests.api.talking import post
+from tests.api.scripted import post
 
 # --- tokens --------------------------------------------------------------------------------
 
@@ -230,13 +230,13 @@ def test_a_model_that_only_generates_says_so(shared_live: Live) -> None:
         shared_live.openai().embeddings.create(model="fake", input="hi")
 
 
-@given(st.lists(st.integers(1, PIECE_TOKENS * 2), min_size=1, max_size=50))
+@given(st.lists(st.integers(1, BATCH_TOKENS * 2), min_size=1, max_size=50))
 def test_pieces_are_bounded_and_lose_nothing(lengths: list[int]) -> None:
-    found = list(pieces(lengths))
+    found = list(batches(lengths))
     assert sorted(i for piece in found for i in piece) == list(range(len(lengths)))
     for piece in found:
         padded = max(lengths[i] for i in piece) * len(piece)
-        assert len(piece) == 1 or padded <= PIECE_TOKENS
+        assert len(piece) == 1 or padded <= BATCH_TOKENS
 
 
 def test_a_closing_control_token_survives_the_cut() -> None:

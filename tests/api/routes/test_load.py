@@ -9,9 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
-from tests.api.real import Real, serving
-from tests.api.test_operator import ELSEWHERE
+from tests.api.real import ELSEWHERE, Real, demo_config, serving
 
 CHAT: dict[str, Any] = {
     "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}],
@@ -24,23 +22,15 @@ LOAD = {
 }  # fmt: skip
 
 
-def config(**server: Any) -> Config:
-    return Config(
-        server=ServerConfig(**server),
-        model=ModelConfig(path="firn-demo"),
-        cache=CacheConfig(no_ssd_cache=True, cache_memory_mb=64),
-    )
-
-
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[Real]:
-    with serving(Path(), config=config()) as real:
+    with serving(Path(), config=demo_config()) as real:
         yield real
 
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[Real]:
-    with serving(Path(), config=config(api_keys=("alice",), admin_keys=("root",))) as real:
+    with serving(Path(), config=demo_config(api_keys=("alice",), admin_keys=("root",))) as real:
         yield real
 
 

@@ -25,7 +25,7 @@ PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
 
 
 @contextmanager
-def talking(reply: str = REPLY, **options: Any) -> Iterator[Live]:
+def scripted_server(reply: str = REPLY, **options: Any) -> Iterator[Live]:
     """Whatever it is asked, it says this."""
     tokenizer = options.pop("tokenizer", None) or FakeTokenizer()
 
