@@ -39,7 +39,7 @@ def add_json_route(app: FastAPI, route: JsonRoute, services: Services, bodies: B
             work.n_computed = _n_computed(answer) if route.computes else 0
         is_long = any(isinstance(v, list) and len(v) > PIECE_ITEMS for v in answer.values())
         written = await services.offload(
-            lambda: large_json.dumps(answer, piece_items=PIECE_ITEMS, allow_nan=False),
+            lambda: large_json.dumps(answer, large_json.COMPACT, piece_items=PIECE_ITEMS),
             when=is_long,
         )
         return Response(written, media_type="application/json")
