@@ -1,3 +1,5 @@
+"""Events on their way from the engine thread to the sessions that wait for them."""
+
 from __future__ import annotations
 
 import asyncio
@@ -27,7 +29,8 @@ def run(work: Callable[[CountingLoop], Coroutine[Any, Any, None]]) -> None:
     with asyncio.Runner(loop_factory=CountingLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, CountingLoop)
-        runner.run(work(loop))
+        # An event that never comes is a failure, not a test that hangs.
+        runner.run(asyncio.wait_for(work(loop), 10))
 
 
 def from_thread(work: Callable[[], None]) -> None:

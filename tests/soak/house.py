@@ -124,7 +124,7 @@ class Held:
     n_threads: int
 
 
-def held_by(server: Child) -> Held:
+def constraint_of(server: Child) -> Held:
     pid = server._process.pid
     status = Path(f"/proc/{pid}/status")
     if status.exists():

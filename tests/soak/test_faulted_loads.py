@@ -18,7 +18,7 @@ from tests.soak.house import (
     always_healthy,
     ask,
     at_once,
-    held_by,
+    constraint_of,
     let_go_of_everything,
     sessions,
 )
@@ -49,7 +49,7 @@ def test_loads_fail_and_no_answer_does(tmp_path: Path, model: str) -> None:
     with House(tmp_path) as house:
         server = house.start(*SMALL, "--ssd-cache-max-gb", "0.05", model=model)
         assert all(ask(server.url, talk, 0).right for talk in talks)
-        before = held_by(server)
+        before = constraint_of(server)
 
         def client(number: int) -> list[tuple[int, int]]:
             """The questions that were answered wrongly."""
@@ -76,7 +76,7 @@ def test_loads_fail_and_no_answer_does(tmp_path: Path, model: str) -> None:
         assert sum(stored) > 0.9 * sum(a.n_prompt for a in answers)
         assert sum(a.n_cached for a in answers)
         let_go_of_everything(server)
-        after = held_by(server)
+        after = constraint_of(server)
         print(f"{n_faulted(server)} faulted loads, {saboteur.n_done} damages; {before}, {after}")
         assert after.n_files <= before.n_files + 2
         assert after.rss_mib < before.rss_mib * 1.1 + 24

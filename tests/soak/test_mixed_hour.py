@@ -19,7 +19,7 @@ from tests.soak.house import (
     always_healthy,
     ask,
     at_once,
-    held_by,
+    constraint_of,
     let_go_of_everything,
     sessions,
 )
@@ -165,7 +165,7 @@ def test_an_hour_of_everything(tmp_path: Path) -> None:
                 for caller in callers:
                     caller.close()
                 let_go_of_everything(server)
-                seen.append(held_by(server))
+                seen.append(constraint_of(server))
         print(f"{sum(done.values())} requests: {dict(done)}", *seen, sep="\n")
         assert sum(done.values()) >= N_REQUESTS
         assert len(done) == 12, done

@@ -25,10 +25,10 @@ from firn.core.values import (
 from firn.models.grammar import Compiler, Constraint
 from firn.models.loader import load_tokenizer
 from firn.models.tokenizer import HfTokenizer
-from firn.text.constraint import Held, constraint
+from firn.text.constraint import ReplyConstraint, constraint
 from firn.text.formats import ReplyFormat
 from firn.text.parsers import formats
-from firn.text.router import ThinkTags
+from firn.text.splitter import ThinkTags
 from tests.zoo.folder import CORPUS
 
 END = "<|end_of_reply|>"
@@ -124,11 +124,11 @@ def asked(
 
 
 def grammar_of(format: str, request: GenerateRequest, *, tail: str = "") -> Grammar | None:
-    return held_by(format, request, tail=tail).grammar
+    return constraint_of(format, request, tail=tail).grammar
 
 
-def held_by(format: str, request: GenerateRequest, *, tail: str = "") -> Held:
-    think = None if formats()[format].router else THINK
+def constraint_of(format: str, request: GenerateRequest, *, tail: str = "") -> ReplyConstraint:
+    think = None if formats()[format].splitter else THINK
     return constraint(
         request,
         format=ReplyFormat(tool=format, think=think),

@@ -9,9 +9,9 @@ from typing import Any
 
 from firn.core.values import Tool
 from firn.text.formats import ReplyFormat
+from firn.text.make_splitter import make_splitter
 from firn.text.native import NativeParser
-from firn.text.pieces import CallArguments, CallStart, Piece, Reasoning, Text
-from firn.text.routing import make_router
+from firn.text.pieces import CallArguments, CallStart, Piece, ReasoningPiece, TextPiece
 
 WEATHER = Tool(
     "get_weather",
@@ -68,12 +68,12 @@ def fold(pieces: Iterable[Piece], raw: str | None = None) -> Reply:
         kind = type(piece).__name__
         if reply.order[-1:] != [kind]:
             reply.order.append(kind)
-        if isinstance(piece, Text):
+        if isinstance(piece, TextPiece):
             assert piece.text
             if raw is not None:
                 assert raw[piece.at : piece.at + len(piece.text)] == piece.text
             reply.text += piece.text
-        elif isinstance(piece, Reasoning):
+        elif isinstance(piece, ReasoningPiece):
             assert piece.text
             reply.reasoning += piece.text
         elif isinstance(piece, CallStart):
@@ -91,12 +91,12 @@ def read(
     tools: tuple[Tool, ...] = TOOLS,
     tail: str = "",
 ) -> Reply:
-    router = make_router(format, tools, tail)
-    assert router is not None
+    splitter = make_splitter(format, tools, tail)
+    assert splitter is not None
     pieces: list[Piece] = []
     for chunk in chunks:
-        pieces += router.feed(chunk)
-    pieces += router.finish()
+        pieces += splitter.feed(chunk)
+    pieces += splitter.finish()
     return fold(pieces, "".join(chunks))
 
 

@@ -7,7 +7,7 @@ import pytest
 from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 from firn.text.arrange import arrange, strip_changing_lines
 from firn.text.messages import TemplateStyle, settled, short_id, to_template, tools_to_template
-from firn.text.turns import ANY_TURNS, TurnRules
+from firn.text.turn_rules import ANY_TURNS, TurnRules
 
 
 def said(role: str, *texts: str, **more: object) -> Message:

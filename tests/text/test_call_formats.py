@@ -266,7 +266,7 @@ def test_harmony_at_the_edges(text: str, tail: str, text_out: str, reasoning: st
 
 def test_harmony_without_tools_gives_the_body_of_a_call_as_text() -> None:
     text = f"{CHANNEL}commentary to=functions.other{MESSAGE}{{}}<|call|>"
-    assert read(HARMONY, [text], tools=()) == Reply(text="{}", order=["Text"])
+    assert read(HARMONY, [text], tools=()) == Reply(text="{}", order=["TextPiece"])
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ N_WALKS = 12
 
 
 def reply_of(format: ToolFormat, text: str, tail: str = "") -> Reply:
-    think = None if format.router else THINK
+    think = None if format.splitter else THINK
     return read(ReplyFormat(tool=format.name, think=think), [text], tools=TOOLS, tail=tail)
 
 
@@ -130,7 +130,7 @@ FINAL = "<|channel|>final<|message|>"
 
 
 def words_of(format: ToolFormat, text: str = WORDS) -> str:
-    return f"{FINAL}{text}" if format.router else text
+    return f"{FINAL}{text}" if format.splitter else text
 
 
 @EACH
@@ -142,7 +142,7 @@ def test_calls_are_forbidden(format: ToolFormat) -> None:
     assert is_allowed(words_of(format, '{"answer": 42}'))
     assert not is_allowed(format.example)
     assert not is_allowed(f"\n{format.example}")
-    if not format.starts and not format.router:
+    if not format.starts and not format.splitter:
         assert not is_allowed(f"I look.\n{format.example}")
     for reply in walks(format, NEVER, grammar=None):
         assert not reply.calls
@@ -150,7 +150,7 @@ def test_calls_are_forbidden(format: ToolFormat) -> None:
 
 @EACH
 def test_the_thought_before_words_is_free_of_calls_too(format: ToolFormat) -> None:
-    if format.router:
+    if format.splitter:
         pytest.skip("its thoughts have a channel of their own")
     request = asked(NEVER, thinks=None)
     assert accepts(format.name, start(format.name, request), f"<think>hm</think>\n\n{WORDS}")
@@ -170,7 +170,7 @@ def test_only_some_tools_are_allowed(format: ToolFormat) -> None:
 
     assert is_allowed(words_of(format))
     assert is_allowed(format.example)
-    if not format.starts and not format.router:
+    if not format.starts and not format.splitter:
         assert is_allowed(f"I look <tool_cal\n{format.example}")
     others = asked(ToolChoice(allowed=frozenset({"ping"})))
     assert not accepts(format.name, start(format.name, others), format.example)
@@ -201,7 +201,7 @@ def test_a_free_form_tool_is_held_to_its_grammar(format: ToolFormat, kind: str) 
     grammar, pattern = FREE_FORM[kind]
     tool = Tool("take", "", TEXT_IN, grammar=grammar)
     vocabulary = tokenizer(format.name)
-    think = None if format.router else THINK
+    think = None if format.splitter else THINK
     n_calls = 0
     for choice in (ToolChoice(), required(parallel=False)):
         request = asked(choice, tools=(tool, PING))
@@ -221,11 +221,11 @@ def test_a_free_form_tool_is_held_to_its_grammar(format: ToolFormat, kind: str) 
 def test_a_grammar_that_json_cannot_hold_is_left_out_and_named() -> None:
     odd = Grammar("lark", "start: /a/ & ~/b/", "tools[0].format")
     request = asked(ToolChoice(), tools=(Tool("take", "", TEXT_IN, grammar=odd),))
-    found = grammar_walks.held_by("json_tags", request)
+    found = grammar_walks.constraint_of("json_tags", request)
     assert found.grammar is not None
     (place,) = found.left_out
     assert place.startswith("tools[0].format: ")
-    raw = grammar_walks.held_by("xml_functions", request)
+    raw = grammar_walks.constraint_of("xml_functions", request)
     assert raw.left_out == ()
 
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_enforced_is_named_and_the_rest_is(
     parts = {"a": part, "n": {"const": 7}}
     tool = Tool("f", "", {"type": "object", "properties": parts, "required": ["a", "n"]})
     request = asked(required(), tools=(PING, tool))
-    found = grammar_walks.held_by(format, request)
+    found = grammar_walks.constraint_of(format, request)
     assert found.left_out == (f"tools[1]#/properties/a{place}",)
     write = formats()[format].write
     assert write is not None
@@ -273,13 +273,13 @@ def test_dependent_members_are_named_in_formats_of_tags() -> None:
         "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
         "minProperties": 1,
     }
-    found = grammar_walks.held_by("glm", asked(required(), tools=(Tool("f", "", schema),)))
+    found = grammar_walks.constraint_of("glm", asked(required(), tools=(Tool("f", "", schema),)))
     assert found.left_out == ("tools[0]#/minProperties",)
 
 
 def test_an_endless_schema_is_let_go() -> None:
     endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    found = grammar_walks.held_by(
+    found = grammar_walks.constraint_of(
         "json_tags", asked(required(), tools=(PING, Tool("f", "", endless)))
     )
     assert found.left_out == ("tools[1]#",)
@@ -288,12 +288,12 @@ def test_an_endless_schema_is_let_go() -> None:
 
 def test_a_name_that_cannot_be_written_is_no_fault_where_nobody_is_strict() -> None:
     tools = (Tool("two words", "", {}), Tool("take", "", TEXT_IN, grammar=FREE_FORM["regex"][0]))
-    found = grammar_walks.held_by("xml_functions", asked(ToolChoice(), tools=tools))
+    found = grammar_walks.constraint_of("xml_functions", asked(ToolChoice(), tools=tools))
     assert found.grammar is None
     assert "two words" in found.left_out[0]
     strict = asked(ToolChoice(), tools=(tools[0], replace(tools[1], strict=True)))
     with pytest.raises(BadRequest):
-        grammar_walks.held_by("xml_functions", strict)
+        grammar_walks.constraint_of("xml_functions", strict)
 
 
 # --- dialects of a format, by the template -------------------------------------------------
@@ -492,7 +492,7 @@ def test_a_tool_that_takes_anything(format: ToolFormat) -> None:
         begun = start(format.name, asked(required(parallel=False), tools=(free,)))
         walk = wander(begun, vocabulary.eos, seed=seed, n_most=300)
         if walk is not None:
-            think = None if format.router else THINK
+            think = None if format.splitter else THINK
             reply = read(
                 ReplyFormat(tool=format.name, think=think), [vocabulary.decode(walk)], tools=(free,)
             )

@@ -13,7 +13,7 @@ from firn.text.formats import (
 )
 from firn.text.native import NativeParser
 from firn.text.parsers import formats
-from firn.text.router import ThinkTags
+from firn.text.splitter import ThinkTags
 
 THINK = ThinkTags("<think>", "</think>")
 NATIVE = NativeParser("odd", "<|odd|>", "<|/odd|>", lambda text, tools: {})

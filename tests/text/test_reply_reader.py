@@ -24,7 +24,7 @@ from firn.core.events import (
 from firn.core.values import Tool, ToolChoice, ToolMode
 from firn.text.formats import PLAIN, ReplyFormat, detect
 from firn.text.reply import ReplyReader
-from firn.text.router import ThinkTags
+from firn.text.splitter import ThinkTags
 from tests.text.replies import TOOLS, read
 from tests.text.trained import CONTROL, HARD_TEXTS, MARKUP, TrainedTokenizer, byte_level
 

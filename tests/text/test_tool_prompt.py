@@ -14,7 +14,7 @@ from firn.text.messages import COMMON
 from firn.text.parsers import formats
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
-from firn.text.turns import TurnRules
+from firn.text.turn_rules import TurnRules
 from tests import families
 from tests.text.replies import read
 

@@ -31,8 +31,8 @@ from firn.core.values import (
 from firn.text.call_check import CallCheck
 from firn.text.constraint import constraint
 from firn.text.formats import PLAIN
-from firn.text.lookalikes import CallWatch
 from firn.text.reply import ReplyReader
+from firn.text.unread_calls import UnreadCalls
 
 logger = logging.getLogger("firn.api")
 
@@ -86,7 +86,7 @@ class JobMaker:
         run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
         run.budgets = self._budgets(request)
         if isinstance(request.source, Chat) and offers_tools(request.source):
-            run.watches = [CallWatch(request.source.tools) for _ in range(request.n)]
+            run.watches = [UnreadCalls(request.source.tools) for _ in range(request.n)]
         return Job(
             id=run.id,
             prompt=prompt,

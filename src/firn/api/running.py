@@ -8,8 +8,8 @@ from firn.api.think_budget import ThinkBudget
 from firn.core.events import Admitted, TokenLogprob
 from firn.core.values import GenerateRequest, Prompt, RequestId, TokenArray, Usage
 from firn.text.call_check import CallCheck
-from firn.text.lookalikes import CallWatch
 from firn.text.reply import ReplyReader
+from firn.text.unread_calls import UnreadCalls
 
 NOT_ADMITTED = Admitted(0)
 
@@ -24,7 +24,7 @@ class RunningRequest:
     readers: list[ReplyReader] = field(default_factory=list)
     budgets: list[ThinkBudget] = field(default_factory=list)
     """One a choice, where thinking is limited."""
-    watches: list[CallWatch] = field(default_factory=list)
+    watches: list[UnreadCalls] = field(default_factory=list)
     """One a choice, where tools were offered."""
     checks: list[CallCheck] = field(default_factory=list)
     """One a choice, where a call may break its schema."""

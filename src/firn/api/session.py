@@ -35,7 +35,7 @@ from firn.core.events import (
 )
 from firn.core.values import GenerateRequest, Namespace, Prompt, RequestId, Served, Usage
 from firn.text.echo import EchoSlice, echoed
-from firn.text.lookalikes import CallWatch
+from firn.text.unread_calls import UnreadCalls
 
 logger = logging.getLogger("firn.api")
 
@@ -199,7 +199,7 @@ class Session:
         elif text is not None:
             self._warn_of_unread(run.id, run.watches[choice], text)
 
-    def _warn_of_unread(self, id: RequestId, watch: CallWatch, text: str) -> None:
+    def _warn_of_unread(self, id: RequestId, watch: UnreadCalls, text: str) -> None:
         mark = watch.mark(text)
         if mark is not None:
             logger.warning(

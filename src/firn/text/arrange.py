@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby, takewhile
 
 from firn.core.values import Message, Part, Role, TextPart
-from firn.text.turns import TurnRules
+from firn.text.turn_rules import TurnRules
 
 SEPARATOR = "\n\n"
 LATE_SYSTEM = "<system-message>\n{}\n</system-message>"

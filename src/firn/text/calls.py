@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping
 from typing import Any, TypeVar
 
 from firn.text.pieces import CallArguments, CallPiece, CallStart
-from firn.text.schema import Toolbox
+from firn.text.schema import ToolSchemas
 
 T = TypeVar("T")
 Script = Generator[None, None, T]
@@ -182,13 +182,13 @@ class CallParser(ABC):
     """The contract of a tool-call format: text in, calls out; `rest` is what was no call.
 
     Made at an opening marker, fed what follows it. When `done`, `rest` is the text after the last
-    call; where there was none, all the text from the marker on. Owner: a router.
+    call; where there was none, all the text from the marker on. Owner: a splitter.
     """
 
-    def __init__(self, marker: str, toolbox: Toolbox, *, known_only: bool = False) -> None:
+    def __init__(self, marker: str, schemas: ToolSchemas, *, known_only: bool = False) -> None:
         self.done = False
         self.marker = marker
-        self.toolbox = toolbox
+        self.schemas = schemas
         self.tape = Tape(marker)
         self.name = ""
         self.n_calls = 0
@@ -228,7 +228,7 @@ class CallParser(ABC):
         name = name.strip()
         if not name or any(c in SPACE for c in name):
             raise NotACall
-        if self._known_only and name not in self.toolbox:
+        if self._known_only and name not in self.schemas:
             raise NotACall
         return name
 
@@ -245,7 +245,7 @@ class CallParser(ABC):
 
     def whole(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> None:
         """A call and all its arguments, by the types of its schema."""
-        values = self.toolbox.coerce(name.strip(), arguments)
+        values = self.schemas.coerce(name.strip(), arguments)
         self.start(name, call_id)
         self.arguments(json.dumps(values, ensure_ascii=False))
         self.end()

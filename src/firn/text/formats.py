@@ -11,7 +11,7 @@ from firn.core.ports import Tokenizer
 from firn.text.harmony import CHANNEL, END, MESSAGE, START
 from firn.text.native import NativeParser
 from firn.text.parsers import Clues, ToolFormat, formats, names
-from firn.text.router import ThinkTags
+from firn.text.splitter import ThinkTags
 
 HARMONY = "harmony"
 NONE = "none"
@@ -101,7 +101,7 @@ def markup_tokens() -> frozenset[str]:
 
 def own_markup() -> frozenset[str]:
     """Of those, what may stand in a text that an assistant has said. Channels are cut off there."""
-    shaping = {token for form in formats().values() if form.router for token in form.tokens}
+    shaping = {token for form in formats().values() if form.splitter for token in form.tokens}
     return markup_tokens() - shaping
 
 

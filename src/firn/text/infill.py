@@ -12,7 +12,7 @@ from firn.core.ports import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _InfillTokens:
     """order: the text before the hole (P), the one behind it (S), and tokens. ends: further tokens
     that end what is filled in."""
 
@@ -25,25 +25,25 @@ STRANGER = "\u263a"
 
 _FAMILIES = (
     # Qwen-Coder, CodeGemma
-    _Family(
+    _InfillTokens(
         ("<|fim_prefix|>", "P", "<|fim_suffix|>", "S", "<|fim_middle|>"),
         ("<|fim_pad|>", "<|file_sep|>", "<|file_separator|>", "<|repo_name|>", "<|endoftext|>"),
     ),
     # StarCoder, Granite Code
-    _Family(
+    _InfillTokens(
         ("<fim_prefix>", "P", "<fim_suffix>", "S", "<fim_middle>"),
         ("<fim_pad>", "<file_sep>", "<|endoftext|>"),
     ),
     # SantaCoder
-    _Family(("<fim-prefix>", "P", "<fim-suffix>", "S", "<fim-middle>"), ("<|endoftext|>",)),
+    _InfillTokens(("<fim-prefix>", "P", "<fim-suffix>", "S", "<fim-middle>"), ("<|endoftext|>",)),
     # DeepSeek-Coder
-    _Family(("<｜fim▁begin｜>", "P", "<｜fim▁hole｜>", "S", "<｜fim▁end｜>")),
+    _InfillTokens(("<｜fim▁begin｜>", "P", "<｜fim▁hole｜>", "S", "<｜fim▁end｜>")),
     # Seed-Coder
-    _Family(("<[fim-suffix]>", "S", "<[fim-prefix]>", "P", "<[fim-middle]>")),
+    _InfillTokens(("<[fim-suffix]>", "S", "<[fim-prefix]>", "P", "<[fim-middle]>")),
     # Codestral
-    _Family(("[SUFFIX]", "S", "[PREFIX]", "P")),
+    _InfillTokens(("[SUFFIX]", "S", "[PREFIX]", "P")),
     # CodeLlama: its tokens begin with a blank, as SentencePiece writes one or as it is
-    _Family((" <PRE>", "P", " <SUF>", "S", " <MID>"), (" <EOT>",)),
+    _InfillTokens((" <PRE>", "P", " <SUF>", "S", " <MID>"), (" <EOT>",)),
 )
 
 
@@ -79,7 +79,7 @@ class Infill:
         return found
 
 
-def detect(tokenizer: Tokenizer) -> Infill | None:
+def detect_infill(tokenizer: Tokenizer) -> Infill | None:
     """None where the model has no tokens for it."""
     for family in _FAMILIES:
         order = [text if text in ("P", "S") else _token(tokenizer, text) for text in family.order]

@@ -221,7 +221,7 @@ class JsonCallParser(CallParser):
         """An object of arguments for the call that has started."""
         name = self.name
         yield from JsonTape(self.tape).copy_object(
-            self.arguments, lambda key: self.toolbox.types(name, key)
+            self.arguments, lambda key: self.schemas.types(name, key)
         )
         self.end()
 

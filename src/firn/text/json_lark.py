@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 
 import regex
 
-from firn.text.regex_tree import Char, Group, Item, Set, Unreadable, parse
+from firn.text.regex_tree import (
+    RegexChar,
+    RegexClass,
+    RegexGroup,
+    RegexItem,
+    UnsupportedRegex,
+    parse,
+)
 
 SPECIAL = {c: json.dumps(c)[1:-1] for c in ('"', "\\", *map(chr, range(32)))}
 """What JSON does not write as it is."""
@@ -54,7 +61,7 @@ def quoted(definition: str) -> str:
         raise Unquotable(f"it has more than {MAX_CHARS} characters")
     try:
         return _Quoting(definition).result()
-    except Unreadable as e:
+    except UnsupportedRegex as e:
         raise Unquotable(str(e)) from e
     except RecursionError:
         raise Unquotable("its brackets are nested too deeply") from None
@@ -179,7 +186,7 @@ class _Quoting:
             raise Unquotable("a regular expression without case is not supported here")
         return f"({self._group(tree, is_last=True)})", _repeats_special(tree)
 
-    def _group(self, group: Group, *, is_last: bool) -> str:
+    def _group(self, group: RegexGroup, *, is_last: bool) -> str:
         if group.any_case:
             raise Unquotable("a regular expression without case is not supported here")
         options = [
@@ -189,15 +196,15 @@ class _Quoting:
         ]
         return " | ".join(options)
 
-    def _item(self, item: Item, *, is_last: bool) -> str:
+    def _item(self, item: RegexItem, *, is_last: bool) -> str:
         match item.what:
-            case Char(char):
+            case RegexChar(char):
                 shown = json.dumps(SPECIAL.get(char, char), ensure_ascii=False)
-            case Set(text) if is_last and item.repeat in ("*", "+"):
+            case RegexClass(text) if is_last and item.repeat in ("*", "+"):
                 shown = self._set(text, run="+")  # as greedy as it was
-            case Set(text):
+            case RegexClass(text):
                 shown = self._set(text)
-            case Group() as inner:
+            case RegexGroup() as inner:
                 # A group that repeats is followed by itself.
                 shown = f"({self._group(inner, is_last=is_last and not item.repeat)})"
         return f"({shown}){item.repeat}" if item.repeat else shown
@@ -283,25 +290,25 @@ def _special_of(chars: str) -> list[str]:
     return [c for c in SPECIAL if known.fullmatch(c)]
 
 
-def _has_special(what: Char | Set | Group) -> bool:
+def _has_special(what: RegexChar | RegexClass | RegexGroup) -> bool:
     match what:
-        case Char(char):
+        case RegexChar(char):
             return char in SPECIAL
-        case Set(text):
+        case RegexClass(text):
             return bool(_special_of(text))
-        case Group(options):
+        case RegexGroup(options):
             return any(_has_special(item.what) for items in options for item in items)
 
 
-def _repeats_special(group: Group) -> bool:
+def _repeats_special(group: RegexGroup) -> bool:
     """Whether it must be a rule: a set of escaped characters is one, and so is a repetition of them."""
     for items in group.options:
         for item in items:
             what = item.what
             if not _has_special(what):
                 continue
-            if item.repeat or isinstance(what, Set):
+            if item.repeat or isinstance(what, RegexClass):
                 return True
-            if isinstance(what, Group) and _repeats_special(what):
+            if isinstance(what, RegexGroup) and _repeats_special(what):
                 return True
     return False

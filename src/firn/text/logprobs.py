@@ -17,7 +17,7 @@ class _Entry(NamedTuple):
     logprob: TextLogprob
 
 
-class LogprobLedger:
+class LogprobBuffer:
     """Tokens wait here until some of their text is delivered.
 
     A token comes with the delta that holds its first character; tokens of a split character come

@@ -29,15 +29,15 @@ from firn.core.values import (
 from firn.text.arrange import arrange
 from firn.text.boundaries import Boundaries
 from firn.text.formats import markup_tokens, own_markup
-from firn.text.infill import detect
+from firn.text.infill import detect_infill
 from firn.text.length import refuse_too_long
+from firn.text.message_parts import PartReader
 from firn.text.messages import settled, to_template, tools_to_template
 from firn.text.parsers import formats
 from firn.text.picture_spans import PromptPictures, pictures_of
-from firn.text.stand_ins import Reader
 from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_pictures_in_results
 from firn.text.tool_prompt import in_words
-from firn.text.typed import Content, Rendered, TypedControl, control_texts
+from firn.text.typed_control import Content, Rendered, TypedControl, control_texts
 
 TAIL_TOKENS = 64
 N_KWARGS = 64
@@ -63,7 +63,7 @@ class PromptMaker:
         None for a model that takes none. tool_format: in which calls are written where
         the template knows no tools; None: there are none then. template: if it was read already."""
         self._tokenizer = tokenizer
-        self._infill = detect(tokenizer)
+        self._infill = detect_infill(tokenizer)
         self._context_length = context_length
         self._n_ids = n_ids
         self._pictures = pictures
@@ -72,7 +72,7 @@ class PromptMaker:
         self._template = template
         self._boundaries = Boundaries(tokenizer, template.openers if template else ())
         self._tool_format = formats()[tool_format] if tool_format else None
-        self._reader = Reader(pictures, in_results=self._shows_pictures_in_results())
+        self._reader = PartReader(pictures, in_results=self._shows_pictures_in_results())
         own = own_markup() - {
             *MESSAGE_OPENERS,
             *map(tokenizer.decode, ([t] for t in tokenizer.eos)),

@@ -19,7 +19,7 @@ _LITERAL_FAULTS = (ValueError, SyntaxError, MemoryError, RecursionError, TypeErr
 _MAX_DEPTH = 16
 
 
-class Toolbox:
+class ToolSchemas:
     """The tools of one request, by name. Immutable."""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:

@@ -133,7 +133,7 @@ class TagCallParser(JsonCallParser):
     def _types(self, key: str, attributes: str) -> frozenset[str]:
         if 'string="true"' in attributes:
             return STRING
-        types = self.toolbox.types(self.name, key)
+        types = self.schemas.types(self.name, key)
         return types - STRING if 'string="false"' in attributes else types
 
     def _string(self, lead: str) -> Script[None]:

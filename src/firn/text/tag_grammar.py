@@ -16,10 +16,10 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 def tag_calls(g: CallGrammar, tags: TagGrammar, opening: str) -> str:
     """Calls between `opening` and the section's end; one in each section, or all in one."""
-    return _Writer(g, tags, opening).calls()
+    return _TagGrammarWriter(g, tags, opening).calls()
 
 
-class _Writer:
+class _TagGrammarWriter:
     """Owner: one call of `tag_calls`."""
 
     def __init__(self, g: CallGrammar, tags: TagGrammar, opening: str) -> None:

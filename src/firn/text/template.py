@@ -11,7 +11,7 @@ from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 from firn.text.messages import TemplateStyle, to_template, tools_to_template
-from firn.text.turns import TurnRules, ask
+from firn.text.turn_rules import TurnRules, ask
 
 MESSAGE_OPENERS = (
     "<|im_start|>",

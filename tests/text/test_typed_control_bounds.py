@@ -6,7 +6,7 @@ import pytest
 
 from firn.core.values import Message, TextPart
 from firn.text import typed as module
-from firn.text.typed import Content, TypedControl
+from firn.text.typed_control import Content, TypedControl
 
 END, START = "<|im_end|>", "<|im_start|>"
 N = 30_000

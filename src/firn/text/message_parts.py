@@ -1,7 +1,7 @@
-"""What a model cannot take of a message: a short text stands in its place.
+"""Reads the parts of messages: prepares pictures, and puts a short text in place of what cannot be read.
 
-A picture that a tool has shown once is sent again with every turn, so a refusal would end the session.
-Only what a user has just written is refused: there somebody is told, and can do something about it.
+A picture that a tool has returned once is sent again with every turn, so refusing it would end the
+session. Only a part of what the user has just written is refused: the user can do something about it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PARAGRAPH = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Readable:
-    """Messages of texts and prepared pictures, and what is no longer in them."""
+class ReadableMessages:
+    """Messages of text and prepared pictures. notes: what was left out of them, for the log."""
 
     messages: tuple[Message, ...]
     notes: tuple[str, ...] = ()
 
 
-class Reader:
+class PartReader:
     """Immutable. pictures: None for a model that takes none.
 
     in_results: the template has a place for pictures in a tool's result.
@@ -42,10 +42,10 @@ class Reader:
         self._pictures = pictures
         self._in_results = in_results
 
-    def read(self, messages: Sequence[Message], *, newest: int) -> Readable:
-        """newest: the message whose parts are refused. Raises BadPart."""
+    def read(self, messages: Sequence[Message], *, newest: int) -> ReadableMessages:
+        """newest: the message whose parts are refused if they cannot be read. Raises BadPart."""
         if all(isinstance(p, TextPart) for m in messages for p in m.parts):
-            return Readable(tuple(messages))
+            return ReadableMessages(tuple(messages))
         found: list[Message] = []
         notes: list[str] = []
         n_pictures = 0
@@ -61,7 +61,7 @@ class Reader:
                     parts.append(TextPart(_stand_in(part, seen=self._pictures is not None)))
                     notes.append(f"{fault.message} A text stands in its place.")
             found.append(replace(message, parts=_together(message.parts, parts)))
-        return Readable(tuple(found), tuple(notes))
+        return ReadableMessages(tuple(found), tuple(notes))
 
     def _read(self, part: Part, message: Message, n_pictures: int) -> Part:
         match part:
@@ -93,7 +93,7 @@ class Reader:
 
 
 def _stand_in(part: Part, *, seen: bool) -> str:
-    """The same whenever it is sent, whatever the reason was this time: prompts keep their prefix."""
+    """The same text each time, whatever the reason was: prompts keep their prefix."""
     match part:
         case PicturePart() if seen:
             return "[An image was here. It could not be shown.]"
@@ -109,7 +109,7 @@ def _stand_in(part: Part, *, seen: bool) -> str:
 
 
 def _together(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
-    """A document's text, or one that stands in for something, is a paragraph of its message."""
+    """Joins texts: that of a document, or one in place of something, is a paragraph of its own."""
     found: list[Part] = []
     was_new = False
     for before, part in zip(sent, parts, strict=True):

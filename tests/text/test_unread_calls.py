@@ -6,8 +6,8 @@ import pytest
 
 from firn.core.events import ChoiceFinished, TextDelta, ToolCallStarted
 from firn.core.values import Tool
-from firn.text.lookalikes import CallWatch, mark_of_call
 from firn.text.parsers import ToolFormat, formats
+from firn.text.unread_calls import UnreadCalls, mark_of_call
 
 TOOLS = (Tool("get_weather"), Tool("a+b"))
 
@@ -57,7 +57,7 @@ def test_plain_text_is_no_call(text: str) -> None:
 
 
 def test_it_is_seen_across_deltas_and_said_at_the_end() -> None:
-    watch = CallWatch(TOOLS)
+    watch = UnreadCalls(TOOLS)
     assert watch.see([TextDelta(0, "<tool_")]) is None
     assert watch.see([TextDelta(0, 'call>{"name": "get_weather", ')]) is None
     assert watch.see([TextDelta(0, '"arguments": {}}</tool_call>')]) is None
@@ -67,18 +67,18 @@ def test_it_is_seen_across_deltas_and_said_at_the_end() -> None:
 
 
 def test_a_reply_that_names_no_tool_is_not_looked_at() -> None:
-    watch = CallWatch(TOOLS)
+    watch = UnreadCalls(TOOLS)
     assert watch.see([TextDelta(0, "<tool_call>{}"), ChoiceFinished(0, "stop")]) is None
 
 
 def test_a_reply_that_was_cut_has_lost_nothing_of_ours() -> None:
-    watch = CallWatch(TOOLS)
+    watch = UnreadCalls(TOOLS)
     said = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
     assert watch.see([TextDelta(0, said), ChoiceFinished(0, "length")]) is None
 
 
 def test_where_a_call_was_read_nothing_is_missed() -> None:
-    watch = CallWatch(TOOLS)
+    watch = UnreadCalls(TOOLS)
     events = [TextDelta(0, "<tool_call>"), ToolCallStarted(0, 0, "a", "get_weather")]
     assert watch.see(events) is None
     assert watch.see([ChoiceFinished(0, "tool_calls")]) is None

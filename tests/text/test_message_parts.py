@@ -17,8 +17,8 @@ from firn.core.values import (
     PreparedPicture,
     TextPart,
 )
+from firn.text.message_parts import MAX_PICTURES, PartReader
 from firn.text.picture_spans import ReadyPicture
-from firn.text.stand_ins import MAX_PICTURES, Reader
 
 SEEN, BROKEN = PicturePart("data:ok", "messages[0]"), PicturePart("data:broken", "messages[0]")
 SOUND = OtherPart("input_audio", "messages[0].content[0].type")
@@ -43,42 +43,44 @@ def told(*parts: Any, role: Any = "tool") -> Message:
     return Message(role, parts)
 
 
-def only(reader: Reader, *parts: Any, **more: Any) -> tuple[Any, ...]:
+def only(reader: PartReader, *parts: Any, **more: Any) -> tuple[Any, ...]:
     return reader.read([told(*parts, **more)], newest=-1).messages[0].parts
 
 
 def test_a_model_without_eyes() -> None:
-    found = Reader().read([told(TextPart("see"), SEEN, TextPart("that"))], newest=-1)
+    found = PartReader().read([told(TextPart("see"), SEEN, TextPart("that"))], newest=-1)
     (part,) = found.messages[0].parts
     assert part == TextPart(f"see\n\n{NO_EYES}\n\nthat")
     assert found.notes == ("messages[0]: this model takes no images. A text stands in its place.",)
 
 
 def test_a_model_with_eyes() -> None:
-    reader = Reader(Eyes())
+    reader = PartReader(Eyes())
     (ready,) = only(reader, SEEN)
     assert isinstance(ready, ReadyPicture)
     assert only(reader, BROKEN) == (TextPart(UNSHOWN),)
-    assert only(Reader(Eyes(), in_results=False), SEEN) == (TextPart(UNSHOWN),)
-    assert isinstance(only(Reader(Eyes(), in_results=False), SEEN, role="user")[0], ReadyPicture)
+    assert only(PartReader(Eyes(), in_results=False), SEEN) == (TextPart(UNSHOWN),)
+    assert isinstance(
+        only(PartReader(Eyes(), in_results=False), SEEN, role="user")[0], ReadyPicture
+    )
     many = only(reader, *[SEEN] * (MAX_PICTURES + 2))
     assert [isinstance(p, ReadyPicture) for p in many] == [True] * MAX_PICTURES + [False]
 
 
 def test_other_things() -> None:
-    assert only(Reader(), SOUND) == (
+    assert only(PartReader(), SOUND) == (
         TextPart("[input_audio was here. This model cannot take it.]"),
     )
-    assert only(Reader(), PAPER) == (TextPart("notes.pdf\n\nFirn is old snow."),)
-    assert only(Reader(), SEALED) == (
+    assert only(PartReader(), PAPER) == (TextPart("notes.pdf\n\nFirn is old snow."),)
+    assert only(PartReader(), SEALED) == (
         TextPart("[A document was here. It could not be read as text.]"),
     )
 
 
 def test_texts_are_left_alone() -> None:
     parts = (TextPart("a"), TextPart("b"))
-    assert only(Reader(), *parts) == parts
-    assert only(Reader(Eyes()), *parts, SEEN, *parts)[:2] == parts
+    assert only(PartReader(), *parts) == parts
+    assert only(PartReader(Eyes()), *parts, SEEN, *parts)[:2] == parts
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_texts_are_left_alone() -> None:
 )
 def test_what_a_user_has_just_sent_is_refused(part: Any, kind: type[BadPart]) -> None:
     with pytest.raises(kind) as caught:
-        Reader().read([told(part, role="user")], newest=0)
+        PartReader().read([told(part, role="user")], newest=0)
     assert caught.value.param == part.param
     assert caught.value.status == 400
 

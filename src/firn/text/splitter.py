@@ -1,8 +1,7 @@
-"""Splits a reply into text, reasoning and tool calls, at any split of the stream.
+"""Splits a reply into text, reasoning and tool calls, however the stream is cut.
 
-Nothing of the markup is text, and nothing of the text is lost: a tag that does not complete, and a
-call that is none, come out as the text they are. Blank space around reasoning and calls belongs to
-the markup.
+No markup is passed on as text, and no text is lost: a tag that never completes, or what turns out to be
+no call, is passed on as text. Blank space around reasoning and calls belongs to the markup.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from firn.text.calls import SPACE, CallParser
-from firn.text.pieces import Piece, Reasoning, Text
+from firn.text.pieces import Piece, ReasoningPiece, TextPiece
 from firn.text.scan import Finder
 
 
-class Router(Protocol):
+class ReplySplitter(Protocol):
     @property
     def in_reasoning(self) -> bool: ...
 
@@ -46,7 +45,7 @@ class CallMarkers:
     starts: tuple[str, ...] = ()
 
 
-class TagRouter:
+class TagSplitter:
     """Owner: one choice of one reply."""
 
     def __init__(
@@ -70,7 +69,7 @@ class TagRouter:
         self._at_start = True
         self._is_fresh = True
         self._skip = "\n" if in_reasoning else ""
-        self._space = Text("", 0)
+        self._space = TextPiece("", 0)
         """Blank space that is text only if text follows."""
         self._out: list[Piece] = []
 
@@ -136,21 +135,21 @@ class TagRouter:
     def _meet(self, needle: str, at: int) -> None:
         if needle in self._drop:
             self._is_fresh = self._at_start
-            self._space, self._skip = Text("", 0), "\n"
+            self._space, self._skip = TextPiece("", 0), "\n"
         elif self._think and needle == self._think.open:
             self.in_reasoning = True
-            self._space, self._skip = Text("", 0), "\n"
+            self._space, self._skip = TextPiece("", 0), "\n"
         elif self._think and needle == self._think.close:
             if self._at_start:  # reasoning that was never opened, or opened and closed elsewhere
                 self._is_fresh = True
-                self._space, self._skip = Text("", 0), "\n"
+                self._space, self._skip = TextPiece("", 0), "\n"
             else:
                 self._say(needle, at)
         elif self._calls:
             self._enter_parser(needle, self._calls)
 
     def _say(self, text: str, at: int) -> None:
-        """Text to the reader; blank space at its end waits, as it may border on a call."""
+        """Text to the reader; blank space at its end waits, as a call may follow it."""
         if self._skip:
             bare = text.lstrip(self._skip)
             if not bare:
@@ -159,15 +158,15 @@ class TagRouter:
             text, self._skip = bare, ""
         if self._space.text:
             text, at = self._space.text + text, self._space.at
-            self._space = Text("", 0)
+            self._space = TextPiece("", 0)
         if self._calls is not None or (self._at_start and text.isspace()):
             bare = text.rstrip(SPACE)
             if len(bare) < len(text):
-                self._space = Text(text[len(bare) :], at + len(bare))
+                self._space = TextPiece(text[len(bare) :], at + len(bare))
                 text = bare
         if text:
             self._at_start = False
-            self._out.append(Text(text, at))
+            self._out.append(TextPiece(text, at))
 
     # --- reasoning -------------------------------------------------------------------------
 
@@ -178,13 +177,13 @@ class TagRouter:
         if needle and self._think and needle == self._think.close:
             self.in_reasoning = False
             self._is_fresh = self._at_start
-            self._space, self._skip = Text("", 0), "\n"
+            self._space, self._skip = TextPiece("", 0), "\n"
         elif needle and self._calls:
             self._enter_parser(needle, self._calls)
         return after
 
     def _reason(self, text: str) -> None:
-        """Reasoning to the reader, without the line breaks that part it from its tags."""
+        """Reasoning to the reader, without the line breaks between it and its tags."""
         if self._skip:
             text = text.lstrip(self._skip)
             if not text:
@@ -192,9 +191,9 @@ class TagRouter:
             self._skip = ""
         text = self._space.text + text
         bare = text.rstrip("\n")
-        self._space = Text(text[len(bare) :], 0)
+        self._space = TextPiece(text[len(bare) :], 0)
         if bare:
-            self._out.append(Reasoning(bare))
+            self._out.append(ReasoningPiece(bare))
 
     # --- calls -----------------------------------------------------------------------------
 
@@ -214,7 +213,7 @@ class TagRouter:
         rest = parser.rest
         if parser.n_calls:
             self._at_start = False
-            self._space, self._skip = Text("", 0), "\n" if self.in_reasoning else SPACE
+            self._space, self._skip = TextPiece("", 0), "\n" if self.in_reasoning else SPACE
             return rest
         if self.in_reasoning:
             self._reason(rest[:1])

@@ -15,7 +15,7 @@ from firn.text.formats import own_markup
 from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
 from firn.text.template import read_style
-from firn.text.typed import MAX_LOOKS, Content, Rendered, TypedControl, control_texts
+from firn.text.typed_control import MAX_LOOKS, Content, Rendered, TypedControl, control_texts
 from tests import families
 from tests.families import FAMILIES
 from tests.text.trained import CHATML, CONTROL, MARKUP, TrainedTokenizer, byte_level, fallback

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.text.formats import ReplyFormat
-from firn.text.router import ThinkTags
-from firn.text.routing import make_router
+from firn.text.make_splitter import make_splitter
+from firn.text.splitter import ThinkTags
 from tests.text.replies import TOOLS, Reply, read, read_at_every_split
 
 THINK = ThinkTags("<think>", "</think>")
@@ -51,12 +51,12 @@ def test_space_around_calls_belongs_to_the_markup() -> None:
     reply = read_at_every_split(BOTH, f"one \n\n{CALL}\n\n{CALL}\n two \n")
     assert reply.text == "onetwo \n"
     assert reply.order == [
-        "Text",
+        "TextPiece",
         "CallStart",
         "CallArguments",
         "CallStart",
         "CallArguments",
-        "Text",
+        "TextPiece",
     ]
 
 
@@ -89,13 +89,13 @@ def test_a_call_without_markers_may_follow_reasoning() -> None:
 def test_dropped_markup() -> None:
     format = ReplyFormat(think=ThinkTags("<T>", "</T>"), drop=("<R>", "</R>"))
     assert read_at_every_split(format, "<T>hm</T><R>yes</R>") == Reply(
-        "yes", "hm", [], ["Reasoning", "Text"]
+        "yes", "hm", [], ["ReasoningPiece", "TextPiece"]
     )
 
 
 def test_nothing_to_look_for_needs_no_router() -> None:
-    assert make_router(ReplyFormat(), TOOLS, "") is None
-    assert make_router(ReplyFormat(tool="json_tags"), (), "") is None
+    assert make_splitter(ReplyFormat(), TOOLS, "") is None
+    assert make_splitter(ReplyFormat(tool="json_tags"), (), "") is None
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,7 +1,6 @@
-"""Notices a reply with a call in it that was not read: a model in a format of its own. Pure.
+"""Notices a call in a reply that the parser did not read, because it is in another format. Pure.
 
-Only a whole call of a tool that was offered counts. What is cut short, and what a model says about
-calls, is nothing that was lost.
+Only a whole call of a tool that was offered counts: not one that was cut short, nor text about calls.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from firn.core.events import ChoiceFinished, Event, TextDelta, ToolCallStarted
 from firn.core.values import Tool
 from firn.text.formats import ReplyFormat
 from firn.text.json_calls import ARGUMENT_KEYS, NAME_KEYS
+from firn.text.make_splitter import make_splitter
 from firn.text.parsers import ToolFormat, formats
 from firn.text.pieces import CallArguments, CallStart
-from firn.text.routing import make_router
 
 MAX_OBJECTS = 32
-"""Looked at in one text."""
+"""JSON objects that are looked at in one text."""
 
 
-class CallWatch:
-    """Owner: one choice of a reply that was offered tools. `see` what is sent, in order."""
+class UnreadCalls:
+    """Owner: one choice of a reply that was offered tools. `see` every event, in order."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = tools
@@ -31,8 +30,8 @@ class CallWatch:
         self._has_calls = False
 
     def see(self, events: Iterable[Event]) -> str | None:
-        """What to look for a call in: the whole reply, once it has ended by itself without any that was
-        read. Where no tool is named, there is none to look for."""
+        """The whole reply, if it has ended by itself, no call was read in it, and it names a tool: the
+        text to give to `mark`. Else None."""
         for event in events:
             if isinstance(event, TextDelta):
                 self._said.append(event.text)
@@ -45,28 +44,28 @@ class CallWatch:
         return None
 
     def mark(self, text: str) -> str | None:
-        """See `mark_of_call`. Takes its time over a long text."""
+        """See `mark_of_call`. Slow for a long text."""
         return mark_of_call(text, self._tools)
 
 
 def mark_of_call(text: str, tools: Sequence[Tool]) -> str | None:
-    """What begins a call of one of the tools, in whatever format; None where there is no such call."""
+    """The marker, or the name, of a call of one of the tools, in any format; None: no such call."""
     if not any(tool.name in text for tool in tools):
         return None
     for form in formats().values():
         markers = [marker for marker in form.opens if marker in text]
-        if (markers or form.starts or form.router) and _reads_call(form, text, tools):
+        if (markers or form.starts or form.splitter) and _reads_call(form, text, tools):
             return markers[0] if markers else form.name
     return _json_call(text, {tool.name for tool in tools})
 
 
 def _reads_call(form: ToolFormat, text: str, tools: Sequence[Tool]) -> bool:
-    router = make_router(ReplyFormat(tool=form.name), tuple(tools), "")
-    if router is None:
+    splitter = make_splitter(ReplyFormat(tool=form.name), tuple(tools), "")
+    if splitter is None:
         return False
     name, given = "", ""
     names = {tool.name for tool in tools}
-    for piece in [*router.feed(text), *router.finish()]:
+    for piece in [*splitter.feed(text), *splitter.finish()]:
         if isinstance(piece, CallStart):
             if name in names and _is_object(given):
                 return True
