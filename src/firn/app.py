@@ -56,7 +56,7 @@ from firn.ranks.leader import Leader
 from firn.ranks.leading import Leading
 from firn.ranks.team import Team, end_start, options_digest
 from firn.text import rerank
-from firn.text.formats import detect
+from firn.text.formats import detect_format
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
@@ -168,7 +168,7 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
     template = None if tokenizer.chat_template is None else Template.read(tokenizer)
     found = tokenizer.tool_parser
     # Before the engine starts: an unknown parser must not leave a thread behind.
-    reply_format = detect(
+    reply_format = detect_format(
         tokenizer,
         tool_override=config.model.tool_call_parser,
         reasoning_override=config.model.reasoning_parser,
@@ -349,7 +349,7 @@ def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
 
 
 def _reranker(folder: Path, name: str, tokenizer: Tokenizer) -> rerank.Reranker | None:
-    found = rerank.detect(f"{name} {folder.name}", tokenizer, score_of(folder))
+    found = rerank.detect_reranker(f"{name} {folder.name}", tokenizer, score_of(folder))
     if found is not None:
         log.info("%s reranks documents (/v1/rerank)", name)
     return found

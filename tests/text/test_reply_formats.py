@@ -6,7 +6,7 @@ from firn.core.errors import SetupError
 from firn.text.formats import (
     THINK_TAGS,
     ReplyFormat,
-    detect,
+    detect_format,
     opens_in_reasoning,
     reasoning_parser_names,
     tool_parser_names,
@@ -32,7 +32,7 @@ class Vocabulary:
 
 
 def found(template: str | None, *tokens: str, **more: str | NativeParser | None) -> ReplyFormat:
-    return detect(Vocabulary(template, tokens), **more)  # type: ignore[arg-type]
+    return detect_format(Vocabulary(template, tokens), **more)  # type: ignore[arg-type]
 
 
 HERMES = (
@@ -116,7 +116,7 @@ def test_only_control_tokens_need_to_be_made_visible() -> None:
             super().__init__(HERMES, ("<tool_call>", "</tool_call>"))
             self.special = frozenset({1})
 
-    assert detect(Plain()).visible == {1}  # type: ignore[arg-type]
+    assert detect_format(Plain()).visible == {1}  # type: ignore[arg-type]
 
 
 def test_overrides() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from firn.core.errors import BadRequest
 from firn.core.values import Chat, Message, TextPart, Tool, ToolCall
-from firn.text.formats import IN_WORDS, detect
+from firn.text.formats import IN_WORDS, detect_format
 from firn.text.messages import COMMON
 from firn.text.parsers import formats
 from firn.text.prompt import PromptMaker
@@ -59,17 +59,17 @@ def test_the_format_that_is_asked_for_is_the_one_that_is_read(format: str) -> No
     call = write("look", {"at": "sky"})
     assert call in text
     assert write("name_of_the_tool", {"name_of_an_argument": "value"}) in text
-    made = detect(families.tokenizer("gemma3"), tool_override=format)
+    made = detect_format(families.tokenizer("gemma3"), tool_override=format)
     assert read(made, [call], tools=(LOOK,)).calls[0].arguments == {"at": "sky"}
 
 
 def test_a_template_without_tools_gets_our_format_by_itself() -> None:
     gemma, qwen = families.tokenizer("gemma3"), families.tokenizer("qwen3")
-    assert detect(gemma).tool is None
-    assert detect(gemma, takes_tools=False).tool == IN_WORDS
-    assert detect(gemma, takes_tools=False, tool_override="mistral").tool == "mistral"
-    assert detect(gemma, takes_tools=False, tool_override="none").tool is None
-    assert detect(qwen, takes_tools=True).tool == "json_tags"
+    assert detect_format(gemma).tool is None
+    assert detect_format(gemma, takes_tools=False).tool == IN_WORDS
+    assert detect_format(gemma, takes_tools=False, tool_override="mistral").tool == "mistral"
+    assert detect_format(gemma, takes_tools=False, tool_override="none").tool is None
+    assert detect_format(qwen, takes_tools=True).tool == "json_tags"
 
 
 def test_without_any_format_tools_are_refused() -> None:

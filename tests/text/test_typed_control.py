@@ -14,8 +14,10 @@ from firn.core.values import Chat, Message, RawText, TextPart, Tool, ToolCall
 from firn.text.formats import own_markup
 from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
+from firn.text.rendering import Content, Rendered
 from firn.text.template import read_style
-from firn.text.typed_control import MAX_LOOKS, Content, Rendered, TypedControl, control_texts
+from firn.text.typed_control import TypedControl, control_texts
+from firn.text.typed_marks import MAX_RENDERINGS
 from tests import families
 from tests.families import FAMILIES
 from tests.text.trained import CHATML, CONTROL, MARKUP, TrainedTokenizer, byte_level, fallback
@@ -198,7 +200,7 @@ def test_a_template_is_asked_a_bounded_number_of_times() -> None:
     found = typed.render(Content((said("user", text),)), render)
     assert found.text == f"10 {text}"
     assert len(found.typed) == 500, "found in the whole text, where marks were no help"
-    assert n_renders <= 2 * MAX_LOOKS + 8
+    assert n_renders <= 2 * MAX_RENDERINGS + 8
 
 
 def test_a_mark_that_json_has_changed_is_known_again() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from firn.core.values import Message, TextPart
-from firn.text import typed as module
-from firn.text.typed_control import Content, TypedControl
+from firn.text import typed_marks
+from firn.text.rendering import Content
+from firn.text.typed_control import TypedControl
 
 END, START = "<|im_end|>", "<|im_start|>"
 N = 30_000
@@ -51,7 +52,7 @@ def test_thousands_of_typed_tokens(content: Content) -> None:
 
 
 def test_a_slow_template_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOKS_S", 0.0)
+    monkeypatch.setattr(typed_marks, "RENDERINGS_S", 0.0)
     kinds = [f"<|t{i:03}|>" for i in range(64)]
     n_renders = 0
 

@@ -11,7 +11,7 @@ import numpy as np
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, Prompt, TokenArray
 from firn.text.essential import Opener, essential
-from firn.text.typed_control import Rendered
+from firn.text.rendering import Rendered
 
 HEADER_TOKENS = 16
 """A reply's header is shorter than this; no message that is has to have a boundary of its own."""

@@ -113,7 +113,7 @@ def reasoning_parser_names() -> tuple[str, ...]:
     return (AUTO, NONE, *sorted({*THINK_TAGS, *_REASONING_ALIASES, HARMONY}))
 
 
-def detect(
+def detect_format(
     tokenizer: Tokenizer,
     *,
     tool_override: str | None = None,

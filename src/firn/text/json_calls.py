@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from firn.text.calls import SPACE, CallParser, NotACall, Script, Tape
 from firn.text.schema import ANY, coerce
@@ -243,6 +244,45 @@ class JsonCallParser(CallParser):
             self.tape.pos -= len(marker)
             self.arguments(text)
         self.end()
+
+
+class SectionCallParser(JsonCallParser):
+    """Calls in a section: each has a header and JSON arguments, between tags of its own.
+
+    The section's opening tag may be missing, and so may any closing one.
+    """
+
+    section: ClassVar[str]
+    section_end: ClassVar[str]
+    call_open: ClassVar[str]
+    call_end: ClassVar[str]
+    fence: ClassVar[str] = ""
+    """What may close the block of code that arguments stand in."""
+
+    @abstractmethod
+    def read_call(self) -> Script[None]:
+        """Reads from behind a call's opening tag to the end of its arguments."""
+
+    def script(self) -> Script[None]:
+        yield from self.tape.skip()
+        if self.marker == self.section:
+            yield from self.tape.expect(self.call_open)
+        yield from self._call()
+        while (yield from self._next_call()):
+            yield from self._call()
+        yield from self.tape.close(self.section_end)
+
+    def _next_call(self) -> Script[bool]:
+        yield from self.tape.skip()
+        is_next = yield from self.tape.take(self.call_open)
+        return is_next
+
+    def _call(self) -> Script[None]:
+        yield from self.guarded(self.read_call(), self.call_end, self.section_end)
+        if self.fence:
+            yield from self.tape.close(self.fence)
+        yield from self.tape.close(self.call_end)
+        self.tape.keep()
 
 
 class _CallObject:

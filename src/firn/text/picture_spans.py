@@ -19,7 +19,7 @@ import numpy as np
 from firn.core.errors import BadPicture
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import Message, PicturePart, PictureSpan, PreparedPicture, TokenArray
-from firn.text.typed_control import Rendered, Span
+from firn.text.rendering import Rendered, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,10 @@ from firn.text.message_parts import PartReader
 from firn.text.messages import settled, to_template, tools_to_template
 from firn.text.parsers import formats
 from firn.text.picture_spans import PromptPictures, pictures_of
+from firn.text.rendering import Content, Rendered
 from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_pictures_in_results
 from firn.text.tool_prompt import in_words
-from firn.text.typed_control import Content, Rendered, TypedControl, control_texts
+from firn.text.typed_control import TypedControl, control_texts
 
 TAIL_TOKENS = 64
 N_KWARGS = 64

@@ -32,7 +32,9 @@ class Reranker:
     no: int
 
 
-def detect(name: str, tokenizer: Tokenizer, score: Mapping[str, Any] | None) -> Reranker | None:
+def detect_reranker(
+    name: str, tokenizer: Tokenizer, score: Mapping[str, Any] | None
+) -> Reranker | None:
     """By what the folder says of its score (ids of two tokens), or by the model's name."""
     if score is not None:
         yes, no = score.get("true_token_id"), score.get("false_token_id")

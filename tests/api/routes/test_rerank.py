@@ -119,10 +119,10 @@ class YesNo(FakeTokenizer):
 
 
 def test_which_models_rerank() -> None:
-    assert rerank.detect("Qwen3-Reranker-0.6B", YesNo(), None) == rerank.Reranker(5, 6)
-    assert rerank.detect("Qwen3-8B", YesNo(), None) is None
-    assert rerank.detect("a-reranker", FakeTokenizer(), None) is None
+    assert rerank.detect_reranker("Qwen3-Reranker-0.6B", YesNo(), None) == rerank.Reranker(5, 6)
+    assert rerank.detect_reranker("Qwen3-8B", YesNo(), None) is None
+    assert rerank.detect_reranker("a-reranker", FakeTokenizer(), None) is None
     score = {"true_token_id": 1, "false_token_id": 2}
-    assert rerank.detect("any", FakeTokenizer(), score) == rerank.Reranker(1, 2)
+    assert rerank.detect_reranker("any", FakeTokenizer(), score) == rerank.Reranker(1, 2)
     assert rerank.relevance(0.0, 0.0) == 0.5
     assert rerank.relevance(-1e9, 0.0) == pytest.approx(0.0)
