@@ -169,13 +169,6 @@ def test_prompts_that_end_inside_reasoning(tail: str, opens: bool) -> None:
     assert opens_in_reasoning(tail, None) is False
 
 
-def test_whether_the_template_may_open_the_tag() -> None:
-    opens = "</think>{% if add_generation_prompt %}assistant\n<think>\n{% endif %}"
-    leaves = "<think></think>{% if add_generation_prompt %}assistant\n{% endif %}"
-    assert found(opens).prompt_opens_think
-    assert not found(leaves).prompt_opens_think
-
-
 def test_every_file_of_the_folder_is_found() -> None:
     assert {"json_tags", "harmony", "whole_call"} < set(formats())
     assert len(formats()) >= 17

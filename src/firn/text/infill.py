@@ -1,4 +1,4 @@
-"""Filling in the middle: which control tokens a model was trained with for it, and how they are used.
+"""Fill in the middle: which control tokens a model was trained with for it, and how they are used.
 
 Read once from the vocabulary. A model that lacks one of a family's tokens was not trained for it.
 """
@@ -13,15 +13,15 @@ from firn.core.ports import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _InfillTokens:
-    """order: the text before the hole (P), the one behind it (S), and tokens. ends: further tokens
-    that end what is filled in."""
+    """order: tokens, the text before the gap (P) and the text after it (S). ends: further tokens that
+    end what is filled in."""
 
     order: tuple[str, ...]
     ends: tuple[str, ...] = ()
 
 
-STRANGER = "\u263a"
-"""A character that no token shares with what follows it."""
+UNJOINED = "\u263a"
+"""A character that no tokenizer joins with what follows it."""
 
 _FAMILIES = (
     # Qwen-Coder, CodeGemma
@@ -57,17 +57,17 @@ def _nowhere(text: str) -> Sequence[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """How one model fills in. Thread-safe: it holds nothing that changes."""
+    """How one model fills in the middle. Immutable."""
 
     tokenizer: Tokenizer
     order: tuple[int | str, ...]
-    """Tokens, and the places of the two texts: "P" before the hole and "S" behind it."""
+    """Tokens, and the places of the two texts: "P" before the gap and "S" after it."""
     ends: frozenset[int]
 
     def ids(
         self, prefix: str, suffix: str, *, add_special: bool = True, typed: Spans = _nowhere
     ) -> list[int]:
-        """The prompt's tokens. add_special: with those that the model wants in front of every prompt."""
+        """The prompt's tokens. add_special: with those that begin every prompt of this model."""
         found = _opening(self.tokenizer) if add_special else []
         for each in self.order:
             if isinstance(each, int):
@@ -75,7 +75,7 @@ class Infill:
             elif each == "P":
                 found += self.tokenizer.encode(prefix, add_special=False, typed=typed(prefix))
             else:
-                found += _going_on(self.tokenizer, suffix, typed(suffix))
+                found += _encode_inside(self.tokenizer, suffix, typed(suffix))
         return found
 
 
@@ -99,19 +99,21 @@ def _token(tokenizer: Tokenizer, text: str) -> int | None:
     return tokenizer.token_id(text.replace(" ", "\u2581")) if found is None else found
 
 
-def _going_on(tokenizer: Tokenizer, text: str, typed: Sequence[tuple[int, int]]) -> Sequence[int]:
-    """The tokens of a text that does not begin one. Some tokenizers put a blank before every text;
+def _encode_inside(
+    tokenizer: Tokenizer, text: str, typed: Sequence[tuple[int, int]]
+) -> Sequence[int]:
+    """The tokens of a text in the middle of a prompt. Some tokenizers put a space before every text;
     models were trained without it here."""
-    before = tokenizer.encode(STRANGER, add_special=False)
+    before = tokenizer.encode(UNJOINED, add_special=False)
     if not tokenizer.token_bytes(before[0]).startswith(b" "):
         return tokenizer.encode(text, add_special=False, typed=typed)
     moved = [(start + 1, end + 1) for start, end in typed]
-    ids = tokenizer.encode(STRANGER + text, add_special=False, typed=moved)
+    ids = tokenizer.encode(UNJOINED + text, add_special=False, typed=moved)
     return ids[len(before) :]
 
 
 def _opening(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts in front of a text."""
+    """The tokens that the tokenizer puts in front of every text."""
     ids: Sequence[int] = tokenizer.encode("", add_special=True)
     while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # and behind it
         ids = ids[:-1]

@@ -1,4 +1,4 @@
-"""Which turns a chat template can render, asked once at load: small chats are rendered and looked at."""
+"""Which turns a chat template can render: found out at load, by rendering small chats."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from firn.text.messages import TemplateStyle, to_template, tools_to_template
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """What a template renders in its place, without a change to what stands before.
+    """What a template renders in its place, without changing what comes before it. The default: all.
 
     leading_system: a system message in front. late_system: one anywhere. user_runs: two user turns in
     a row. tools: a list of tools. calls: calls and results. several_calls: more than one call in a
-    message.
-    user_after_results: a user turn right behind tool results. notes_in_results: that turn would
-    change what stands before (templates drop the thinking before a question), so a program's note
-    there is better said inside the result.
-    What agents leave behind them when they are interrupted: assistant_runs: two turns of the
-    assistant in a row. assistant_first: one before any question. unanswered: a call without a
-    result. orphans: a result without a call. system_alone: a system message and nothing else.
+    message. user_after_results: a user turn right after tool results. notes_in_results: that turn
+    would change what comes before it (templates drop the thinking before a question), so a program's
+    note belongs inside the result.
+
+    What interrupted agents leave behind: assistant_runs: two turns of the assistant in a row.
+    assistant_first: one before any question. unanswered: a call without a result. orphans: a result
+    without a call. system_alone: a system message and nothing else.
     """
 
     leading_system: bool = True
@@ -42,22 +42,18 @@ class TurnRules:
     system_alone: bool = True
 
 
-ANY_TURNS = TurnRules()
-"""Of a template that renders whatever it is given."""
-
-
-def ask(tokenizer: Tokenizer, style: TemplateStyle) -> TurnRules:
-    """The rules of this tokenizer's template."""
-    return _Inquiry(tokenizer, style).rules()
+def turn_rules(tokenizer: Tokenizer, style: TemplateStyle) -> TurnRules:
+    """What the template of this tokenizer can render."""
+    return _TemplateProbe(tokenizer, style).rules()
 
 
 def _said(role: Any, text: str, **more: Any) -> Message:
     return Message(role, (TextPart(text),), **more)
 
 
-_LOOK = Tool("lookabout", "Looks about.", {"type": "object", "properties": {}})
-_FIRST = ToolCall("call00001", _LOOK.name, {"at": "hazelsky"})
-_OTHER = ToolCall("call00002", _LOOK.name, {"at": "hazelsea"})
+_TOOL = Tool("lookabout", "Looks about.", {"type": "object", "properties": {}})
+_FIRST = ToolCall("call00001", _TOOL.name, {"at": "hazelsky"})
+_OTHER = ToolCall("call00002", _TOOL.name, {"at": "hazelsea"})
 _RULE, _LATE, _LATER = (_said("system", text) for text in ("aspenrule", "cedarlate", "yewlater"))
 _ASK, _AGAIN, _MORE = (_said("user", text) for text in ("alderask", "rowanask", "elmask"))
 _ANSWER = _said("assistant", "birchanswer")
@@ -70,8 +66,8 @@ _THOUGHT = Message("assistant", tool_calls=(_FIRST,), reasoning="oakthought")
 _WITH_CALL, _WITH_THOUGHT = (_ASK, _CALL, _RESULT), (_ASK, _THOUGHT, _RESULT)
 
 
-class _Inquiry:
-    """Owner: one call of `ask`."""
+class _TemplateProbe:
+    """Owner: one call of `turn_rules`."""
 
     def __init__(self, tokenizer: Tokenizer, style: TemplateStyle) -> None:
         self._tokenizer = tokenizer
@@ -88,7 +84,7 @@ class _Inquiry:
             late_system=self._takes_late_system(with_calls=calls),
             user_runs=self._keeps((_ASK,), (_MORE,), ())
             and self._keeps((_ASK, _ANSWER, _AGAIN), (_MORE,), ()),
-            tools=listed is not None and _LOOK.name in listed,
+            tools=listed is not None and _TOOL.name in listed,
             calls=calls,
             several_calls=calls and self._shows((_ASK, _CALLS, _RESULT, _OTHER_RESULT), tools=True),
             user_after_results=after_results,
@@ -133,7 +129,7 @@ class _Inquiry:
         return text[:end] == without[:end]
 
     def _shows(self, chat: tuple[Message, ...], *, tools: bool = False) -> bool:
-        """Whether all that is said is there, once and in order."""
+        """Whether the text of every message is there, in order."""
         text = self._rendered(chat, tools)
         if text is None:
             return False
@@ -148,7 +144,7 @@ class _Inquiry:
     def _rendered(self, chat: tuple[Message, ...], tools: bool = False) -> str | None:
         key = (tools, tuple(map(id, chat)))  # all of them constants of this file
         if key not in self._seen:
-            self._seen[key] = self._render(chat, tools_to_template((_LOOK,)) if tools else None)
+            self._seen[key] = self._render(chat, tools_to_template((_TOOL,)) if tools else None)
         return self._seen[key]
 
     def _render(
@@ -162,7 +158,7 @@ class _Inquiry:
 
 
 def _texts(chat: Sequence[Message]) -> list[str]:
-    """What the messages say, in order; calls by their arguments. Thinking may be left out."""
+    """The texts of the messages, in order; of calls, their arguments. Thinking may be left out."""
     found = []
     for message in chat:
         found += [message.text] if message.text else []
