@@ -1,9 +1,9 @@
-"""A lark grammar whose texts stand inside a JSON string: every character as JSON writes it. Pure.
+"""Rewrites a Lark grammar for texts inside a JSON string, where characters are escaped. Pure.
 
 Where the grammar of a free-form tool has a line break, the call of a model that writes JSON has a
 backslash and an n. Literals and regular expressions are rewritten one by one; the rules around them
-stay. What repeats characters that are escaped is written as a rule: llguidance takes the longest match
-of a terminal, and never goes back, so one that may end before a backslash must not look at it.
+stay. A repetition of escaped characters becomes a rule: llguidance takes the longest match of a terminal
+and never goes back, so a terminal that may end before a backslash must not try to match it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from firn.text.regex_tree import (
 )
 
 SPECIAL = {c: json.dumps(c)[1:-1] for c in ('"', "\\", *map(chr, range(32)))}
-"""What JSON does not write as it is."""
+"""Characters that JSON escapes, and how."""
 _PLAIN = r'[^"\\\x00-\x1f]'
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
@@ -45,18 +45,17 @@ _COMMON = {
     "WS_INLINE": r"[ \t]+",
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
 }
-"""Terminals of lark's library that have characters JSON escapes."""
+"""Terminals of Lark's library with characters that JSON escapes."""
 MAX_CHARS = 2**16
-"""Of a grammar that a user writes, here and where it is taken in: compiling it takes the square of its
-alternatives."""
+"""Of a user's grammar: compiling takes time with the square of its alternatives."""
 
 
 class Unquotable(ValueError):
-    """This grammar has something that has no counterpart inside a JSON string."""
+    """Something in this grammar has no counterpart inside a JSON string."""
 
 
 def quoted(definition: str) -> str:
-    """The same grammar, of texts as they stand between the quotes of a JSON string."""
+    """The same grammar, for texts between the quotes of a JSON string. Raises Unquotable."""
     if len(definition) > MAX_CHARS:
         raise Unquotable(f"it has more than {MAX_CHARS} characters")
     try:

@@ -1,11 +1,11 @@
-"""Where pictures stand in a prompt: from placeholders in a rendered text to spans of tokens. Pure.
+"""Where the pictures of a prompt are: from placeholders in a rendered text to spans of tokens. Pure.
 
     rendered   user: look at <image> and <image>
     expanded   user: look at <image><image><image> and <image><image>
     tokens     |---- text ---|--- span 0: its digest --|- text -|-- span 1 --|
 
-The template writes one placeholder for each picture. The same characters in a caller's own text, or
-those of the tokens that a picture becomes, are no picture: `typed` finds them.
+The template writes one placeholder for each picture. The same characters in a caller's own text are no
+picture, nor are those of the tokens that a picture becomes: `typed_control` tells them apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from firn.text.rendering import Rendered, Span
 
 @dataclass(frozen=True, slots=True)
 class ReadyPicture(PicturePart):
-    """A picture of a message that was read and prepared."""
+    """A picture of a message, decoded and preprocessed."""
 
     prepared: PreparedPicture | None = None
 
@@ -43,18 +43,18 @@ class PromptPictures:
         self.prepared = [p.prepared for p in self._parts if p.prepared is not None]
 
     def tokens(self, tokenizer: Tokenizer) -> set[str]:
-        """What a picture is written with: its placeholder, and what its tokens begin with."""
+        """The texts that a picture is written with: its placeholder, and the first of its tokens."""
         firsts = {tokenizer.decode([int(picture.ids[0])]) for picture in self.prepared}
         return {self._placeholder, *firsts} - {""}
 
     def written_out(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """With placeholders in the text, for a template that knows no pictures."""
+        """With placeholders in the text, for a template that takes no pictures."""
         return (
             [_written_out(m, self._placeholder) for m in messages] if self._inline else [*messages]
         )
 
     def expand(self, rendered: Rendered) -> Rendered:
-        """Every placeholder of the template's as what its picture becomes. Raises BadPicture."""
+        """Replaces each placeholder that the template wrote by its picture's text. Raises BadPicture."""
         places = list(self._placeholders(rendered))
         if len(places) != len(self._parts):
             param = self._parts[0].param
@@ -79,7 +79,7 @@ class PromptPictures:
             at = rendered.text.find(self._placeholder, at + len(self._placeholder))
 
     def spans(self, ids: TokenArray) -> tuple[PictureSpan, ...]:
-        """The tokens that stand for each picture."""
+        """The span of each picture's tokens. Raises BadPicture."""
         found: list[PictureSpan] = []
         at = 0
         for part, picture in zip(self._parts, self.prepared, strict=True):
@@ -105,7 +105,7 @@ def _moved(spans: Sequence[Span], grown: Sequence[tuple[int, int]]) -> tuple[Spa
 
 
 def _find(ids: TokenArray, wanted: TokenArray, start: int) -> int:
-    """The first position from `start` on where `wanted` stands; -1: nowhere."""
+    """The first position of `wanted` from `start` on; -1: none."""
     last = len(ids) - len(wanted)
     for at in np.flatnonzero(ids[start : last + 1] == wanted[0]) + start:
         if np.array_equal(ids[at : at + len(wanted)], wanted):
@@ -114,7 +114,7 @@ def _find(ids: TokenArray, wanted: TokenArray, start: int) -> int:
 
 
 def _written_out(message: Mapping[str, Any], placeholder: str) -> Mapping[str, Any]:
-    """A message whose pictures are a part of its text, each on a line of its own."""
+    """With each picture as a line of the text."""
     content = message["content"]
     if not isinstance(content, list):
         return message

@@ -1,6 +1,6 @@
 """Regular expressions taken apart, as far as grammars need it. Pure.
 
-What cannot be told apart here (look-around, references back, anchors) is an UnsupportedRegex.
+Look-around, back references and anchors raise UnsupportedRegex.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ANY, NOT_NEWLINE = r"[\s\S]", r"[^\n]"
 
 
 class UnsupportedRegex(ValueError):
-    """Not a regular expression of this kind."""
+    """Not a regular expression that a grammar can express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RegexChar:
 
 @dataclass(frozen=True, slots=True)
 class RegexClass:
-    """One character of a class, which is given as it is written."""
+    """One character of a class, which is kept as written."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""Tool-call formats, one file a family. A file is found by being here and naming its FORMATS."""
+"""Tool-call formats, one file for each family. A file is found by being here, and names its FORMATS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WriteCall = Callable[[str, Mapping[str, Any]], str]
 
 @dataclass(frozen=True, slots=True)
 class Clues:
-    """What a format may be recognised by: the chat template's source and the vocabulary."""
+    """What a format is recognised by: the chat template's source and the vocabulary."""
 
     template: str
     has_token: Callable[[str], bool]
