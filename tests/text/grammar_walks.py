@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jsonschema
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from firn.core.values import (
@@ -27,8 +29,10 @@ from firn.models.loader import load_tokenizer
 from firn.models.tokenizer import HfTokenizer
 from firn.text.constraint import ReplyConstraint, constraint
 from firn.text.formats import ReplyFormat
-from firn.text.parsers import formats
+from firn.text.parsers import ToolFormat, formats
 from firn.text.splitter import ThinkTags
+from tests.models.grammar_lab import wander
+from tests.text.replies import Reply, read
 from tests.zoo.folder import CORPUS
 
 END = "<|end_of_reply|>"
@@ -154,3 +158,35 @@ def accepts(format: str, begun: Constraint, text: str) -> bool:
 
 def required(**options: Any) -> ToolChoice:
     return ToolChoice(ToolMode.REQUIRED, **options)
+
+
+ENFORCEABLE = {name: f for name, f in formats().items() if f.grammar}
+EACH = pytest.mark.parametrize("format", ENFORCEABLE.values(), ids=ENFORCEABLE)
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+N_WALKS = 12
+
+
+def reply_of(format: ToolFormat, text: str, tail: str = "") -> Reply:
+    think = None if format.splitter else THINK
+    return read(ReplyFormat(tool=format.name, think=think), [text], tools=TOOLS, tail=tail)
+
+
+def walks(format: ToolFormat, choice: ToolChoice, **options: object) -> list[Reply]:
+    """Replies that the grammar allows, read back; those that ran on are left out."""
+    request = asked(choice, **options)  # type: ignore[arg-type]
+    vocabulary = tokenizer(format.name)
+    found = []
+    for seed in range(N_WALKS):
+        begun = start(format.name, request)
+        walk = wander(begun, vocabulary.eos, seed=seed, n_most=600)
+        if walk is not None:
+            found.append(reply_of(format, vocabulary.decode(walk)))
+    assert len(found) > N_WALKS // 3
+    return found
+
+
+def check(reply: Reply) -> None:
+    assert reply.calls
+    assert reply.text == ""
+    for call in reply.calls:
+        jsonschema.validate(call.arguments, SCHEMAS[call.name])
