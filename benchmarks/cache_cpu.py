@@ -207,7 +207,7 @@ def decode(rounds: int, n_rows: int = 4, n_reply: int = 300) -> None:
             running(build, chunk=512, block=BLOCK, cache_nbytes=None) as off,
             running(build, chunk=512, block=BLOCK) as on,
         ):
-            names = ("commit", "close_trail", "fork", "tick", "open", "restore")
+            names = ("commit", "close_cursor", "fork", "tick", "open", "restore")
             inside = [Watch(on.cache, name) for name in names]
             times: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
             for i in range(rounds + 1):

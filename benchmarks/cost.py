@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from disks import drop, read_file, write_file
+from disks import drop, sequential_s
 from report import BenchError, cli, grid, names, numbers, save
 from servers import Server, kind_of, lab, words
 from ssd_device import QWEN3_8B
@@ -73,18 +73,6 @@ def first_s(server: Server, n_tokens: int, *, turn: object, question: str) -> tu
     return reply.first_s, reply.n_cached
 
 
-def disk_s(folder: Path, nbytes: int) -> float:
-    """Reading so many bytes of one file that nobody has in memory."""
-    path = folder / "yardstick"
-    piece = memoryview(bytes(range(256)) * (1 << 14))
-    try:
-        write_file(path, [piece] * max(nbytes // len(piece), 1))
-        drop([path])
-        return read_file(path)
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def restarted(model: Path, n_tokens: int, *, turns: int) -> dict[str, float]:
     """First tokens out of the files of the last server."""
     found: dict[str, list[float]] = {"disk": [], "disk GB/s": [], "of the disk": []}
@@ -97,7 +85,7 @@ def restarted(model: Path, n_tokens: int, *, turns: int) -> dict[str, float]:
             nbytes = _bytes_read(server) - before
             found["disk"].append(seconds)
             if nbytes > 0 and n_cached:
-                sequential = disk_s(lab() / "run", nbytes)
+                sequential = sequential_s(lab() / "run", nbytes)
                 found["disk GB/s"].append(nbytes / sequential / 1e9)
                 found["of the disk"].append(nbytes / seconds / (nbytes / sequential))
     return {name: statistics.median(values) for name, values in found.items() if values}

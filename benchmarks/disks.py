@@ -109,3 +109,15 @@ def read_speed(folder: Path, *, nbytes: int = 256 * MIB) -> float:
         return nbytes / read_file(path)
     finally:
         path.unlink(missing_ok=True)
+
+
+def sequential_s(folder: Path, nbytes: int) -> float:
+    """Reading so many bytes of one file that nobody has in memory."""
+    path = folder / "yardstick"
+    piece = memoryview(bytes(range(256)) * (1 << 14))
+    try:
+        write_file(path, [piece] * max(nbytes // len(piece), 1))
+        drop([path])
+        return read_file(path)
+    finally:
+        path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from report import BenchError
 
 from firn.cache.io import TierIo
@@ -41,16 +41,17 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
+from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
-from firn.engine.sequence import Forced
+from firn.engine.sequence import ForcedTokens
 from firn.models import cpu
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
 from firn.models.mtp import Head, MtpModel, with_head_layer
 from firn.models.runner import Runner
+from firn.models.shapes import few_shapes
 from firn.models.speculation import Speculation
 from models import random_model
 
@@ -80,7 +81,7 @@ class Answer:
 
     def take(self, event: object, now: float) -> None:
         if isinstance(event, Admitted | Advanced):
-            found = event.found if isinstance(event, Advanced) else event
+            found = event.admitted if isinstance(event, Advanced) else event
             self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
             if found.n_skipped and not self.n_skipped:
                 self.n_skipped, self.scored_s = found.n_skipped, now - self.asked
@@ -133,7 +134,7 @@ class BenchEngine:
         self._tier: SsdTier | None = None
         self.weights: Any = None
 
-        def parts() -> Parts:
+        def parts() -> EngineParts:
             machine = devices.device()
             mx.set_cache_limit(int(machine.memory_nbytes * BUFFER_CACHE_SHARE))
             threads = None
@@ -167,6 +168,7 @@ class BenchEngine:
                 cache.add_tier("ssd", self._io, namespaces=[EVERYONE], wake=wake)
             capacity = machine.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
+            few = machine.kind == "cuda" and not has_head and all(type(x) is KVCache for x in probe)
             runner = Runner(
                 made,
                 info,
@@ -174,10 +176,11 @@ class BenchEngine:
                 max_rows=MAX_ROWS,
                 threads=threads,
                 speculation=speculation(made) if speculation else None,
+                shapes=few_shapes(made, make_layers) if few else None,
             )
-            limits = Limits(MAX_ROWS, 1000, chunk or machine.prefill_chunk)
+            limits = EngineLimits(MAX_ROWS, 1000, chunk or machine.prefill_chunk)
             scores = scorer() if scorer else None
-            return Parts(runner, cache, budget, limits, scorer=scores)
+            return EngineParts(runner, cache, budget, limits, scorer=scores)
 
         self.engine = Engine(parts, self._publish)
         self.model = self.engine.start()
@@ -231,9 +234,9 @@ class BenchEngine:
                 speculates=speculates,
             )
             self._answers[request] = Answer(time.perf_counter())
-            asked.append((job, Forced(0, tuple(reply))))
+            asked.append((job, ForcedTokens(0, tuple(reply))))
 
-        def submit(_: Parts) -> None:
+        def submit(_: EngineParts) -> None:
             for job, forced in asked:
                 self.engine.submit(job)
                 self.engine.force(job.id, 0, forced.tokens, at=forced.at)

@@ -26,7 +26,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 from report import cli, grid
 
-from firn import named
+from firn.assembly import model_names
 from firn.models.packaged import SMOLLM2, installed_file
 
 QUESTIONS = (
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--tokens", type=int, default=24)
     args = parser.parse_args()
-    folder = named.resolve("smollm2")
+    folder = model_names.resolve("smollm2")
     tokenizer = load_tokenizer(folder)
     texts = answers(
         FORMS["float32"](folder), tokenizer, n_questions=args.questions, n_tokens=args.tokens

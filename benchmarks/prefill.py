@@ -66,7 +66,7 @@ class Arms:
     def take(self, name: str) -> None:
         def switch(_: object) -> None:
             loop: Any = self._engine.engine._loop
-            loop._chunks = self._sizes[name]
+            loop._prefill._sizes = self._sizes[name]
             give: Callable[..., None] = self._give_room
             runner.give_room = give if name != "steps" else lambda layers, n: None  # type: ignore[assignment]
 

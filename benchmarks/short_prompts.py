@@ -47,7 +47,7 @@ class Fixed:
 
 def set_way(engine: BenchEngine, way: Any) -> None:
     def change(_: Any) -> None:
-        engine.engine._loop._together._choice = way
+        engine.engine._loop._prefill._batches._trial = way
 
     engine.engine.call(change).result()
 
@@ -91,7 +91,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     rng = np.random.default_rng(5)
     with BenchEngine(config, dtype=dtype, memory_nbytes=8 * GIB) as engine:
-        chosen = engine.engine._loop._together._choice
+        chosen = engine.engine._loop._prefill._batches._trial
         ways = {"one by one": Fixed(False), "together": Fixed(True), "chosen": chosen}
         for i in range(args.rounds + 1):
             if i > 1 and time.monotonic() > until:

@@ -38,7 +38,7 @@ from typing import Any
 from report import cli, grid, names, numbers, save
 from servers import Server
 
-from firn import named
+from firn.assembly import model_names
 from firn.demo.server import Child
 
 START_S = 300.0
@@ -233,7 +233,7 @@ def main() -> None:
             stack.callback(child.stop)
             peers[name] = Peer(child.port)
         for name in names(args.beside):
-            own = named.resolve(args.model)
+            own = model_names.resolve(args.model)
             server = Server.start(name, own, memory_mb=256, draft=args.draft)
             stack.enter_context(server)
             peers[name] = Peer(server.port, server.target.model)

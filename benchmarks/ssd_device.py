@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from disks import Temperature, drop
+from disks import Temperature, drop, sequential_s
 from engines import Answer, BenchEngine
 from report import grid
 
@@ -83,6 +83,8 @@ class Point:
     chosen_cached: list[int] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
     """Tokens that really came from the SSD when loading was forced."""
+    of_disk: list[float] = field(default_factory=list)
+    """Bytes a second of those loads, over a plain sequential read of as many bytes."""
     temperature: list[Temperature] = field(default_factory=list)
     spill_s: float = 0.0
 
@@ -98,12 +100,15 @@ class Point:
 class DeviceRun:
     """Owner: `run`."""
 
-    def __init__(self, engine: BenchEngine, folder: Path, *, seconds: float) -> None:
+    def __init__(self, engine: BenchEngine, folder: Path, *, seconds: float, itemsize: int) -> None:
         self._engine = engine
         self._folder = folder
         self._rng = np.random.default_rng(11)
         self._n_vocab = int(engine.config["vocab_size"])
         self._until = time.monotonic() + seconds
+        config = engine.config
+        heads, width = config["num_key_value_heads"], config["head_dim"]
+        self._token_nbytes = 2 * config["num_hidden_layers"] * heads * width * itemsize
 
     @property
     def late(self) -> bool:
@@ -126,6 +131,8 @@ class DeviceRun:
             with_load = self._forced(lambda: self._again(prefix))
             point.load_s.append(with_load.first_s)
             point.loaded.append(with_load.tiers.get("ssd", 0))
+            nbytes = point.loaded[-1] * self._token_nbytes
+            point.of_disk.append(sequential_s(self._folder.parent, nbytes) / with_load.first_s)
             point.memory_s.append(self._again(prefix).first_s)
             self._to_ssd(point)
             point.compute_s.append(self._again(prefix, read=False).first_s)
@@ -170,7 +177,7 @@ def run(
     with BenchEngine(config, dtype=dtype, memory_nbytes=24 * GIB, ssd=folder) as engine:
         print(f"{shape} shape on {mx.default_device()}, {engine.model.weights_nbytes / 1e9:.1f} GB")
         print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
-        work = DeviceRun(engine, folder, seconds=seconds)
+        work = DeviceRun(engine, folder, seconds=seconds, itemsize=dtype.size)
         work.warm_up(min(lengths))
         points: list[Point] = []
         for n in lengths:
@@ -196,12 +203,13 @@ def run(
 
 def _table(points: Sequence[Point]) -> str:
     head = ["tokens", "cold s", "memory s", "SSD s", "compute s", "chosen s"]
-    rows = [[*head, "SSD tokens", "chosen tokens", "chosen / better"]]
+    rows = [[*head, "SSD tokens", "chosen tokens", "of the disk", "chosen / better"]]
     for p in points:
         rows.append([f"{p.n_tokens:,}", f"{p.cold_s:.3f}"])
         for values in (p.memory_s, p.load_s, p.compute_s, p.chosen_s):
             rows[-1].append(f"{statistics.median(values):.3f}" if values else "-")
         for counts in (p.loaded, p.chosen_cached):
             rows[-1].append(f"{statistics.median(counts):,.0f}" if counts else "-")
+        rows[-1].append(f"{statistics.median(p.of_disk):.2f}" if p.of_disk else "-")
         rows[-1].append("-" if p.worse is None else f"{p.worse:.2f}")
     return grid(rows)

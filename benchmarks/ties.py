@@ -22,7 +22,7 @@ from engines import BenchEngine
 from report import cli, grid, names, save
 from speculation import ASKS
 
-from firn import named
+from firn.assembly import model_names
 from firn.core.values import Chat, Job, Message, Role, TextPart
 from firn.demo.facts import make_session
 from firn.models import loader
@@ -98,7 +98,7 @@ def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
 
 
 def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
-    folder = named.resolve(name, HubRules(offline=True))
+    folder = model_names.resolve(name, HubRules(offline=True))
     config = dict(loader.read_config(folder))
     loaded = loader.load(folder, served_name=name, cpu_dtype="auto")
     known = Known()

@@ -42,9 +42,9 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
+from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
 from firn.models.batch import can_batch
 from firn.models.mtp import MtpModel
 from firn.models.runner import Runner
@@ -158,7 +158,7 @@ class Harness:
         self.results: dict[RequestId, Result] = {}
         self._ids = itertools.count()
 
-        def parts() -> Parts:
+        def parts() -> EngineParts:
             model, make_layers = build()
             info = model_info(model, make_layers)
             bare = model.base if isinstance(model, MtpModel) else model
@@ -189,8 +189,10 @@ class Harness:
                     wake = lambda: self.engine.wake()  # noqa: E731
                     cache.add_tier("ssd", self.io, namespaces=known, wake=wake)
             budget = Budget(RowCost(1, 1), capacity_nbytes=capacity_nbytes)
-            limits = Limits(max_rows, 10_000, chunk, aligned=exact)
-            return Parts(runner, cache, budget, limits, scorer=scorer_of(draft) if draft else None)
+            limits = EngineLimits(max_rows, 10_000, chunk, aligned=exact)
+            return EngineParts(
+                runner, cache, budget, limits, scorer=scorer_of(draft) if draft else None
+            )
 
         self.engine = Engine(parts, self._publish)
         self.engine.start()
@@ -210,7 +212,7 @@ class Harness:
                 result.n_cached = event.n_cached
                 result.tiers = dict(event.tiers)
             elif isinstance(event, Advanced):
-                result.n_skipped = event.found.n_skipped
+                result.n_skipped = event.admission.n_skipped
             elif isinstance(event, Token):
                 result.tokens.setdefault(event.choice, []).append(event.id)
                 if event.logprob:

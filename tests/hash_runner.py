@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.off import BlankTrail, CacheOff
+from firn.cache.off import BlankCursor, CacheOff
 from firn.core.errors import FirnError
 from firn.core.events import (
     Admitted,
@@ -30,7 +30,7 @@ from firn.core.events import (
     Token,
     TokenLogprob,
 )
-from firn.core.ports import Delivery, LiveRow, Load, PrefixCache, Restored, Scorer
+from firn.core.ports import Delivery, EngineLoad, LiveRow, PrefixCache, Restored, Scorer
 from firn.core.sparse import Sparse
 from firn.core.values import (
     CacheControl,
@@ -41,9 +41,9 @@ from firn.core.values import (
     RequestId,
     Sampling,
 )
+from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
 
 VOCAB_SIZE = 251
 GARBAGE = -1
@@ -330,22 +330,22 @@ class HashRunner:
 
 
 @dataclass(eq=False)
-class DictTrail:
+class DictCursor:
     namespace: str
     prompt: tuple[int, ...]
     control: CacheControl
     reply: Sequence[int] = ()
-    found: Admitted = Admitted(0)
+    admission: Admitted = Admitted(0)
     racing: bool = False
-    n_near: int = 0
+    n_expected: int = 0
     patient: bool = False
     closed: bool = False
     n_stored: int = 0
 
-    def waits(self, *, busy: bool) -> bool:
+    def should_wait(self, *, busy: bool) -> bool:
         return self.patient
 
-    def wants(self, n_tokens: int) -> bool:
+    def commit_due(self, n_tokens: int) -> bool:
         return n_tokens - self.n_stored >= WORTH_A_RESTORE
 
     @property
@@ -366,35 +366,35 @@ class DictCache:
         self.corrupt = corrupt
         self.racing = racing
         self.patient = patient
-        """What `open` says of new trails: something is on its way, and worth waiting for."""
-        self.trails: list[DictTrail] = []
+        """What `open` says of new cursors: something is on its way, and worth waiting for."""
+        self.cursors: list[DictCursor] = []
         """Those still open: what would be leases."""
         self.room_nbytes: int | None = None
         self.closed = False
         self._in_doubt: list[tuple[str, tuple[int, ...]]] = []
         self.n_doubted = 0
 
-    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictTrail:
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> DictCursor:
         owner = namespace if prompt.thinned is None else f"{namespace}/{prompt.thinned.recipe}"
-        trail = DictTrail(owner, tuple(int(t) for t in prompt.ids), control)
-        trail.racing, trail.patient = self.racing, self.patient
-        self.trails.append(trail)
-        return trail
+        cursor = DictCursor(owner, tuple(int(t) for t in prompt.ids), control)
+        cursor.racing, cursor.patient = self.racing, self.patient
+        self.cursors.append(cursor)
+        return cursor
 
-    def restore(self, trail: DictTrail | BlankTrail) -> Restored | None:
-        return self._longest(trail, 1)
+    def restore(self, cursor: DictCursor | BlankCursor) -> Restored | None:
+        return self._longest(cursor, 1)
 
-    def advance(self, trail: DictTrail | BlankTrail, n_tokens: int) -> Restored | None:
-        return self._longest(trail, n_tokens + WORTH_A_RESTORE)
+    def advance(self, cursor: DictCursor | BlankCursor, n_tokens: int) -> Restored | None:
+        return self._longest(cursor, n_tokens + WORTH_A_RESTORE)
 
-    def _longest(self, trail: DictTrail | BlankTrail, n_least: int) -> Restored | None:
-        if isinstance(trail, BlankTrail) or not trail.control.read:
+    def _longest(self, cursor: DictCursor | BlankCursor, n_least: int) -> Restored | None:
+        if isinstance(cursor, BlankCursor) or not cursor.control.read:
             return None
-        for n in range(len(trail.prompt) - 1, n_least - 1, -1):
-            state = self.store.get((trail.namespace, trail.prompt[:n]))
+        for n in range(len(cursor.prompt) - 1, n_least - 1, -1):
+            state = self.store.get((cursor.namespace, cursor.prompt[:n]))
             if state is not None:
-                trail.found = Admitted(n, (("dict", n),))
-                trail.n_stored = n
+                cursor.admission = Admitted(n, (("dict", n),))
+                cursor.n_stored = n
                 return Restored(n, partial(self._fill, state))
         return None
 
@@ -404,40 +404,42 @@ class DictCache:
             raise ValueError("a damaged record")
         layers[0].rows[0] = list(state)
 
-    def stops(self, trail: DictTrail | BlankTrail) -> Sequence[int]:
+    def stops(self, cursor: DictCursor | BlankCursor) -> Sequence[int]:
         return ()
 
-    def commit(self, trail: DictTrail | BlankTrail, row: LiveRow) -> None:
-        if isinstance(trail, BlankTrail):
+    def commit(self, cursor: DictCursor | BlankCursor, row: LiveRow) -> None:
+        if isinstance(cursor, BlankCursor):
             return
-        assert not trail.closed, "a commit after the end"
+        assert not cursor.closed, "a commit after the end"
         n = row.n_tokens
-        if trail.control.write and 0 < n <= len(trail.tokens):
+        if cursor.control.write and 0 < n <= len(cursor.tokens):
             state = row.live_layers[0].rows[row.index]
-            key = trail.namespace, trail.tokens[:n]
+            key = cursor.namespace, cursor.tokens[:n]
             if key not in self.store:
                 self._in_doubt.append(key)
             self.store[key] = list(state[:n])
-            trail.n_stored = n
+            cursor.n_stored = n
 
-    def fork(self, trail: DictTrail | BlankTrail, reply: Sequence[int]) -> DictTrail | BlankTrail:
-        if isinstance(trail, BlankTrail):
-            return trail
-        forked = DictTrail(trail.namespace, trail.prompt, trail.control, reply)
-        forked.n_stored = trail.n_stored
-        self.trails.append(forked)
+    def fork(
+        self, cursor: DictCursor | BlankCursor, reply: Sequence[int]
+    ) -> DictCursor | BlankCursor:
+        if isinstance(cursor, BlankCursor):
+            return cursor
+        forked = DictCursor(cursor.namespace, cursor.prompt, cursor.control, reply)
+        forked.n_stored = cursor.n_stored
+        self.cursors.append(forked)
         return forked
 
-    def close_trail(self, trail: DictTrail | BlankTrail, row: LiveRow | None) -> None:
-        if isinstance(trail, BlankTrail) or trail.closed:
+    def close_cursor(self, cursor: DictCursor | BlankCursor, row: LiveRow | None) -> None:
+        if isinstance(cursor, BlankCursor) or cursor.closed:
             return
         if row is not None:
-            self.commit(trail, row)
-        trail.closed = True
-        self.trails.remove(trail)
+            self.commit(cursor, row)
+        cursor.closed = True
+        self.cursors.remove(cursor)
 
-    def blank(self) -> BlankTrail:
-        return BlankTrail()
+    def blank(self) -> BlankCursor:
+        return BlankCursor()
 
     def confirm(self) -> None:
         self._in_doubt.clear()
@@ -451,7 +453,7 @@ class DictCache:
     def set_room(self, nbytes: int) -> None:
         self.room_nbytes = nbytes
 
-    def tick(self, load: Load) -> None:
+    def tick(self, load: EngineLoad) -> None:
         pass
 
     @property
@@ -567,7 +569,7 @@ class HashEngine:
         self.died = threading.Event()
         self._also_publish = publish
         self._ids = itertools.count()
-        limits = Limits(
+        limits = EngineLimits(
             max_rows,
             max_queue,
             chunk,
@@ -576,7 +578,7 @@ class HashEngine:
             scored_nbytes=scored_nbytes,
         )
         self.engine = Engine(
-            lambda: Parts(self.runner, self.cache, self.budget, limits, scorer=scorer),
+            lambda: EngineParts(self.runner, self.cache, self.budget, limits, scorer=scorer),
             self._publish,
             on_death=self._on_death,
         )
@@ -657,14 +659,14 @@ class HashEngine:
         def count() -> dict[str, int]:
             engine = self.engine
             counts = {
-                "sequences": len(engine._loop.sequences),
-                "waiting": len(engine._loop.waiting),
-                "tasks": len(engine._loop.tasks),
-                "rows": len(engine._loop.rows),
+                "sequences": len(engine._loop.inflight.sequences),
+                "waiting": len(engine._loop.inflight.waiting),
+                "tasks": len(engine._loop.inflight.tasks),
+                "rows": len(engine._loop.inflight.rows),
                 "queued": engine._n_queued,
                 "groups": len(self.runner.groups()),
                 "held_nbytes": self.budget.held_nbytes,
-                "trails": len(getattr(self.cache, "trails", ())),
+                "cursors": len(getattr(self.cache, "cursors", ())),
             }
             return {name: n for name, n in counts.items() if n}
 

@@ -83,7 +83,7 @@ def test_half_requests_take_no_descriptor_from_others(tmp_path: Path) -> None:
 def test_the_limit_is_raised_as_far_as_it_goes() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}));"
-        "from firn.machine import raise_descriptor_limit as r; n = r();"
+        "from firn.host.machine import raise_descriptor_limit as r; n = r();"
         "assert n == resource.getrlimit(resource.RLIMIT_NOFILE)[0]; print(n)"
     )
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

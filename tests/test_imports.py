@@ -1,7 +1,10 @@
-"""Who may import whom: cli -> app -> {api -> text, engine -> cache, models} -> core.
+"""Who may import whom: cli -> app -> assembly -> {api -> text, engine -> cache, models} -> core.
 
 Read from the syntax tree, so an import inside a function or under TYPE_CHECKING counts too. To give a
 package another neighbour is to change a line of `MAY_IMPORT`, which is a decision to be seen.
+
+What begins with an underscore is its package's, its module's or its object's own. A package in `FACADES`
+is used by the names of its __init__ alone.
 """
 
 from __future__ import annotations
@@ -20,55 +23,33 @@ import firn
 SOURCES = Path(firn.__file__).parent
 
 EVERYTHING = {
-    "api", "app", "awake", "backups", "bench", "cache", "caching", "cli", "config", "core", "defaults",
-    "demo", "engine", "fleet", "following", "kv_events", "leaving", "listening", "logs", "machine",
-    "media", "memory", "models", "named", "options", "parts", "ranks", "reservations", "several",
-    "sparse", "sparse_options", "speculating", "supervisors", "text", "traces", "watching",
+    "api", "app", "assembly", "bench", "cache", "cli", "config", "core", "demo", "engine", "fleet",
+    "host", "kv_events", "listener", "logs", "media", "models", "ranks", "text", "traces",
 }  # fmt: skip
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
-    "awake": set(),
-    "supervisors": {"core"},
-    "backups": set(),
-    "leaving": set(),
-    "machine": set(),
-    "reservations": set(),
-    "memory": {"config", "core", "reservations"},
-    "options": set(),
-    "defaults": {"core", "options"},
-    "several": {"core", "options"},
-    "watching": {"options"},
-    "sparse_options": {"options"},
-    "config": {"core", "defaults", "options", "several", "sparse_options", "watching"},
-    "logs": {"config", "watching"},
+    "host": {"core"},
+    "config": {"core"},
+    "logs": {"config"},
     "text": {"core"},
     "media": {"core"},
     "cache": {"core"},
     "traces": {"core", "cache"},
     "bench": {"core", "traces"},
-    "models": {"core", "machine"},
+    "models": {"core", "host"},
     "api": {"core", "text"},
     "engine": {"core", "cache"},
-    "listening": {"api", "core", "machine"},
-    "fleet": {
-        "api", "app", "caching", "config", "core", "demo", "engine", "leaving", "listening", "logs",
-        "machine", "models", "text",
-    },
-    "named": {"config", "demo", "models"},
+    "listener": {"api", "core", "host"},
     "kv_events": {"cache", "core"},
     "ranks": {"cache", "config", "core", "models"},
-    "caching": {"backups", "cache", "config", "core", "models", "ranks"},
-    "parts": {
-        "cache", "caching", "config", "core", "engine", "kv_events", "memory", "models", "ranks",
-        "sparse", "speculating",
+    "assembly": {
+        "cache", "config", "core", "demo", "engine", "host", "kv_events", "models", "ranks",
     },
-    "sparse": {"cache", "config", "core", "models", "speculating"},
-    "following": {
-        "backups", "cache", "caching", "config", "core", "leaving", "memory", "models", "named", "parts",
-        "ranks",
+    "fleet": {
+        "api", "app", "assembly", "config", "core", "demo", "engine", "host", "listener", "logs",
+        "models", "text",
     },
-    "speculating": {"cache", "config", "core", "engine", "models", "named"},
     "app": EVERYTHING - {"cli", "fleet"},
     "cli": EVERYTHING,
     "demo": EVERYTHING,
@@ -89,6 +70,28 @@ MAY_USE: dict[str, tuple[str, ...]] = {
     "zmq": ("kv_events",),
     "msgpack": ("kv_events",),
 }
+FACADES = ("config", "core/ports", "core/values", "engine")
+"""Packages whose modules nobody else imports: their __init__ says what they offer."""
+REACHES: dict[str, tuple[str, ...]] = {
+    "a library's way to say it": ("os._exit", "_replace", "ctypes._NamedFuncPointer"),
+    "mlx-lm's own fields, which contract tests pin": (
+        "layer._idx", "lone._idx", "layer._temporal_order", "mlx_utils._download",
+        "wrapper._tokenizer", "self._wrapper._chat_template",
+        "chat_template_utils._compile_jinja_template",
+        "inner._apply_blockwise_bidirectional_overlay", "inner._block_sequence_ids_for_mask",
+    ),
+    "another object of the same class": ("more._grow", "last._seen", "last._counts"),
+}  # fmt: skip
+"""Names with an underscore that may be read from outside, by reason."""
+BORROWS: dict[str, tuple[tuple[str, str], ...]] = {
+    "the folder's layout and health, for what people ask of it": (
+        ("cache", "firn.cache.tiers._folder"),
+        ("cache", "firn.cache.tiers._health"),
+        ("cli", "firn.cache.tiers._folder"),
+    ),
+    "an address is read before its tier is opened": (("assembly", "firn.cache.tiers._address"),),
+}
+"""Private modules that others may import, by reason: (the importing package, the module)."""
 HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")
 
 
@@ -132,7 +135,8 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def faults(found: Iterator[Import]) -> list[str]:
-    return [str(item) for item in found if not (_direction_ok(item) and _library_ok(item))]
+    checks = (_direction_ok, _library_ok, _private_ok, _facade_ok)
+    return [str(item) for item in found if not all(check(item) for check in checks)]
 
 
 def _direction_ok(item: Import) -> bool:
@@ -150,6 +154,48 @@ def _library_ok(item: Import) -> bool:
     return any(item.place == home or item.place.startswith(f"{home}/") for home in allowed)
 
 
+def _private_ok(item: Import) -> bool:
+    """A private module is imported by its package's modules, a private name by nobody else."""
+    parts = item.target.split(".")
+    if parts[0] != "firn":
+        return True
+    for i, part in enumerate(parts):
+        if part.startswith("_") and not part.startswith("__"):
+            home, module = "/".join(parts[1:i]), ".".join(parts[: i + 1])
+            borrows = {pair for pairs in BORROWS.values() for pair in pairs}
+            inside = item.place.startswith(f"{home}/")
+            return inside or (item.place.split("/")[0], module) in borrows
+    return True
+
+
+def _facade_ok(item: Import) -> bool:
+    parts = item.target.split(".")
+    for facade in FACADES:
+        names = ["firn", *facade.split("/")]
+        inside = item.place.startswith(f"{facade}/")
+        # firn.config.Config is a name of the package; firn.config.tree and what is in it are not.
+        if parts[: len(names)] == names and not inside:
+            module = SOURCES.joinpath(*parts[1 : len(names) + 1]).with_suffix(".py")
+            if len(parts) > len(names) + 1 or module.exists():
+                return False
+    return True
+
+
+def reaches_of(source: str, place: str) -> list[str]:
+    """Where something other than `self` is asked for a name with an underscore."""
+    allowed = tuple(name for names in REACHES.values() for name in names)
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Attribute) or node.attr.startswith("__"):
+            continue
+        text = ast.unparse(node)
+        owner = ast.unparse(node.value)
+        own = owner in ("self", "cls") or owner.startswith("super()")
+        if node.attr.startswith("_") and not own and not text.endswith(allowed):
+            found.append(f"{place}.py:{node.lineno} reaches for {text}")
+    return found
+
+
 def all_places() -> list[str]:
     files = SOURCES.rglob("*.py")
     return sorted(path.relative_to(SOURCES).with_suffix("").as_posix() for path in files)
@@ -159,6 +205,7 @@ def all_places() -> list[str]:
 def test_imports_go_one_way(place: str) -> None:
     source = (SOURCES / f"{place}.py").read_text(encoding="utf-8")
     assert faults(imports_of(source, place)) == []
+    assert reaches_of(source, place) == []
 
 
 def test_every_package_has_its_line() -> None:
@@ -191,9 +238,17 @@ def test_every_package_has_its_line() -> None:
         ("cache/codecs/pages", "from mlx_lm.models.cache import KVCache"),
         ("models/runner", "from firn.demo import model"),
         ("models/runner", "from firn.engine import sequence"),
-        ("config", "from firn import app"),
+        ("config/tree", "from firn import app"),
         ("app", "import firn.cli"),
         ("__init__", "from firn import core"),
+        ("cli/cache", "from firn.cache.tiers._known import Known"),
+        ("cli/cache", "from firn.cache.tiers import _known"),
+        ("cache/prefix", "from firn.cache.restore import _segments"),
+        ("engine/loop", "import firn.engine.recovery._back"),
+        ("cli/show", "from firn.config.tree import Config"),
+        ("cli/show", "from firn.config import tree"),
+        ("assembly/parts", "import firn.engine.loop.Loop"),
+        ("engine/loop", "from firn.core.ports.runner import Runner"),
     ],
 )
 def test_a_wrong_import_is_seen(place: str, source: str) -> None:
@@ -213,10 +268,23 @@ def test_a_wrong_import_is_seen(place: str, source: str) -> None:
         ("cli/doctor", "from firn.models.inspect import inspect_folder"),
         ("cli/__init__", "from firn import __version__"),
         ("demo/model", "import mlx_lm\nfrom firn import app"),
+        ("cache/tiers/ssd", "from firn.cache.tiers._known import Known\nfrom . import _folder"),
+        ("cli/cache_work", "from firn.cache.tiers._folder import Disk"),
+        ("cli/show", "from firn.config import Config\nfrom firn import __version__"),
+        ("config/sources", "from firn.config.tree import Config"),
+        ("core/ports/cache", "from firn.core.ports.runner import Runner"),
     ],
 )
 def test_a_right_import_passes(place: str, source: str) -> None:
     assert faults(imports_of(source, place)) == []
+
+
+def test_a_reach_past_somebodys_own_names_is_seen() -> None:
+    assert reaches_of("class A:\n    def f(self, loop):\n        loop._say(1)", "a") == [
+        "a.py:3 reaches for loop._say"
+    ]
+    assert reaches_of("self._a.b\nsuper().__init__()\ncls._b\nos._exit(1)\na.__name__", "a") == []
+    assert reaches_of("self._a._b", "a") == ["a.py:1 reaches for self._a._b"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"]])

@@ -15,9 +15,8 @@ import openai
 import pytest
 
 from firn import app
-from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig
+from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig, SparseConfig
 from firn.core.errors import SetupError
-from firn.sparse_options import SparseConfig
 from tests.api.real import Real, serving
 from tests.zoo import write_folder
 
@@ -310,7 +309,7 @@ def test_clients_that_go_away_while_it_is_scored_leave_nothing(real: Real) -> No
     engine = real.server.engine
 
     def is_left() -> bool:
-        return bool(engine._loop.sequences or engine._loop.busy)
+        return bool(engine._loop.inflight.sequences or engine._loop.busy)
 
     while engine.call(lambda _: is_left()).result(60):
         pass

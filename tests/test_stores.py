@@ -20,7 +20,7 @@ from firn.cache.prefix import PrefixTree
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.core.errors import SetupError
 from firn.demo.facts import Session
-from firn.engine.loop import Parts
+from firn.engine import EngineParts
 from tests import stores
 from tests.api.real import Real, serving
 from tests.harness import Eager
@@ -93,7 +93,7 @@ class Machine:
     def settle(self) -> None:
         """Until nothing is on its way to the store."""
 
-        def is_busy(parts: Parts) -> bool:
+        def is_busy(parts: EngineParts) -> bool:
             cache = parts.cache
             assert isinstance(cache, PrefixTree)
             below = cache.records.tiers[-1]
@@ -122,7 +122,7 @@ def machine(
     config = Config(model=ModelConfig(path=model), cache=cache)
     with serving(Path(), config=config) as real:
 
-        def eager(parts: Parts) -> None:
+        def eager(parts: EngineParts) -> None:
             assert isinstance(parts.cache, PrefixTree)
             parts.cache.records.estimates = Eager()
 

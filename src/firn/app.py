@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from firn import __version__, named, sparse, speculating
+from firn import __version__
 from firn.api import warm
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
@@ -27,31 +27,30 @@ from firn.api.quotas import KeyLimits, Quotas
 from firn.api.server import create_app
 from firn.api.services import ApiLimits, Gather, Services
 from firn.api.speculation_metrics import SpeculationMetrics
-from firn.awake import Awake
+from firn.assembly import embeddings, sparse, speculation
+from firn.assembly.cache import FLUSH_S
+from firn.assembly.follower import follow, join_ranks
+from firn.assembly.memory import MemoryWatch, Planned
+from firn.assembly.model import ServerSpec, find_folder
+from firn.assembly.parts import ServerParts, build_parts
 from firn.cache.admin import CacheAdmin, health, snapshot
-from firn.cache.prefix import PrefixTree
-from firn.caching import FLUSH_S, MIB
-from firn.config import Config, default_cache_dir, with_model
+from firn.config import Config, default_cache_dir, of_model, with_model
 from firn.core.errors import EngineDead, SetupError, ShuttingDown
+from firn.core.memory_plan import MIB
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import GenerateRequest, ModelInfo
-from firn.defaults import of_model
-from firn.engine.engine import Engine
-from firn.engine.loop import Parts
-from firn.following import follow, join_ranks
-from firn.leaving import leave, no_later_than
-from firn.listening import Uvicorn, address, bind, connections
+from firn.engine import Engine
+from firn.host.awake import Awake
+from firn.host.machine import raise_descriptor_limit
+from firn.host.shutdown import leave, no_later_than
+from firn.listener import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
-from firn.machine import raise_descriptor_limit
 from firn.media.documents import Documents
-from firn.memory import MemoryWatch, Planned
 from firn.models import device as devices
-from firn.models import embedder, loader
+from firn.models import loader
 from firn.models.grammar import Compiler
-from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.recognise import score_of
-from firn.parts import Wanted, build_parts
 from firn.ranks.leader import Leader
 from firn.ranks.leading import Leading
 from firn.ranks.team import Team, end_start, options_digest
@@ -111,7 +110,7 @@ class Server:
     """Everything that runs. Owner: `serve`, for as long as the process lives."""
 
     services: Services
-    engine: Engine
+    engine: Engine[ServerParts]
     event_router: EventRouter
     pool: ThreadPoolExecutor
     died: list[str]
@@ -124,12 +123,7 @@ class Server:
     def own_process(self) -> None:
         """This server is all that the process is for, and its engine what must not wait."""
         sys.setswitchinterval(SWITCH_S)
-
-        def own(parts: Parts) -> None:
-            if isinstance(parts.cache, PrefixTree):
-                parts.cache.own_process()
-
-        self.engine.call(own)
+        self.engine.call(lambda parts: parts.own_process())
 
     def lose_rank(self) -> None:
         """The engine may hang in what the lost one has no part in any more: clients are told here."""
@@ -158,7 +152,7 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
     leading = None
     if team is not None and team.leader is not None:
         leading = Leading(team, team.leader, options=options_digest(config))
-    folder = _model_folder(config)
+    folder = find_folder(config.model)
     config = _heed_model(config, folder)
     trace = config.log.record_trace
     trace_fd = None if trace is None else open_trace(trace)
@@ -180,10 +174,9 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         processor = loader.load_processor(folder, tokenizer, trust_remote_code=trust)
     event_router = EventRouter()
     died: list[str] = []
-    planned: list[Planned] = []
-    wanted = Wanted(config, folder, name, _keys(config).namespaces, processor, front, leading)
-    engine = Engine(
-        lambda: build_parts(wanted, lambda: engine.wake(), planned),
+    spec = ServerSpec(config, folder, name, _keys(config).namespaces, processor, front, leading)
+    engine: Engine[ServerParts] = Engine(
+        lambda: build_parts(spec, lambda: engine.wake()),
         event_router.publish,
         on_death=lambda: died.append("engine"),
     )
@@ -223,14 +216,16 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         quotas=_quotas(config),
         allow_origins=config.server.allow_origins,
         model_aliases=frozenset({config.model.path}),
-        embedder=_embedder_desk(engine),
+        embedder=embeddings.for_any_thread(
+            engine.parts.embedder, lambda f: engine.call(lambda parts: f())
+        ),
         reranker=_reranker(folder, name, tokenizer) if model.generates else None,
         fetch_pictures=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
         softener=grammars.softener,
         cache_admin=CacheAdmin(
-            lambda f: engine.call(lambda parts: f(parts.cache, parts.budget.view())),
+            lambda f: engine.call(lambda parts: f(parts.tree, parts.budget.view())),
             pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
         ),
         recorder=recorder,
@@ -238,22 +233,25 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         show_text=config.page.show_text,
         allocated=devices.allocated_nbytes,
         health_details=lambda: {
-            "cache": health(engine.parts.cache),
-            "speculation": speculating.view(engine.parts),
+            "cache": health(engine.parts.tree),
+            "speculation": speculation.view(engine.parts.speculation),
             "ranks": 1 if team is None else team.group.size,
         },
         extra_collectors=(
-            CacheMetrics(lambda: snapshot(engine.parts.cache)),
+            CacheMetrics(lambda: snapshot(engine.parts.tree)),
             MemoryMetrics(devices.allocated_nbytes),
-            SpeculationMetrics(lambda: speculating.view(engine.parts)),
+            SpeculationMetrics(lambda: speculation.view(engine.parts.speculation)),
         ),
     )
-    watch = _watch(engine, planned[0], front, fixed=team is not None) if planned else None
+    planned = engine.parts.planned
+    watch = _watch(engine, planned, front, fixed=team is not None) if planned else None
     ranks = leading.leader if leading else None
     return Server(services, engine, event_router, pool, died, watch, recorder=recorder, ranks=ranks)
 
 
-def _watch(engine: Engine, planned: Planned, front: int | None, *, fixed: bool) -> MemoryWatch:
+def _watch(
+    engine: Engine[ServerParts], planned: Planned, front: int | None, *, fixed: bool
+) -> MemoryWatch:
     """fixed: the capacity is what all ranks have agreed on."""
     device = devices.device()
     fixed |= front is not None
@@ -275,7 +273,7 @@ def _watch(engine: Engine, planned: Planned, front: int | None, *, fixed: bool) 
     return watch
 
 
-def _recorder(config: Config, engine: Engine, trace_fd: int) -> Recorder:
+def _recorder(config: Config, engine: Engine[ServerParts], trace_fd: int) -> Recorder:
     log.info("recording a trace: %s", config.log.record_trace)
     return Recorder(
         trace_fd,
@@ -337,28 +335,11 @@ def _fetcher(config: Config) -> Gather | None:
     return Fetcher(limits).gather
 
 
-def _embedder_desk(engine: Engine) -> embedder.EmbedderDesk | None:
-    found = engine.parts.embedder
-    if found is None:
-        return None
-    return embedder.EmbedderDesk(
-        lambda f: engine.call(lambda parts: f(parts.embedder)),
-        n_dims=found.n_dims,
-        max_tokens=found.max_tokens,
-    )
-
-
 def _reranker(folder: Path, name: str, tokenizer: Tokenizer) -> rerank.Reranker | None:
     found = rerank.detect_reranker(f"{name} {folder.name}", tokenizer, score_of(folder))
     if found is not None:
         log.info("%s reranks documents (/v1/rerank)", name)
     return found
-
-
-def _model_folder(config: Config) -> Path:
-    wanted = config.model
-    rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
-    return named.resolve(wanted.path, rules)
 
 
 # --- running -------------------------------------------------------------------------------

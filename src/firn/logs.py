@@ -10,7 +10,7 @@ import logging
 import sys
 from typing import TextIO
 
-from firn.watching import LogLevel
+from firn.config import LogLevel
 
 _NO_NEW_LINES = str.maketrans({"\n": "\\n", "\r": "\\r"})
 

@@ -12,7 +12,7 @@ import pytest
 from firn.api.dialects.ollama_chat import OllamaChat
 from firn.api.dialects.ollama_generate import OllamaGenerate
 from firn.core.errors import InvalidValue
-from firn.core.values import Chat, Job, Middle, Namespace, PicturePart, RawText
+from firn.core.values import Chat, FillInMiddle, Job, Namespace, PicturePart, RawText
 from firn.text.formats import detect_format
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
@@ -184,7 +184,7 @@ def test_a_prompt_by_itself() -> None:
     assert isinstance(source(), Chat)
     assert [m.role for m in source(system="b").messages] == ["system", "user"]
     assert source(raw=True) == RawText("a")
-    assert source(suffix="z") == Middle("a", "z")
+    assert source(suffix="z") == FillInMiddle("a", "z")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import httpx
 import pytest
 
 from firn.api.auth import SHARED
-from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
-from firn.engine.loop import Parts
-from firn.watching import PageConfig
+from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, PageConfig
+from firn.engine import EngineParts
 from tests.api.real import Real, serving
 from tests.cache.test_browse import store
 
@@ -192,7 +191,7 @@ def test_ten_thousand_nodes(page: Page) -> None:
         cache=CacheConfig(no_ssd_cache=True, cache_memory_mb=256, cache_block_tokens=4),
     )
 
-    def fill(parts: Parts) -> None:
+    def fill(parts: EngineParts) -> None:
         cache: Any = parts.cache
         for i in range(2500):
             trunk = [1 + i % 50] * 4

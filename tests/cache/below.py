@@ -16,8 +16,8 @@ def on_its_way(harness: Harness) -> dict[str, int]:
     (below,) = cache.records.tiers
     found = {
         "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
-        "memory of requests": harness.engine.parts.budget.view()["constraint_oftes"],
-        "trails that race": len(cache._racing),
+        "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
+        "cursors that race": len(cache._racing),
         "loads": len(below._loading),
         "records to spill": len(below._to_spill),
         "records being written": sum(r.writing != 0 for r in records_of(cache)),

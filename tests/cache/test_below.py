@@ -21,7 +21,7 @@ from firn.cache.parts import Part
 from firn.cache.threads import Done
 from firn.cache.tiers import Status, Stored, Usage
 from firn.core.keys import KeyTokens
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
 from tests.cache.lab import DENSE, LabEngine, records_of, tree
 from tests.hash_runner import prompt_of as words
@@ -82,7 +82,7 @@ def settled(lab: LabEngine, now: list[float]) -> None:
     """Long enough for a retry, and steps enough to hear of it."""
     now[0] += below.RESCAN_S + 1
     for _ in range(8):
-        lab.between_steps(partial(lab.cache.tick, Load.NONE))  # type: ignore[union-attr]
+        lab.between_steps(partial(lab.cache.tick, EngineLoad.NONE))  # type: ignore[union-attr]
 
 
 def test_a_fault_that_ends() -> None:

@@ -247,15 +247,15 @@ def test_leases_hold_pages_between_match_and_fill() -> None:
     cache = tree(DENSE, block=8)
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(prompt_of(1, 41), 1).wait().check()
-    trail = cache.open(lab_prompt(prompt_of(1, 45)), Namespace(""), CacheControl())
-    restored = cache.restore(trail)
+    cursor = cache.open(lab_prompt(prompt_of(1, 45)), Namespace(""), CacheControl())
+    restored = cache.restore(cursor)
     assert restored is not None
     cache.records.memory.shrink_to(0)
     layer = LabLayer([[]], DENSE)
     if restored.n_tokens % 8 == 0:
         restored.fill([layer])
         assert layer.rows[0] == prompt_of(1, 45)[: restored.n_tokens]
-    cache.close_trail(trail, None)
+    cache.close_cursor(cursor, None)
     assert n_leases(cache) == 0
     cache.records.memory.shrink_to(0)
     assert records_of(cache) == []

@@ -92,12 +92,12 @@ def with_pictures(*spans: tuple[int, int, bytes]) -> Prompt:
 
 def store(cache: PrefixTree, prompt: Prompt) -> None:
     """Commit a whole prompt, without a model."""
-    trail = cache.open(prompt, Namespace(""), CacheControl())
-    assert cache.restore(trail) is None
+    cursor = cache.open(prompt, Namespace(""), CacheControl())
+    assert cache.restore(cursor) is None
     row = LabRow(LabLayer([[]], DENSE))
     row.consume([int(t) for t in prompt.ids])
-    cache.commit(trail, row)
-    cache.close_trail(trail, row)
+    cache.commit(cursor, row)
+    cache.close_cursor(cursor, row)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from firn.cache import admin
 from firn.core.errors import BadRequest
 from firn.core.events import Admitted
-from firn.core.ports import Delivery, Load
+from firn.core.ports import Delivery, EngineLoad
 from firn.core.values import CacheControl, Namespace, Sampling
 from tests.cache.lab import (
     DENSE,
@@ -293,7 +293,7 @@ def test_what_has_a_lifetime_ends_with_it(shape: Shape) -> None:
         clock.now = 60.0
         assert ask(lab, ids, control=mortal).n_cached == 0
         clock.now = 200.0
-        lab.between_steps(partial(cache.tick, Load.NONE))
+        lab.between_steps(partial(cache.tick, EngineLoad.NONE))
         assert records_of(cache) == []
         lab.check()
 
@@ -346,10 +346,10 @@ def test_a_lifetime_ends_while_the_prefix_is_in_use() -> None:
         while not user.tokens():
             lab.between_steps()
         clock.now = 1000.0
-        lab.between_steps(partial(cache.tick, Load.NONE))
+        lab.between_steps(partial(cache.tick, EngineLoad.NONE))
         lab.between_steps(partial(check_tree, cache))
         user.wait().check()
-        lab.between_steps(partial(cache.tick, Load.NONE))
+        lab.between_steps(partial(cache.tick, EngineLoad.NONE))
         lab.check()
 
 

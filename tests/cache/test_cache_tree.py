@@ -31,7 +31,7 @@ from firn.cache.nodes import Node, Record
 from firn.cache.parts import Part
 from firn.core.errors import BadRequest
 from firn.core.keys import key_tokens
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from firn.engine.scheduler import chunk_end
 from tests.cache.lab import (
@@ -54,7 +54,7 @@ BASES = [random.Random(seed).choices(range(1, 4), k=64) for seed in range(3)]
 
 @dataclass(eq=False)
 class Choice:
-    trail: Any
+    cursor: Any
     row: LabRow
     reply: list[int]
 
@@ -62,7 +62,7 @@ class Choice:
 @dataclass(eq=False)
 class Request:
     ids: list[int]
-    trail: Any
+    cursor: Any
     row: LabRow | None = None
     choices: list[Choice] = field(default_factory=list)
 
@@ -119,8 +119,8 @@ class Machine(RuleBasedStateMachine):
         ids = BASES[base][:n] + tail
         control = CacheControl(read=read, write=write, ttl_s=ttl)
         bounds = sorted({len(ids) // 3, len(ids) - 2} - {0, -1})
-        trail = self.tree.open(prompt_of(ids, bounds), Namespace(name), control)
-        self.requests.append(Request(ids, trail))
+        cursor = self.tree.open(prompt_of(ids, bounds), Namespace(name), control)
+        self.requests.append(Request(ids, cursor))
         if read:
             values = key_tokens(prompt_of(ids).ids)
             want = longest(self.tree, self.tree.records.identity.root(Namespace(name)), values)
@@ -130,20 +130,20 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def admit(self, pick: int) -> None:
         request = self.one(self.waiting(), pick)
-        restored = self.tree.restore(request.trail)
+        restored = self.tree.restore(request.cursor)
         request.row = self.row_of(restored)
         if restored is not None:
             assert request.row.tokens == request.ids[: restored.n_tokens]
             assert restored.n_tokens < len(request.ids)
-            assert request.trail.control.read
-        assert request.trail.found.n_cached == request.row.n_tokens
+            assert request.cursor.control.read
+        assert request.cursor.admission.n_cached == request.row.n_tokens
 
     @precondition(lambda self: self.reading())
     @rule(pick=st.integers(0, 99))
     def read_chunk(self, pick: int) -> None:
         request = self.one(self.reading(), pick)
         assert request.row is not None
-        ahead = self.tree.advance(request.trail, request.row.n_tokens)
+        ahead = self.tree.advance(request.cursor, request.row.n_tokens)
         if ahead is not None:
             assert ahead.n_tokens > request.row.n_tokens
             old, request.row = request.row, self.row_of(ahead)
@@ -151,10 +151,10 @@ class Machine(RuleBasedStateMachine):
             assert request.row.tokens == request.ids[: ahead.n_tokens]
         n_total = len(request.ids) - 1
         if request.row.n_tokens < n_total:
-            stops = self.tree.stops(request.trail)
+            stops = self.tree.stops(request.cursor)
             end = chunk_end(request.row.n_tokens, n_total, chunk=CHUNK, stops=stops)
             request.row.consume(request.ids[request.row.n_tokens : end])
-            self.tree.commit(request.trail, request.row)
+            self.tree.commit(request.cursor, request.row)
 
     @precondition(lambda self: self.read())
     @rule(pick=st.integers(0, 99), n=st.integers(1, 3))
@@ -167,9 +167,9 @@ class Machine(RuleBasedStateMachine):
             row = LabRow(layer, request.row.n_tokens)
             if i == 0:
                 row, row.layer = request.row, layer
-            trail = self.tree.fork(request.trail, reply)
-            request.choices.append(Choice(trail, row, reply))
-        self.tree.close_trail(request.trail, None)
+            cursor = self.tree.fork(request.cursor, reply)
+            request.choices.append(Choice(cursor, row, reply))
+        self.tree.close_cursor(request.cursor, None)
 
     @precondition(lambda self: self.decoding())
     @rule(pick=st.integers(0, 99), n=st.integers(1, 9))
@@ -180,8 +180,8 @@ class Machine(RuleBasedStateMachine):
         for _ in range(n):
             choice.row.consume([([*request.ids, *choice.reply])[choice.row.n_tokens]])
             choice.reply.append(self.rng.randint(1, 3))
-            if choice.trail.wants(choice.row.n_tokens):
-                self.tree.commit(choice.trail, choice.row)
+            if choice.cursor.commit_due(choice.row.n_tokens):
+                self.tree.commit(choice.cursor, choice.row)
 
     @precondition(lambda self: self.decoding())
     @rule(pick=st.integers(0, 99), ahead=st.booleans(), failed=st.booleans())
@@ -190,15 +190,15 @@ class Machine(RuleBasedStateMachine):
         choice = request.choices.pop(pick % len(request.choices))
         if ahead:
             choice.row.consume([([*request.ids, *choice.reply])[choice.row.n_tokens]])
-        self.end(choice.trail, choice.row, failed=failed)
+        self.end(choice.cursor, choice.row, failed=failed)
         if not request.choices:
             self.leave(request)
         else:
             self.protect()
             self.set_room(self.room)
 
-    def end(self, trail: Any, row: LabRow | None, *, failed: bool) -> None:
-        self.tree.close_trail(trail, None if failed else row)
+    def end(self, cursor: Any, row: LabRow | None, *, failed: bool) -> None:
+        self.tree.close_cursor(cursor, None if failed else row)
         if row is not None:
             row.is_live = False
             if failed and self.shape.in_rows:
@@ -209,10 +209,10 @@ class Machine(RuleBasedStateMachine):
     def cancel(self, pick: int, failed: bool) -> None:
         request = self.one(self.requests, pick)
         for choice in request.choices:
-            self.end(choice.trail, choice.row, failed=failed)
+            self.end(choice.cursor, choice.row, failed=failed)
         if not request.choices:
-            self.end(request.trail, request.row, failed=failed)
-        self.tree.close_trail(request.trail, request.row)  # a second time does nothing
+            self.end(request.cursor, request.row, failed=failed)
+        self.tree.close_cursor(request.cursor, request.row)  # a second time does nothing
         self.leave(request)
 
     def leave(self, request: Request) -> None:
@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.tree.tick(Load.NONE)
+        self.tree.tick(EngineLoad.NONE)
 
     @rule(nbytes=st.sampled_from([0, 30, 100, 400, 1 << 40]))
     def set_room(self, nbytes: int) -> None:
@@ -277,9 +277,9 @@ class Machine(RuleBasedStateMachine):
         self.check_protected()
 
     def check_leases(self) -> None:
-        trails = [r.trail for r in self.requests if not r.choices and not r.trail.closed]
-        trails += [c.trail for r in self.requests for c in r.choices]
-        ends = [t.node for t in trails if hasattr(t, "node")]
+        cursors = [r.cursor for r in self.requests if not r.choices and not r.cursor.closed]
+        cursors += [c.cursor for r in self.requests for c in r.choices]
+        ends = [t.node for t in cursors if hasattr(t, "node")]
         ends = [n for n in ends if self.tree.records.tree.is_attached(n.root)]
         want = Counter(above for n in ends for above in (*n.path(), n.root))
         nodes = [*self.tree.records.tree.roots(), *self.tree.records.tree.nodes()]

@@ -22,7 +22,7 @@ from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.errors import BadRequest
 from firn.core.events import Admitted, Advanced
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from tests.cache.lab import DENSE, HYBRID, LabEngine, Shape, check_tree, records_of, tree
 from tests.cache.lab import prompt_of as lab_prompt
@@ -99,7 +99,7 @@ def settle(lab: LabEngine) -> None:
 
     def left() -> bool:
         (below,) = lab.tree.records.tiers
-        lab.tree.tick(Load.NONE)
+        lab.tree.tick(EngineLoad.NONE)
         return not below.idle or any(r.writing for r in records_of(lab.tree))
 
     while lab.between_steps(left):
@@ -114,7 +114,7 @@ def ask(lab: LabEngine, ids: list[int], n_reply: int = 4, **options: object) -> 
 
 def found(outcome: Outcome) -> Admitted:
     """What the cache did for it in the end."""
-    said = [*outcome.of(Admitted), *(a.found for a in outcome.of(Advanced))]
+    said = [*outcome.of(Admitted), *(a.admission for a in outcome.of(Advanced))]
     return said[-1]
 
 
@@ -307,12 +307,12 @@ def test_admission_does_not_evict_what_is_about_to_be_resumed() -> None:
     with LabEngine(DENSE, cache=cache) as lab:
         ids = words(1, 200)
         ask(lab, ids)
-    trail = cache.open(lab_prompt([*ids, 1]), Namespace(""), CacheControl())
+    cursor = cache.open(lab_prompt([*ids, 1]), Namespace(""), CacheControl())
     cache.set_room(0)
-    restored = cache.restore(trail)
+    restored = cache.restore(cursor)
     assert restored is not None
     assert restored.n_tokens == 200
-    cache.close_trail(trail, None)
+    cache.close_cursor(cursor, None)
 
 
 # --- pins, clearing ------------------------------------------------------------------------

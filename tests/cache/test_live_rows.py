@@ -92,8 +92,8 @@ def test_the_next_turn_goes_on_in_the_same_buffers() -> None:
         def take_over() -> list[list[int]]:
             cache, runner = harness.cache, harness.runner
             where = addresses(before)
-            trail = cache.open(prompt, Namespace(""), CacheControl())
-            restored = cache.restore(trail)
+            cursor = cache.open(prompt, Namespace(""), CacheControl())
+            restored = cache.restore(cursor)
             assert restored is not None
             assert (restored.n_tokens, restored.nbytes) == (len(ids), 0)
             mx.reset_peak_memory()
@@ -105,7 +105,7 @@ def test_the_next_turn_goes_on_in_the_same_buffers() -> None:
                 for a in (layer.keys, layer.values)
             ]
             assert mx.get_peak_memory() <= n_before, "nothing was allocated"
-            cache.close_trail(trail, row)
+            cache.close_cursor(cursor, row)
             runner.leave([row])
             return [where, taken, addresses(before)]
 
@@ -335,14 +335,14 @@ def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> Non
     rows = cache.records.rows
 
     def opened(ids: list[int]) -> tuple[Any, LabRow]:
-        trail = cache.open(prompt_of(ids), Namespace(""), CacheControl())
-        restored = cache.restore(trail)
+        cursor = cache.open(prompt_of(ids), Namespace(""), CacheControl())
+        restored = cache.restore(cursor)
         row = LabRow(LabLayer([[]], IN_ROWS))
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
             restored.filled(row)
-        return trail, row
+        return cursor, row
 
     ids = words(1, 90)
     slow, slow_row = opened(ids)
@@ -358,14 +358,14 @@ def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> Non
     next_row.n_tokens = ahead.n_tokens
     ahead.filled(next_row)
     assert set(rows.live) == {next_row, fast_row}
-    cache.close_trail(fast, None)
+    cache.close_cursor(fast, None)
     assert set(rows.live) == {next_row}
-    cache.close_trail(slow, next_row)
+    cache.close_cursor(slow, next_row)
     assert rows.live == {}
     assert rows.parked
-    trail, row = opened([*ids, 3])
+    cursor, row = opened([*ids, 3])
     assert row.n_tokens == 64, "what the one that was given up had computed, the other had copied"
-    cache.close_trail(trail, row)
+    cache.close_cursor(cursor, row)
 
 
 def test_only_long_rows_are_parked() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from firn.cache.trail import MAX_LATE, Loading
+from firn.cache.cursor import MAX_LATE, Loading
 
 
 def loading(

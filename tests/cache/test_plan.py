@@ -66,9 +66,9 @@ def planned(load_s: Callable[[float], float], *, engine_s: float = 0.0) -> tuple
 
         def look() -> tuple[Plan, list[int]]:
             cache.records.estimates = Told(lambda nbytes: load_s(nbytes / total), engine_s / total)
-            trail = cache._trail(prompt, EVERYONE, CacheControl(write=False))
-            plan = cache._restorer.plan(trail)
-            cache.records.unlease(trail.node)
+            cursor = cache._cursor(prompt, EVERYONE, CacheControl(write=False))
+            plan = cache._restorer.plan(cursor)
+            cache.records.unlease(cursor.node)
             return plan, [r.node.start // BLOCK for r in plan.loads]
 
         return lab.between_steps(look)

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 from firn.cache import admin
 from firn.cache.parts import Part
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from firn.engine.scheduler import chunk_end
 from tests.cache.lab import DENSE, HYBRID, WINDOWED, LabLayer, LabRow, Shape, prompt_of, tree
@@ -157,17 +157,17 @@ class Reasons(RuleBasedStateMachine):
         plain = self.plain()
         before = self.probe(tuple(ids), plain)
         bounds = sorted({len(ids) // 3, len(ids) - 2} - {0, -1})
-        trail = self.tree.open(prompt_of(ids, bounds), EVERYONE, CacheControl(read=read))
-        n_hoped = trail.loading.n_tokens if trail.loading else 0
+        cursor = self.tree.open(prompt_of(ids, bounds), EVERYONE, CacheControl(read=read))
+        n_hoped = cursor.loading.n_tokens if cursor.loading else 0
         failed = set()
         if not is_late:
             failed = self.run_orders()
-        restored = self.tree.restore(trail)
+        restored = self.tree.restore(cursor)
         n_cached = 0 if restored is None else restored.n_tokens
-        self.check(tuple(ids), trail, n_cached, before, failed=failed, n_hoped=n_hoped)
-        self.compute(ids, trail, restored)
+        self.check(tuple(ids), cursor, n_cached, before, failed=failed, n_hoped=n_hoped)
+        self.compute(ids, cursor, restored)
         self.run_orders()
-        self.tree.tick(Load.NONE)
+        self.tree.tick(EngineLoad.NONE)
         self.run_orders()
         self.ever |= {(s.tokens, s.start) for s in self.plain().now}
 
@@ -182,7 +182,7 @@ class Reasons(RuleBasedStateMachine):
     def check(
         self,
         ids: Tokens,
-        trail: Any,
+        cursor: Any,
         n_cached: int,
         before: dict[str, Any],
         *,
@@ -190,37 +190,37 @@ class Reasons(RuleBasedStateMachine):
         n_hoped: int,
     ) -> None:
         """What the request is told, which knows what became of its loads."""
-        reason = trail.found.reason
-        assert trail.found.n_cached == n_cached
-        if not trail.control.read:
+        reason = cursor.admission.reason
+        assert cursor.admission.n_cached == n_cached
+        if not cursor.control.read:
             assert (n_cached, reason) == (0, "reading off")
         elif n_cached >= len(ids) - 1:
             assert reason == ""
-        elif trail.racing:
+        elif cursor.racing:
             assert (reason, n_cached < n_hoped) == ("not yet loaded", True)
         elif failed and n_cached < n_hoped:
             assert reason in failed
         else:
             assert (n_cached, reason) == (before["cached_tokens"], before["reason"])
 
-    def compute(self, ids: list[int], trail: Any, restored: Any) -> None:
+    def compute(self, ids: list[int], cursor: Any, restored: Any) -> None:
         row = LabRow(LabLayer([[]], self.shape))
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
         while row.n_tokens < len(ids) - 1:
-            stops = self.tree.stops(trail)
+            stops = self.tree.stops(cursor)
             end = chunk_end(row.n_tokens, len(ids) - 1, chunk=CHUNK, stops=stops)
             row.consume(ids[row.n_tokens : end])
-            self.tree.commit(trail, row)
+            self.tree.commit(cursor, row)
         row.consume(ids[-1:])
-        self.tree.close_trail(trail, row)
+        self.tree.close_cursor(cursor, row)
 
     def run_orders(self) -> set[str]:
         """All that is queued, and what is queued because of it; what was said of failed reads."""
         while self.io.orders:
             self.io.orders.popleft()("well")
-            self.tree.tick(Load.DECODING)
+            self.tree.tick(EngineLoad.DECODING)
         faults = set(self.tree.stats.faults)
         self.tree.stats.faults.clear()
         return {SAID_OF[fault] for fault in faults}
@@ -235,8 +235,8 @@ class Reasons(RuleBasedStateMachine):
         self.io.gone = names[len(names) - int(share * len(names)) :]
         self.io.delete(self.io.gone)
         self.now += 11.0
-        self.tree.tick(Load.NONE)
-        self.tree.tick(Load.NONE)
+        self.tree.tick(EngineLoad.NONE)
+        self.tree.tick(EngineLoad.NONE)
 
     @precondition(lambda self: self.io.stored)
     @rule(pick=st.integers(0, 99), is_damage=st.booleans(), n=st.integers(1, 3))

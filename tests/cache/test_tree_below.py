@@ -21,7 +21,7 @@ from firn.cache.parts import Part
 from firn.cache.threads import Done
 from firn.cache.tiers import Gone, Status, Stored, Usage
 from firn.core.keys import KeyTokens
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
 from tests.cache.lab import SHAPES, Shape, check_tree, n_leases, records_of
 from tests.cache.test_cache_tree import NAMES, Machine
@@ -199,7 +199,7 @@ class OverATier(Machine):
             if self.io.orders:
                 order = self.io.orders.pop() if later else self.io.orders.popleft()
                 order(fate)
-                self.tree.tick(Load.DECODING)
+                self.tree.tick(EngineLoad.DECODING)
 
     @precondition(lambda self: self.io.stored)
     @rule(pick=st.integers(0, 99), n=st.integers(1, 4))
@@ -213,10 +213,10 @@ class OverATier(Machine):
         """Everything that is wanted is written, and a scan tells what others did."""
         self.now += 11.0
         for _ in range(4):
-            self.tree.tick(Load.NONE)
+            self.tree.tick(EngineLoad.NONE)
             while self.io.orders:
                 self.io.orders.popleft()("well")
-            self.tree.tick(Load.NONE)
+            self.tree.tick(EngineLoad.NONE)
 
     @rule()
     def restart(self) -> None:

@@ -14,12 +14,12 @@ from typer.testing import CliRunner, Result
 from firn.api.auth import Keys
 from firn.api.services import ApiLimits
 from firn.cli import make_cli
-from firn.cli.agents import AGENTS, Served
+from firn.cli.agents import AGENTS, ServedModel
 from tests.api.live import serve
 from tests.zoo import ZOO, write_folder
 
 README = Path(__file__).parents[2] / "README.md"
-LARGE = Served("Qwen3-8B-4bit", "http://127.0.0.1:8000", 40960)
+LARGE = ServedModel("Qwen3-8B-4bit", "http://127.0.0.1:8000", 40960)
 
 
 def run(*arguments: str, **environ: str) -> Result:
@@ -90,7 +90,7 @@ def test_a_folder_is_read_instead(tmp_path: Path) -> None:
 
 
 def test_a_model_that_sees_says_so() -> None:
-    seeing = Served("m", "http://h", 8192, vision=True)
+    seeing = ServedModel("m", "http://h", 8192, vision=True)
     render, _ = AGENTS["opencode"]
     entry = json.loads(render(seeing))["provider"]["firn"]["models"]["m"]
     assert entry["modalities"]["input"] == ["text", "image"]
@@ -101,7 +101,7 @@ def test_a_model_that_sees_says_so() -> None:
 
 @pytest.mark.parametrize("name", ['a "b" $c', "it's", "org/name", "ü"])
 def test_odd_names_do_no_harm(name: str) -> None:
-    odd = Served(name, "http://h:1", 65536)
+    odd = ServedModel(name, "http://h:1", 65536)
     assert shell(AGENTS["claude"][0](odd))["ANTHROPIC_MODEL"] == name
     assert tomllib.loads(AGENTS["codex"][0](odd))["model"] == name
     assert name in json.loads(AGENTS["opencode"][0](odd))["provider"]["firn"]["models"]

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from firn.cli.chat import Reply, summary
-from firn.cli.client import Comment, Data, SseDecoder
+from firn.cli.chat import ChatReply, summary
+from firn.cli.client import SseComment, SseData, SseDecoder
 from firn.core.values import Usage
 from tests.cli.chat_server import CHAT, CLEAN, Terminal, Wire, one_shot, serving
 
@@ -340,7 +340,7 @@ STREAM = (
     ': prefill 1/2\r\n\r\ndata: {"a": "é"}\r\n\r\nevent: x\ndata: one\ndata:two\n\n\n'
     "id: 3\nretry: 5\n\ndata: [DONE]\n\ndata: never closed\n"
 ).encode()
-EVENTS = [Comment("prefill 1/2"), Data('{"a": "é"}'), Data("one\ntwo"), Data("[DONE]")]
+EVENTS = [SseComment("prefill 1/2"), SseData('{"a": "é"}'), SseData("one\ntwo"), SseData("[DONE]")]
 
 
 @pytest.mark.parametrize("cut", range(len(STREAM) + 1))
@@ -359,16 +359,16 @@ def test_events_come_out_whole_byte_by_byte() -> None:
     ("reply", "text"),
     [
         (
-            Reply("a", Usage(10, 11, 8), 0.5, 1.5, stopped=False, reason="stop"),
+            ChatReply("a", Usage(10, 11, 8), 0.5, 1.5, stopped=False, reason="stop"),
             "11 tokens, 10 of prompt (8 cached), first token after 0.50 s, 10 tokens/s",
         ),
         (
-            Reply("a", Usage(10, 1, 0), 0.5, 0.5, stopped=False, reason="length"),
+            ChatReply("a", Usage(10, 1, 0), 0.5, 0.5, stopped=False, reason="length"),
             "1 tokens, 10 of prompt (0 cached), first token after 0.50 s, cut at the token limit",
         ),
-        (Reply("", None, None, 1.0, stopped=True, reason=None), "stopped"),
-        (Reply("", None, None, 1.0, stopped=False, reason="stop"), ""),
+        (ChatReply("", None, None, 1.0, stopped=True, reason=None), "stopped"),
+        (ChatReply("", None, None, 1.0, stopped=False, reason="stop"), ""),
     ],
 )
-def test_the_line_after_a_reply(reply: Reply, text: str) -> None:
+def test_the_line_after_a_reply(reply: ChatReply, text: str) -> None:
     assert summary(reply) == text

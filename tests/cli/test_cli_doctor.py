@@ -19,9 +19,9 @@ from rich.console import Console
 from firn.cli.doctor import Finding, describe_model, doctor, look_at_machine, look_at_model, size
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL
-from firn.core.memory_plan import Wishes
-from firn.machine import (
-    Memory,
+from firn.core.memory_plan import MemoryOptions
+from firn.host.machine import (
+    SystemMemory,
     disk_free,
     is_loopback,
     is_translated,
@@ -35,7 +35,7 @@ from firn.models.inspect import CacheCost, DeviceReport, ModelReport, inspect_fo
 GIB = 2**30
 MAC = DeviceReport("Metal", "Apple M9", 64 * GIB, 48 * GIB)
 LINUX = DeviceReport("CPU", "EPYC", None, None)
-METAL = Wishes(chunk=512)
+METAL = MemoryOptions(chunk=512)
 GPU = DeviceReport("CUDA", "H200", 139 * GIB, None)
 
 
@@ -127,7 +127,7 @@ def test_versions_come_first(tmp_path: Path) -> None:
 def fits(
     weights_gib: float,
     device: DeviceReport,
-    now: Memory,
+    now: SystemMemory,
     *,
     cache: CacheCost | None = None,
     context: int | None = None,
@@ -145,24 +145,24 @@ COST = CacheCost(2**19, fixed_nbytes=0, n_layers=2, n_window=0, n_state=0)
 @pytest.mark.parametrize(
     ("weights_gib", "device", "now", "mark"),
     [
-        (40, MAC, Memory(64 * GIB, 60 * GIB), "ok"),
-        (49, MAC, Memory(64 * GIB, 60 * GIB), "problem"),  # the working set, not the memory
-        (40, MAC, Memory(64 * GIB, 30 * GIB), "note"),
-        (20, LINUX, Memory(16 * GIB, 12 * GIB), "problem"),
-        (13, LINUX, Memory(16 * GIB, 12 * GIB), "note"),
-        (10, LINUX, Memory(16 * GIB, None), "ok"),
-        (100, GPU, Memory(32 * GIB, 16 * GIB), "ok"),  # the host's memory does not matter
-        (140, GPU, Memory(900 * GIB, 800 * GIB), "problem"),
+        (40, MAC, SystemMemory(64 * GIB, 60 * GIB), "ok"),
+        (49, MAC, SystemMemory(64 * GIB, 60 * GIB), "problem"),  # the working set, not the memory
+        (40, MAC, SystemMemory(64 * GIB, 30 * GIB), "note"),
+        (20, LINUX, SystemMemory(16 * GIB, 12 * GIB), "problem"),
+        (13, LINUX, SystemMemory(16 * GIB, 12 * GIB), "note"),
+        (10, LINUX, SystemMemory(16 * GIB, None), "ok"),
+        (100, GPU, SystemMemory(32 * GIB, 16 * GIB), "ok"),  # the host's memory does not matter
+        (140, GPU, SystemMemory(900 * GIB, 800 * GIB), "problem"),
     ],
 )
 def test_whether_weights_fit(
-    weights_gib: float, device: DeviceReport, now: Memory, mark: str
+    weights_gib: float, device: DeviceReport, now: SystemMemory, mark: str
 ) -> None:
     assert fits(weights_gib, device, now).mark == mark
 
 
 def test_how_long_a_conversation_may_get() -> None:
-    now = Memory(16 * GIB, 16 * GIB)
+    now = SystemMemory(16 * GIB, 16 * GIB)
     short = fits(6, LINUX, now, cache=COST, context=100_000)
     n_tokens = int(short.text.split()[-4])
     assert 8192 < n_tokens < 16 * 1024, "less than what weights leave: chunks and queues are in it"
@@ -174,15 +174,15 @@ def test_the_budget_is_a_table_that_adds_up() -> None:
     report = ModelReport(Path("m"), weights_nbytes=8 * GIB, cache=COST, context_length=100_000)
     rows = list(
         budget_rows(
-            machine_of(MAC, Memory(64 * GIB, 40 * GIB)),
-            verdict(machine_of(MAC, Memory(64 * GIB, 40 * GIB)), model_of(report), METAL)[0],
+            machine_of(MAC, SystemMemory(64 * GIB, 40 * GIB)),
+            verdict(machine_of(MAC, SystemMemory(64 * GIB, 40 * GIB)), model_of(report), METAL)[0],
         )
     )
     *taken, (left, what) = rows
     assert sum(nbytes for nbytes, _ in taken) == left > 0
     assert what == "requests and stored prefixes"
     assert "taken by other programs" in [text for _, text in rows]
-    printed = [f.text for f in describe_model(report, MAC, Memory(64 * GIB, 60 * GIB))]
+    printed = [f.text for f in describe_model(report, MAC, SystemMemory(64 * GIB, 60 * GIB))]
     assert any(text.endswith("Metal's working set") for text in printed)
     assert any(text.endswith("a prefill chunk while it runs") for text in printed)
 
@@ -201,7 +201,7 @@ def test_a_cpu_computes_in_float32(
     report = ModelReport(
         Path("m"), weights_nbytes=8 * GIB, float32_nbytes=16 * GIB, n_files=1, cache=COST
     )
-    now = Memory(64 * GIB, free_gib * GIB)
+    now = SystemMemory(64 * GIB, free_gib * GIB)
     computed = as_computed(report, device, now)
     assert computed.weights_nbytes == weights_gib * GIB
     assert computed.cache is not None
@@ -245,15 +245,17 @@ def make_root(root: Path, *, limit: str | None = None, used: int = 0) -> Path:
 @pytest.mark.parametrize(
     ("limit", "used", "expected"),
     [
-        (None, 0, Memory(16384, 8192)),
-        ("max", 0, Memory(16384, 8192)),
-        ("99999", 0, Memory(16384, 8192)),
-        ("10000", 4000, Memory(10000, 6000)),
-        ("10000", 12000, Memory(10000, 0)),
-        ("12000", 1000, Memory(12000, 8192)),
+        (None, 0, SystemMemory(16384, 8192)),
+        ("max", 0, SystemMemory(16384, 8192)),
+        ("99999", 0, SystemMemory(16384, 8192)),
+        ("10000", 4000, SystemMemory(10000, 6000)),
+        ("10000", 12000, SystemMemory(10000, 0)),
+        ("12000", 1000, SystemMemory(12000, 8192)),
     ],
 )
-def test_memory_on_linux(tmp_path: Path, limit: str | None, used: int, expected: Memory) -> None:
+def test_memory_on_linux(
+    tmp_path: Path, limit: str | None, used: int, expected: SystemMemory
+) -> None:
     assert memory(make_root(tmp_path / "root", limit=limit, used=used)) == expected
 
 

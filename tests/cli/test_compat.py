@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from firn.cli import make_cli
-from firn.cli.compat import PARSERS, SAME, VLLM_MLX, Accepted, Alias, Refused
+from firn.cli.compat import PARSERS, SAME, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
 from firn.config import OPTIONS, Config
 from firn.text.formats import reasoning_parser_names, tool_parser_names
 from tests.cli import vllm_mlx
@@ -70,10 +70,10 @@ def test_an_option_of_the_same_name_sets_the_option(flag: str) -> None:
     assert config.get(item.key) == expected
 
 
-@pytest.mark.parametrize("flag", [f for f, fate in VLLM_MLX.items() if isinstance(fate, Alias)])
+@pytest.mark.parametrize("flag", [f for f, fate in VLLM_MLX.items() if isinstance(fate, AliasFlag)])
 def test_another_name_sets_the_option(flag: str) -> None:
     fate = VLLM_MLX[flag]
-    assert isinstance(fate, Alias)
+    assert isinstance(fate, AliasFlag)
     result, config = serve(*words(flag))
     assert (result.exit_code, result.output) == (0, "")
     assert config is not None
@@ -91,7 +91,9 @@ def test_another_name_sets_the_option(flag: str) -> None:
         assert config.origin(fate.key).kind == "default"
 
 
-@pytest.mark.parametrize("flag", [f for f, fate in VLLM_MLX.items() if isinstance(fate, Accepted)])
+@pytest.mark.parametrize(
+    "flag", [f for f, fate in VLLM_MLX.items() if isinstance(fate, IgnoredFlag)]
+)
 def test_what_nobody_needs_is_accepted_and_says_so_in_a_line(flag: str) -> None:
     result, config = serve(*words(flag))
     assert result.exit_code == 0
@@ -100,7 +102,9 @@ def test_what_nobody_needs_is_accepted_and_says_so_in_a_line(flag: str) -> None:
     assert result.output.startswith(f"firn: {flag} is not needed: ")
 
 
-@pytest.mark.parametrize("flag", [f for f, fate in VLLM_MLX.items() if isinstance(fate, Refused)])
+@pytest.mark.parametrize(
+    "flag", [f for f, fate in VLLM_MLX.items() if isinstance(fate, RefusedFlag)]
+)
 def test_what_firn_does_not_do_is_one_line(flag: str) -> None:
     result, config = serve(*words(flag))
     assert result.exit_code == 2
@@ -108,7 +112,7 @@ def test_what_firn_does_not_do_is_one_line(flag: str) -> None:
     assert result.output.count("\n") == 1
     assert result.output.startswith(f"firn: {flag}: ")
     fate = VLLM_MLX[flag]
-    assert isinstance(fate, Refused)
+    assert isinstance(fate, RefusedFlag)
     for value in fate.unless:
         result, config = serve(flag, value)
         assert (result.exit_code, result.output) == (0, "")
@@ -173,12 +177,12 @@ def test_the_table_is_the_code() -> None:
         match VLLM_MLX.get(name.strip("`")):
             case None:
                 assert here == "same", name
-            case Alias(key):
+            case AliasFlag(key):
                 assert here == f"`{FLAGS[key]}`", name
-            case Accepted(said):
+            case IgnoredFlag(said):
                 assert here == "not needed", name
                 assert said in text
-            case Refused(said):
+            case RefusedFlag(said):
                 assert here == "refused", name
                 assert said in text
 

@@ -22,7 +22,7 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core import ports
 from firn.core.events import Admitted, ChoiceDone, EngineEvent, JobDone, Token
-from firn.core.ports import Delivery, Load, Restored
+from firn.core.ports import Delivery, EngineLoad, Restored
 from firn.core.values import CacheControl, Job, Namespace, Prompt, RequestId, Sampling
 from firn.models.loader import load_tokenizer
 from firn.models.runner import Runner
@@ -153,16 +153,16 @@ def test_runners_rows_and_picks_have_the_ports_shape(kind: str) -> None:
     row = started(runner, prompt_of(5))
     assert_fits(ports.LiveRow, row)
     (picked,) = step(runner)
-    assert_fits(ports.Picked, picked)
+    assert_fits(ports.PickedToken, picked)
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_caches_and_trails_have_the_ports_shape(kind: str) -> None:
+def test_caches_and_cursors_have_the_ports_shape(kind: str) -> None:
     at = stand(kind)
     assert_fits(ports.PrefixCache, at.cache)
-    trail = at.cache.open(prompt_of(5), Namespace(""), EVERYTHING)
-    for found in (trail, at.cache.fork(trail, []), at.cache.blank()):
-        assert_fits(ports.Trail, found)
+    cursor = at.cache.open(prompt_of(5), Namespace(""), EVERYTHING)
+    for found in (cursor, at.cache.fork(cursor, []), at.cache.blank()):
+        assert_fits(ports.Cursor, found)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -314,6 +314,60 @@ def test_a_forced_token_is_taken_for_picked(kind: str) -> None:
     assert reply(again, started(again, longer), 2) == said[4:]
 
 
+def resumed(runner: Any, prompt: Prompt, reply: Sequence[int], *, alone: bool, job: Job) -> Any:
+    """A row that has read a prompt and a part of its reply again, and goes on from there."""
+    grown = prompt.grown(reply)
+    row = runner.start(None)
+    read(runner, row, grown)
+    (row,) = runner.choices(row, job, [0])
+    runner.resume(row, reply, alone=alone)
+    runner.join(row, int(grown.ids[-1]))
+    return row
+
+
+@every_runner
+def test_a_row_that_resumes_alone_has_a_group_of_its_own(kind: str) -> None:
+    """Before and after: it joins nobody, and nobody joins it."""
+    runner, prompt = RUNNERS[kind](), prompt_of(9)
+    started(runner, prompt_of(5, salt=1))
+    row = resumed(runner, prompt, [17], alone=True, job=job_of(prompt))
+    started(runner, prompt_of(5, salt=2))
+    assert [row] in runner.groups()
+    assert reply(runner, row, 3) == reply_behind(kind, prompt, [17], 3)
+
+
+@every_runner
+def test_a_row_that_resumes_in_company_may_share_a_group(kind: str) -> None:
+    runner, prompt = RUNNERS[kind](), prompt_of(9)
+    first = started(runner, prompt_of(5, salt=1))
+    row = resumed(runner, prompt, [17], alone=False, job=job_of(prompt))
+    if kind == "row by row":
+        assert runner.groups() == [[first], [row]]
+    else:
+        assert runner.groups() == [[first, row]]
+
+
+def reply_behind(kind: str, prompt: Prompt, begun: Sequence[int], n: int) -> list[int]:
+    runner = RUNNERS[kind]()
+    return reply(runner, started(runner, prompt.grown(begun)), n)
+
+
+@every_runner
+def test_a_resumed_row_samples_as_if_nothing_had_happened(kind: str) -> None:
+    prompt = prompt_of(9)
+    sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=1.5)
+    job = Job(RequestId("job"), prompt, 12, sampling=sampling)
+    runner = RUNNERS[kind]()
+    row = runner.start(None)
+    read(runner, row, prompt)
+    (row,) = runner.choices(row, job, [0])
+    runner.join(row, int(prompt.ids[-1]))
+    said = reply(runner, row, 10)
+    for alone in (True, False):
+        again = RUNNERS[kind]()
+        assert reply(again, resumed(again, prompt, said[:4], alone=alone, job=job), 6) == said[4:]
+
+
 # --- caches --------------------------------------------------------------------------------
 
 every_cache = pytest.mark.parametrize("kind", CACHES)
@@ -329,19 +383,19 @@ def visit(
 ) -> tuple[int, list[int]]:
     """One request, as the engine would lead it: how much was cached, and what was said."""
     cache, runner = at.cache, at.runner
-    trail = cache.open(prompt, Namespace(namespace), control)
-    assert not trail.racing
-    assert not trail.waits(busy=False)
-    restored = cache.restore(trail)
+    cursor = cache.open(prompt, Namespace(namespace), control)
+    assert not cursor.racing
+    assert not cursor.should_wait(busy=False)
+    restored = cache.restore(cursor)
     row = runner.start(restored)
     if restored is not None:
         cache.saw_restore(restored, 0.001)
     n_cached = row.n_tokens
-    assert trail.found.n_cached == n_cached
+    assert cursor.admission.n_cached == n_cached
     assert n_cached < len(prompt), "a token is left to make the logits"
-    cache.commit(trail, row)
+    cache.commit(cursor, row)
     while row.n_tokens < len(prompt) - 1:
-        stops = list(cache.stops(trail))
+        stops = list(cache.stops(cursor))
         assert stops == sorted(set(stops))
         assert all(0 < stop < len(prompt) for stop in stops)
         end = min([row.n_tokens + 8, len(prompt) - 1, *(s for s in stops if s > row.n_tokens)])
@@ -349,19 +403,19 @@ def visit(
         runner.prefill(row, prompt, end)
         runner.settle(row)
         cache.saw_prefill(start, end, 0.001)
-        cache.commit(trail, row)
-        cache.tick(Load.DECODING)
+        cache.commit(cursor, row)
+        cache.tick(EngineLoad.DECODING)
     (row,) = runner.choices(row, job_of(prompt), [0])
     said: list[int] = []
-    mine = cache.fork(trail, said)
-    cache.close_trail(trail, None)
+    mine = cache.fork(cursor, said)
+    cache.close_cursor(cursor, None)
     runner.join(row, int(prompt.ids[-1]))
     for _ in range(n_reply):
         said += [p.token for p in step(runner)]
-        if mine.wants(row.n_tokens):
+        if mine.commit_due(row.n_tokens):
             cache.commit(mine, row)
-    cache.close_trail(mine, row)
-    cache.close_trail(mine, None)
+    cache.close_cursor(mine, row)
+    cache.close_cursor(mine, None)
     runner.leave([row])
     return n_cached, said
 
@@ -408,24 +462,24 @@ def test_a_request_may_switch_reading_and_writing_off(kind: str) -> None:
 
 
 @every_cache
-def test_a_blank_trail_neither_reads_nor_writes(kind: str) -> None:
+def test_a_blank_cursor_neither_reads_nor_writes(kind: str) -> None:
     at = stand(kind)
     prompt = prompt_of(40)
     visit(at, prompt)
-    trail = at.cache.blank()
-    assert not trail.racing
-    assert not trail.waits(busy=False)
-    assert at.cache.restore(trail) is None
-    assert at.cache.advance(trail, 0) is None
-    assert list(at.cache.stops(trail)) == []
+    cursor = at.cache.blank()
+    assert not cursor.racing
+    assert not cursor.should_wait(busy=False)
+    assert at.cache.restore(cursor) is None
+    assert at.cache.advance(cursor, 0) is None
+    assert list(at.cache.stops(cursor)) == []
     row = at.runner.start(None)
     read(at.runner, row, prompt_of(40, salt=3))
-    assert not trail.wants(1 << 20)
-    at.cache.commit(trail, row)
-    forked = at.cache.fork(trail, [])
-    assert not forked.wants(1 << 20)
-    at.cache.close_trail(forked, row)
-    at.cache.close_trail(trail, row)
+    assert not cursor.commit_due(1 << 20)
+    at.cache.commit(cursor, row)
+    forked = at.cache.fork(cursor, [])
+    assert not forked.commit_due(1 << 20)
+    at.cache.close_cursor(forked, row)
+    at.cache.close_cursor(cursor, row)
     assert visit(at, prompt_of(40, salt=3))[0] == 0
 
 
@@ -436,7 +490,7 @@ def test_a_cache_without_room_still_answers(kind: str) -> None:
     want = visit(at, prompt)[1]
     at.cache.set_room(0)
     assert visit(at, prompt)[1] == want
-    at.cache.tick(Load.NONE)
+    at.cache.tick(EngineLoad.NONE)
     assert at.cache.settled in (True, False)
     at.cache.set_room(1 << 30)
     assert visit(at, prompt)[1] == want
@@ -444,15 +498,15 @@ def test_a_cache_without_room_still_answers(kind: str) -> None:
 
 
 @every_cache
-def test_a_trail_given_up_half_way_leaves_what_was_done(kind: str) -> None:
+def test_a_cursor_given_up_half_way_leaves_what_was_done(kind: str) -> None:
     at = stand(kind)
     prompt = prompt_of(60)
-    trail = at.cache.open(prompt, Namespace(""), EVERYTHING)
-    row = at.runner.start(at.cache.restore(trail))
+    cursor = at.cache.open(prompt, Namespace(""), EVERYTHING)
+    row = at.runner.start(at.cache.restore(cursor))
     at.runner.prefill(row, prompt, 32)
     at.runner.settle(row)
-    at.cache.commit(trail, row)
-    at.cache.close_trail(trail, row)
+    at.cache.commit(cursor, row)
+    at.cache.close_cursor(cursor, row)
     at.runner.leave([row])
     n_cached, said = visit(at, prompt)
     assert (n_cached == 32) == at.keeps

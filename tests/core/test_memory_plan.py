@@ -14,17 +14,17 @@ from firn.core.memory_plan import (
     LEAST_TOKENS,
     MIN_CHUNK,
     MachineMemory,
+    MemoryOptions,
     MemoryPlan,
     ModelMemory,
     Transient,
-    Wishes,
     plan_memory,
 )
 
 MACS = (8, 16, 32, 64, 128, 512)
 MODELS = (1, 2, 4, 8, 16, 20, 40, 70, 100, 200)
 KIB = 1 << 10
-METAL = Wishes(chunk=2048)
+METAL = MemoryOptions(chunk=2048)
 
 
 def mac(gb: int, **more: int) -> MachineMemory:
@@ -48,7 +48,9 @@ PAIRS = [
 ]
 
 
-def check(plan: MemoryPlan, machine: MachineMemory, of: ModelMemory, wishes: Wishes) -> None:
+def check(
+    plan: MemoryPlan, machine: MachineMemory, of: ModelMemory, options: MemoryOptions
+) -> None:
     """What holds of every plan of a model that fits."""
     assert plan.total_nbytes <= plan.limit_nbytes <= machine.device_nbytes
     assert machine.physical_nbytes - plan.total_nbytes >= machine.physical_nbytes // 8 or (
@@ -58,7 +60,7 @@ def check(plan: MemoryPlan, machine: MachineMemory, of: ModelMemory, wishes: Wis
     assert plan.capacity_nbytes >= of.row_nbytes(n_least), "room for one request"
     assert plan.context_tokens >= n_least
     assert plan.wired_nbytes <= plan.weights_nbytes
-    chunk = of.transient.largest_chunk(n_least - 64, plan.chunk_nbytes, most=wishes.chunk)
+    chunk = of.transient.largest_chunk(n_least - 64, plan.chunk_nbytes, most=options.chunk)
     assert of.transient.of(chunk, n_least - chunk) <= plan.chunk_nbytes or chunk == MIN_CHUNK
 
 
@@ -77,10 +79,10 @@ def test_the_defaults_of_every_mac_hold(machine: MachineMemory, of: ModelMemory)
 
 @pytest.mark.parametrize(("machine", "of"), PAIRS)
 def test_exact_mode_keeps_its_chunk(machine: MachineMemory, of: ModelMemory) -> None:
-    wishes = Wishes(chunk=512, fixed_chunk=True)
-    plan = plan_memory(machine, of, wishes)
+    options = MemoryOptions(chunk=512, fixed_chunk=True)
+    plan = plan_memory(machine, of, options)
     if plan.fits:
-        check(plan, machine, of, wishes)
+        check(plan, machine, of, options)
         depth = min(plan.context_tokens, LEAST_TOKENS)
         assert of.transient.of(512, depth - 512) <= plan.chunk_nbytes
 
@@ -94,12 +96,12 @@ def test_other_programs_and_other_servers_count() -> None:
         model(8),
         METAL,
     )
-    assert alone.held_back_by == "the device"
-    assert (beside.held_back_by, alone.limit_nbytes - beside.limit_nbytes) == (
+    assert alone.limited_by == "the device"
+    assert (beside.limited_by, alone.limit_nbytes - beside.limit_nbytes) == (
         "other firn servers",
         20 * GIB,
     )
-    assert busy.held_back_by == "other programs"
+    assert busy.limited_by == "other programs"
     assert busy.total_nbytes < 20 * GIB
     assert both.total_nbytes < 18 * GIB, "what a neighbour has not taken yet is not there"
 

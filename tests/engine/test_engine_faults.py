@@ -17,9 +17,9 @@ from firn.core.errors import (
 )
 from firn.core.ports import Delivery
 from firn.core.values import Sampling
+from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from firn.engine.loop import Limits, Parts
 from tests.hash_runner import (
     VOCAB_SIZE,
     WAIT_S,
@@ -444,7 +444,7 @@ def test_an_idle_engine_stops_at_once_and_twice() -> None:
 
 
 def test_a_model_that_cannot_be_built_is_the_starters_error() -> None:
-    def build() -> Parts:
+    def build() -> EngineParts:
         raise FileNotFoundError("no such model")
 
     engine = Engine(build, lambda batch: None)
@@ -461,7 +461,9 @@ def test_a_model_that_cannot_be_built_is_the_starters_error() -> None:
 def test_the_model_is_known_once_it_is_built() -> None:
     runner = HashRunner()
     budget = Budget(RowCost(1, 1), capacity_nbytes=1)
-    engine = Engine(lambda: Parts(runner, DictCache(), budget, Limits(1, 1, 1)), lambda batch: None)
+    engine = Engine(
+        lambda: EngineParts(runner, DictCache(), budget, EngineLimits(1, 1, 1)), lambda batch: None
+    )
     assert engine.start() is runner.info
     assert engine.model is runner.info
     engine.stop(timeout_s=WAIT_S)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from firn.core.errors import InvalidValue, NeverFits, QueueFull
 from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, Token
 from firn.core.values import CacheControl, RequestId, Sampling
-from firn.engine.loop import Parts
+from firn.engine import EngineParts
 from tests.hash_runner import (
     VOCAB_SIZE,
     WAIT_S,
@@ -243,7 +243,7 @@ def test_a_request_waits_for_what_is_being_read_and_holds_nobody_up() -> None:
         assert lab.engine.health().n_prefilling == 1
 
         def arrived() -> None:
-            cache.trails[0].racing = cache.trails[0].patient = False
+            cache.cursors[0].racing = cache.cursors[0].patient = False
 
         lab.between_steps(arrived)
         slow.wait().check()
@@ -394,7 +394,7 @@ def test_a_refused_job_leaves_the_queue() -> None:
 def test_call_runs_on_the_engine_thread() -> None:
     with HashEngine() as lab:
 
-        def ask(parts: Parts) -> tuple[str, int]:
+        def ask(parts: EngineParts) -> tuple[str, int]:
             return threading.current_thread().name, parts.limits.max_rows
 
         assert lab.engine.call(ask).result(WAIT_S) == ("firn-engine", 8)

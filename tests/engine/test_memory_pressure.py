@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+from typing import Any
+
 import pytest
 
-from firn.core.events import ChoiceDone, Prefilled
-from firn.core.values import Sampling
+from firn.cache.off import BlankCursor
+from firn.core.errors import StepFailed
+from firn.core.events import Admitted, ChoiceDone, Prefilled
+from firn.core.ports import Restored
+from firn.core.values import Job, Sampling
 from firn.engine.budget import Budget, RowCost
 from tests.hash_runner import DictCache, Faults, HashEngine, HashRow, prompt_of
 
@@ -74,12 +81,44 @@ def test_a_request_that_was_put_back_can_be_cancelled() -> None:
         first = lab.submit(prompt_of(1, 10), 180)
         second = lab.submit(prompt_of(2, 10), 180)
         gate.set()
-        while not lab.between_steps(lambda: lab.engine._loop.waiting):
+        while not lab.between_steps(lambda: lab.engine._loop.inflight.waiting):
             if first.finished.is_set():
                 break
         lab.cancel(second)
         first.wait().check()
         assert lab.leftovers() == {}
+
+
+class Knowing(DictCache):
+    """Has everything, of whatever prompt."""
+
+    def restore(self, cursor: Any) -> Restored | None:
+        if isinstance(cursor, BlankCursor):
+            return None
+        known = list(cursor.prompt[:-1])
+        cursor.admission = Admitted(len(known))
+        return Restored(len(known), partial(self._fill, known))
+
+
+def test_of_replies_that_come_back_together_a_failed_one_takes_the_other_along() -> None:
+    """Both are read from the cache at once: the second must not be opened for a request that is over."""
+    n_joined: Counter[str] = Counter()
+
+    def choices(job: Job) -> None:
+        n_joined[job.id] += 1
+        if job.n == 2 and n_joined[job.id] == 2:
+            raise ValueError("this reply cannot go on")
+
+    with HashEngine(Faults(choices=choices), cache=Knowing(), budget=small(300)) as lab:
+        gate = lab.hold()
+        first = lab.submit(prompt_of(1, 10), 220)
+        second = lab.submit(prompt_of(2, 10), 120, n=2)
+        gate.set()
+        assert isinstance(second.wait().error, StepFailed)
+        first.wait().check()
+        assert lab.leftovers() == {}
+        assert second.n_ends == 1
+        assert n_joined[second.job.id] == 2, "it was put back once, and failed when it came back"
 
 
 def test_a_lone_reply_ends_where_memory_ends() -> None:

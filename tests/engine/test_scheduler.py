@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.core.values import RequestId
-from firn.engine.scheduler import Plan, Prefilling, View, Waiting, chunk_end, plan
+from firn.engine.scheduler import PendingWork, Prefilling, StepPlan, Waiting, chunk_end, plan
 
-EMPTY = View(
+EMPTY = PendingWork(
     waiting=(), prefilling=(), n_rows=0, max_rows=4, n_decoding=0, free_nbytes=1 << 30, turn=0
 )
 
@@ -29,7 +29,7 @@ prefillings = st.lists(
     max_size=8,
 ).map(lambda some: tuple(Prefilling(10 + i, n, *race) for i, (n, race) in enumerate(some)))
 views = st.builds(
-    View,
+    PendingWork,
     waiting=waitings,
     prefilling=prefillings,
     n_rows=st.integers(0, 10),
@@ -44,11 +44,11 @@ views = st.builds(
 
 
 def test_an_empty_view_plans_nothing() -> None:
-    assert plan(EMPTY) == Plan(admit=(), prefill=None, decode=False)
+    assert plan(EMPTY) == StepPlan(admit=(), prefill=None, decode=False)
 
 
 @given(views)
-def test_rows_and_bytes_stay_within_their_limits(view: View) -> None:
+def test_rows_and_bytes_stay_within_their_limits(view: PendingWork) -> None:
     admitted = [w for w in view.waiting if w.id in plan(view).admit]
     n_rows, free = view.n_rows, view.free_nbytes
     for w in admitted:
@@ -58,14 +58,14 @@ def test_rows_and_bytes_stay_within_their_limits(view: View) -> None:
 
 
 @given(views)
-def test_admission_is_in_order_of_arrival(view: View) -> None:
+def test_admission_is_in_order_of_arrival(view: PendingWork) -> None:
     """Admitted is a prefix of those that wait: nobody overtakes another."""
     admit = list(plan(view).admit)
     assert admit == [w.id for w in view.waiting][: len(admit)]
 
 
 @given(views)
-def test_whoever_fits_next_is_not_left_waiting(view: View) -> None:
+def test_whoever_fits_next_is_not_left_waiting(view: PendingWork) -> None:
     admit = plan(view).admit
     taken, left = view.waiting[: len(admit)], view.waiting[len(admit) :]
     n_rows = view.n_rows + sum(w.n_rows for w in taken)
@@ -89,32 +89,32 @@ def test_an_empty_engine_takes_what_is_too_large_for_it() -> None:
 
 
 @given(views)
-def test_decoders_step_whenever_there_are_any(view: View) -> None:
+def test_decoders_step_whenever_there_are_any(view: PendingWork) -> None:
     assert plan(view).decode == (view.n_decoding > 0)
 
 
-def eligible(view: View) -> list[Prefilling]:
+def eligible(view: PendingWork) -> list[Prefilling]:
     """Those that do not race; if there are none, those that do and need not wait."""
     alone = [p for p in view.prefilling if not p.racing]
     return alone or [p for p in view.prefilling if not p.waits]
 
 
 @given(views)
-def test_a_chunk_goes_to_someone_whenever_a_prompt_is_unread(view: View) -> None:
+def test_a_chunk_goes_to_someone_whenever_a_prompt_is_unread(view: PendingWork) -> None:
     tasks = [p.task for p in eligible(view)]
     chosen = plan(view).prefill
     assert chosen in tasks if tasks else chosen is None
 
 
 @given(views)
-def test_a_prompt_that_races_takes_no_chunk_from_one_that_does_not(view: View) -> None:
+def test_a_prompt_that_races_takes_no_chunk_from_one_that_does_not(view: PendingWork) -> None:
     without = replace(view, prefilling=tuple(p for p in view.prefilling if not p.racing))
     if without.prefilling:
         assert plan(view).prefill == plan(without).prefill
 
 
 @given(views)
-def test_turns_alternate_between_the_oldest_and_the_shortest(view: View) -> None:
+def test_turns_alternate_between_the_oldest_and_the_shortest(view: PendingWork) -> None:
     of = {p.task: p.n_left for p in eligible(view)}
     if of:
         even = plan(replace(view, turn=2 * view.turn)).prefill

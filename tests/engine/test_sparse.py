@@ -110,7 +110,7 @@ def check_thin(outcome: Outcome, *, start: int = 0) -> None:
 def told(outcome: Outcome) -> Admitted:
     """What the client knows of it in the end."""
     news = outcome.of(Advanced)
-    return news[-1].found if news else outcome.of(Admitted)[-1]
+    return news[-1].admission if news else outcome.of(Admitted)[-1]
 
 
 def is_idle(lab: HashEngine) -> bool:
@@ -322,7 +322,9 @@ def test_the_next_turn_is_exact() -> None:
 def test_whoever_comes_puts_reading_behind_off() -> None:
     chunks: list[int] = []
     cache, prompt = DictCache(), prompt_of(1, N_PROMPT)
-    faults = Faults(prefill=lambda row, chunk: chunks.append(len(lab.engine._loop.sequences)))
+    faults = Faults(
+        prefill=lambda row, chunk: chunks.append(len(lab.engine._loop.inflight.sequences))
+    )
     with HashEngine(faults, cache=cache, scorer=DiceScorer()) as lab:
         check_thin(lab.submit(prompt, 20, sparse=HALF))
         others = [lab.submit(prompt_of(i, 200), 50) for i in range(2, 6)]
@@ -349,7 +351,7 @@ def test_what_must_not_be_kept_is_not_read_behind(control: CacheControl) -> None
 
 def test_a_fault_while_reading_behind_is_forgotten() -> None:
     def fail(row: HashRow, chunk: Sequence[int]) -> None:
-        if not lab.engine._loop.sequences:
+        if not lab.engine._loop.inflight.sequences:
             raise RuntimeError("behind")
 
     cache = DictCache()

@@ -95,13 +95,13 @@ def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:
     ],
 )
 def test_prompts_that_are_read_in_full(job: Job) -> None:
-    assert why_not(job, n_near=0, max_tokens=8192)
+    assert why_not(job, n_expected=0, max_tokens=8192)
 
 
 def test_a_prompt_that_can_be_resumed_near_enough_is_read_in_full() -> None:
     job = job_of(5000, Sparse(0.2, 1024))
-    assert why_not(job, n_near=3975, max_tokens=8192) == ""
-    assert why_not(job, n_near=3976, max_tokens=8192)
+    assert why_not(job, n_expected=3975, max_tokens=8192) == ""
+    assert why_not(job, n_expected=3976, max_tokens=8192)
 
 
 def test_each_share_has_a_recipe_of_its_own_that_is_expected() -> None:

@@ -18,7 +18,7 @@ def orders():
         yield from map(json.loads, lines)
 
 
-class Child:
+class EchoProcess:
     def __init__(self, out):
         self.out = out
         self.n_open = 0
@@ -104,7 +104,7 @@ class Child:
 
 
 async def main():
-    await Child(int(sys.argv[1])).run(orders())
+    await EchoProcess(int(sys.argv[1])).run(orders())
 
 
 asyncio.run(main())

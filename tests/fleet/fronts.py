@@ -24,11 +24,11 @@ import uvicorn
 from firn.api.connections import Connections, http_config
 from firn.config import Config, load
 from firn.fleet import server
-from firn.fleet.catalogue import Catalogue
-from firn.fleet.child import COMMAND, Process, launch
+from firn.fleet.catalogue import ModelCatalogue
 from firn.fleet.model import Model
+from firn.fleet.process import COMMAND, SpawnedProcess, launch
 from firn.fleet.relay import WaitLimits
-from firn.fleet.turns import Rules, State
+from firn.fleet.turns import ModelState, PlacementRules
 
 T = TypeVar("T")
 GIB = 1 << 30
@@ -38,7 +38,7 @@ NEED_GB = 0.375
 
 @dataclass
 class Running:
-    parts: server.Parts
+    parts: server.FrontParts
     port: int
     loop: asyncio.AbstractEventLoop
 
@@ -72,7 +72,7 @@ class Running:
 
     def pid(self, name: str) -> int:
         child = self.model(name).child
-        assert isinstance(child, Process)
+        assert isinstance(child, SpawnedProcess)
         return child.pid
 
     def kill(self, name: str) -> None:
@@ -86,7 +86,7 @@ class Running:
 
         return asyncio.run_coroutine_threadsafe(wrapped(), self.loop).result(60)
 
-    def until(self, name: str, state: State) -> None:
+    def until(self, name: str, state: ModelState) -> None:
         """Wait for it; the front tells when something has changed."""
 
         async def wait() -> None:
@@ -122,7 +122,7 @@ ECHO = (sys.executable, "-I", "-S", str(Path(__file__).with_name("echo_child.py"
 def fronting(
     config: Config,
     *,
-    rules: Rules | None = None,
+    rules: PlacementRules | None = None,
     waits: WaitLimits | None = None,
     command: Sequence[str] = COMMAND,
 ) -> Iterator[Running]:
@@ -132,7 +132,7 @@ def fronting(
 
     async def serve(folder: Path) -> None:
         start = functools.partial(launch, command=command)
-        catalogue = Catalogue(config)
+        catalogue = ModelCatalogue(config)
         parts = server.build(config, catalogue, folder, start=start, rules=rules, waits=waits)
         web = uvicorn.Server(http_config(parts.app, Connections(), port=0, lifespan="off"))
         web.capture_signals = _nothing  # type: ignore[method-assign,assignment]

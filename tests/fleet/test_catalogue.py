@@ -10,10 +10,10 @@ import pytest
 from firn.config import OPTIONS, Config, load
 from firn.core import duration
 from firn.core.errors import SetupError
-from firn.fleet.catalogue import Catalogue, from_json, to_json
+from firn.fleet.catalogue import ModelCatalogue, from_json, to_json
 from firn.fleet.files import check, folder_of, read_facts
-from firn.fleet.gather import merge_metrics
 from firn.fleet.memory import Footprint, estimate, measured, parse_gpus
+from firn.fleet.merging import merge_metrics
 
 MIB = 1 << 20
 
@@ -39,7 +39,7 @@ def test_names_aliases_and_the_default(tmp_path: Path) -> None:
     file = (
         '[models.big]\npath = "org/Big-8bit"\naliases = ["main"]\npinned = true\n[models.small]\n'
     )
-    catalogue = Catalogue(
+    catalogue = ModelCatalogue(
         made(
             tmp_path,
             file,
@@ -67,11 +67,11 @@ def test_a_table_is_more_than_the_file_and_less_than_a_flag(tmp_path: Path) -> N
         "[engine]\nmax_concurrency = 8\nmax_queue = 9\n"
         "[models.a]\nmax_concurrency = 3\nreuse = 'exact'\nkeep_alive = '5m'\n[models.b]\n"
     )
-    a, b = Catalogue(made(tmp_path, file))
+    a, b = ModelCatalogue(made(tmp_path, file))
     assert (a.config.engine.max_concurrency, b.config.engine.max_concurrency) == (3, 8)
     assert (a.config.cache.reuse, b.config.cache.reuse) == ("exact", "full")
     assert (a.config.engine.max_queue, a.keep_alive_s, b.keep_alive_s) == (9, 300, 1800)
-    a, b = Catalogue(made(tmp_path, file, engine__max_concurrency="5", fleet__keep_alive="-1"))
+    a, b = ModelCatalogue(made(tmp_path, file, engine__max_concurrency="5", fleet__keep_alive="-1"))
     assert a.config.engine.max_concurrency == b.config.engine.max_concurrency == 5
     assert a.keep_alive_s == b.keep_alive_s == math.inf
 
@@ -96,18 +96,18 @@ def test_a_wrong_table_is_one_line(tmp_path: Path, file: str, line: str) -> None
 
 def test_what_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="would both be called X"):
-        Catalogue(made(tmp_path, "", "a/X", "b/X"))
+        ModelCatalogue(made(tmp_path, "", "a/X", "b/X"))
     with pytest.raises(SetupError, match="no model is called nobody"):
-        Catalogue(made(tmp_path, "", "a/X", "b/Y", fleet__aliases=["fast=nobody"]))
+        ModelCatalogue(made(tmp_path, "", "a/X", "b/Y", fleet__aliases=["fast=nobody"]))
     with pytest.raises(SetupError, match="no folder"):
-        Catalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path / "none")))
+        ModelCatalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path / "none")))
     with pytest.raises(SetupError, match="holds no model"):
-        Catalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path)))
+        ModelCatalogue(made(tmp_path, "", fleet__models_dir=str(tmp_path)))
     events = {"cache__kv_events": "tcp://127.0.0.1:5557"}
     for more in ({"fleet__models_dir": str(tmp_path)}, {}):
         with pytest.raises(SetupError, match="an address each"):
-            Catalogue(made(tmp_path, "", "a/X", "b/Y", **events, **more))
-    for spec in Catalogue(made(tmp_path, "", "./nowhere", "nothing")):
+            ModelCatalogue(made(tmp_path, "", "a/X", "b/Y", **events, **more))
+    for spec in ModelCatalogue(made(tmp_path, "", "./nowhere", "nothing")):
         with pytest.raises(SetupError, match="no model folder"):
             check(spec)
 
@@ -120,7 +120,7 @@ def test_a_childs_settings_survive_the_pipe(tmp_path: Path) -> None:
         cache__ssd_cache_dir=str(tmp_path / "ssd"),
         server__rate_limit="5",
     )
-    spec = next(iter(Catalogue(config)))
+    spec = next(iter(ModelCatalogue(config)))
     again = from_json(to_json(spec.config))
     for item in OPTIONS:
         if item.section != "fleet":
@@ -145,7 +145,7 @@ def test_what_is_no_duration(value: object) -> None:
 
 
 def test_what_files_tell(tmp_path: Path) -> None:
-    (dense, _) = Catalogue(made(tmp_path, "", "firn-demo", "some/model-that-is-not-here"))
+    (dense, _) = ModelCatalogue(made(tmp_path, "", "firn-demo", "some/model-that-is-not-here"))
     folder = folder_of(dense)
     facts = read_facts(folder)
     assert (facts.architecture, facts.context_length) == ("qwen3", 16384)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from firn.demo.facts import make_session
-from firn.fleet.turns import Rules
+from firn.fleet.turns import PlacementRules
 from tests.fleet.fronts import NEED_GB, config, fronting
 from tests.zoo import write_folder
 
@@ -46,7 +46,7 @@ def test_200_random_requests(tmp_path: Path) -> None:
         details = reply.usage.prompt_tokens_details
         return (details.cached_tokens or 0) if details else 0
 
-    rules = Rules(min_stay_s=0.5, turn_min_s=5, turn_max_s=5, hold_max_s=2)
+    rules = PlacementRules(min_stay_s=0.5, turn_min_s=5, turn_max_s=5, hold_max_s=2)
     with fronting(made, rules=rules) as front:
         with ThreadPoolExecutor(8) as pool:
             cached = list(pool.map(one, orders))

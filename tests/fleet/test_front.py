@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from firn.demo.facts import make_session
-from firn.fleet.turns import State
+from firn.fleet.turns import ModelState
 from firn.traces.read import read
 from firn.traces.trace import Entry
 from tests.fleet.fronts import Running, config, fronting
@@ -305,7 +305,7 @@ def test_unloading_and_coming_back_warm(pair: Running) -> None:
 
 def test_keep_alive_of_a_request(pair: Running) -> None:
     assert right(ask(pair, DENSE, extra_body={"keep_alive": 0}))
-    pair.until(DENSE, State.UNLOADED)
+    pair.until(DENSE, ModelState.UNLOADED)
     assert pair.model(DENSE).n_unloads["idle"] == 1
     client = pair.ollama()
     assert client.generate(HYBRID, keep_alive=0).done_reason == "unload"

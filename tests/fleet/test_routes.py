@@ -10,7 +10,7 @@ from pathlib import Path
 from starlette.routing import Route
 
 from firn.fleet import server
-from firn.fleet.catalogue import Catalogue
+from firn.fleet.catalogue import ModelCatalogue
 from tests.api.live import serve
 from tests.fleet.fronts import config
 
@@ -27,7 +27,7 @@ def routes_of(app: object) -> set[tuple[str, str]]:
 
 async def front_routes(tmp_path: Path) -> set[tuple[str, str]]:
     made = config("firn-demo", "firn-demo-hybrid", tmp=tmp_path)
-    parts = server.build(made, Catalogue(made), tmp_path)
+    parts = server.build(made, ModelCatalogue(made), tmp_path)
     parts.pool.shutdown()
     return routes_of(parts.app)
 

@@ -18,17 +18,17 @@ import openai
 import pytest
 
 from firn.fleet.relay import WaitLimits
-from firn.fleet.turns import Rules, State
+from firn.fleet.turns import ModelState, PlacementRules
 from tests.fleet.fronts import ECHO, NEED_GB, Running, config, fronting
 
-QUICK = Rules(min_stay_s=0.0, turn_min_s=0.5, turn_max_s=0.5, hold_max_s=0.2)
+QUICK = PlacementRules(min_stay_s=0.0, turn_min_s=0.5, turn_max_s=0.5, hold_max_s=0.2)
 
 
 def serving(
     tmp_path: Path,
     *names: str,
     room: int,
-    rules: Rules = QUICK,
+    rules: PlacementRules = QUICK,
     waits: WaitLimits | None = None,
     **more: Any,
 ) -> Any:
@@ -70,7 +70,7 @@ def test_the_least_recently_used_goes(tmp_path: Path) -> None:
 def test_a_model_that_nobody_uses_goes_by_itself(tmp_path: Path) -> None:
     with serving(tmp_path, "a", "b", room=2, **{"fleet.keep_alive": "0.3"}) as front:
         assert chat(front, "a") == "a"
-        front.until("a", State.UNLOADED)
+        front.until("a", ModelState.UNLOADED)
         assert front.model("a").n_unloads == {"idle": 1}
         assert chat(front, "a") == "a"
 
@@ -80,7 +80,7 @@ def test_pinned_models_are_there_from_the_start_and_stay(tmp_path: Path) -> None
     flags = {"fleet.model_memory_gb": str(NEED_GB * 2 + 0.1)}
     made = config(tmp=tmp_path, file=file, **flags)
     with fronting(made, rules=QUICK, command=ECHO) as front:
-        front.until("a", State.LOADED)
+        front.until("a", ModelState.LOADED)
         assert front.http().get("/ready").json() == {"ready": True, "why": None}
         for name in ("main", "b", "c", "b"):
             chat(front, name)
@@ -136,14 +136,14 @@ def test_four_models_with_room_for_two(tmp_path: Path) -> None:
         else:
             assert chat(front, name, n=n) == name
 
-    hasty = Rules(min_stay_s=0.0, turn_min_s=0.1, turn_max_s=0.1, hold_max_s=0.02)
+    hasty = PlacementRules(min_stay_s=0.0, turn_min_s=0.1, turn_max_s=0.1, hold_max_s=0.02)
     with serving(tmp_path, *names, room=2, rules=hasty) as front:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(one, orders))
         models = front.parts.fleet.models.values()
         assert sum(m.n_loads for m in models) < 100
         assert not any(m.n_active or m.waiters for m in models)
-        assert sum(m.state is State.LOADED for m in models) <= 2
+        assert sum(m.state is ModelState.LOADED for m in models) <= 2
 
 
 # --- waiting -------------------------------------------------------------------------------

@@ -8,22 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.fleet.memory import Room
-from firn.fleet.turns import NEVER, Plan, Rules, State, View, make_plan
+from firn.fleet.turns import NEVER, FleetPlan, ModelState, ModelView, PlacementRules, make_plan
 
-RULES = Rules(min_stay_s=2, turn_loads=10, turn_min_s=10, turn_max_s=120, hold_max_s=15)
+RULES = PlacementRules(min_stay_s=2, turn_loads=10, turn_min_s=10, turn_max_s=120, hold_max_s=15)
 NOW = 1000.0
 
 
-def plan(*models: View, budget: int = 100, free: float = NEVER, now: float = NOW) -> Plan:
+def plan(*models: ModelView, budget: int = 100, free: float = NEVER, now: float = NOW) -> FleetPlan:
     return make_plan(models, Room(budget, free), RULES, now=now)
 
 
-def wanted(name: str = "new", *, need: int = 50, since: float = NOW, **more: object) -> View:
-    return replace(View(name, need_nbytes=need, waiting_since=since), **more)  # type: ignore[arg-type]
+def wanted(name: str = "new", *, need: int = 50, since: float = NOW, **more: object) -> ModelView:
+    return replace(ModelView(name, need_nbytes=need, waiting_since=since), **more)  # type: ignore[arg-type]
 
 
-def loaded(name: str, *, need: int = 50, used: float = NOW - 60, **more: object) -> View:
-    view = View(name, State.LOADED, need_nbytes=need, loaded_at=NOW - 100, last_used=used, load_s=4)
+def loaded(name: str, *, need: int = 50, used: float = NOW - 60, **more: object) -> ModelView:
+    view = ModelView(
+        name, ModelState.LOADED, need_nbytes=need, loaded_at=NOW - 100, last_used=used, load_s=4
+    )
     return replace(view, **more)  # type: ignore[arg-type]
 
 
@@ -33,12 +35,12 @@ def test_what_fits_is_loaded() -> None:
 
 
 def test_nothing_happens_where_nobody_asks() -> None:
-    assert plan(View("a"), loaded("b")) == Plan()
+    assert plan(ModelView("a"), loaded("b")) == FleetPlan()
 
 
 def test_an_idle_model_leaves_at_its_time() -> None:
     soon = loaded("a", expires_at=NOW + 5)
-    assert plan(soon) == Plan(look_at=NOW + 5)
+    assert plan(soon) == FleetPlan(look_at=NOW + 5)
     late = replace(soon, expires_at=NOW)
     assert plan(late).unload == (("a", "idle"),)
     for busy in ({"n_active": 1}, {"waiting_since": NOW - 1}, {"pinned": True}):
@@ -49,8 +51,8 @@ def test_the_least_recently_used_makes_room() -> None:
     old, new = loaded("old", used=NOW - 50), loaded("new", used=NOW - 10)
     assert plan(new, old, wanted("c")).unload == (("old", "room"),)
     assert plan(new, old, wanted("c")).load == ()  # its memory is not free yet
-    going = replace(old, state=State.DRAINING)
-    assert plan(new, going, wanted("c")) == Plan()
+    going = replace(old, state=ModelState.DRAINING)
+    assert plan(new, going, wanted("c")) == FleetPlan()
     assert plan(new, wanted("c")).load == ("c",)
 
 
@@ -82,7 +84,7 @@ def test_nobody_takes_the_room_that_is_being_made() -> None:
     idle = replace(busy, n_active=0)
     clearing = plan(idle, large, small)
     assert (clearing.load, clearing.unload) == ((), (("busy", "room"),))
-    assert plan(replace(idle, state=State.DRAINING), large, small).load == ()
+    assert plan(replace(idle, state=ModelState.DRAINING), large, small).load == ()
     patient = replace(large, waiting_since=NOW - 300)
     assert plan(busy, patient, small).load == ()
     assert plan(busy, patient, small).close == ("busy",)
@@ -98,7 +100,7 @@ def test_the_machines_free_memory_counts() -> None:
 
 def test_after_a_failure_it_waits() -> None:
     failed = wanted("a", not_before=NOW + 8)
-    assert plan(failed) == Plan(look_at=NOW + 8)
+    assert plan(failed) == FleetPlan(look_at=NOW + 8)
     assert plan(failed, wanted("b")).load == ("b",)
 
 
@@ -144,9 +146,9 @@ def test_more_than_thought_is_relieved() -> None:
 
 
 views = st.builds(
-    View,
+    ModelView,
     name=st.just(""),
-    state=st.sampled_from(State),
+    state=st.sampled_from(ModelState),
     pinned=st.booleans(),
     need_nbytes=st.integers(1, 80),
     n_active=st.integers(0, 1),
@@ -161,13 +163,13 @@ views = st.builds(
 
 
 @given(st.lists(views, max_size=6), st.integers(0, 200))
-def test_every_plan_keeps_the_promises(models: list[View], free: int) -> None:
+def test_every_plan_keeps_the_promises(models: list[ModelView], free: int) -> None:
     models = [replace(v, name=str(i)) for i, v in enumerate(models)]
     by_name = {v.name: v for v in models}
     found = plan(*models, free=free)
     gone = [by_name[name] for name, _ in found.unload]
-    assert all(v.state is State.LOADED and v.n_active == 0 and not v.pinned for v in gone)
-    assert all(by_name[name].state is State.UNLOADED for name in found.load)
+    assert all(v.state is ModelState.LOADED and v.n_active == 0 and not v.pinned for v in gone)
+    assert all(by_name[name].state is ModelState.UNLOADED for name in found.load)
     assert all(by_name[name].n_active for name in found.close)
     assert not any(by_name[name].pinned for name in found.close)
     held = sum(v.need_nbytes for v in models if v.holds_memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from firn.core.memory_plan import Kind, ModelMemory, Wishes, plan_memory
+from firn.core.memory_plan import DeviceKind, MemoryOptions, ModelMemory, plan_memory
 from firn.models.device import CHUNKS, Device, device, look, set_limits
 
 
@@ -18,12 +18,12 @@ def test_the_device_has_a_kind_and_memory() -> None:
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("cpu", 256), ("metal", 512), ("cuda", 2048)])
-def test_the_prefill_chunk_is_the_devices(kind: Kind, chunk: int) -> None:
+def test_the_prefill_chunk_is_the_devices(kind: DeviceKind, chunk: int) -> None:
     assert Device(kind, 1 << 30).prefill_chunk == chunk
 
 
 def test_mlx_is_held_to_the_plan() -> None:
-    plan = plan_memory(look(device()), ModelMemory(1 << 20, 1 << 10, 0), Wishes(chunk=256))
+    plan = plan_memory(look(device()), ModelMemory(1 << 20, 1 << 10, 0), MemoryOptions(chunk=256))
     set_limits("cpu", plan)
     before = mx.set_cache_limit(plan.buffer_cache_nbytes)
     assert before == plan.buffer_cache_nbytes

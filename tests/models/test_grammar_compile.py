@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from firn.core.errors import BadRequest, InvalidValue
-from firn.core.values import Grammar, Softened
+from firn.core.values import Grammar, SoftenedSchema
 from firn.models import grammar as grammars
 from firn.models.grammar import Compiler
 from firn.models.loader import load_tokenizer
@@ -313,7 +313,7 @@ def test_softened_schemas_are_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_of_a_huge_schema_is_enforced() -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     huge = {"type": "object", "description": "x" * grammars.MAX_SCHEMA_CHARS}
-    assert made.soften(huge) == Softened({"type": "object"}, ("#",))
+    assert made.soften(huge) == SoftenedSchema({"type": "object"}, ("#",))
     assert not made._softened
 
 
@@ -323,6 +323,6 @@ def test_the_tools_of_a_request_have_one_time_together(monkeypatch: pytest.Monke
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
     soften = made.softener("alice")
     found = [soften(loose(60) | {"description": str(i)}) for i in range(200)]
-    assert found[-1] == Softened({"type": "object"}, ("#",))
+    assert found[-1] == SoftenedSchema({"type": "object"}, ("#",))
     # It is looked at again when there is time, and others have theirs.
     assert made.softener("alice")(loose(1)).left_out == ("#/properties/p0/pattern",)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from firn.core.errors import InvalidValue
-from firn.core.values import Grammar, Softened
+from firn.core.values import Grammar, SoftenedSchema
 from firn.models.grammar import Compiler
 from firn.models.schema_depth import MAX_DEPTH, is_too_deep
 from tests.models.test_grammar_compile import N_VOCAB, zoo_tokenizer
@@ -67,7 +67,7 @@ def test_too_deep(name: str) -> None:
 @pytest.mark.parametrize("name", DEEP)
 def test_a_tool_with_such_a_schema_is_held_to_nothing_of_it(name: str) -> None:
     made = Compiler(zoo_tokenizer(), vocab_size=N_VOCAB)
-    assert made.soften(DEEP[name]) == Softened({"type": "object"}, ("#",))
+    assert made.soften(DEEP[name]) == SoftenedSchema({"type": "object"}, ("#",))
 
 
 def optional(inner: Schema) -> Schema:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from firn.cli.serve import serve
-from firn.config import Config, EngineConfig, ModelConfig
+from firn.config import Config, EngineConfig, ModelConfig, ModelTable
 from firn.core.errors import SetupError
 from firn.ranks.team import agree, check_options, host_of_first
-from firn.several import ModelTable
 from tests import zoo
 from tests.ranks import processes
 

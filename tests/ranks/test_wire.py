@@ -8,11 +8,15 @@ import threading
 
 import pytest
 
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 from firn.ranks.leader import Leader
 from firn.ranks.wire import Closed, Line, encode
 
-CALLS = [Call("launch", (7,)), Call("prefill", (1, None, [2, "x"]), b"\0" * 70_000), Call("end")]
+CALLS = [
+    RankCall("launch", (7,)),
+    RankCall("prefill", (1, None, [2, "x"]), b"\0" * 70_000),
+    RankCall("end"),
+]
 
 
 def pair() -> tuple[socket.socket, Line]:
@@ -43,10 +47,10 @@ def test_calls_arrive_whole_however_they_are_cut(step: int) -> None:
 def test_answers_wait_for_whoever_is_to_hear_them() -> None:
     near, line = pair()
     leader = Leader({1: line})
-    near.sendall(encode(Call("ready", ({"capacity": 3},))))
+    near.sendall(encode(RankCall("ready", ({"capacity": 3},))))
     assert leader.gather("ready", timeout_s=30)[1].args == ({"capacity": 3},)
-    heard: queue.SimpleQueue[Call] = queue.SimpleQueue()
-    near.sendall(encode(Call("seen", ([], []))))
+    heard: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
+    near.sendall(encode(RankCall("seen", ([], []))))
     leader.hear("seen", lambda rank, call: heard.put(call))
     assert heard.get(timeout=30).name == "seen"
     leader.end()

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
-from firn import named
+from firn.assembly import model_names
 from firn.demo.server import Child
 
 Figure = Callable[[str], None]
@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def folder(home: Path) -> Path:
-    return named.resolve("smollm2")
+    return model_names.resolve("smollm2")
 
 
 @pytest.fixture(scope="session")

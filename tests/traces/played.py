@@ -12,7 +12,7 @@ from firn.cache.faults import Missing, TierFull
 from firn.cache.io import Changes, Done, Fetch, Wanted
 from firn.cache.tiers import Stored, Usage
 from firn.core.keys import KeyTokens
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
 from firn.traces.trace import Trace
 from tests.cache.lab import DENSE, LabLayer, LabRow, Steady, tree
@@ -120,24 +120,24 @@ def play_for_real(
         path, n_asked = trace.path(i), int(trace.n_asked[i])
         tokens = (path[:, None] * BLOCK + np.arange(1, BLOCK + 1)).ravel().astype(np.int64)
         tokens = np.append(tokens, [(1 << 20) + i])  # a prompt's last token is always computed
-        trail = cache.open(Prompt(tokens[: n_asked * BLOCK + 1]), NOBODY, CacheControl())
-        while trail.racing:
-            cache.tick(Load.NONE)
+        cursor = cache.open(Prompt(tokens[: n_asked * BLOCK + 1]), NOBODY, CacheControl())
+        while cursor.racing:
+            cache.tick(EngineLoad.NONE)
         row = LabRow(LabLayer([[]], DENSE))
-        restored = cache.restore(trail)
+        restored = cache.restore(cursor)
         if restored is not None:
             restored.fill([row.layer])
             row.n_tokens = restored.n_tokens
-        found.append(trail.found.n_cached // BLOCK)
+        found.append(cursor.admission.n_cached // BLOCK)
         row.consume(tokens[row.n_tokens : n_asked * BLOCK])
-        cache.commit(trail, row)
+        cache.commit(cursor, row)
         reply = tokens[n_asked * BLOCK + 1 : -1].tolist()
-        answer = cache.fork(trail, reply)
-        cache.close_trail(trail, None)
+        answer = cache.fork(cursor, reply)
+        cache.close_cursor(cursor, None)
         row.consume(tokens[n_asked * BLOCK : len(path) * BLOCK])
         cache.commit(answer, row)
-        cache.close_trail(answer, row)
-        cache.tick(Load.NONE)
+        cache.close_cursor(answer, row)
+        cache.tick(EngineLoad.NONE)
         if not keeps_memory:
             _empty_memory(cache)
     assert not cache.stats.faults
@@ -146,5 +146,5 @@ def play_for_real(
 
 def _empty_memory(cache: Any) -> None:
     cache.set_room(0)
-    cache.tick(Load.NONE)
+    cache.tick(EngineLoad.NONE)
     cache.set_room(1 << 40)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from firn.core.errors import SetupError
-from firn.core.values import Namespace, Prompt, Served
+from firn.core.values import Namespace, Prompt, ServedRequest
 from firn.traces.read import read
 from firn.traces.record import Recorder, open_trace, user_salt
 
@@ -25,9 +25,9 @@ def recorder(path: Path, **options: Any) -> Recorder:
     return Recorder(open_trace(path), **{**given, **options})
 
 
-def served(tokens: range, reply: range = range(0), *, who: str = "", **facts: Any) -> Served:
+def served(tokens: range, reply: range = range(0), *, who: str = "", **facts: Any) -> ServedRequest:
     given: dict[str, Any] = {"at_s": 12.5, "tiers": (("memory", 4),), "first_s": 0.25}
-    return Served(
+    return ServedRequest(
         prompt=Prompt(np.array(tokens, dtype=np.int64)),
         reply=tuple(reply),
         n_reply=len(reply),

@@ -25,7 +25,7 @@ def test_a_batch_says_what_mlx_vlm_says_alone(name: str) -> None:
     for label, (ids, _, _) in wanted.items():
         assert prompts[label].ids.tolist() == ids, label
         n_images = sum(len(m.parts) for m in asked[label])
-        assert len(prompts[label].picture_spans) == len(prompts[label].pictures) <= n_images
+        assert len(prompts[label].picture_spans) == len(prompts[label].picture_inputs) <= n_images
     with running(gallery.build(name), chunk=16, cache_nbytes=None) as h:
         results = {label: h.submit(p, 10) for label, p in prompts.items()}
         for label, (_, tokens, margins) in wanted.items():

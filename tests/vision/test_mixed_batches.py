@@ -60,10 +60,10 @@ def test_a_picture_that_breaks_the_tower_ends_its_request_alone() -> None:
     good = [user("Look: ", 1, "?")]
     bad = gallery.prompt_of(name, user("Look: ", 2, "?"))
     tensors = {
-        **bad.pictures[0].tensors,
-        "pixel_values": bad.pictures[0].tensors["pixel_values"][:5],
+        **bad.picture_inputs[0].tensors,
+        "pixel_values": bad.picture_inputs[0].tensors["pixel_values"][:5],
     }
-    broken = replace(bad, pictures=(replace(bad.pictures[0], tensors=tensors),))
+    broken = replace(bad, picture_inputs=(replace(bad.picture_inputs[0], tensors=tensors),))
     with running(gallery.build(name), chunk=16) as h:
         before = h.submit(gallery.prompt_of(name, *good), 30)
         failed = h.submit(broken, 8).wait()

@@ -35,7 +35,7 @@ def test_every_picture_has_its_span(name: str) -> None:
     chat = [user("one ", 1, " two ", 2), said("ok"), user(3, " three")]
     prompt = gallery.prompt_of(name, *chat)
     assert len(prompt.picture_spans) == 3
-    for span, picture in zip(prompt.picture_spans, prompt.pictures, strict=True):
+    for span, picture in zip(prompt.picture_spans, prompt.picture_inputs, strict=True):
         own = prompt.ids[span.start : span.end]
         np.testing.assert_array_equal(own, picture.own_ids)
         assert own[0] == own[-1] == picture.image_token
@@ -101,7 +101,7 @@ def test_a_placeholder_in_a_callers_text_is_text(name: str) -> None:
 @pytest.mark.parametrize("name", gallery.FAMILIES)
 def test_typed_picture_tokens_do_not_take_the_pictures_place(name: str) -> None:
     """Not even as many of them as the picture has, before it and behind it."""
-    own = gallery.prompt_of(name, user("see ", 1)).pictures[0]
+    own = gallery.prompt_of(name, user("see ", 1)).picture_inputs[0]
     forged = gallery.tokenizer(name).decode(own.own_ids.tolist())
     prompt = gallery.prompt_of(name, user(forged, " and ", 1, forged))
     (span,) = prompt.picture_spans
@@ -129,7 +129,7 @@ def test_a_request_without_pictures_is_plain() -> None:
     name = "qwen2_5_vl"
     mark = gallery.processor(name).placeholder
     prompt = gallery.prompt_of(name, user(f"what is {mark}?"))
-    assert prompt.picture_spans == prompt.pictures == ()
+    assert prompt.picture_spans == prompt.picture_inputs == ()
 
 
 # --- templates ------------------------------------------------------------------------------
@@ -206,7 +206,9 @@ def test_pictures_of_any_shape(name: str, size: tuple[int, int]) -> None:
         return
     assert len(prompt.picture_spans) == 1
     span = prompt.picture_spans[0]
-    np.testing.assert_array_equal(prompt.ids[span.start : span.end], prompt.pictures[0].own_ids)
+    np.testing.assert_array_equal(
+        prompt.ids[span.start : span.end], prompt.picture_inputs[0].own_ids
+    )
 
 
 def test_tools_and_pictures_together() -> None:

@@ -6,7 +6,7 @@ from starlette.types import Receive, Scope
 
 from firn.api.body import check_content_type, read_body
 from firn.api.exchange import Exchange, exchange_of
-from firn.core.errors import Crowded
+from firn.core.errors import Overloaded
 
 
 class BodyReader:
@@ -23,7 +23,7 @@ class BodyReader:
         self.used_nbytes = 0
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """Raises BadRequest, BodyTooLarge, Crowded, ClientGone."""
+        """Raises BadRequest, BodyTooLarge, Overloaded, ClientGone."""
         headers, exchange = scope["headers"], exchange_of(scope)
         check_content_type(headers)
         return await read_body(
@@ -40,6 +40,8 @@ class BodyReader:
     def _take(self, nbytes: int, exchange: Exchange) -> None:
         others = self.used_nbytes - exchange.body_nbytes
         if others and self.used_nbytes + nbytes > self._total_nbytes:
-            raise Crowded("The requests of this moment are too large together; try again shortly.")
+            raise Overloaded(
+                "The requests of this moment are too large together; try again shortly."
+            )
         self.used_nbytes += nbytes
         exchange.body_nbytes += nbytes

@@ -16,9 +16,9 @@ from firn.api.think_budget import ThinkBudget
 from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
 from firn.core.values import (
     Chat,
+    FillInMiddle,
     GenerateRequest,
     Job,
-    Middle,
     ModelInfo,
     Namespace,
     Prompt,
@@ -107,7 +107,7 @@ class JobMaker:
 
     def _note_echo(self, run: RunningRequest, prompt: Prompt) -> None:
         match run.request.source:
-            case RawText(text=text) | Middle(prefix=text):
+            case RawText(text=text) | FillInMiddle(prefix=text):
                 run.echo = text
             case RawTokens(ids):
                 run.echo = self._services.tokenizer.decode(ids)

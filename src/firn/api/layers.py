@@ -23,7 +23,7 @@ from firn.api.errors import ErrorShapes, InternalFault
 from firn.api.exchange import SCOPE_KEY, Exchange, exchange_of, send_error
 from firn.api.hosts import Hosts, is_local
 from firn.api.rate_limit import RateLimit
-from firn.core.errors import Crowded, FirnError, HostNotAllowed, Unauthorized
+from firn.core.errors import FirnError, HostNotAllowed, Overloaded, Unauthorized
 from firn.core.values import Namespace
 
 logger = logging.getLogger("firn.api")
@@ -202,11 +202,11 @@ class Authentication:
             is_open = scope["path"] in OPEN_PATHS
             try:
                 if scope.get(OVER_LIMIT_KEY) and not is_open:
-                    raise Crowded("The server has too many connections; try again shortly.")
+                    raise Overloaded("The server has too many connections; try again shortly.")
                 caller = self._keys.admit(scope["headers"], local=is_local(scope))
                 exchange_of(scope).caller = caller
-            except (Unauthorized, Crowded) as error:
-                needs_key = isinstance(error, Crowded) or not is_page_file(scope["path"])
+            except (Unauthorized, Overloaded) as error:
+                needs_key = isinstance(error, Overloaded) or not is_page_file(scope["path"])
                 if not is_open and needs_key:
                     exchange_of(scope).fault = error
                     await send_error(send, error, self._shapes.of(scope["path"]))

@@ -24,7 +24,7 @@ from firn.core.values import (
     Namespace,
     Prompt,
     Reasoning,
-    Softened,
+    SoftenedSchema,
     Source,
 )
 from firn.text.formats import ReplyFormat
@@ -94,8 +94,8 @@ class Services:
     any_name: bool = False
     """Answer to every model name: a server of several models has chosen this one already."""
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
-    softener: Callable[[Namespace], Callable[[Mapping[str, Any]], Softened]] = lambda owner: (
-        Softened
+    softener: Callable[[Namespace], Callable[[Mapping[str, Any]], SoftenedSchema]] = lambda owner: (
+        SoftenedSchema
     )
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None

@@ -15,6 +15,7 @@ from firn.api.running import RunningRequest
 from firn.api.services import Services
 from firn.core.errors import InvalidValue, QueueFull, ShuttingDown
 from firn.core.events import (
+    AdmissionTimes,
     Admitted,
     Advanced,
     ChoiceDone,
@@ -31,9 +32,8 @@ from firn.core.events import (
     Started,
     TextDelta,
     Token,
-    Waits,
 )
-from firn.core.values import GenerateRequest, Namespace, Prompt, RequestId, Served, Usage
+from firn.core.values import GenerateRequest, Namespace, Prompt, RequestId, ServedRequest, Usage
 from firn.text.echo import EchoSlice, echoed
 from firn.text.unread_calls import UnreadCalls
 
@@ -79,7 +79,7 @@ class Session:
         self.ended = False
         """The last event has come."""
         self.admitted_at: float | None = None
-        self.waits: Waits | None = None
+        self.waits: AdmissionTimes | None = None
         """Of the first of its requests that left the queue."""
         self.first_token_at: float | None = None
         self._on: dict[type[EngineEvent], Callable[[RunningRequest, Any, list[Event]], None]] = {
@@ -227,7 +227,7 @@ class Session:
         out.append(Resumed(event.n_cached))
 
     def _on_advanced(self, run: RunningRequest, event: Advanced, out: list[Event]) -> None:
-        run.admitted = event.found
+        run.admitted = event.admission
 
     def _on_prefilled(self, run: RunningRequest, event: Prefilled, out: list[Event]) -> None:
         run.n_read = event.n_done
@@ -297,10 +297,10 @@ class Session:
         runs = self._runs.values()
         return [(run.prompt, run.admitted) for run in runs if run.prompt and run.is_admitted]
 
-    def served(self, *, at_s: float, first_s: float | None) -> Sequence[Served]:
+    def served(self, *, at_s: float, first_s: float | None) -> Sequence[ServedRequest]:
         """What a trace says of each request so far; nothing, where none is kept."""
         return [
-            Served(
+            ServedRequest(
                 at_s=at_s,
                 prompt=run.prompt,
                 reply=tuple(run.reply),

@@ -113,7 +113,7 @@ class Asked(Protocol):
 
 
 class Browsing:
-    """Implements core.ports.InSlices over something that reads or changes the tree."""
+    """Implements core.ports.SlicedQuery over something that reads or changes the tree."""
 
     def __init__(
         self,

@@ -34,14 +34,19 @@ from firn.cache.nodes import Record
 from firn.cache.threads import Done
 from firn.cache.tiers import Stored, Usage
 from firn.cache.tree import Tree
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 
 BUSY_SHARE = 0.02
 """Spilling may take this much of the engine's time while requests run; all of it when none do."""
 MAX_CREDIT_S = 0.05
 PATIENCE_S = 2.0
 """So long records wait while somebody waits for a first token: that comes first."""
-POLL_S = {Load.NONE: 0.05, Load.DECODING: 0.005, Load.PREFILLING: 0.25, Load.BOTH: 0.03}
+POLL_S = {
+    EngineLoad.NONE: 0.05,
+    EngineLoad.DECODING: 0.005,
+    EngineLoad.PREFILLING: 0.25,
+    EngineLoad.BOTH: 0.03,
+}
 """Results are taken in for so long between two steps: who waits for a first token waits for them, too,
 and a chunk takes longer than that."""
 RESCAN_S = 10.0
@@ -256,9 +261,9 @@ class Below:
 
     # --- results ---------------------------------------------------------------------------
 
-    def poll(self, load: Load) -> Iterator[News]:
+    def poll(self, load: EngineLoad) -> Iterator[News]:
         """What happened below, and a share of the spilling. A fraction of both under load."""
-        now, busy = self._clock(), load is not Load.NONE
+        now, busy = self._clock(), load is not EngineLoad.NONE
         self._io.defer_writes(load.prefilling and not self._tree.leaving_nbytes)
         elapsed, self._last_poll = now - self._last_poll, now
         self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
@@ -363,7 +368,7 @@ class Below:
         for record in ours[:n]:
             self.spill(record)
 
-    def _may_spill(self, load: Load, now: float) -> bool:
+    def _may_spill(self, load: EngineLoad, now: float) -> bool:
         if load.prefilling and now - self._to_spill[0][1] < PATIENCE_S:
             return False
         return self._credit_s > 0

@@ -12,12 +12,12 @@ from functools import partial
 from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.children import Text
 from firn.cache.codecs import At
+from firn.cache.cursor import CacheCursor, Piece
 from firn.cache.layout import Layout
 from firn.cache.live import LEAST_BLOCKS
 from firn.cache.nodes import Mark, Node, Record
 from firn.cache.parts import Part
 from firn.cache.records import Records
-from firn.cache.trail import CacheTrail, Piece
 from firn.core.ports import LiveRow
 
 USED_EVERY_S = 60.0
@@ -46,46 +46,46 @@ class Committer:
         """How many tokens may come between two commits."""
         return self.piece_tokens or self._block
 
-    def commit(self, trail: CacheTrail, row: LiveRow) -> None:
+    def commit(self, cursor: CacheCursor, row: LiveRow) -> None:
         """Whole blocks, then a state if one is due here."""
         with self._all_or_nothing() as new:
-            self._commit(trail, row, new)
+            self._commit(cursor, row, new)
 
-    def _commit(self, trail: CacheTrail, row: LiveRow, new: list[Record]) -> None:
-        self._save_pieces(trail, row)
-        end = min(row.n_tokens, trail.n_known)
+    def _commit(self, cursor: CacheCursor, row: LiveRow, new: list[Record]) -> None:
+        self._save_pieces(cursor, row)
+        end = min(row.n_tokens, cursor.n_known)
         if self._exact_chunk:
             end -= end % self._exact_chunk
-        start = trail.node.end
+        start = cursor.node.end
         cuts = Cuts(self._layout, row, start, end - (end - start) % self._block)
-        while trail.writes and trail.node.end + self._block <= end:
-            if not self._commit_block(trail, cuts, new):
+        while cursor.writes and cursor.node.end + self._block <= end:
+            if not self._commit_block(cursor, cuts, new):
                 break
         if self.in_rows:
-            trail.pages = self._records.rows.of(row, self._layout, chain=trail.node)
-        mark = trail.due.pop(row.n_tokens, None)
-        if mark is not None and trail.writes:
-            self._commit_state(trail, row, mark, new)
+            cursor.pages = self._records.rows.of(row, self._layout, chain=cursor.node)
+        mark = cursor.due.pop(row.n_tokens, None)
+        if mark is not None and cursor.writes:
+            self._commit_state(cursor, row, mark, new)
 
-    def commit_tail(self, trail: CacheTrail, row: LiveRow) -> None:
+    def commit_tail(self, cursor: CacheCursor, row: LiveRow) -> None:
         """What the row holds beyond its last whole block, so that reuse is exact to the token."""
-        if not trail.writes or row.n_tokens > trail.n_known:
+        if not cursor.writes or row.n_tokens > cursor.n_known:
             return
         with self._all_or_nothing() as new:
-            self._commit_tail(trail, row, new)
+            self._commit_tail(cursor, row, new)
 
-    def _commit_tail(self, trail: CacheTrail, row: LiveRow, new: list[Record]) -> None:
+    def _commit_tail(self, cursor: CacheCursor, row: LiveRow, new: list[Record]) -> None:
         if self._needs.state:
-            self._commit_state(trail, row, Mark.REPLY_END, new)
-        elif row.n_tokens > trail.node.end:
-            cut = trail.cut(trail.node.end, row.n_tokens)
-            cover = next((c for c in trail.node.children.longer(*cut) if self._is_whole(c)), None)
+            self._commit_state(cursor, row, Mark.REPLY_END, new)
+        elif row.n_tokens > cursor.node.end:
+            cut = cursor.cut(cursor.node.end, row.n_tokens)
+            cover = next((c for c in cursor.node.children.longer(*cut) if self._is_whole(c)), None)
             if cover is not None:
-                self._records.extend_life(cover, trail.control.ttl_s)
+                self._records.extend_life(cover, cursor.control.ttl_s)
                 return
-            tail = self._tree.child(trail.node, *cut)
+            tail = self._tree.child(cursor.node, *cut)
             with self._leased(tail):
-                if self._store(trail, tail, self._cuts_of(tail, row), new):
+                if self._store(cursor, tail, self._cuts_of(tail, row), new):
                     self._supersede(tail)
 
     @contextmanager
@@ -112,45 +112,47 @@ class Committer:
     def _cuts_of(self, node: Node, row: LiveRow) -> Cuts:
         return Cuts(self._layout, row, node.start, node.end)
 
-    def _commit_block(self, trail: CacheTrail, cuts: Cuts, new: list[Record]) -> bool:
-        start = trail.node.end
-        node = self._tree.child(trail.node, *trail.cut(start, start + self._block))
+    def _commit_block(self, cursor: CacheCursor, cuts: Cuts, new: list[Record]) -> bool:
+        start = cursor.node.end
+        node = self._tree.child(cursor.node, *cursor.cut(start, start + self._block))
         with self._leased(node):
-            if not self._store(trail, node, cuts, new):
+            if not self._store(cursor, node, cuts, new):
                 return False
             self._supersede(node)
-            self._tree.move_lease(trail.node, node)
-            trail.node = node
-        trail.pieces = [p for p in trail.pieces if p.end > node.end]
-        trail.n_saved = max(trail.n_saved, node.end)
+            self._tree.move_lease(cursor.node, node)
+            cursor.node = node
+        cursor.pieces = [p for p in cursor.pieces if p.end > node.end]
+        cursor.n_saved = max(cursor.n_saved, node.end)
         return True
 
-    def _commit_state(self, trail: CacheTrail, row: LiveRow, mark: Mark, new: list[Record]) -> None:
+    def _commit_state(
+        self, cursor: CacheCursor, row: LiveRow, mark: Mark, new: list[Record]
+    ) -> None:
         """Keep the state at the row's position, with the pages of its unfinished block."""
         n = row.n_tokens
-        node = trail.node
+        node = cursor.node
         if n != node.end:
-            node = self._tree.child(trail.node, *trail.cut(trail.node.end, n))
+            node = self._tree.child(cursor.node, *cursor.cut(cursor.node.end, n))
         if node.parent is None:
             return
         cuts = self._cuts_of(node, row)
         with self._leased(node):
-            if node is not trail.node and not self._store(trail, node, cuts, new):
+            if node is not cursor.node and not self._store(cursor, node, cuts, new):
                 return
             self._keep(node, Part.STATE, partial(cuts.cut, Part.STATE, 0, n), mark, new)
 
-    def _store(self, trail: CacheTrail, node: Node, cuts: Cuts, new: list[Record]) -> bool:
+    def _store(self, cursor: CacheCursor, node: Node, cuts: Cuts, new: list[Record]) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
         self._tree.use(node, late_s=USED_EVERY_S)
         for part in self._needs.by_block:
-            if part is Part.PAGES and self._lies_in_row(trail):
+            if part is Part.PAGES and self._lies_in_row(cursor):
                 self._keep_in_row(node, cuts, new)
                 continue
-            cut = partial(self._cut, part, trail, node, cuts)
+            cut = partial(self._cut, part, cursor, node, cuts)
             if not self._keep(node, part, cut, Mark.TURN, new):
-                trail.writes = False
+                cursor.writes = False
                 return False
-        self._records.extend_life(node, trail.control.ttl_s)
+        self._records.extend_life(node, cursor.control.ttl_s)
         return True
 
     def _keep(
@@ -170,8 +172,8 @@ class Committer:
             new.append(record)
         return record is not None
 
-    def _lies_in_row(self, trail: CacheTrail) -> bool:
-        return self.in_rows and trail.n_known >= LEAST_BLOCKS * self._block
+    def _lies_in_row(self, cursor: CacheCursor) -> bool:
+        return self.in_rows and cursor.n_known >= LEAST_BLOCKS * self._block
 
     def _keep_in_row(self, node: Node, cuts: Cuts, new: list[Record]) -> None:
         if not self._token_nbytes:
@@ -181,19 +183,19 @@ class Committer:
         if record.arrays is pages:
             new.append(record)
 
-    def _cut(self, part: Part, trail: CacheTrail, node: Node, cuts: Cuts) -> Payload:
+    def _cut(self, part: Part, cursor: CacheCursor, node: Node, cuts: Cuts) -> Payload:
         if part is Part.WINDOW and self.piece_tokens:
-            return _join_pieces(trail.pieces, node.start, node.end)
+            return _join_pieces(cursor.pieces, node.start, node.end)
         return cuts.cut(part, node.start, node.end)
 
-    def _save_pieces(self, trail: CacheTrail, row: LiveRow) -> None:
-        if not self.piece_tokens or row.n_tokens <= trail.n_saved:
+    def _save_pieces(self, cursor: CacheCursor, row: LiveRow) -> None:
+        if not self.piece_tokens or row.n_tokens <= cursor.n_saved:
             return
         at = At(row.index, row.n_tokens)
-        cut = self._layout.cut(Part.WINDOW, row.live_layers, at, trail.n_saved, row.n_tokens)
+        cut = self._layout.cut(Part.WINDOW, row.live_layers, at, cursor.n_saved, row.n_tokens)
         evaluate([cut])
-        trail.pieces.append(Piece(trail.n_saved, row.n_tokens, cut))
-        trail.n_saved = row.n_tokens
+        cursor.pieces.append(Piece(cursor.n_saved, row.n_tokens, cut))
+        cursor.n_saved = row.n_tokens
 
     def _is_whole(self, node: Node) -> bool:
         """Whether a resume inside this node could have all it needs of it."""

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firn.core.events import Admitted
-from firn.core.ports import LiveRow, Load, Restored
+from firn.core.ports import EngineLoad, LiveRow, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class BlankTrail:
-    """A trail that neither reads nor writes."""
+class BlankCursor:
+    """A cursor that neither reads nor writes."""
 
-    found: Admitted = Admitted(0, reason="no cache")
+    admission: Admitted = Admitted(0, reason="no cache")
     racing: bool = False
-    n_near: int = 0
+    n_expected: int = 0
 
-    def waits(self, *, busy: bool) -> bool:
+    def should_wait(self, *, busy: bool) -> bool:
         return False
 
-    def wants(self, n_tokens: int) -> bool:
+    def commit_due(self, n_tokens: int) -> bool:
         return False
 
 
@@ -31,29 +31,29 @@ class CacheOff:
     def __init__(self, why: str = "switched off") -> None:
         self.why = why
 
-    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> BlankTrail:
-        return BlankTrail()
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> BlankCursor:
+        return BlankCursor()
 
-    def restore(self, trail: BlankTrail) -> Restored | None:
+    def restore(self, cursor: BlankCursor) -> Restored | None:
         return None
 
-    def advance(self, trail: BlankTrail, n_tokens: int) -> Restored | None:
+    def advance(self, cursor: BlankCursor, n_tokens: int) -> Restored | None:
         return None
 
-    def stops(self, trail: BlankTrail) -> Sequence[int]:
+    def stops(self, cursor: BlankCursor) -> Sequence[int]:
         return ()
 
-    def commit(self, trail: BlankTrail, row: LiveRow) -> None:
+    def commit(self, cursor: BlankCursor, row: LiveRow) -> None:
         pass
 
-    def fork(self, trail: BlankTrail, reply: Sequence[int]) -> BlankTrail:
-        return trail
+    def fork(self, cursor: BlankCursor, reply: Sequence[int]) -> BlankCursor:
+        return cursor
 
-    def close_trail(self, trail: BlankTrail, row: LiveRow | None) -> None:
+    def close_cursor(self, cursor: BlankCursor, row: LiveRow | None) -> None:
         pass
 
-    def blank(self) -> BlankTrail:
-        return BlankTrail()
+    def blank(self) -> BlankCursor:
+        return BlankCursor()
 
     def confirm(self) -> None:
         pass
@@ -64,7 +64,7 @@ class CacheOff:
     def set_room(self, nbytes: int) -> None:
         pass
 
-    def tick(self, load: Load) -> None:
+    def tick(self, load: EngineLoad) -> None:
         pass
 
     @property

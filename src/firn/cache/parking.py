@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from firn.cache.arrays.payload import compute, evaluate
 from firn.cache.codecs import concat_tokens
 from firn.cache.commit import Cuts
+from firn.cache.cursor import CacheCursor
 from firn.cache.layout import Layout
 from firn.cache.live import LEAST_BLOCKS, RowPages, Slab
 from firn.cache.match import Match
@@ -25,7 +26,6 @@ from firn.cache.memory import carries
 from firn.cache.nodes import Record
 from firn.cache.parts import Part
 from firn.cache.records import Records
-from firn.cache.trail import CacheTrail
 from firn.core.ports import LiveRow
 
 ROOM_TOKENS = 256
@@ -81,11 +81,11 @@ class Parking:
         for record, payload in zip(records, cut, strict=True):
             self._tree.move(record, payload)
 
-    def abandon(self, trail: CacheTrail) -> None:
+    def abandon(self, cursor: CacheCursor) -> None:
         """Its row goes, and is not to be kept."""
-        if isinstance(trail.pages, RowPages) and trail.pages.row is not None:
-            self._drop(trail.pages, "in doubt")
-        trail.pages = None
+        if isinstance(cursor.pages, RowPages) and cursor.pages.row is not None:
+            self._drop(cursor.pages, "in doubt")
+        cursor.pages = None
 
     # --- faults ----------------------------------------------------------------------------
 
@@ -158,46 +158,46 @@ class Parking:
         else:
             self._records.drop([record])
 
-    def took(self, trail: CacheTrail, pages: RowPages, row: LiveRow) -> None:
+    def took(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
         """The row has them now."""
         self._rows.moving.pop(pages, None)
         self._rows.unconfirmed.pop(pages, None)
-        pages.row, pages.chain = row, trail.node
+        pages.row, pages.chain = row, cursor.node
         self._rows.live[row] = pages
-        self._leave_old(trail, pages)
+        self._leave_old(cursor, pages)
 
     # --- after a copy ----------------------------------------------------------------------
 
-    def move_in(self, trail: CacheTrail, match: Match, row: LiveRow) -> None:
+    def move_in(self, cursor: CacheCursor, match: Match, row: LiveRow) -> None:
         """What the row was filled with lies in the row from now on, and in records no more."""
         if not self._in_rows:
             return
-        pages = self._rows.of(row, self._layout, chain=trail.node)
-        self._leave_old(trail, pages)
+        pages = self._rows.of(row, self._layout, chain=cursor.node)
+        self._leave_old(cursor, pages)
         whole = [s.node for s in match.segments if s.n_tokens == s.node.n_tokens]
         records = [node.records[Part.PAGES] for node in whole if Part.PAGES in node.records]
-        for record in [r for r in records if self._moves(trail, r)]:
+        for record in [r for r in records if self._moves(cursor, r)]:
             if record.arrays is None:
-                self._tree.hold(record, pages, nbytes=trail.loaded[record][1].nbytes)
+                self._tree.hold(record, pages, nbytes=cursor.loaded[record][1].nbytes)
                 self._records.memory.added(record)
             else:
                 self._tree.move(record, pages)
-            trail.loaded.pop(record, None)
+            cursor.loaded.pop(record, None)
         self._rows.trim()
 
-    def _leave_old(self, trail: CacheTrail, pages: RowPages) -> None:
-        """The trail has a new row, and its old one will leave: the new one holds the same, and more."""
-        old, trail.pages = trail.pages, pages
+    def _leave_old(self, cursor: CacheCursor, pages: RowPages) -> None:
+        """The cursor has a new row, and its old one will leave: the new one holds the same, and more."""
+        old, cursor.pages = cursor.pages, pages
         if isinstance(old, RowPages) and old is not pages:
             for record in list(old.records):
                 self._tree.move(record, pages)
             self._rows.forget(old)
 
-    def _moves(self, trail: CacheTrail, record: Record) -> bool:
+    def _moves(self, cursor: CacheCursor, record: Record) -> bool:
         """Not what is pinned, which outlives a fault of this row; nor what another row goes on with."""
         if record.leaving or record.node.n_pins:
             return False
         held = record.arrays
         if isinstance(held, RowPages):
             return held.slab is not None and held.slab.first > 0
-        return held is not None or record in trail.loaded
+        return held is not None or record in cursor.loaded

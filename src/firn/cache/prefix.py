@@ -17,23 +17,23 @@ from firn.cache.below import Answered, Arrived, Lost, Seen, takes_all
 from firn.cache.catalogue import Identity
 from firn.cache.children import Text
 from firn.cache.commit import Committer
+from firn.cache.cursor import CacheCursor
 from firn.cache.garbage import Garbage
 from firn.cache.io import Io
 from firn.cache.layout import Layout
 from firn.cache.match import Match
 from firn.cache.nodes import Record
-from firn.cache.off import BlankTrail
+from firn.cache.off import BlankCursor
 from firn.cache.parking import Parking
 from firn.cache.records import Records
 from firn.cache.restore import NEIGHBOUR, Restorer
 from firn.cache.stats import Stats
-from firn.cache.trail import CacheTrail
 from firn.core.events import Admitted
 from firn.core.keys import Key, KeyTokens, key_tokens, placed_tokens
-from firn.core.ports import LiveRow, Load, Restored
+from firn.core.ports import EngineLoad, LiveRow, Restored
 from firn.core.values import CacheControl, Namespace, Prompt
 
-AnyTrail = CacheTrail | BlankTrail
+AnyCursor = CacheCursor | BlankCursor
 REMEMBER_EVERY_S = 300.0
 
 
@@ -78,7 +78,7 @@ class PrefixTree:
             self.records, layout, self._parking, saves_pieces=self._committer.piece_tokens > 0
         )
         self._clock = clock
-        self._racing: set[CacheTrail] = set()
+        self._racing: set[CacheCursor] = set()
         self._stats_by_root: dict[Key, Stats] = {}
         self._memo: Path | None = None
         self._remembered_at = clock()
@@ -118,132 +118,132 @@ class PrefixTree:
 
     # --- a request's way -------------------------------------------------------------------
 
-    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> AnyTrail:
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> AnyCursor:
         try:
             self._parking.sweep()
             self.records.expire()
-            trail = self._trail(prompt, namespace, control)
+            cursor = self._cursor(prompt, namespace, control)
         except Exception as e:
             self.records.failed("open", e)
-            return BlankTrail()
+            return BlankCursor()
         try:
-            self._restorer.begin(trail)
-            self._restorer.ask(trail)
-            if trail.pending:
-                self._racing.add(trail)
+            self._restorer.begin(cursor)
+            self._restorer.ask(cursor)
+            if cursor.pending:
+                self._racing.add(cursor)
         except Exception as e:  # what is in memory can be restored all the same
             self.records.failed("open", e)
-            self._stop_racing(trail)
-            self._restorer.unlease(trail)
-        return trail
+            self._stop_racing(cursor)
+            self._restorer.unlease(cursor)
+        return cursor
 
-    def restore(self, trail: AnyTrail) -> Restored | None:
-        if isinstance(trail, BlankTrail):
+    def restore(self, cursor: AnyCursor) -> Restored | None:
+        if isinstance(cursor, BlankCursor):
             return None
         try:
             self._parking.sweep()
-            return self._restore(trail)
+            return self._restore(cursor)
         except Exception as e:
             self.records.failed("restore", e)
-            self._stop_racing(trail)
-            trail.writes = False
-            trail.kind, trail.found = "branching", Admitted(0, reason="fault")
+            self._stop_racing(cursor)
+            cursor.writes = False
+            cursor.kind, cursor.admission = "branching", Admitted(0, reason="fault")
             return None
 
-    def advance(self, trail: AnyTrail, n_tokens: int) -> Restored | None:
-        if isinstance(trail, BlankTrail) or not trail.control.read:
+    def advance(self, cursor: AnyCursor, n_tokens: int) -> Restored | None:
+        if isinstance(cursor, BlankCursor) or not cursor.control.read:
             return None
         try:
             self._parking.sweep()
-            return self._advance(trail, n_tokens)
+            return self._advance(cursor, n_tokens)
         except Exception as e:
             self.records.failed("advance", e)
-            self._stop_racing(trail)
+            self._stop_racing(cursor)
             return None
 
-    def stops(self, trail: AnyTrail) -> Sequence[int]:
-        if isinstance(trail, BlankTrail) or self.settings.exact_chunk:
+    def stops(self, cursor: AnyCursor) -> Sequence[int]:
+        if isinstance(cursor, BlankCursor) or self.settings.exact_chunk:
             return ()
-        return list(trail.due)
+        return list(cursor.due)
 
-    def commit(self, trail: AnyTrail, row: LiveRow) -> None:
-        if isinstance(trail, BlankTrail) or not self._may_write(trail):
+    def commit(self, cursor: AnyCursor, row: LiveRow) -> None:
+        if isinstance(cursor, BlankCursor) or not self._may_write(cursor):
             return
         try:
-            self._committer.commit(trail, row)
+            self._committer.commit(cursor, row)
         except Exception as e:
             self.records.failed("commit", e)
-            trail.writes = False
+            cursor.writes = False
 
-    def fork(self, trail: AnyTrail, reply: Sequence[int]) -> AnyTrail:
-        if isinstance(trail, BlankTrail):
-            return trail
+    def fork(self, cursor: AnyCursor, reply: Sequence[int]) -> AnyCursor:
+        if isinstance(cursor, BlankCursor):
+            return cursor
         try:
-            self._stop_racing(trail)
-            self._restorer.unlease(trail)
-            self._count(trail)
+            self._stop_racing(cursor)
+            self._restorer.unlease(cursor)
+            self._count(cursor)
             if self.settings.exact_chunk:
-                return BlankTrail()  # exact mode keeps only what prefill computed
-            return self._fork(trail, reply)
+                return BlankCursor()  # exact mode keeps only what prefill computed
+            return self._fork(cursor, reply)
         except Exception as e:
             self.records.failed("fork", e)
-            return BlankTrail()
+            return BlankCursor()
 
-    def _fork(self, trail: CacheTrail, reply: Sequence[int]) -> CacheTrail:
-        self.records.tree.lease(trail.node)
-        trail.pages = None  # the row is the choice's now
-        return CacheTrail(
-            root=trail.root,
-            prompt=trail.prompt,
-            boundaries=trail.boundaries,
-            hints=trail.hints,
-            control=trail.control,
-            node=trail.node,
-            writes=trail.writes,
-            step=trail.step,
-            clock=trail.clock,
+    def _fork(self, cursor: CacheCursor, reply: Sequence[int]) -> CacheCursor:
+        self.records.tree.lease(cursor.node)
+        cursor.pages = None  # the row is the choice's now
+        return CacheCursor(
+            root=cursor.root,
+            prompt=cursor.prompt,
+            boundaries=cursor.boundaries,
+            hints=cursor.hints,
+            control=cursor.control,
+            node=cursor.node,
+            writes=cursor.writes,
+            step=cursor.step,
+            clock=cursor.clock,
             reply=reply,
-            reply_at=trail.reply_at,
-            pieces=list(trail.pieces),
-            n_saved=trail.n_saved,
+            reply_at=cursor.reply_at,
+            pieces=list(cursor.pieces),
+            n_saved=cursor.n_saved,
             counted=True,
         )
 
-    def close_trail(self, trail: AnyTrail, row: LiveRow | None) -> None:
-        if isinstance(trail, BlankTrail) or trail.closed:
+    def close_cursor(self, cursor: AnyCursor, row: LiveRow | None) -> None:
+        if isinstance(cursor, BlankCursor) or cursor.closed:
             return
-        trail.closed = True
-        self._stop_racing(trail)
-        self._count(trail)
+        cursor.closed = True
+        self._stop_racing(cursor)
+        self._count(cursor)
         try:
-            if row is not None and self._may_write(trail) and not self.settings.exact_chunk:
-                self._committer.commit(trail, row)
-                self._committer.commit_tail(trail, row)
+            if row is not None and self._may_write(cursor) and not self.settings.exact_chunk:
+                self._committer.commit(cursor, row)
+                self._committer.commit_tail(cursor, row)
         except Exception as e:
             self.records.failed("close", e)
         try:
             if row is not None:
                 self._parking.end(row)
             else:
-                self._parking.abandon(trail)
+                self._parking.abandon(cursor)
         except Exception as e:
             self.records.failed("park", e)
         for release in (self._restorer.unlease, self._mark_used, self._leave_node):
             try:
-                release(trail)
+                release(cursor)
             except Exception as e:
                 self.records.failed("close", e)
 
-    def _mark_used(self, trail: CacheTrail) -> None:
-        trail.loaded.clear()
-        if trail.node.parent is not None:
-            self.records.used(trail.node)
+    def _mark_used(self, cursor: CacheCursor) -> None:
+        cursor.loaded.clear()
+        if cursor.node.parent is not None:
+            self.records.used(cursor.node)
 
-    def _leave_node(self, trail: CacheTrail) -> None:
-        self.records.unlease(trail.node)
+    def _leave_node(self, cursor: CacheCursor) -> None:
+        self.records.unlease(cursor.node)
 
-    def blank(self) -> BlankTrail:
-        return BlankTrail()
+    def blank(self) -> BlankCursor:
+        return BlankCursor()
 
     # --- upkeep ----------------------------------------------------------------------------
 
@@ -270,32 +270,32 @@ class PrefixTree:
         except Exception as e:
             self.records.failed("room", e)
 
-    def tick(self, load: Load) -> None:
+    def tick(self, load: EngineLoad) -> None:
         try:
             self._parking.sweep()
-            if load is Load.NONE:
+            if load is EngineLoad.NONE:
                 self.records.expire()
                 self._remember(REMEMBER_EVERY_S)
             if self._garbage is not None:
-                self._garbage.tick(idle=load is Load.NONE)
+                self._garbage.tick(idle=load is EngineLoad.NONE)
             for tier, news in self.records.poll(load):
                 if isinstance(news, Arrived):
-                    for trail in list(self._racing):
-                        self._restorer.arrived(trail, tier, news)
+                    for cursor in list(self._racing):
+                        self._restorer.arrived(cursor, tier, news)
                 elif isinstance(news, Lost):
-                    for trail in list(self._racing):
-                        self._restorer.lost(trail, news.record, news.error)
+                    for cursor in list(self._racing):
+                        self._restorer.lost(cursor, news.record, news.error)
                 elif isinstance(news, Answered):
-                    for trail in list(self._racing):
-                        self._restorer.answered(trail, tier, news)
+                    for cursor in list(self._racing):
+                        self._restorer.answered(cursor, tier, news)
                 elif isinstance(news, Seen) and self._garbage is not None:
                     self._garbage.keep(n_new=len(news.changes))
         except Exception as e:
             self.records.failed("tick", e)
-        for trail in list(self._racing):
-            self._restorer.give_up(trail)
-            if not trail.pending:
-                self._racing.discard(trail)
+        for cursor in list(self._racing):
+            self._restorer.give_up(cursor)
+            if not cursor.pending:
+                self._racing.discard(cursor)
 
     @property
     def settled(self) -> bool:
@@ -330,28 +330,28 @@ class PrefixTree:
     def look_up(self, prompt: Prompt, namespace: Namespace) -> Look:
         """What a request with this prompt would resume at, by loading if that pays."""
         self._parking.sweep()
-        trail = self._trail(prompt, namespace, CacheControl(write=False))
+        cursor = self._cursor(prompt, namespace, CacheControl(write=False))
         try:
-            plan = self._restorer.plan(trail)
-            trail.is_slower = plan.is_slower
+            plan = self._restorer.plan(cursor)
+            cursor.is_slower = plan.is_slower
             match = plan.target if plan.loads else plan.now
             return Look(
                 match,
-                self._restorer.shared(trail),
+                self._restorer.shared(cursor),
                 dict(self._restorer.stored_in(match)),
-                self._restorer.why(trail, match.n_tokens),
+                self._restorer.why(cursor, match.n_tokens),
             )
         finally:
-            self.records.unlease(trail.node)
+            self.records.unlease(cursor.node)
 
     # --- inside ----------------------------------------------------------------------------
 
-    def _trail(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheTrail:
+    def _cursor(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> CacheCursor:
         thinned = prompt.thinned
         root = self.records.catalogue.root(namespace, thinned.recipe if thinned else "")
         text = Text(_key_tokens(prompt))
         self.records.tree.lease(root)
-        return CacheTrail(
+        return CacheCursor(
             root=root,
             prompt=text,
             boundaries=prompt.boundaries,
@@ -366,64 +366,64 @@ class PrefixTree:
             counted=thinned is not None,  # its whole prompt was looked up, and counted, before
         )
 
-    def _may_write(self, trail: CacheTrail) -> bool:
+    def _may_write(self, cursor: CacheCursor) -> bool:
         """What was cleared away since must not come back."""
-        return trail.writes and self.records.tree.is_attached(trail.root)
+        return cursor.writes and self.records.tree.is_attached(cursor.root)
 
-    def _restore(self, trail: CacheTrail) -> Restored | None:
-        n_prompt = len(trail.prompt)
-        match, n_shared = self._restorer.match(trail), self._restorer.shared(trail)
-        tiers = self._restorer.origins(trail, match)
-        if self.records.needs.state and trail.writes:
-            trail.due = checkpoints.due(
-                trail.boundaries,
+    def _restore(self, cursor: CacheCursor) -> Restored | None:
+        n_prompt = len(cursor.prompt)
+        match, n_shared = self._restorer.match(cursor), self._restorer.shared(cursor)
+        tiers = self._restorer.origins(cursor, match)
+        if self.records.needs.state and cursor.writes:
+            cursor.due = checkpoints.due(
+                cursor.boundaries,
                 n_prompt,
                 n_restored=match.n_tokens,
                 n_shared=n_shared,
-                hints=trail.hints,
+                hints=cursor.hints,
                 grid=self.settings.exact_chunk or 1,
             )
-        trail.kind = _kind(match, n_prompt)
-        restored = self._restorer.resume(trail, match) if match.n_tokens else None
-        self._restorer.passed(trail, match.n_tokens)
-        if trail.loading is None:
-            self._restorer.unlease(trail)
-        why = self._restorer.why(trail, match.n_tokens)
-        trail.found = Admitted(match.n_tokens, tuple(tiers.items()), why)
+        cursor.kind = _kind(match, n_prompt)
+        restored = self._restorer.resume(cursor, match) if match.n_tokens else None
+        self._restorer.passed(cursor, match.n_tokens)
+        if cursor.loading is None:
+            self._restorer.unlease(cursor)
+        why = self._restorer.why(cursor, match.n_tokens)
+        cursor.admission = Admitted(match.n_tokens, tuple(tiers.items()), why)
         return restored
 
-    def _advance(self, trail: CacheTrail, n_tokens: int) -> Restored | None:
-        self._restorer.passed(trail, n_tokens)
-        if not self._restorer.is_more_at_hand(trail):
+    def _advance(self, cursor: CacheCursor, n_tokens: int) -> Restored | None:
+        self._restorer.passed(cursor, n_tokens)
+        if not self._restorer.is_more_at_hand(cursor):
             return None
-        match = self._restorer.match(trail)
+        match = self._restorer.match(cursor)
         if not self._restorer.is_worth_it(match, n_tokens):
             return None
-        trail.kind = _kind(match, len(trail.prompt))
-        restored = self._restorer.resume(trail, match)
-        self._restorer.passed(trail, match.n_tokens)
-        self._restorer.unlease(trail)
-        self._restorer.jumped(trail, match, n_tokens)
+        cursor.kind = _kind(match, len(cursor.prompt))
+        restored = self._restorer.resume(cursor, match)
+        self._restorer.passed(cursor, match.n_tokens)
+        self._restorer.unlease(cursor)
+        self._restorer.jumped(cursor, match, n_tokens)
         return restored
 
-    def _stop_racing(self, trail: CacheTrail) -> None:
-        self._restorer.end_loading(trail)
-        trail.asking = None
-        self._racing.discard(trail)
+    def _stop_racing(self, cursor: CacheCursor) -> None:
+        self._restorer.end_loading(cursor)
+        cursor.asking = None
+        self._racing.discard(cursor)
 
-    def _count(self, trail: CacheTrail) -> None:
+    def _count(self, cursor: CacheCursor) -> None:
         """The prompt is read, or given up: what was it that the cache did for it."""
-        if trail.counted or not trail.kind:
+        if cursor.counted or not cursor.kind:
             return
-        trail.counted = True
-        found = trail.found
+        cursor.counted = True
+        found = cursor.admission
         saved = self.records.estimates.prefill_s(0, found.n_cached)
-        for stats in (self.stats, self._stats_by_root.setdefault(trail.root.key, Stats())):
+        for stats in (self.stats, self._stats_by_root.setdefault(cursor.root.key, Stats())):
             stats.looked_up(
-                n_prompt=len(trail.prompt),
+                n_prompt=len(cursor.prompt),
                 n_cached=found.n_cached,
                 n_advanced=dict(found.tiers).get(NEIGHBOUR, 0),
-                kind=trail.kind,
+                kind=cursor.kind,
                 reason=found.reason,
                 tiers=found.tiers,
             )

@@ -39,7 +39,7 @@ from firn.cache.parts import Needs, Part
 from firn.cache.stats import Stats
 from firn.cache.tiers import AHEAD_S, Gone
 from firn.cache.tree import Tree
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 from firn.core.values import Namespace
 
 log = logging.getLogger("firn.cache")
@@ -385,7 +385,7 @@ class Records:
 
     # --- what happens below ----------------------------------------------------------------
 
-    def poll(self, load: Load) -> Iterator[tuple[Below, News]]:
+    def poll(self, load: EngineLoad) -> Iterator[tuple[Below, News]]:
         """Bring the tree up to date with what the tiers tell; what was read comes out here."""
         self._empty_trash()
         self._forget_elsewhere()

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from firn.cli.client import ChatClient, ServerFault
+from firn.cli.client import ChatClient, RequestFailed
 from firn.config import UsageError
 from firn.core.errors import SetupError
 
@@ -29,7 +29,7 @@ NO_KEY = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A model as an agent sees it. max_output: None where the server has no limit of its own."""
 
     name: str
@@ -46,7 +46,7 @@ class Served:
         return max(min(limits), 1)
 
 
-def claude(model: Served) -> str:
+def claude(model: ServedModel) -> str:
     """Claude Code heeds the context's length only for a name that is not one of Anthropic's."""
     settings = {
         "ANTHROPIC_BASE_URL": model.url,
@@ -62,7 +62,7 @@ def claude(model: Served) -> str:
     return "".join(f"export {name}={_word(value)}\n" for name, value in settings.items())
 
 
-def codex(model: Served) -> str:
+def codex(model: ServedModel) -> str:
     """Codex compacts by itself only where it is told when; how long a reply is, the server decides."""
     key = f'env_key = "{KEY_VARIABLE}"\n' if model.has_key else ""
     return (
@@ -79,7 +79,7 @@ def codex(model: Served) -> str:
     )
 
 
-def opencode(model: Served) -> str:
+def opencode(model: ServedModel) -> str:
     entry: dict[str, Any] = {
         "name": model.name,
         "limit": {"context": model.context_length, "output": model.output_tokens},
@@ -103,7 +103,7 @@ def opencode(model: Served) -> str:
     return json.dumps(settings, indent=2) + "\n"
 
 
-def aider(model: Served) -> str:
+def aider(model: ServedModel) -> str:
     name = f"openai/{model.name}"
     metadata = {
         name: {
@@ -135,7 +135,7 @@ def _word(text: str) -> str:
     return f'"{text}"' if text == f"${KEY_VARIABLE}" else shlex.quote(text)
 
 
-AGENTS: Mapping[str, tuple[Callable[[Served], str], str]] = {
+AGENTS: Mapping[str, tuple[Callable[[ServedModel], str], str]] = {
     "claude": (claude, 'run `eval "$(firn agents claude)"`, then claude'),
     "codex": (codex, "this goes into ~/.codex/config.toml"),
     "opencode": (opencode, "this goes into opencode.json, in the project or in ~/.config/opencode"),
@@ -150,7 +150,7 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
     with ChatClient(url, api_key=api_key) as client:
         url = client.url
         served = _asked(client) if model is None else _read(model, url)
-    served = Served(
+    served = ServedModel(
         name=served.name,
         url=url,
         context_length=served.context_length,
@@ -176,11 +176,11 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
     return 0
 
 
-def _asked(client: ChatClient) -> Served:
+def _asked(client: ChatClient) -> ServedModel:
     """As the running server says."""
     shown = client.served_models()[0]
     try:
-        return Served(
+        return ServedModel(
             name=str(shown["id"]),
             url=client.url,
             context_length=int(shown["context_length"]),
@@ -188,10 +188,12 @@ def _asked(client: ChatClient) -> Served:
             vision=bool(shown.get("vision")),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ServerFault(f"{client.url} does not say how long its model's context is.") from error
+        raise RequestFailed(
+            f"{client.url} does not say how long its model's context is."
+        ) from error
 
 
-def _read(model: str, url: str) -> Served:
+def _read(model: str, url: str) -> ServedModel:
     """As its folder says, which is what a server would say of it."""
     from firn.demo.builtin import builtin_folder
     from firn.models.inspect import local_folder
@@ -202,7 +204,7 @@ def _read(model: str, url: str) -> Served:
     if folder is None:
         raise SetupError(f"{model} is not on this machine; `firn serve` would download it.")
     config = read_config(Path(folder))
-    return Served(
+    return ServedModel(
         name=model.rstrip("/").split("/")[-1],
         url=url,
         context_length=context_length(config),

@@ -56,9 +56,9 @@ def bench_app(guarded: Guard) -> typer.Typer:
 
 
 def _where(**given: Any) -> Any:
-    from firn.cli.bench_work import Where
+    from firn.cli.bench_work import BenchTargets
 
-    return Where(**given)
+    return BenchTargets(**given)
 
 
 def _chats(

@@ -30,7 +30,7 @@ Tick = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class BenchTargets:
     """Which servers, and where the results go."""
 
     url: str
@@ -65,7 +65,7 @@ def _twice(found: Sequence[Target]) -> dict[str, Target]:
     return {f"{t.url} ({i})": t for i, t in enumerate(found, 1)}
 
 
-def chats(where: Where, *, rounds: int, sessions: int, turns: int) -> None:
+def chats(where: BenchTargets, *, rounds: int, sessions: int, turns: int) -> None:
     def play(server: Target, number: int, tick: Tick) -> dict[str, Any]:
         salt = chats_bench.new_salt()
         work = chats_bench.Workload(sessions, turns, salt)
@@ -75,7 +75,9 @@ def chats(where: Where, *, rounds: int, sessions: int, turns: int) -> None:
     _contest(where, "chats", title, chats_bench.COLUMNS, rounds, sessions * turns, play)
 
 
-def throughput(where: Where, *, rounds: int, concurrency: str, requests: int, gap: bool) -> None:
+def throughput(
+    where: BenchTargets, *, rounds: int, concurrency: str, requests: int, gap: bool
+) -> None:
     try:
         levels = tuple(numbers(concurrency))
     except ValueError:
@@ -98,7 +100,7 @@ def throughput(where: Where, *, rounds: int, concurrency: str, requests: int, ga
 
 
 def replay(
-    where: Where,
+    where: BenchTargets,
     path: Path,
     *,
     rounds: int,
@@ -125,7 +127,7 @@ def replay(
 
 
 def _contest(
-    where: Where,
+    where: BenchTargets,
     benchmark: str,
     title: str,
     columns: Sequence[Column],

@@ -76,14 +76,14 @@ def cache_dir(folder: str | None, config: Path | None) -> Path:
     return found.ssd_cache_dir or default_cache_dir()
 
 
-def _where(folder: str | None, config: Path | None, key_file: str | None = None) -> Any:
+def _location(folder: str | None, config: Path | None, key_file: str | None = None) -> Any:
     """As the server finds its folder: a flag, a variable, its file, or the user's own."""
-    from firn.cli.cache_work import Where
+    from firn.cli.cache_work import CacheFolder
 
     given = {"cache.ssd_cache_dir": folder, "cache.ssd_cache_key_file": key_file}
     flags = {key: value for key, value in given.items() if value is not None}
     found = load(flags, environ=os.environ, file=config).cache
-    return Where.of(found.ssd_cache_dir or default_cache_dir(), found.ssd_cache_key_file)
+    return CacheFolder.of(found.ssd_cache_dir or default_cache_dir(), found.ssd_cache_key_file)
 
 
 def _ls(
@@ -97,7 +97,7 @@ def _ls(
     """List models and namespaces, and the largest prefixes of each."""
     from firn.cli.cache_view import ls
 
-    ls(_where(folder, config, key_file), top=top)
+    ls(_location(folder, config, key_file), top=top)
 
 
 def _show(
@@ -120,7 +120,7 @@ def _show(
     """Show a block: where it belongs, its layers, its tokens, and their text."""
     from firn.cli.cache_view import show
 
-    show(_where(folder, config, key_file), key, model=model, whole=whole)
+    show(_location(folder, config, key_file), key, model=model, whole=whole)
 
 
 def _stats(
@@ -132,7 +132,7 @@ def _stats(
     """Print the folder in numbers."""
     from firn.cli.cache_view import show_stats
 
-    show_stats(_where(folder, config, key_file), as_json=as_json)
+    show_stats(_location(folder, config, key_file), as_json=as_json)
 
 
 def _verify(
@@ -150,7 +150,7 @@ def _verify(
     """Read every record and check every byte. The exit code is 1 when something is damaged."""
     from firn.cli.cache_work import verify
 
-    raise typer.Exit(verify(_where(folder, config, key_file), quarantine=quarantine))
+    raise typer.Exit(verify(_location(folder, config, key_file), quarantine=quarantine))
 
 
 def _gc(
@@ -164,7 +164,7 @@ def _gc(
     """Evict the least recently used prefixes, from their ends, until the rest fits."""
     from firn.cli.cache_work import gc
 
-    gc(_where(folder, config), max_nbytes=int(max_gb * 2**30))
+    gc(_location(folder, config), max_nbytes=int(max_gb * 2**30))
 
 
 def _clear(
@@ -182,11 +182,11 @@ def _clear(
     """Delete records: all of them, or a model's, or a namespace's."""
     from firn.cli.cache_work import clear, to_clear
 
-    where = _where(folder, config)
-    chosen = to_clear(where, model=model, namespace=namespace)
+    location = _location(folder, config)
+    chosen = to_clear(location, model=model, namespace=namespace)
     if not yes:
-        typer.confirm(f"Delete {chosen.text} from {where.folder}?", abort=True)
-    clear(where, chosen)
+        typer.confirm(f"Delete {chosen.text} from {location.folder}?", abort=True)
+    clear(location, chosen)
 
 
 def _export(
@@ -202,7 +202,7 @@ def _export(
     """
     from firn.cli.cache_work import export
 
-    export(_where(folder, config, key_file), key, file)
+    export(_location(folder, config, key_file), key, file)
 
 
 def _import(
@@ -221,7 +221,7 @@ def _import(
     """
     from firn.cli.cache_work import import_
 
-    import_(_where(folder, config, key_file), file, namespace=namespace)
+    import_(_location(folder, config, key_file), file, namespace=namespace)
 
 
 def _advise(

@@ -18,7 +18,7 @@ from firn.cache.inventory import Block, Group, Inventory, Prefix, prefixes
 from firn.cache.io import load
 from firn.cache.parts import Part
 from firn.cache.tiers._folder import QUARANTINE, TMP, peek
-from firn.cli.cache_work import Where, out
+from firn.cli.cache_work import CacheFolder, out
 from firn.cli.doctor import size
 from firn.core.errors import FirnError
 
@@ -43,12 +43,12 @@ def _name_of(group: Group) -> str:
 # --- ls ------------------------------------------------------------------------------------
 
 
-def ls(where: Where, *, top: int) -> None:
-    inventory = where.take()
+def ls(location: CacheFolder, *, top: int) -> None:
+    inventory = location.take()
     groups = inventory.groups()
     console = out()
     if not inventory.files:
-        console.print(f"Nothing is stored in {where.folder}.", markup=False)
+        console.print(f"Nothing is stored in {location.folder}.", markup=False)
         return
     console.print(_table(groups))
     for group in groups if top else ():
@@ -112,8 +112,8 @@ def _line(prefix: Prefix, now: float) -> str:
 # --- show ----------------------------------------------------------------------------------
 
 
-def show(where: Where, key: str, *, model: str | None, whole: bool) -> None:
-    inventory = where.take()
+def show(location: CacheFolder, key: str, *, model: str | None, whole: bool) -> None:
+    inventory = location.take()
     block = inventory.find(key)
     console = out()
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -126,7 +126,7 @@ def show(where: Where, key: str, *, model: str | None, whole: bool) -> None:
         if file.label is None:
             console.print(f"\n{part.value}: encrypted with another key")
             continue
-        header = load(where.tier(), file.label.name, seal=where.seal).header
+        header = load(location.tier(), file.label.name, seal=location.seal).header
         console.print(f"\n{part.value}: {size(file.nbytes)}", style="bold")
         for line in _layer_lines(header):
             console.print(f"  {line}", markup=False)
@@ -215,16 +215,16 @@ def _text_of(tokens: list[int], model: str | None) -> str:
 # --- stats ---------------------------------------------------------------------------------
 
 
-def stats(where: Where) -> dict[str, Any]:
-    inventory = where.take()
-    disk = where.disk()
+def stats(location: CacheFolder) -> dict[str, Any]:
+    inventory = location.take()
+    disk = location.disk()
     page = peek(disk)
     files = inventory.files
     by_part = {p: [f for f in files if f.tag and f.tag.part is p] for p in Part}
     bad = disk.files(QUARANTINE)
     now = time.time()
     return {
-        "folder": str(where.folder),
+        "folder": str(location.folder),
         "limit_bytes": page.limit_nbytes if page else None,
         "bytes": sum(f.nbytes for f in files) + sum(x.nbytes for x in bad),
         "records": len(files),
@@ -245,8 +245,8 @@ def stats(where: Where) -> dict[str, Any]:
     }
 
 
-def show_stats(where: Where, *, as_json: bool) -> None:
-    found = stats(where)
+def show_stats(location: CacheFolder, *, as_json: bool) -> None:
+    found = stats(location)
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -24,12 +24,12 @@ from firn.core.errors import SetupError
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class CacheFolder:
     folder: Path
     seal: Seal | None
 
     @classmethod
-    def of(cls, folder: Path, key_file: Path | None) -> Where:
+    def of(cls, folder: Path, key_file: Path | None) -> CacheFolder:
         return cls(folder.expanduser(), load_seal(key_file) if key_file else None)
 
     def disk(self) -> Disk:
@@ -68,13 +68,13 @@ def bar(what: str, total: int) -> Iterator[Progress]:
 # --- verify --------------------------------------------------------------------------------
 
 
-def verify(where: Where, *, quarantine: bool) -> int:
-    inventory, tier = where.take(), where.tier()
+def verify(location: CacheFolder, *, quarantine: bool) -> int:
+    inventory, tier = location.take(), location.tier()
     bad: dict[RecordFile, str] = {}
     n_good = n_foreign = 0
     with bar("verifying", sum(f.nbytes for f in inventory.files)) as progress:
         for file in inventory.files:
-            fault = file.fault or _check(where, tier, file)
+            fault = file.fault or _check(location, tier, file)
             if isinstance(fault, Damaged):
                 bad[file] = fault.message
             elif isinstance(fault, Foreign):
@@ -88,9 +88,9 @@ def verify(where: Where, *, quarantine: bool) -> int:
     if quarantine:
         for file in bad:
             tier.delete(file.name, keep=True)
-    moved = f", moved to {where.folder / QUARANTINE}" if quarantine and bad else ""
+    moved = f", moved to {location.folder / QUARANTINE}" if quarantine and bad else ""
     console.print(f"{n_good} records are good, {len(bad)} damaged{moved}.", markup=False)
-    _orphans(where, tier, inventory, drop=quarantine)
+    _orphans(location, tier, inventory, drop=quarantine)
     if inventory.n_locked or n_foreign:
         console.print(
             f"Not looked into: {inventory.n_locked} encrypted with another key, "
@@ -99,19 +99,19 @@ def verify(where: Where, *, quarantine: bool) -> int:
     return int(bool(bad))
 
 
-def _check(where: Where, tier: SsdTier, file: RecordFile) -> TierError | None:
+def _check(location: CacheFolder, tier: SsdTier, file: RecordFile) -> TierError | None:
     assert file.tag is not None
     try:
-        load(tier, file.tag.name, seal=where.seal)
+        load(tier, file.tag.name, seal=location.seal)
     except (Damaged, Foreign, Missing) as e:
         return e
     return None
 
 
-def _orphans(where: Where, tier: SsdTier, inventory: Inventory, *, drop: bool) -> None:
+def _orphans(location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop: bool) -> None:
     """Records that no prompt can reach. A server may be writing their parents: look twice."""
     before = {b.tag.key for b in inventory.orphans}
-    blocks = [b for b in where.take().orphans if b.tag.key in before] if before else []
+    blocks = [b for b in location.take().orphans if b.tag.key in before] if before else []
     files = [f for block in blocks for f in block.files.values()]
     if files:
         done = ", deleted" if drop else ""
@@ -123,14 +123,14 @@ def _orphans(where: Where, tier: SsdTier, inventory: Inventory, *, drop: bool) -
 # --- gc and clear --------------------------------------------------------------------------
 
 
-def gc(where: Where, *, max_nbytes: int) -> None:
-    _must_exist(where)
-    freed = where.tier().evict_to(max_nbytes)
+def gc(location: CacheFolder, *, max_nbytes: int) -> None:
+    _must_exist(location)
+    freed = location.tier().evict_to(max_nbytes)
     out().print(f"{size(freed)} freed.")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ToClear:
     names: tuple[str, ...] | None
     """None: everything."""
     n_files: int
@@ -141,15 +141,15 @@ class Chosen:
         return f"{self.n_files} files, {size(self.nbytes)},"
 
 
-def to_clear(where: Where, *, model: str | None, namespace: str | None) -> Chosen:
-    _must_exist(where)
-    inventory = where.take()
+def to_clear(location: CacheFolder, *, model: str | None, namespace: str | None) -> ToClear:
+    _must_exist(location)
+    inventory = location.take()
     is_all = model is None and namespace is None
     chosen = [f for f in inventory.files if is_all or _is_chosen(inventory, f, model, namespace)]
-    bad = where.disk().files(QUARANTINE) if is_all else []
+    bad = location.disk().files(QUARANTINE) if is_all else []
     nbytes = sum(f.nbytes for f in chosen) + sum(x.nbytes for x in bad)
     names = None if is_all else tuple(f.name for f in chosen)
-    return Chosen(names, len(chosen) + len(bad), nbytes)
+    return ToClear(names, len(chosen) + len(bad), nbytes)
 
 
 def _is_chosen(
@@ -163,8 +163,8 @@ def _is_chosen(
     return model is None or is_named or tag.fingerprint.hex().startswith(model.lower())
 
 
-def clear(where: Where, chosen: Chosen) -> None:
-    tier = where.tier()
+def clear(location: CacheFolder, chosen: ToClear) -> None:
+    tier = location.tier()
     if chosen.names is None:
         tier.evict_to(0)
     for name in chosen.names or ():
@@ -172,25 +172,25 @@ def clear(where: Where, chosen: Chosen) -> None:
     out().print(f"{chosen.n_files} files deleted, {size(chosen.nbytes)} freed.")
 
 
-def _must_exist(where: Where) -> None:
-    if not where.folder.is_dir():
-        raise SetupError(f"There is no cache folder {where.folder}.")
+def _must_exist(location: CacheFolder) -> None:
+    if not location.folder.is_dir():
+        raise SetupError(f"There is no cache folder {location.folder}.")
 
 
 # --- export and import ---------------------------------------------------------------------
 
 
-def export(where: Where, key: str, file: Path) -> None:
-    inventory = where.take()
+def export(location: CacheFolder, key: str, file: Path) -> None:
+    inventory = location.take()
     chain = inventory.chain(inventory.find(key))
     names = records_of(chain)
-    tier = where.tier()
+    tier = location.tier()
     total = sum(b.nbytes for b in chain)
     with bar("exporting", total) as progress:
         try:
             nbytes = write_export(
                 names,
-                lambda name: load(tier, name, seal=where.seal),
+                lambda name: load(tier, name, seal=location.seal),
                 file,
                 progress=lambda n: progress.advance(progress.task_ids[0], n),
             )
@@ -201,14 +201,14 @@ def export(where: Where, key: str, file: Path) -> None:
     )
 
 
-def import_(where: Where, file: Path, *, namespace: str | None) -> None:
+def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None:
     try:
         total = file.stat().st_size
         with bar("importing", total) as progress:
             done = import_file(
                 file,
-                where.tier(),
-                seal=where.seal,
+                location.tier(),
+                seal=location.seal,
                 namespace=namespace,
                 progress=lambda n: progress.advance(progress.task_ids[0], n),
             )

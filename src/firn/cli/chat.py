@@ -20,14 +20,14 @@ from rich.status import Status
 from firn.cli.client import (
     ChatClient,
     ChatOptions,
-    Counted,
-    Finished,
+    ChatTurn,
     Piece,
-    Reading,
-    Said,
-    ServerFault,
-    Thought,
-    Turn,
+    PrefillProgress,
+    ReasoningText,
+    ReplyFinished,
+    ReplyText,
+    RequestFailed,
+    TokenCounts,
     image_url,
 )
 from firn.config import UsageError
@@ -47,7 +47,7 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if code not in
 def chat(
     client: ChatClient, options: ChatOptions, *, prompt: str | None, images: Sequence[Path] = ()
 ) -> int:
-    """Returns the exit code; raises ServerFault where there is no conversation to go on with."""
+    """Returns the exit code; raises RequestFailed where there is no conversation to go on with."""
     shown = [image_url(path) for path in images]
     model = options.model or client.served_model()
     conversation = Conversation(client, replace(options, model=model), Screen())
@@ -89,13 +89,13 @@ def _talk(conversation: Conversation) -> int:
         elif line:
             try:
                 interrupted = conversation.ask(line).stopped
-            except ServerFault as fault:
+            except RequestFailed as fault:
                 screen.fault(fault)
                 conversation.put_away()
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatReply:
     """`usage` is None where the server did not count: a stopped reply, say."""
 
     text: str
@@ -113,7 +113,7 @@ class Conversation:
         self.options = options
         self.screen = screen
         self._client = client
-        self._turns: list[Turn] = []
+        self._turns: list[ChatTurn] = []
         self._images: list[str] = []
 
     def show(self, images: Sequence[str]) -> None:
@@ -126,13 +126,13 @@ class Conversation:
             self._images.clear()
             self.screen.note("The message's pictures are put away; /image shows them again.")
 
-    def ask(self, text: str) -> Reply:
+    def ask(self, text: str) -> ChatReply:
         """Shows the reply as it comes. A turn that brought no text at all is forgotten."""
-        question = Turn("user", text, tuple(self._images))
+        question = ChatTurn("user", text, tuple(self._images))
         pieces = self._client.ask([*self._turns, question], options=self.options)
         reply = listen(pieces, self.screen)
         if reply.text:
-            self._turns += [question, Turn("assistant", reply.text)]
+            self._turns += [question, ChatTurn("assistant", reply.text)]
             self._images.clear()
         self.screen.summary(reply)
         return reply
@@ -175,7 +175,7 @@ def files_of(text: str) -> list[Path]:
         return [whole]
 
 
-def listen(pieces: Generator[Piece, None, None], screen: Screen) -> Reply:
+def listen(pieces: Generator[Piece, None, None], screen: Screen) -> ChatReply:
     """Shows the pieces and folds them. Ctrl-C closes the stream, which tells the server to stop."""
     start = time.monotonic()
     texts: list[str] = []
@@ -184,25 +184,25 @@ def listen(pieces: Generator[Piece, None, None], screen: Screen) -> Reply:
         with contextlib.closing(pieces), screen.waiting():
             for piece in pieces:
                 match piece:
-                    case Reading(n_done, n_total):
+                    case PrefillProgress(n_done, n_total):
                         screen.reading(n_done, n_total)
-                    case Said(text) | Thought(text):
+                    case ReplyText(text) | ReasoningText(text):
                         if first_s is None:
                             first_s = time.monotonic() - start
-                        if isinstance(piece, Said):
+                        if isinstance(piece, ReplyText):
                             texts.append(text)
                             screen.say(text)
                         else:
                             screen.think(text)
-                    case Finished(finish_reason):
+                    case ReplyFinished(finish_reason):
                         reason = finish_reason
-                    case Counted(counted):
+                    case TokenCounts(counted):
                         usage = counted
     except KeyboardInterrupt:
         stopped = True
     finally:
         screen.end()
-    return Reply("".join(texts), usage, first_s, time.monotonic() - start, stopped, reason)
+    return ChatReply("".join(texts), usage, first_s, time.monotonic() - start, stopped, reason)
 
 
 class Screen:
@@ -255,18 +255,18 @@ class Screen:
             (self._err if on_err else self._out).out("")
         self._mode = ""
 
-    def summary(self, reply: Reply) -> None:
+    def summary(self, reply: ChatReply) -> None:
         if text := summary(reply):
             self.note(text)
 
     def note(self, text: str) -> None:
         self._err.print(text, style="dim", markup=False, soft_wrap=True)
 
-    def fault(self, fault: ServerFault) -> None:
+    def fault(self, fault: RequestFailed) -> None:
         self._err.print(f"firn: {fault.message}", style="red", markup=False, soft_wrap=True)
 
 
-def summary(reply: Reply) -> str:
+def summary(reply: ChatReply) -> str:
     """`12 tokens, 48 of prompt (40 cached), first token after 0.21 s, 33 tokens/s`"""
     parts = []
     if reply.stopped:

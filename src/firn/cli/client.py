@@ -1,6 +1,6 @@
 """The terminal's side of the wire: one chat request out, a stream of pieces back.
 
-Speaks the OpenAI API over httpx. Faults of the server or the connection are ServerFault, one line.
+Speaks the OpenAI API over httpx. Faults of the server or the connection are RequestFailed, one line.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import httpx
 from firn.config import UsageError
 from firn.core.errors import FirnError
 from firn.core.values import Usage
-from firn.machine import is_loopback
+from firn.host.machine import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
 _PROGRESS = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 
-class ServerFault(FirnError):
+class RequestFailed(FirnError):
     """The server cannot be reached, refuses the request, or broke off."""
 
     code = "server_fault"
 
 
-class NoServer(ServerFault):
+class ServerNotFound(RequestFailed):
     """Nobody is there."""
 
 
@@ -47,7 +47,7 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """One message of the conversation. `images` are data URLs; they come before the text."""
 
     role: str
@@ -59,7 +59,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PrefillProgress:
     """The server is at `n_done` of the prompt's tokens."""
 
     n_done: int
@@ -67,39 +67,39 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ReplyText:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningText:
     """A piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class ReplyFinished:
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class TokenCounts:
     usage: Usage
 
 
-Piece = Reading | Said | Thought | Finished | Counted
+Piece = PrefillProgress | ReplyText | ReasoningText | ReplyFinished | TokenCounts
 
 # --- server-sent events --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class SseData:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Comment:
+class SseComment:
     text: str
 
 
@@ -110,25 +110,25 @@ class SseDecoder:
         self._rest = b""
         self._data: list[str] = []
 
-    def feed(self, chunk: bytes) -> list[Data | Comment]:
+    def feed(self, chunk: bytes) -> list[SseData | SseComment]:
         lines = (self._rest + chunk).split(b"\n")
         self._rest = lines.pop()
         return [event for line in lines for event in self._line(line)]
 
-    def flush(self) -> list[Data | Comment]:
+    def flush(self) -> list[SseData | SseComment]:
         """An event whose closing empty line never came is no event: the stream was cut."""
         self._rest, self._data = b"", []
         return []
 
-    def _line(self, raw: bytes) -> Iterator[Data | Comment]:
+    def _line(self, raw: bytes) -> Iterator[SseData | SseComment]:
         line = raw.rstrip(b"\r").decode("utf-8", errors="replace")
         name, _, value = line.partition(":")
         if not line:
             if self._data:
-                yield Data("\n".join(self._data))
+                yield SseData("\n".join(self._data))
             self._data = []
         elif not name:
-            yield Comment(value.strip())
+            yield SseComment(value.strip())
         elif name == "data":
             self._data.append(value.removeprefix(" "))
 
@@ -155,7 +155,7 @@ class ChatClient:
                 trust_env=not is_loopback(httpx.URL(self.url).host),
             )
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise ServerFault(f"{url} or the API key cannot be used: {error}") from error
+            raise RequestFailed(f"{url} or the API key cannot be used: {error}") from error
 
     def __enter__(self) -> ChatClient:
         return self
@@ -184,7 +184,7 @@ class ChatClient:
             str(models[0]["id"])
             return models
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ServerFault(f"{self.url} does not look like an OpenAI-style server.") from error
+            raise RequestFailed(f"{self.url} does not look like an OpenAI-style server.") from error
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:
@@ -192,12 +192,14 @@ class ChatClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._lost(error)
         if response.status_code == 404 and "There is no POST" in response.text:
-            raise ServerFault(f"{self.url} serves one model, which is always loaded.")
+            raise RequestFailed(f"{self.url} serves one model, which is always loaded.")
         self._check(response)
         found: dict[str, Any] = response.json()
         return found
 
-    def ask(self, turns: Sequence[Turn], *, options: ChatOptions) -> Generator[Piece, None, None]:
+    def ask(
+        self, turns: Sequence[ChatTurn], *, options: ChatOptions
+    ) -> Generator[Piece, None, None]:
         """The reply, piece by piece. Closing the iterator drops the request."""
         body = _body(turns, options)
         decoder = SseDecoder()
@@ -210,32 +212,32 @@ class ChatClient:
                 for chunk in response.iter_bytes():
                     for event in decoder.feed(chunk):
                         for piece in _pieces(event):
-                            finished = finished or isinstance(piece, Finished)
+                            finished = finished or isinstance(piece, ReplyFinished)
                             yield piece
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._lost(error)
         if not finished:
-            raise ServerFault(f"{self.url} ended the reply before it was finished.")
+            raise RequestFailed(f"{self.url} ended the reply before it was finished.")
 
     def _check(self, response: httpx.Response) -> None:
         if response.status_code == 401:
             if self._has_key:
-                raise ServerFault(f"{self.url} does not accept this API key.")
-            raise ServerFault(f"{self.url} wants an API key: give --api-key or set FIRN_API_KEY.")
+                raise RequestFailed(f"{self.url} does not accept this API key.")
+            raise RequestFailed(f"{self.url} wants an API key: give --api-key or set FIRN_API_KEY.")
         if response.status_code >= 400:
-            raise ServerFault(f"{self.url} says {response.status_code}: {_message(response)}")
+            raise RequestFailed(f"{self.url} says {response.status_code}: {_message(response)}")
 
     def _lost(self, error: httpx.HTTPError | httpx.InvalidURL) -> NoReturn:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            raise NoServer(
+            raise ServerNotFound(
                 f"No server answers at {self.url}; start one with `firn serve` or give --url."
             ) from error
         if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
-            raise ServerFault(f"{self.url} is no address; try http://127.0.0.1:8000.") from error
-        raise ServerFault(f"The connection to {self.url} broke: {error}") from error
+            raise RequestFailed(f"{self.url} is no address; try http://127.0.0.1:8000.") from error
+        raise RequestFailed(f"The connection to {self.url} broke: {error}") from error
 
 
-def _body(turns: Sequence[Turn], options: ChatOptions) -> dict[str, Any]:
+def _body(turns: Sequence[ChatTurn], options: ChatOptions) -> dict[str, Any]:
     messages = [{"role": turn.role, "content": _content(turn)} for turn in turns]
     if options.system:
         messages.insert(0, {"role": "system", "content": options.system})
@@ -252,7 +254,7 @@ def _body(turns: Sequence[Turn], options: ChatOptions) -> dict[str, Any]:
     return body
 
 
-def _content(turn: Turn) -> str | list[dict[str, Any]]:
+def _content(turn: ChatTurn) -> str | list[dict[str, Any]]:
     if not turn.images:
         return turn.content
     images = [{"type": "image_url", "image_url": {"url": url}} for url in turn.images]
@@ -277,27 +279,29 @@ def _message(response: httpx.Response) -> str:
         return response.text.strip()[:200] or response.reason_phrase
 
 
-def _pieces(event: Data | Comment) -> Iterator[Piece]:
-    if isinstance(event, Comment):
+def _pieces(event: SseData | SseComment) -> Iterator[Piece]:
+    if isinstance(event, SseComment):
         progress = _PROGRESS.search(event.text)
         if progress:
-            yield Reading(int(progress[1]), int(progress[2]))
+            yield PrefillProgress(int(progress[1]), int(progress[2]))
         return
     if event.text == "[DONE]":
         return
     try:
         chunk = json.loads(event.text)
     except ValueError as error:
-        raise ServerFault("The server sent an event that is no JSON.") from error
+        raise RequestFailed("The server sent an event that is no JSON.") from error
     if not isinstance(chunk, Mapping):
         return
     if chunk.get("error"):
         fault = chunk["error"]
-        raise ServerFault(str(fault.get("message", fault) if isinstance(fault, Mapping) else fault))
+        raise RequestFailed(
+            str(fault.get("message", fault) if isinstance(fault, Mapping) else fault)
+        )
     for choice in chunk.get("choices") or ():
         yield from _choice(choice)
     if chunk.get("usage"):
-        yield Counted(_usage(chunk["usage"]))
+        yield TokenCounts(_usage(chunk["usage"]))
 
 
 def _choice(choice: Mapping[str, Any]) -> Iterator[Piece]:
@@ -305,11 +309,11 @@ def _choice(choice: Mapping[str, Any]) -> Iterator[Piece]:
     # Servers disagree about the name; ours and most local ones say reasoning_content.
     thought = delta.get("reasoning_content") or delta.get("reasoning")
     if thought:
-        yield Thought(thought)
+        yield ReasoningText(thought)
     if delta.get("content"):
-        yield Said(delta["content"])
+        yield ReplyText(delta["content"])
     if choice.get("finish_reason"):
-        yield Finished(choice["finish_reason"])
+        yield ReplyFinished(choice["finish_reason"])
 
 
 def _usage(usage: Mapping[str, Any]) -> Usage:

@@ -1,8 +1,8 @@
-"""Flags of other servers that people have in their scripts, and what becomes of each of them here.
+"""Flags of other servers that people have in their scripts, and what becomes of each here.
 
-A flag that firn has by the same name does the same (SAME). Of the others each is one of three:
-another name of an option of ours (Alias), something that is always so here, or that nobody needs
-(Accepted: one line says so), or something that firn does not do (Refused: one line says what to do).
+A flag that firn has by the same name does the same (SAME). Any other is one of three: another name of an
+option of firn's (AliasFlag); something that firn always does, or that needs no setting (IgnoredFlag:
+one line says so); something that firn does not do (RefusedFlag: one line says what to do instead).
 docs/from-vllm-mlx.md is this table for people; a test compares the two.
 """
 
@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Alias:
+class AliasFlag:
     """`key` is the option's. unset: a value by which the other server means "not given"."""
 
     key: str
@@ -23,7 +23,7 @@ class Alias:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class IgnoredFlag:
     """metavar None: a switch, without a value."""
 
     text: str
@@ -31,7 +31,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedFlag:
     """unless: values that ask for what firn does anyway."""
 
     text: str
@@ -39,7 +39,7 @@ class Refused:
     unless: tuple[str, ...] = ()
 
 
-Fate = Alias | Accepted | Refused
+ForeignFlag = AliasFlag | IgnoredFlag | RefusedFlag
 
 _OTHER_DRAFTS = "these are heads for one model: see --draft-model for a small model that guesses"
 _ONE_TOKEN = "firn has drafters of its own: see --speculation"
@@ -51,80 +51,80 @@ _RERANKER = "serve the reranker beside the other: firn serve MODEL RERANKER"
 _BYTES = "the cache is bounded by bytes: see --cache-memory-mb and --ssd-cache-max-gb"
 _NO_AUDIO = "firn serves no audio: there is nothing to limit"
 
-VLLM_MLX: Mapping[str, Fate] = MappingProxyType(
+VLLM_MLX: Mapping[str, ForeignFlag] = MappingProxyType(
     {
         # --- several models
-        "--models-config": Refused(_TABLES, "FILE"),
-        "--memory-budget-gb": Alias("fleet.model_memory_gb", "X"),
-        "--lazy-load-model": Refused(_LAZY),
-        "--auto-unload-idle-seconds": Alias("fleet.keep_alive", "X", unset="0"),
+        "--models-config": RefusedFlag(_TABLES, "FILE"),
+        "--memory-budget-gb": AliasFlag("fleet.model_memory_gb", "X"),
+        "--lazy-load-model": RefusedFlag(_LAZY),
+        "--auto-unload-idle-seconds": AliasFlag("fleet.keep_alive", "X", unset="0"),
         # --- batching
-        "--continuous-batching": Accepted("continuous batching is always on"),
-        "--max-num-seqs": Alias("engine.max_concurrency"),
-        "--prefill-batch-size": Accepted(
+        "--continuous-batching": IgnoredFlag("continuous batching is always on"),
+        "--max-num-seqs": AliasFlag("engine.max_concurrency"),
+        "--prefill-batch-size": IgnoredFlag(
             "prompts are read one chunk at a time, in turn: see --prefill-chunk", "N"
         ),
-        "--completion-batch-size": Accepted(
+        "--completion-batch-size": IgnoredFlag(
             "all replies decode in one batch: see --max-concurrency", "N"
         ),
-        "--stream-interval": Accepted("what a step has made is sent at once, in one write", "N"),
-        "--chunked-prefill-tokens": Alias("engine.prefill_chunk", unset="0"),
-        "--prefill-step-size": Alias("engine.prefill_chunk"),
-        "--mllm-prefill-step-size": Alias("engine.prefill_chunk", unset="0"),
+        "--stream-interval": IgnoredFlag("what a step has made is sent at once, in one write", "N"),
+        "--chunked-prefill-tokens": AliasFlag("engine.prefill_chunk", unset="0"),
+        "--prefill-step-size": AliasFlag("engine.prefill_chunk"),
+        "--mllm-prefill-step-size": AliasFlag("engine.prefill_chunk", unset="0"),
         # --- the cache
-        "--enable-prefix-cache": Accepted(
+        "--enable-prefix-cache": IgnoredFlag(
             "the prefix cache is always on, unless --disable-prefix-cache"
         ),
-        "--prefix-cache-size": Accepted(_BYTES, "N"),
-        "--no-memory-aware-cache": Accepted(_BYTES),
-        "--kv-cache-min-quantize-tokens": Accepted(
+        "--prefix-cache-size": IgnoredFlag(_BYTES, "N"),
+        "--no-memory-aware-cache": IgnoredFlag(_BYTES),
+        "--kv-cache-min-quantize-tokens": IgnoredFlag(
             "what is stored is quantised in blocks, whatever the prompt's length", "N"
         ),
-        "--max-kv-size": Refused(
+        "--max-kv-size": RefusedFlag(
             "firn never forgets the beginning of a prompt; --max-context refuses what is longer",
             "N",
         ),
-        "--use-paged-cache": Accepted("the cache is always kept in blocks"),
-        "--paged-cache-block-size": Alias("cache.cache_block_tokens"),
-        "--max-cache-blocks": Accepted(_BYTES, "N"),
-        "--prefix-trie-cache": Accepted("prefixes are always kept in one tree"),
-        "--prefix-trie-cache-size": Accepted(_BYTES, "N"),
-        "--prefix-trie-cache-memory-mb": Alias("cache.cache_memory_mb"),
+        "--use-paged-cache": IgnoredFlag("the cache is always kept in blocks"),
+        "--paged-cache-block-size": AliasFlag("cache.cache_block_tokens"),
+        "--max-cache-blocks": IgnoredFlag(_BYTES, "N"),
+        "--prefix-trie-cache": IgnoredFlag("prefixes are always kept in one tree"),
+        "--prefix-trie-cache-size": IgnoredFlag(_BYTES, "N"),
+        "--prefix-trie-cache-memory-mb": AliasFlag("cache.cache_memory_mb"),
         # --- speculation
-        "--enable-mtp": Refused(_ONE_TOKEN),
-        "--mtp-num-draft-tokens": Refused(_ONE_TOKEN, "N"),
-        "--mtp-optimistic": Refused("firn never takes a token that the model did not pick"),
-        "--mllm-draft-model": Refused(_OTHER_DRAFTS, "MODEL"),
-        "--mllm-draft-kind": Refused(_ONE_TOKEN, "KIND"),
-        "--mllm-draft-block-size": Refused(_ONE_TOKEN, "N"),
-        "--default-mllm-draft": Refused(_ONE_TOKEN),
-        "--specprefill": Refused(_SPARSE),
-        "--specprefill-threshold": Refused(_SPARSE, "N"),
-        "--specprefill-keep-pct": Refused(_SPARSE, "X"),
-        "--specprefill-backbone-pct": Refused(_SPARSE, "X"),
-        "--specprefill-draft-model": Refused(_SPARSE, "MODEL"),
+        "--enable-mtp": RefusedFlag(_ONE_TOKEN),
+        "--mtp-num-draft-tokens": RefusedFlag(_ONE_TOKEN, "N"),
+        "--mtp-optimistic": RefusedFlag("firn never takes a token that the model did not pick"),
+        "--mllm-draft-model": RefusedFlag(_OTHER_DRAFTS, "MODEL"),
+        "--mllm-draft-kind": RefusedFlag(_ONE_TOKEN, "KIND"),
+        "--mllm-draft-block-size": RefusedFlag(_ONE_TOKEN, "N"),
+        "--default-mllm-draft": RefusedFlag(_ONE_TOKEN),
+        "--specprefill": RefusedFlag(_SPARSE),
+        "--specprefill-threshold": RefusedFlag(_SPARSE, "N"),
+        "--specprefill-keep-pct": RefusedFlag(_SPARSE, "X"),
+        "--specprefill-backbone-pct": RefusedFlag(_SPARSE, "X"),
+        "--specprefill-draft-model": RefusedFlag(_SPARSE, "MODEL"),
         # --- tools, pictures, sound
-        "--enable-auto-tool-choice": Accepted("tool calls are read wherever tools are offered"),
-        "--mcp-config": Refused(
+        "--enable-auto-tool-choice": IgnoredFlag("tool calls are read wherever tools are offered"),
+        "--mcp-config": RefusedFlag(
             "tools are run by the client: connect MCP servers to the agent that calls this one",
             "FILE",
         ),
-        "--mllm": Accepted("config.json tells whether a model takes pictures; see --text-only"),
-        "--max-audio-upload-mb": Accepted(_NO_AUDIO, "N"),
-        "--max-tts-input-chars": Accepted(_NO_AUDIO, "N"),
+        "--mllm": IgnoredFlag("config.json tells whether a model takes pictures; see --text-only"),
+        "--max-audio-upload-mb": IgnoredFlag(_NO_AUDIO, "N"),
+        "--max-tts-input-chars": IgnoredFlag(_NO_AUDIO, "N"),
         # --- embeddings
-        "--embedding-model": Refused(_EMBEDDINGS, "MODEL"),
-        "--embedding-max-length": Refused(
+        "--embedding-model": RefusedFlag(_EMBEDDINGS, "MODEL"),
+        "--embedding-max-length": RefusedFlag(
             "a text may be as long as the embedding model can read; longer ones are a 400", "N",
             unless=("auto",),
         ),
-        "--embedding-overflow-policy": Refused(
+        "--embedding-overflow-policy": RefusedFlag(
             "texts are not cut: one that is too long is a 400", "truncate|error",
             unless=("error",),
         ),
-        "--rerank-model": Refused(_RERANKER, "MODEL"),
+        "--rerank-model": RefusedFlag(_RERANKER, "MODEL"),
         # --- the rest
-        "--enable-metrics": Accepted("/metrics is always there"),
+        "--enable-metrics": IgnoredFlag("/metrics is always there"),
     }
 )  # fmt: skip
 

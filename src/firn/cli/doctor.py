@@ -21,8 +21,8 @@ from firn import __version__
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
-from firn.core.memory_plan import Wishes
-from firn.machine import Memory, disk_free, is_translated, memory
+from firn.core.memory_plan import MemoryOptions
+from firn.host.machine import SystemMemory, disk_free, is_translated, memory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
@@ -136,7 +136,7 @@ def _device_findings(device: DeviceReport) -> Iterator[Finding]:
         yield Finding("products", blas.text, "note" if slow else "ok")
 
 
-def _memory_finding(now: Memory) -> Finding:
+def _memory_finding(now: SystemMemory) -> Finding:
     free = "unknown" if now.available is None else size(now.available)
     return Finding("memory", f"{size(now.total)}, {free} available")
 
@@ -175,7 +175,9 @@ def look_at_model(name: str | None) -> Iterator[Finding]:
     yield from describe_model(inspect_folder(folder), device, memory())
 
 
-def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> Iterator[Finding]:
+def describe_model(
+    report: ModelReport, device: DeviceReport, now: SystemMemory
+) -> Iterator[Finding]:
     yield Finding("model", str(report.folder))
     n_stored = report.weights_nbytes
     if report.architecture:
@@ -203,7 +205,7 @@ def describe_model(report: ModelReport, device: DeviceReport, now: Memory) -> It
 
 def time_model(name: str) -> Iterator[Finding]:
     """Loads it as a server would, and says where the time of a chunk and of a step goes."""
-    from firn import named
+    from firn.assembly import model_names
     from firn.models import cpu, loader
     from firn.models import device as devices
     from firn.models.timing import measure
@@ -214,7 +216,7 @@ def time_model(name: str) -> Iterator[Finding]:
         blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
         cpu_dtype = "auto" if blas.library else "model"
     try:
-        folder = named.resolve(name)
+        folder = model_names.resolve(name)
         loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
         timing = measure(loaded.model, loaded.make_layers, chunk=device.prefill_chunk)
     except SetupError as error:
@@ -252,14 +254,14 @@ def _cache_text(report: ModelReport) -> str:
     return ", ".join(parts)
 
 
-def _budget(report: ModelReport, device: DeviceReport, now: Memory) -> Iterator[Finding]:
+def _budget(report: ModelReport, device: DeviceReport, now: SystemMemory) -> Iterator[Finding]:
     """What a server would plan with its defaults: the table, and the context that it allows."""
-    from firn.memory import beside_others
+    from firn.assembly.memory import beside_others
     from firn.models.device import LARGEST_CHUNKS
 
     machine = beside_others(machine_of(device, now))
-    model, wishes = model_of(report), Wishes(chunk=LARGEST_CHUNKS[machine.kind])
-    plan, fits_alone = verdict(machine, model, wishes)
+    model, options = model_of(report), MemoryOptions(chunk=LARGEST_CHUNKS[machine.kind])
+    plan, fits_alone = verdict(machine, model, options)
     topic = "budget"
     for nbytes, text in budget_rows(machine, plan):
         sign = "-" if nbytes < 0 else " "

@@ -8,23 +8,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from firn.core.memory_plan import (
-    Kind,
+    DeviceKind,
     MachineMemory,
+    MemoryOptions,
     MemoryPlan,
     ModelMemory,
     Transient,
-    Wishes,
     plan_memory,
 )
-from firn.machine import Memory
+from firn.host.machine import SystemMemory
 
 if TYPE_CHECKING:
     from firn.models.inspect import DeviceReport, ModelReport
 
-KINDS: dict[str, Kind] = {"CPU": "cpu", "Metal": "metal", "CUDA": "cuda"}
+KINDS: dict[str, DeviceKind] = {"CPU": "cpu", "Metal": "metal", "CUDA": "cuda"}
 
 
-def machine_of(device: DeviceReport, now: Memory) -> MachineMemory:
+def machine_of(device: DeviceReport, now: SystemMemory) -> MachineMemory:
     kind = KINDS[device.kind]
     has = device.working_set_nbytes or device.memory_nbytes or now.total
     return MachineMemory(kind, has, now.total, None if kind == "cuda" else now.available)
@@ -41,7 +41,7 @@ def model_of(report: ModelReport) -> ModelMemory:
     )
 
 
-def as_computed(report: ModelReport, device: DeviceReport, now: Memory) -> ModelReport:
+def as_computed(report: ModelReport, device: DeviceReport, now: SystemMemory) -> ModelReport:
     """With the numbers of float32, where a CPU computes in it: twice the bytes, weights and cache."""
     from firn.models.cpu.dtype import SHARE
 
@@ -57,10 +57,12 @@ def as_computed(report: ModelReport, device: DeviceReport, now: Memory) -> Model
     return replace(report, weights_nbytes=wide, cache=cost)
 
 
-def verdict(machine: MachineMemory, model: ModelMemory, wishes: Wishes) -> tuple[MemoryPlan, bool]:
+def verdict(
+    machine: MachineMemory, model: ModelMemory, options: MemoryOptions
+) -> tuple[MemoryPlan, bool]:
     """The plan, and whether the model would fit if nothing else ran."""
     alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
-    return plan_memory(machine, model, wishes), plan_memory(alone, model, wishes).fits
+    return plan_memory(machine, model, options), plan_memory(alone, model, options).fits
 
 
 def budget_rows(machine: MachineMemory, plan: MemoryPlan) -> Iterator[tuple[int, str]]:

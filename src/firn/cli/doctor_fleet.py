@@ -10,7 +10,7 @@ from rich.console import Console
 from firn.cli.doctor import Finding, look_at_machine, print_findings, size
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError
-from firn.fleet.catalogue import Catalogue, ModelSpec
+from firn.fleet.catalogue import ModelCatalogue, ModelSpec
 from firn.fleet.files import check, folder_of
 from firn.fleet.memory import Footprint, Room, estimate, room
 
@@ -28,7 +28,7 @@ def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:
 def look_at_fleet(config: Config, available: Room | None = None) -> Iterator[Finding]:
     """available: what the machine has, where it is not to be asked."""
     try:
-        catalogue = Catalogue(config)
+        catalogue = ModelCatalogue(config)
     except SetupError as error:
         yield Finding("models", error.message, "problem")
         return

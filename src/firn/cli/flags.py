@@ -14,9 +14,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from firn.cli.compat import PARSERS, VLLM_MLX, Accepted, Alias, Refused
-from firn.config import CONFIG_ENV, OPTIONS, UsageError, load
-from firn.options import Option
+from firn.cli.compat import PARSERS, VLLM_MLX, AliasFlag, IgnoredFlag, RefusedFlag
+from firn.config import CONFIG_ENV, OPTIONS, Option, UsageError, load
 
 _FLAGS = {item.key: item.flag for item in OPTIONS}
 
@@ -63,11 +62,11 @@ def _heed(foreign: Mapping[str, str | bool | None], flags: dict[str, Any]) -> di
         if value in (None, False):
             continue
         match VLLM_MLX[flag]:
-            case Accepted(text):
+            case IgnoredFlag(text):
                 typer.echo(f"firn: {flag} is not needed: {text}", err=True)
-            case Refused(text, unless=unless) if value not in unless:
+            case RefusedFlag(text, unless=unless) if value not in unless:
                 raise UsageError(f"{flag}: {text}")
-            case Alias(key, unset=unset) if value != unset:
+            case AliasFlag(key, unset=unset) if value != unset:
                 if key in flags:
                     winner = names.get(key, _FLAGS[key])
                     typer.echo(f"firn: {flag} is not heeded: {winner} says it already", err=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from firn.cli.client import ChatClient, NoServer, ServerFault
+from firn.cli.client import ChatClient, RequestFailed, ServerNotFound
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 
@@ -25,7 +25,7 @@ def ls(url: str, api_key: str | None, models_dir: Path | None) -> int:
     try:
         with ChatClient(url, api_key=api_key) as client:
             _show_served(client.served_models())
-    except NoServer as error:
+    except ServerNotFound as error:
         typer.echo(f"firn: {error.message} On this machine:", err=True)
         _show_local(local_models(models_dir))
     return 0
@@ -151,7 +151,7 @@ def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
     try:
         with ChatClient(url, api_key=api_key) as client:
             served = client.served_models()
-    except ServerFault:
+    except RequestFailed:
         return
     for model in served:
         state = model.get("state", "loaded")
@@ -162,12 +162,12 @@ def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
 
 
 def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
-    from firn import named
+    from firn.assembly import model_names
     from firn.models.hub import HubRules, fetch_into
 
     rules = HubRules(retries=retries)
     if models_dir is None:
-        folder = named.resolve(name, rules)
+        folder = model_names.resolve(name, rules)
     else:
         folder = fetch_into(name, models_dir / name, rules)
     typer.echo(f"{name} is in {folder} ({_size(_nbytes(folder))})")

@@ -9,7 +9,7 @@ import typer
 
 from firn.config import Config, unknown_variables
 from firn.core.errors import SetupError
-from firn.machine import is_loopback, is_translated, most_descriptors
+from firn.host.machine import is_loopback, is_translated, most_descriptors
 
 MLX_LM_FILES = 4096
 """What mlx-lm sets as the limit when it is imported, or fails."""

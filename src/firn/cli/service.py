@@ -35,7 +35,7 @@ def _install(context: typer.Context) -> None:
     For instance `firn service install mlx-community/Qwen3-4B-4bit --port 8000`. It starts again when it
     fails, and with your next login. Environment variables are not taken along: give flags, or --config.
     """
-    from firn.supervisors import Service, supervisor
+    from firn.host.supervisors import Service, supervisor
 
     arguments = tuple(context.args)
     _check(arguments)
@@ -65,7 +65,7 @@ def _absolute(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 def _uninstall() -> None:
     """Stop the service and remove it. Models and what was cached of prompts stay."""
-    from firn.supervisors import supervisor
+    from firn.host.supervisors import supervisor
 
     if not supervisor().uninstall():
         raise SetupError("There is no service to remove.")
@@ -74,7 +74,7 @@ def _uninstall() -> None:
 
 def _status() -> None:
     """Say whether the service is installed and running; exit code 1 where it is not."""
-    from firn.supervisors import supervisor
+    from firn.host.supervisors import supervisor
 
     where = supervisor()
     status = where.status()
@@ -90,7 +90,7 @@ def _logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more come.")] = False,
 ) -> None:
     """Show what the service has logged."""
-    from firn.supervisors import supervisor
+    from firn.host.supervisors import supervisor
 
     command = supervisor().logs(lines, follow=follow)
     try:

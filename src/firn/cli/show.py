@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from firn.config import OPTIONS, Config, with_model
+from firn.config import OPTIONS, Config, Option, of_model, with_model
 from firn.core.errors import SetupError
-from firn.defaults import of_model
 from firn.demo.builtin import builtin_folder
-from firn.options import Option
 
 MASK = "***"
 

@@ -39,7 +39,7 @@ class InvalidValue(BadRequest):
 
 
 class BadPart(BadRequest):
-    """A part of a message that cannot be had, read or used; `param` names it."""
+    """A part of a message that cannot be fetched, read or used; `param` names it."""
 
     code = "invalid_content"
 
@@ -56,7 +56,7 @@ class BadDocument(BadPart):
 
 
 class ContextTooLong(BadRequest):
-    """`estimated`: so many tokens by the prompt's length; it was not worth counting them."""
+    """`estimated`: by the prompt's length in bytes, so that it need not be tokenized."""
 
     code = "context_length_exceeded"
 
@@ -71,14 +71,14 @@ class ContextTooLong(BadRequest):
 
 
 class NeverFits(BadRequest):
-    """The request would need more memory than this machine can ever free for it."""
+    """The request needs more memory than this machine can ever free for it."""
 
     code = "insufficient_memory"
 
     def __init__(self, need_nbytes: int, have_nbytes: int) -> None:
         super().__init__(
-            f"This request needs about {need_nbytes / 2**30:.2f} GiB of device memory; "
-            f"at most {have_nbytes / 2**30:.2f} GiB can be made free.",
+            f"This request needs about {need_nbytes / 2**30:.2f} GiB of device memory, and "
+            f"{have_nbytes / 2**30:.2f} GiB can be freed. Shorten the prompt or ask for fewer replies.",
             param="messages",
         )
 
@@ -105,7 +105,7 @@ class Forbidden(FirnError):
 
 
 class HostNotAllowed(Forbidden):
-    """Sent to a name that is not ours, as a web page does that passes for this server."""
+    """The Host header names another server: a web page may be rebinding its name to this one."""
 
     code = "host_not_allowed"
 
@@ -140,7 +140,7 @@ class BodyTooLarge(FirnError):
 
 
 class Cancelled(FirnError):
-    """Its caller wants it no more."""
+    """The caller cancelled it."""
 
     status = 409
     code = "cancelled"
@@ -154,7 +154,7 @@ class Cancelled(FirnError):
 
 
 class TryLater(FirnError):
-    """Not now; `retry_after_s` from now perhaps."""
+    """Refused for now; the caller may try again after `retry_after_s`."""
 
     status = 429
     kind = "rate_limit_error"
@@ -168,7 +168,7 @@ class QueueFull(TryLater):
     code = "queue_full"
 
     def __init__(self, n_waiting: int, *, retry_after_s: int = 1) -> None:
-        # How many others wait is nobody's business.
+        # The message does not say how many wait: that would tell a caller about others.
         super().__init__(
             "Too many requests are waiting; try again shortly.", retry_after_s=retry_after_s
         )
@@ -176,13 +176,13 @@ class QueueFull(TryLater):
 
 
 class KeyLimit(TryLater):
-    """This key has what one key may have at a time."""
+    """This key has reached its own limit."""
 
     code = "rate_limit_exceeded"
 
 
-class Crowded(TryLater):
-    """Connections or memory for requests run short."""
+class Overloaded(TryLater):
+    """Connections, or memory for request bodies, run short."""
 
     status = 503
     code = "overloaded"
@@ -190,7 +190,7 @@ class Crowded(TryLater):
 
 
 class TooManyRequests(TryLater):
-    """A client has had its share of this minute."""
+    """A client has sent its requests of this minute."""
 
     code = "rate_limit_exceeded"
 
@@ -226,7 +226,7 @@ class EngineDead(FirnError):
 
 
 class DeviceFailing(FirnError):
-    """The device fails again and again: only a new process can help."""
+    """The device keeps failing: only a new process can help."""
 
     status = 503
     code = "device_failing"
@@ -245,7 +245,7 @@ class StepFailed(FirnError):
 
 
 class ModelNotReady(TryLater):
-    """It is not loaded, and waiting for it took too long or too many do."""
+    """The model is not loaded, and waiting took too long or too many requests wait."""
 
     status = 503
     code = "model_not_ready"
@@ -253,7 +253,7 @@ class ModelNotReady(TryLater):
 
 
 class ModelFailed(TryLater):
-    """It could not be loaded; `retry_after_s` from now it is tried again."""
+    """The model could not be loaded; it is tried again after `retry_after_s`."""
 
     status = 503
     code = "model_failed"
@@ -265,18 +265,20 @@ class ModelFailed(TryLater):
 
 
 class ModelDied(TryLater):
-    """Its process ended while it was needed; a new one is started."""
+    """The model's process ended while it was needed; a new one is started."""
 
     status = 503
     code = "model_died"
     kind = "server_error"
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"The process of the model {name!r} has ended; it is started again.")
+        super().__init__(
+            f"The process of the model {name!r} has ended and is being restarted; try again shortly."
+        )
 
 
 class ModelTooLarge(FirnError):
-    """More than all memory that models may have."""
+    """The model needs more memory than all models together may take."""
 
     status = 503
     code = "insufficient_memory"
@@ -299,6 +301,6 @@ class SetupError(FirnError):
 
 
 class UnknownCacheLayer(FirnError):
-    """No codec knows this layer class: reuse is switched off for the model."""
+    """No codec knows this layer class, so nothing is reused for the model."""
 
     code = "unknown_cache_layer"

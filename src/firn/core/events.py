@@ -26,11 +26,11 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """What a request waited for before its prompt was read: moments of `time.perf_counter`.
+class AdmissionTimes:
+    """What a request waited for before its prompt was read; times are those of `time.perf_counter`.
 
-    lookup_at, looked_up_at: the cache was asked. row_at: it left the queue. loads: from the lookup
-    until what the cache did for it was settled, records were on their way from below memory.
+    lookup_at, looked_up_at: start and end of the cache's lookup. row_at: it left the queue. loads:
+    records were being loaded from below memory.
     """
 
     lookup_at: float
@@ -43,10 +43,9 @@ class Waits:
 class Admitted:
     """The request left the queue; `n_cached` tokens of its prompt need no computing.
 
-    tiers: how many of them came from where. reason: why not more, '' when nothing was left to gain.
-    keep: which share of the rest is read, where it is not all; n_skipped: how many tokens are not,
-    once that is known.
-    waits: for people who watch; who knows no better leaves it out.
+    tiers: how many of them came from which tier. reason: why not more; '': nothing was left to gain.
+    keep: which share of the rest sparse prefill reads; n_skipped: how many tokens it skips, once known.
+    waits: for the dashboard and the log.
     """
 
     n_cached: int
@@ -54,14 +53,14 @@ class Admitted:
     reason: str = ""
     keep: float | None = None
     n_skipped: int = 0
-    waits: Waits | None = field(default=None, compare=False, repr=False)
+    waits: AdmissionTimes | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """While its prompt was read, more of it came from elsewhere: this holds instead of what was said."""
+    """More of the prompt came from the cache while it was read: replaces what Admitted said."""
 
-    found: Admitted
+    admission: Admitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """How likely the prompt's tokens from `start` on were, each behind those before it.
+    """Logprobs of the prompt's tokens from `start` on.
 
     They come in order, from the second token on: the first has nothing before it.
     """
@@ -85,8 +84,7 @@ class PromptLogprobs:
 class Token:
     """`forced`: the model did not pick it; see `Engine.force`.
 
-    n_drafted, n_accepted: of the step that it is the last token of, how many were guessed and how many
-    of these were right.
+    n_drafted, n_accepted: of the step that this token ends, how many tokens were drafted and accepted.
     """
 
     choice: int
@@ -126,10 +124,10 @@ EngineEvent = (
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """A token's text beside its logarithm, as the OpenAI API shows it.
+    """A token's text and logprob, as the OpenAI API shows them.
 
-    raw: what it is of the text; nothing, where the text does not show it. logprob None: it is the
-    first token of all, and nothing can be said of it.
+    raw: its bytes in the text; empty: the text does not show it. logprob None: it is the prompt's first
+    token, which has nothing before it.
     """
 
     text: str
@@ -140,7 +138,7 @@ class TextLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt was rendered and handed to the engine."""
+    """The prompt was rendered and submitted to the engine."""
 
     n_prompt: int
 
@@ -154,7 +152,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Prefill goes on; streams show it as a comment line so that the connection stays alive."""
+    """Prefill goes on; streams show it as a comment line, which keeps the connection alive."""
 
     n_done: int
     n_total: int

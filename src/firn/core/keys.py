@@ -27,9 +27,9 @@ KeyTokens = npt.NDArray[np.uint64]
 _IMAGE_BIT = np.uint64(1 << 63)
 
 
-def key_tokens(ids: TokenArray, pictures: Sequence[PictureSpan] = ()) -> KeyTokens:
+def key_tokens(ids: TokenArray, picture_spans: Sequence[PictureSpan] = ()) -> KeyTokens:
     values = ids.astype(np.uint64)
-    for span in pictures:
+    for span in picture_spans:
         for i in range(span.start, span.end):
             digest = _hash(b"image", [span.digest, (i - span.start).to_bytes(8, "little")])
             values[i] = np.frombuffer(digest[:8], dtype="<u8")[0] | _IMAGE_BIT

@@ -40,14 +40,14 @@ CUDA_HEADROOM_NBYTES = 2 * GIB
 MIN_CAPACITY_NBYTES = 256 * MIB
 """A model that does not fit may be served all the same; it gets this much."""
 
-Kind = Literal["cpu", "metal", "cuda"]
+DeviceKind = Literal["cpu", "metal", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
     """What the machine says, before the model is loaded."""
 
-    kind: Kind
+    kind: DeviceKind
     device_nbytes: int
     """Metal: the recommended working set. Elsewhere: the memory of what computes."""
     physical_nbytes: int
@@ -100,7 +100,7 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class MemoryOptions:
     """What the user has said."""
 
     chunk: int
@@ -133,7 +133,7 @@ class MemoryPlan:
     context_tokens: int
     """The longest prompt and reply of a lone request."""
     fits: bool
-    held_back_by: str
+    limited_by: str
     """What the limit comes from."""
 
     @property
@@ -148,13 +148,13 @@ class MemoryPlan:
         )
 
 
-def plan_memory(machine: MachineMemory, model: ModelMemory, wishes: Wishes) -> MemoryPlan:
-    headroom = _headroom(machine, wishes)
-    limit, held_back_by = _limit(machine, headroom)
+def plan_memory(machine: MachineMemory, model: ModelMemory, options: MemoryOptions) -> MemoryPlan:
+    headroom = _headroom(machine, options)
+    limit, limited_by = _limit(machine, headroom)
     left = limit - model.weights_nbytes
     n_least = min(LEAST_TOKENS, model.context_length or LEAST_TOKENS)
     need = model.row_nbytes(n_least)
-    ample, tight = _ample(limit, left, model, wishes), _tightest(model, wishes, n_least)
+    ample, tight = _ample(limit, left, model, options), _tightest(model, options, n_least)
     is_tight = left - sum(ample) < need or ample[0] < tight[0]
     chunk, buffers, queue = tight if is_tight else ample
     capacity = left - chunk - buffers - queue
@@ -168,18 +168,18 @@ def plan_memory(machine: MachineMemory, model: ModelMemory, wishes: Wishes) -> M
         buffer_cache_nbytes=buffers,
         write_queue_nbytes=queue,
         capacity_nbytes=capacity,
-        wired_nbytes=min(wishes.wired_nbytes, model.weights_nbytes),
-        context_tokens=_context(model, wishes, capacity, chunk),
+        wired_nbytes=min(options.wired_nbytes, model.weights_nbytes),
+        context_tokens=_context(model, options, capacity, chunk),
         fits=fits,
-        held_back_by=held_back_by,
+        limited_by=limited_by,
     )
 
 
-def _headroom(machine: MachineMemory, wishes: Wishes) -> int:
-    if wishes.device_share is not None:
-        return int((1 - wishes.device_share) * machine.device_nbytes)
-    if wishes.headroom_nbytes is not None:
-        return wishes.headroom_nbytes
+def _headroom(machine: MachineMemory, options: MemoryOptions) -> int:
+    if options.device_share is not None:
+        return int((1 - options.device_share) * machine.device_nbytes)
+    if options.headroom_nbytes is not None:
+        return options.headroom_nbytes
     if machine.kind == "cuda":
         return min(CUDA_HEADROOM_NBYTES, machine.device_nbytes // 8)
     # Metal's recommendation leaves something to the system, unless a user has raised it.
@@ -203,27 +203,29 @@ def _system_nbytes(machine: MachineMemory) -> int:
     return min(max(share, MIN_SYSTEM_NBYTES), MAX_SYSTEM_NBYTES)
 
 
-def _ample(limit: int, left: int, model: ModelMemory, wishes: Wishes) -> tuple[int, int, int]:
+def _ample(
+    limit: int, left: int, model: ModelMemory, options: MemoryOptions
+) -> tuple[int, int, int]:
     """A chunk, the buffer cache, the write queue, where there is room for all of them."""
     deep = min(DEEP_TOKENS, model.context_length or DEEP_TOKENS)
-    chunk = min(model.transient.of(wishes.longest_chunk, deep), max(int(left * CHUNK_SHARE), 0))
+    chunk = min(model.transient.of(options.longest_chunk, deep), max(int(left * CHUNK_SHARE), 0))
     buffers = max(int(limit * BUFFER_CACHE_SHARE), MIN_BUFFER_CACHE_NBYTES)
     queue = min(max(int(left * WRITE_QUEUE_SHARE), MIN_WRITE_QUEUE_NBYTES), MAX_WRITE_QUEUE_NBYTES)
     return chunk, buffers, queue
 
 
-def _tightest(model: ModelMemory, wishes: Wishes, n_least: int) -> tuple[int, int, int]:
-    chunk = wishes.shortest_chunk
+def _tightest(model: ModelMemory, options: MemoryOptions, n_least: int) -> tuple[int, int, int]:
+    chunk = options.shortest_chunk
     least = model.transient.of(chunk, max(n_least - chunk, 0))
     return least, MIN_BUFFER_CACHE_NBYTES, MIN_WRITE_QUEUE_NBYTES
 
 
-def _context(model: ModelMemory, wishes: Wishes, capacity: int, chunk_nbytes: int) -> int:
+def _context(model: ModelMemory, options: MemoryOptions, capacity: int, chunk_nbytes: int) -> int:
     """By what a row may take, and by how deep the smallest chunk may run."""
     bounds = [model.context_length] if model.context_length else []
     if model.per_token_nbytes:
         bounds.append(max((capacity - model.fixed_nbytes) // model.per_token_nbytes, 0))
-    chunk = wishes.shortest_chunk
+    chunk = options.shortest_chunk
     deepest = model.transient.deepest(chunk, chunk_nbytes)
     if deepest is not None:  # behind so many the last chunk can still be read
         bounds.append(deepest + chunk)

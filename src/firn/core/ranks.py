@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RankCall:
     name: str
     args: tuple[Any, ...] = ()
     """What JSON can say."""
     blob: bytes = b""
 
 
-Hear = Callable[[int, Call], None]
+OnAnswer = Callable[[int, RankCall], None]
 """Gets a follower's rank and its answer, on a thread of the channel's."""
 
 
@@ -50,7 +50,7 @@ class Followers(Protocol):
         """A call that may wait for the next one that is sent."""
         ...
 
-    def hear(self, name: str, take: Hear) -> None:
+    def hear(self, name: str, take: OnAnswer) -> None:
         """Who is given the answers of this name."""
         ...
 

@@ -1,1 +1,8 @@
-"""The engine thread: a loop, a pure scheduler, sequences, a memory budget. Knows no mlx."""
+"""The engine thread: scheduler, prefill, decode, recovery, memory budget. Knows no mlx."""
+
+from firn.engine.budget import Budget, RowCost
+from firn.engine.engine import Engine
+from firn.engine.parts import EngineLimits, EngineParts
+from firn.engine.thinning import recipes_of
+
+__all__ = ["Budget", "Engine", "EngineLimits", "EngineParts", "RowCost", "recipes_of"]

@@ -24,7 +24,7 @@ MIN_TEACHING_TOKENS = 32
 
 
 @dataclass(slots=True)
-class Line:
+class TimeByDepth:
     """Seconds per token over depth, fitted to the newest points. Never falls with depth."""
 
     weight: float = 0.0
@@ -58,7 +58,7 @@ class ChunkSizes:
         self._largest = max(largest, usual) if largest else 0
         self._max_step_s = max_step_s
         self._most = max(self._largest, usual)
-        self._line = Line()
+        self._line = TimeByDepth()
 
     def shrink(self) -> None:
         """The device failed: too much memory or too long a command, likely. Half as much from now on."""

@@ -12,27 +12,29 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from firn.core.errors import EngineDead, FirnError, QueueFull, ShuttingDown
 from firn.core.ports import EngineHealth, Publish
 from firn.core.values import Job, ModelInfo, RequestId
-from firn.engine.loop import Loop, Parts
-from firn.engine.sequence import Forced
+from firn.engine.loop import Loop
+from firn.engine.parts import EngineParts
+from firn.engine.sequence import ForcedTokens
 
 log = logging.getLogger("firn.engine")
 T = TypeVar("T")
+P = TypeVar("P", bound=EngineParts)
 
 IDLE_TICK_S = 0.5
 LOAD_TICK_S = 0.005
 
 
-class Engine:
-    """Implements core.ports.Engine. Its thread is the only one that touches the parts."""
+class Engine(Generic[P]):
+    """Implements core.ports.Engine. Its thread builds the parts (`P`), and only it touches them."""
 
     def __init__(
         self,
-        build: Callable[[], Parts],
+        build: Callable[[], P],
         publish: Publish,
         *,
         on_death: Callable[[], None] = lambda: None,
@@ -49,7 +51,7 @@ class Engine:
         self._alive = False
         self._last_step = time.monotonic()
         # From here on: the engine thread's alone.
-        self._parts: Parts
+        self._parts: P
         self._loop: Loop
 
     # --- any thread ------------------------------------------------------------------------
@@ -78,7 +80,7 @@ class Engine:
     def _queue_room(self) -> int:
         """Those whom free rows take at their next step do not wait, however short the queue is."""
         limits = self._parts.limits
-        return max(limits.max_queue, limits.max_rows - self._loop.n_admitted)
+        return max(limits.max_queue, limits.max_rows - self._loop.inflight.n_admitted)
 
     def cancel(self, request: RequestId) -> None:
         self._inbox.put(lambda: self._loop.cancel(request))
@@ -87,14 +89,14 @@ class Engine:
         self._inbox.put(lambda: self._loop.stop_choice(request, choice))
 
     def force(self, request: RequestId, choice: int, tokens: Iterable[int], *, at: int) -> None:
-        forced = Forced(at, tuple(tokens))
+        forced = ForcedTokens(at, tuple(tokens))
         self._inbox.put(lambda: self._loop.force(request, choice, forced))
 
     def wake(self) -> None:
         """There is something for the cache's next tick."""
         self._inbox.put(lambda: None)
 
-    def call(self, function: Callable[[Parts], T]) -> Future[T]:
+    def call(self, function: Callable[[P], T]) -> Future[T]:
         """Run a function on the engine thread between two steps: how others ask about the cache."""
         future: Future[T] = Future()
 
@@ -114,19 +116,19 @@ class Engine:
         return future
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> P:
         """For counters that may be read from any thread; everything else goes through `call`."""
         self._ready.result()
         return self._parts
 
     def health(self) -> EngineHealth:
-        loop = self._loop if self._alive else None
+        inflight = self._loop.inflight if self._alive else None
         return EngineHealth(
             alive=self._alive,
             last_step_age_s=time.monotonic() - self._last_step,
             n_waiting=self._n_queued,
-            n_prefilling=len(loop.tasks) if loop else 0,
-            n_decoding=len(loop.rows) if loop else 0,
+            n_prefilling=len(inflight.tasks) if inflight else 0,
+            n_decoding=len(inflight.rows) if inflight else 0,
         )
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
@@ -175,9 +177,9 @@ class Engine:
         """Take what is in the inbox; with nothing else to do, wait for it."""
         try:
             if not self._loop.busy:
-                self._loop.flush()
+                self._loop.inflight.flush()
                 wait = IDLE_TICK_S if self._parts.cache.settled else 0.0
-                if self._loop.tasks:  # they wait for a load, but not for long
+                if self._loop.inflight.tasks:  # they wait for a load, but not for long
                     wait = min(wait, LOAD_TICK_S)
                 self._inbox.get(timeout=wait)()
             while True:
@@ -203,4 +205,4 @@ class Engine:
         self._loop.end_all(error)
         with self._lock:
             self._n_queued = 0
-        self._loop.flush()
+        self._loop.inflight.flush()

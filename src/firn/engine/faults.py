@@ -10,12 +10,12 @@ from firn.core.values import Job
 log = logging.getLogger("firn.engine")
 
 
-def may_be_anybodys(error: Exception) -> bool:
+def may_be_the_devices(error: Exception) -> bool:
     """What a device reports late is raised by whoever uses it next; it comes as a RuntimeError."""
     return isinstance(error, RuntimeError | MemoryError)
 
 
-def named(job: Job, error: Exception) -> FirnError:
+def client_error(job: Job, error: Exception) -> FirnError:
     """The error as the client is told it; what firn has no name for goes to the log."""
     if isinstance(error, FirnError):
         return error

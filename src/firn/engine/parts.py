@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from firn.core.ports import PrefixCache, Runner, Scorer
+from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner, Scorer
 from firn.engine.budget import Budget
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     max_rows: int
     max_queue: int
     prefill_chunk: int
@@ -25,16 +24,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """What the engine thread builds for itself at its start."""
 
-    runner: Runner
-    cache: PrefixCache
+    runner: Runner[LiveRow]
+    cache: PrefixCache[Cursor]
     budget: Budget
-    limits: Limits
-    embedder: Any = None
-    """`models.embedder.TextEmbedder`, where the model is one; the engine itself has no use for it."""
-    scorer: Scorer | None = None
+    limits: EngineLimits
+    scorer: Scorer[object] | None = None
     """Says which tokens of a long prompt matter; None: every prompt is read in full."""
 
     def set_capacity(self, nbytes: int) -> None:

@@ -1,51 +1,125 @@
-"""Requests that go back to their tokens and wait: memory ran out, or the device failed.
+"""Requests that fail, and requests that go back to their tokens.
 
-Their rows are dropped, they are first in the queue again, and when they are admitted each reply is read
-up to where it was; nobody is cut, and what they had computed is in the cache. After a fault of the
-device nothing is trusted that was computed since it was last asked: neither rows nor what they stored.
+A request that fails ends alone. A decode step that fails sends its rows back to their tokens: each is
+read again by itself, and only one that fails alone is given up. When memory runs out, or the device
+fails, requests are put back: they lose their rows, are first in the queue again, and when they are
+admitted each reply is read up to where it was, mostly from the cache. After a device fault nothing is
+trusted that was computed since the device was last asked: neither rows nor what they stored.
 
-Owner: the loop, whose other half this is.
+Owner: the engine thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from firn.core.errors import DeviceFailing
-from firn.core.events import ChoiceDone
-from firn.core.values import Prompt
-from firn.engine.sequence import Choice, Sequence, Task
-
-if TYPE_CHECKING:
-    from firn.engine.loop import Loop
+from firn.core.events import ChoiceDone, JobFailed
+from firn.core.ports import LiveRow
+from firn.engine.faults import client_error, may_be_the_devices
+from firn.engine.inflight import InFlight
+from firn.engine.sequence import Choice
+from firn.engine.sequence import Sequence as Request
 
 log = logging.getLogger("firn.engine")
 
+MAX_RESCUES = 1
 CONFIRM_STEPS = 8
-"""While rows decode, a step is always in flight, and asking waits for it: not at every step, then."""
+"""While rows decode, a step is in flight, and asking the device waits for it: not at every step."""
 MAX_DEVICE_FAULTS = 3
 DEVICE_FAULTS_S = 600.0
-"""So many faults of the device within so long, and the process ends: its supervisor starts a new one."""
+"""So many device faults within so long, and the process ends: its supervisor starts a new one."""
 
 
 class Recovery:
-    def __init__(self, loop: Loop, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        inflight: InFlight,
+        *,
+        on_device_fault: Callable[[], None],
+        on_doubt: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """on_doubt: nothing that was computed since the last confirmation can be trusted."""
+        self._inflight = inflight
+        self._on_device_fault = on_device_fault
+        self._on_doubt = on_doubt
         self._clock = clock
-        self._n_unconfirmed = 0
-        """Steps since something was stored that the device has not been asked about."""
         self._fault_times: list[float] = []
+
+    # --- a fault of one request ------------------------------------------------------------
+
+    @contextmanager
+    def guard(self, sequence: Request) -> Iterator[None]:
+        """For work that concerns one request: a fault in it ends that request and is not raised.
+
+        If it may be a late fault of the device, everyone is put back once and tries again.
+        """
+        try:
+            yield
+        except Exception as e:
+            is_retried = not sequence.was_at_fault and not sequence.job.prompt_logprobs
+            if may_be_the_devices(e) and is_retried:
+                sequence.was_at_fault = True
+                log.warning("request %s failed, trying again: %r", sequence.job.id, e, exc_info=e)
+                self.everyone_back()
+            else:
+                self.fail(sequence, e)
+
+    def fail(self, sequence: Request, error: Exception) -> None:
+        inflight = self._inflight
+        if sequence.job.id not in inflight.sequences:
+            return
+        told = client_error(sequence.job, error)
+        # After a fault the rows are in doubt: store no more of them, and do not read them again.
+        sequence.n_skipped = 0
+        tasks = [t.cursor for t in inflight.tasks_of(sequence)]
+        for cursor in [sequence.cursor, *tasks, *(c.cursor for c in sequence.choices if c.cursor)]:
+            inflight.cache.close_cursor(cursor, None)
+        inflight.retire(sequence)
+        inflight.say(sequence.job.id, JobFailed(told))
+
+    # --- a fault of a decode step ----------------------------------------------------------
+
+    def rescue(self, rows: Sequence[LiveRow], error: Exception) -> None:
+        """A decode step failed, and its rows cannot be trusted: read each again from its tokens.
+
+        Each then decodes in a group of its own, so that the one at fault fails alone.
+        """
+        log.warning("a decode step of %d rows failed: %r", len(rows), error, exc_info=error)
+        inflight = self._inflight
+        choices = [inflight.rows.pop(row) for row in rows]
+        inflight.runner.leave(rows)
+        for choice in choices:
+            if choice.cursor is not None:
+                inflight.cache.close_cursor(choice.cursor, None)
+            choice.row = choice.cursor = None
+        if may_be_the_devices(error):
+            self.everyone_back(but={choice.sequence for choice in choices})
+        for choice in choices:
+            if choice.done or not choice.sequence.admitted:  # given up, or put back, just now
+                continue
+            choice.n_rescues += 1
+            if choice.n_rescues > MAX_RESCUES:
+                self.fail(choice.sequence, error)
+            else:
+                with self.guard(choice.sequence):
+                    self._reread(choice)
+
+    def _reread(self, choice: Choice) -> None:
+        prompt = choice.sequence.job.prompt.grown(choice.tokens)
+        row, cursor = self._inflight.runner.start(None), self._inflight.cache.blank()
+        self._inflight.add_task(choice.sequence, prompt, [choice], cursor, row)
 
     # --- memory ----------------------------------------------------------------------------
 
     def follow_growth(self) -> None:
         """Count what replies have grown to. Records give way to them, then the youngest requests."""
-        loop, budget = self._loop, self._loop.budget
-        admitted = [s for s in loop.sequences.values() if s.admitted]
+        inflight, budget = self._inflight, self._inflight.budget
+        admitted = inflight.admitted
         for sequence in admitted:
             budget.admit(sequence.job, budget.grown_nbytes(sequence.job, sequence.replies))
         while budget.free_nbytes() < 0 and len(admitted) > 1:
@@ -54,111 +128,84 @@ class Recovery:
                 n_tokens = sum(youngest.replies)
                 log.info("memory is short: request %s waits at token %d", youngest.job.id, n_tokens)
                 self._put_back(youngest, keep=True)
-        loop.cache.set_room(budget.free_nbytes())
+        inflight.update_room()
         oldest = admitted[0] if admitted else None
-        if oldest and loop.n_admitted == 1 and budget.outgrown(oldest.job, oldest.replies):
+        if oldest and inflight.n_admitted == 1 and budget.outgrown(oldest.job, oldest.replies):
             self._end_early(oldest)
 
-    def _end_early(self, sequence: Sequence) -> None:
+    def _end_early(self, sequence: Request) -> None:
         """It has all the memory there is: as at the end of a context, its replies are over."""
-        log.warning("request %s has used all memory there is for a reply", sequence.job.id)
+        log.warning(
+            "request %s ends early: its reply has used all memory that a reply can have",
+            sequence.job.id,
+        )
         for choice in sequence.open_choices:
-            self._loop._say(sequence.job.id, ChoiceDone(choice.index, "length"))
-            self._loop._finish_choice(choice)
+            self._inflight.say(sequence.job.id, ChoiceDone(choice.index, "length"))
+            self._inflight.finish_choice(choice)
 
     # --- the device ------------------------------------------------------------------------
 
-    def stored(self) -> None:
-        """Something was given to the cache in this step."""
-        self._n_unconfirmed = max(self._n_unconfirmed, 1)
-
     def confirm(self, *, in_flight: bool) -> None:
-        """The step is over: ask the device about what was stored, at once if nothing else waits for it.
+        """Ask the device about what was committed, at once if no step is in flight.
 
-        MLX may end an evaluation well and report the fault of one of its commands later, to whoever
-        uses the device next.
+        MLX may finish an evaluation and report the fault of one of its commands later, to whoever uses
+        the device next.
         """
-        if not self._n_unconfirmed:
+        inflight = self._inflight
+        if not inflight.n_unconfirmed:
             return
-        self._n_unconfirmed += 1
-        if in_flight and self._n_unconfirmed <= CONFIRM_STEPS:
+        inflight.n_unconfirmed += 1
+        if in_flight and inflight.n_unconfirmed <= CONFIRM_STEPS:
             return
         try:
-            self._loop.runner.confirm()
+            inflight.runner.confirm()
         except Exception as e:
             self._device_failed(e)
             return
-        self._n_unconfirmed = 0
-        self._loop.cache.confirm()
+        inflight.n_unconfirmed = 0
+        inflight.cache.confirm()
 
     def _device_failed(self, error: Exception) -> None:
-        log.error("the device failed in something that had ended: %r", error, exc_info=error)
+        log.error("the device reported a late fault: %r", error, exc_info=error)
         now = self._clock()
         self._fault_times = [t for t in self._fault_times if now - t < DEVICE_FAULTS_S] + [now]
-        self._loop._chunks.shrink()
+        self._on_device_fault()
         self.everyone_back()
         if len(self._fault_times) >= MAX_DEVICE_FAULTS:
             raise DeviceFailing(len(self._fault_times)) from error
 
-    def everyone_back(self, *, but: Collection[Sequence] = ()) -> None:
+    def everyone_back(self, *, but: Collection[Request] = ()) -> None:
         """Any of what ran may be wrong: forget what was stored of it, and compute it again."""
-        loop = self._loop
-        for sequence in reversed([s for s in loop.sequences.values() if s.admitted]):
+        inflight = self._inflight
+        for sequence in reversed(inflight.admitted):
             if sequence in but:
                 continue
             if self._is_being_scored(sequence):
-                loop._fail(sequence, RuntimeError("the device failed while the prompt was scored"))
+                self.fail(sequence, RuntimeError("the device failed while the prompt was scored"))
             else:
                 self._put_back(sequence, keep=False)
-        self._n_unconfirmed = 0
-        loop._behind.forget()
-        loop.cache.doubt()
-        loop.cache.set_room(loop.budget.free_nbytes())
+        inflight.n_unconfirmed = 0
+        self._on_doubt()
+        inflight.cache.doubt()
+        inflight.update_room()
 
-    # --- back and again --------------------------------------------------------------------
+    def _is_being_scored(self, sequence: Request) -> bool:
+        """Its prompt's logprobs are sent as they come, and must not be sent twice."""
+        return any(task.scored for task in self._inflight.tasks_of(sequence))
 
-    def _is_being_scored(self, sequence: Sequence) -> bool:
-        """Its prompt's logprobs are told as they come, and must not be told twice."""
-        return any(t.scored and t.sequence is sequence for t in self._loop.tasks.values())
-
-    def _put_back(self, sequence: Sequence, *, keep: bool) -> None:
+    def _put_back(self, sequence: Request, *, keep: bool) -> None:
         """Take its rows: it waits, first in the queue, with its tokens. keep: store what they hold."""
-        loop, job = self._loop, sequence.job
-        loop.budget.release(job)
-        loop.cache.set_room(loop.budget.free_nbytes())  # for what it stores on its way out
-        for task in [t for t in loop.tasks.values() if t.sequence is sequence]:
-            loop._drop_task(task, keep=keep)
+        inflight, job = self._inflight, sequence.job
+        inflight.budget.release(job)
+        inflight.update_room()  # for what it stores on its way out
+        for task in inflight.tasks_of(sequence):
+            inflight.drop_task(task, keep=keep)
         for choice in sequence.open_choices:
-            loop._drop_row(choice, keep=keep)
-        loop.cache.close_trail(sequence.trail, None)
+            inflight.drop_row(choice, keep=keep)
+        inflight.cache.close_cursor(sequence.cursor, None)
         sequence.admitted = False
         sequence.was_put_back = True
-        sequence.need_nbytes = loop.budget.grown_nbytes(job, sequence.replies)
-        sequence.trail = loop.cache.blank()
-        loop.waiting.insert(0, sequence)
-        loop._rejoin_queue()
-
-    def bring_back(self, sequence: Sequence) -> None:
-        """It has its memory again: each reply is read up to where it was."""
-        loop, job = self._loop, sequence.job
-        sequence.was_put_back = False
-        if not sequence.has_begun:
-            opened = partial(loop.cache.open, job.prompt, job.namespace, job.cache)
-            trail = loop._guard(sequence, opened)
-            if trail is not None:
-                sequence.trail = trail
-                loop._begin(sequence)
-            return
-        for choice in sequence.open_choices:
-            prompt = job.prompt.grown(choice.tokens)
-            task = loop._guard(sequence, partial(self._reopen, choice, prompt))
-            if task is None:
-                return
-            if task.n_left == 0:
-                loop._begin_decode(task)
-        loop.cache.set_room(loop.budget.free_nbytes())
-
-    def _reopen(self, choice: Choice, prompt: Prompt) -> Task:
-        job = choice.sequence.job
-        trail = self._loop.cache.open(prompt, job.namespace, job.cache)
-        return self._loop._start_task(choice.sequence, prompt, [choice], trail)
+        sequence.need_nbytes = inflight.budget.grown_nbytes(job, sequence.replies)
+        sequence.cursor = inflight.cache.blank()
+        inflight.waiting.insert(0, sequence)
+        inflight.rejoin_queue()

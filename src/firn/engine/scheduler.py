@@ -40,7 +40,7 @@ class Prefilling:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PendingWork:
     waiting: tuple[Waiting, ...]
     prefilling: tuple[Prefilling, ...]
     n_rows: int
@@ -53,28 +53,28 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     admit: tuple[RequestId, ...]
     prefill: int | None
     """The task that gets one chunk."""
     decode: bool
 
 
-def plan(view: View) -> Plan:
-    return Plan(
-        admit=_admit(view),
-        prefill=_next_prefill(view.prefilling, view.turn),
-        decode=view.n_decoding > 0,
+def plan(work: PendingWork) -> StepPlan:
+    return StepPlan(
+        admit=_admit(work),
+        prefill=_next_prefill(work.prefilling, work.turn),
+        decode=work.n_decoding > 0,
     )
 
 
-def _admit(view: View) -> tuple[RequestId, ...]:
+def _admit(work: PendingWork) -> tuple[RequestId, ...]:
     """First come, first served: one that does not fit yet holds back those behind it."""
     admitted: list[RequestId] = []
-    n_rows, free = view.n_rows, view.free_nbytes
-    for w in view.waiting:
+    n_rows, free = work.n_rows, work.free_nbytes
+    for w in work.waiting:
         alone = n_rows == 0  # an empty engine takes anything: refusing would wait for ever
-        if n_rows + w.n_rows > view.max_rows and not alone:
+        if n_rows + w.n_rows > work.max_rows and not alone:
             break
         if w.need_nbytes > free and not alone:
             break

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections import abc
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import overload
 
-from firn.core.events import Admitted, Waits
-from firn.core.ports import Trail
+from firn.core.events import AdmissionTimes, Admitted
+from firn.core.ports import Cursor, LiveRow
 from firn.core.values import Job, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
+class ForcedTokens:
     """Positions [at, end) of a reply that are not left to the model."""
 
     at: int
@@ -23,17 +23,17 @@ class Forced:
     def end(self) -> int:
         return self.at + len(self.tokens)
 
-    def rest(self, start: int) -> Forced:
+    def rest(self, start: int) -> ForcedTokens:
         """Of it what lies at `start` and beyond."""
         n_done = max(start - self.at, 0)
-        return Forced(self.at + n_done, self.tokens[n_done:])
+        return ForcedTokens(self.at + n_done, self.tokens[n_done:])
 
 
-NOT_FORCED = Forced(0, ())
+NOT_FORCED = ForcedTokens(0, ())
 
 
-class Since(abc.Sequence[int]):
-    """What a growing list holds from a position on."""
+class ListTail(abc.Sequence[int]):
+    """The items of a growing list from a position on."""
 
     def __init__(self, tokens: list[int], start: int) -> None:
         self._tokens = tokens
@@ -58,12 +58,12 @@ class Choice:
 
     sequence: Sequence
     index: int
-    row: Any = None
-    trail: Trail | None = None
+    row: LiveRow | None = None
+    cursor: Cursor | None = None
     tokens: list[int] = field(default_factory=list)
     done: bool = False
     n_rescues: int = 0
-    forced: Forced = NOT_FORCED
+    forced: ForcedTokens = NOT_FORCED
 
     @property
     def n_picked(self) -> int:
@@ -71,21 +71,21 @@ class Choice:
         if self.row is None:
             return len(self.tokens)
         # More than that where a step was taken back, whose tokens all are here.
-        in_flight = int(self.row.n_tokens) + 1 - len(self.sequence.job.prompt)
+        in_flight = self.row.n_tokens + 1 - len(self.sequence.job.prompt)
         return max(in_flight, len(self.tokens))
 
-    def force(self, wanted: Forced) -> bool:
+    def force(self, wanted: ForcedTokens) -> bool:
         """Put off what comes too late; False where an earlier one has begun and is not over."""
         if self.forced.at < self.n_picked < self.forced.end:
             return False
-        self.forced = Forced(max(wanted.at, self.n_picked), wanted.tokens)
+        self.forced = ForcedTokens(max(wanted.at, self.n_picked), wanted.tokens)
         return True
 
 
-def looked_up(trail: Trail, began_at: float) -> Waits:
+def looked_up(cursor: Cursor, began_at: float) -> AdmissionTimes:
     """The cache was asked just now."""
     now = time.perf_counter()
-    return Waits(began_at, now, now, loads=trail.racing)
+    return AdmissionTimes(began_at, now, now, loads=cursor.racing)
 
 
 @dataclass(eq=False)
@@ -93,13 +93,13 @@ class Sequence:
     """One request."""
 
     job: Job
-    trail: Trail
+    cursor: Cursor
     choices: list[Choice] = field(default_factory=list)
     admitted: bool = False
     announced: bool = False
     """The client has been told what the cache did for it."""
     need_nbytes: int = 0
-    waits: Waits | None = None
+    waits: AdmissionTimes | None = None
     was_put_back: bool = False
     """It waits again: its rows were taken from it."""
     was_at_fault: bool = False
@@ -108,7 +108,7 @@ class Sequence:
     """Which share of its cold prompt is read, where that was decided."""
     n_skipped: int = 0
     """Tokens of its prompt that are not read: `job` has the others."""
-    found_whole: Admitted | None = None
+    whole_admission: Admitted | None = None
     """What the cache had of its prompt before it was thinned."""
 
     def __post_init__(self) -> None:
@@ -120,12 +120,14 @@ class Sequence:
             self.waits = replace(self.waits, row_at=time.perf_counter())
 
     @property
-    def found(self) -> Admitted:
+    def admission(self) -> Admitted:
         """What the cache has done for its prompt, and what it waited for."""
-        found, whole = self.trail.found, self.found_whole
+        admission, whole = self.cursor.admission, self.whole_admission
         if whole is not None:  # of the two, what the row was resumed from
-            found = replace(max(whole, found, key=lambda f: f.n_cached), reason=whole.reason)
-        return replace(found, keep=self.keep, n_skipped=self.n_skipped, waits=self.waits)
+            admission = replace(
+                max(whole, admission, key=lambda f: f.n_cached), reason=whole.reason
+            )
+        return replace(admission, keep=self.keep, n_skipped=self.n_skipped, waits=self.waits)
 
     @property
     def open_choices(self) -> list[Choice]:
@@ -143,7 +145,7 @@ class Sequence:
 
 
 @dataclass(eq=False)
-class Task:
+class PrefillTask:
     """A prompt to read, and the choices that start to decode when it is read.
 
     # [0, row.n_tokens) done   [row.n_tokens, n_total) to do   the last token makes the logits
@@ -153,17 +155,17 @@ class Task:
     sequence: Sequence
     prompt: Prompt
     choices: list[Choice]
-    trail: Trail
-    row: Any
+    cursor: Cursor
+    row: LiveRow
     scored: bool = False
     """The logprobs of its tokens are wanted."""
-    reading: Any = None
+    reading: object | None = None
     """Its scoring, until it is known which tokens are read."""
     chunk_start: int = 0
     chunk_began: float = 0.0
     share: float = 1.0
     """Of the pass that it was last read in: its part of the tokens."""
-    others: list[Task] = field(default_factory=list)
+    others: list[PrefillTask] = field(default_factory=list)
     """Read in the same pass, which this one led."""
     is_occasion: bool = False
     """Others could have been, whether or not they were."""
@@ -171,7 +173,7 @@ class Task:
     @property
     def is_prompt(self) -> bool:
         """It reads the request's prompt, not a reply again."""
-        return self.trail is self.sequence.trail
+        return self.cursor is self.sequence.cursor
 
     @property
     def n_total(self) -> int:
@@ -179,9 +181,9 @@ class Task:
 
     @property
     def n_left(self) -> int:
-        return self.n_total - int(self.row.n_tokens)
+        return self.n_total - self.row.n_tokens
 
     @property
     def progress(self) -> tuple[int, int]:
         """How much of the prompt is done, what is skipped included, and how much there is."""
-        return self.prompt.position(int(self.row.n_tokens)), self.prompt.position(len(self.prompt))
+        return self.prompt.position(self.row.n_tokens), self.prompt.position(len(self.prompt))

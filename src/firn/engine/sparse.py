@@ -6,7 +6,7 @@ What is read of a thinned prompt is stored below roots of its own. The exact cha
 never written. Once such a request is over and the engine has nothing to do, its whole prompt and reply
 are read behind it, a chunk at a time, so that the next turn finds them; whoever comes puts that off.
 
-Owner: the loop, whose third half this is.
+Owner: the engine thread.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 from firn.core.events import Advanced
-from firn.core.ports import Scorer, Trail
+from firn.core.ports import Cursor, LiveRow, Scorer
 from firn.core.values import Job, Prompt, Scores
-from firn.engine.faults import may_be_anybodys
+from firn.engine.faults import may_be_the_devices
+from firn.engine.inflight import InFlight, RestoreFailed
 from firn.engine.scheduler import chunk_end
-from firn.engine.sequence import Sequence, Task
+from firn.engine.sequence import PrefillTask, Sequence
 from firn.engine.thinning import recipe_of, select, thinned, why_not
-
-if TYPE_CHECKING:
-    from firn.engine.loop import Loop
 
 log = logging.getLogger("firn.engine")
 
@@ -37,21 +34,20 @@ MAX_BEHIND = 8
 
 
 class SparsePrefill:
-    def __init__(self, loop: Loop, scorer: Scorer | None) -> None:
-        self._loop = loop
+    def __init__(self, inflight: InFlight, scorer: Scorer[object] | None) -> None:
+        self._inflight = inflight
         self._scorer = scorer
 
-    def begin(self, task: Task) -> Task:
+    def begin(self, task: PrefillTask) -> None:
         """The prompt was looked up: score it first, if that is to be."""
         job = task.sequence.job
         if self._scorer is not None and job.sparse is not None and not self._why_not(task):
             with self._or_all_of_it(task):
                 task.reading = self._scorer.open(job.prompt, job.namespace, job.cache)
                 task.sequence.keep = job.sparse.keep
-        return task
 
     @contextmanager
-    def _or_all_of_it(self, task: Task) -> Iterator[None]:
+    def _or_all_of_it(self, task: PrefillTask) -> Iterator[None]:
         """If its scoring fails, the prompt is read in full. What may be the device's fault is raised."""
         try:
             yield
@@ -59,24 +55,22 @@ class SparsePrefill:
             sequence = task.sequence
             log.warning("request %s is read in full: %r", sequence.job.id, e, exc_info=e)
             sequence.job, sequence.keep = replace(sequence.job, sparse=None), None
-            self.end(task)
-            if may_be_anybodys(e):
+            self._inflight.end_scoring(task)
+            if may_be_the_devices(e):
                 raise
 
-    def _why_not(self, task: Task) -> str:
+    def _why_not(self, task: PrefillTask) -> str:
         assert self._scorer is not None
-        near = max(int(task.row.n_tokens), task.trail.n_near)
-        return why_not(task.sequence.job, n_near=near, max_tokens=self._scorer.max_tokens)
+        near = max(task.row.n_tokens, task.cursor.n_expected)
+        return why_not(task.sequence.job, n_expected=near, max_tokens=self._scorer.max_tokens)
 
-    def read(self, task: Task, n_tokens: int) -> Task | None:
-        """Dispatch a slice of the scoring; None: there is none any more."""
+    def read(self, task: PrefillTask, n_tokens: int) -> None:
+        """Dispatch a slice of the scoring, which may end it: then `task.reading` is None."""
         assert self._scorer is not None
         with self._or_all_of_it(task):
-            alone = not self._loop.rows and not self._loop.waiting and len(self._loop.tasks) == 1
-            self._scorer.read(task.reading, n_tokens, alone=alone)
-        return task if task.reading is not None else None
+            self._scorer.read(task.reading, n_tokens, alone=self._inflight.is_one_prefill)
 
-    def settle(self, task: Task) -> None:
+    def settle(self, task: PrefillTask) -> None:
         """Wait for the slice; after the last, thin the prompt."""
         assert self._scorer is not None
         scores = None
@@ -84,7 +78,7 @@ class SparsePrefill:
             if not self._scorer.settle(task.reading):
                 return
             scores = self._scorer.scores(task.reading)
-            self.end(task)
+            self._inflight.end_scoring(task)
         sequence = task.sequence
         prompt = None if scores is None else self._chosen(task, scores)
         if prompt is None:
@@ -93,11 +87,11 @@ class SparsePrefill:
         else:
             self._thin(task, prompt)
         if sequence.announced:
-            self._loop._say(sequence.job.id, Advanced(sequence.found))
+            self._inflight.say(sequence.job.id, Advanced(sequence.admission))
 
-    def _chosen(self, task: Task, scores: Scores) -> Prompt | None:
+    def _chosen(self, task: PrefillTask, scores: Scores) -> Prompt | None:
         """What is read of the prompt; None: all of it."""
-        sparse, start = task.sequence.job.sparse, int(task.row.n_tokens)
+        sparse, start = task.sequence.job.sparse, task.row.n_tokens
         if sparse is None or self._why_not(task):  # more of it may have been loaded meanwhile
             return None
         assert self._scorer is not None
@@ -106,9 +100,9 @@ class SparsePrefill:
         recipe = recipe_of(self._scorer.recipe, sparse.keep)
         return thinned(task.prompt, positions, start=start, recipe=recipe)
 
-    def _thin(self, task: Task, prompt: Prompt) -> None:
+    def _thin(self, task: PrefillTask, prompt: Prompt) -> None:
         """From here on the request's prompt is what is left of it."""
-        loop, sequence = self._loop, task.sequence
+        inflight, sequence = self._inflight, task.sequence
         n_skipped = len(task.prompt) - len(prompt)
         log.info(
             "request %s: sparse prefill reads %d of %d tokens, %d of them cached",
@@ -117,27 +111,22 @@ class SparsePrefill:
             len(task.prompt),
             task.row.n_tokens,
         )
-        sequence.n_skipped, sequence.found_whole = n_skipped, task.trail.found
-        loop.cache.close_trail(task.trail, None)
+        sequence.n_skipped, sequence.whole_admission = n_skipped, task.cursor.admission
+        inflight.cache.close_cursor(task.cursor, None)
         sequence.job = job = replace(sequence.job, prompt=prompt)
-        trail = loop.cache.open(prompt, job.namespace, job.cache)
-        restored = loop.cache.restore(trail)
+        cursor = inflight.cache.open(prompt, job.namespace, job.cache)
+        restored = inflight.cache.restore(cursor)
         if restored is not None and restored.n_tokens > task.row.n_tokens:
-            row = loop._restore(trail, restored)
-            if row is None:
-                trail = loop.cache.blank()
+            try:
+                row = inflight.restore(cursor, restored)
+            except RestoreFailed:
+                cursor = inflight.cache.blank()
             else:
-                loop.runner.leave([task.row])
+                inflight.runner.leave([task.row])
                 task.row = row
-        task.prompt, task.trail, sequence.trail = prompt, trail, trail
-        loop.budget.admit(job, loop.budget.grown_nbytes(job, sequence.replies))
-        loop.cache.set_room(loop.budget.free_nbytes())
-
-    def end(self, task: Task) -> None:
-        """Its scoring is over, or given up."""
-        if task.reading is not None and self._scorer is not None:
-            self._scorer.close_reading(task.reading)
-            task.reading = None
+        task.prompt, task.cursor, sequence.cursor = prompt, cursor, cursor
+        inflight.budget.admit(job, inflight.budget.grown_nbytes(job, sequence.replies))
+        inflight.update_room()
 
 
 @dataclass(eq=False)
@@ -145,13 +134,13 @@ class _Behind:
     """One whole prompt with its reply, on its way into the cache."""
 
     job: Job
-    trail: Trail | None = None
-    row: Any = None
+    cursor: Cursor | None = None
+    row: LiveRow | None = None
 
 
 class ReadBehind:
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self, inflight: InFlight) -> None:
+        self._inflight = inflight
         self._jobs: deque[_Behind] = deque(maxlen=MAX_BEHIND)
 
     @property
@@ -183,56 +172,52 @@ class ReadBehind:
     def step(self) -> None:
         """One chunk. Called while there are no requests."""
         work = self._jobs[-1]
-        try:
-            over = (work.row is None and not self._begin(work)) or self._read(work)
-        except Exception as e:
-            log.warning("reading a prompt behind its reply failed: %r", e, exc_info=e)
-            self._loop._recovery.everyone_back()  # which forgets all of this, too
-            return
-        if over:
+        if (work.row is None and not self._begin(work)) or self._read(work):
             self._let_go(work)
             self._jobs.remove(work)
 
     def _begin(self, work: _Behind) -> bool:
         """False: there is no memory for it."""
-        loop, job = self._loop, work.job
-        need = loop.budget.cost.of(len(job.prompt))
-        if need > loop.budget.free_nbytes():
+        inflight, job = self._inflight, work.job
+        need = inflight.budget.cost.of(len(job.prompt))
+        if need > inflight.budget.free_nbytes():
             return False
-        loop.budget.admit(job, need)
-        loop.cache.set_room(loop.budget.free_nbytes())
-        work.trail = loop.cache.open(job.prompt, job.namespace, job.cache)
-        restored = loop.cache.restore(work.trail)
-        work.row = loop.runner.start(restored)
+        inflight.budget.admit(job, need)
+        inflight.update_room()
+        work.cursor = inflight.cache.open(job.prompt, job.namespace, job.cache)
+        restored = inflight.cache.restore(work.cursor)
+        work.row = inflight.runner.start(restored)
         return True
 
     def _read(self, work: _Behind) -> bool:
         """Whether that was all: the last token stays, as of any prompt."""
-        loop, prompt = self._loop, work.job.prompt
-        start, n_total = int(work.row.n_tokens), len(prompt) - 1
+        inflight, prompt = self._inflight, work.job.prompt
+        row, cursor = work.row, work.cursor
+        assert row is not None
+        assert cursor is not None
+        start, n_total = row.n_tokens, len(prompt) - 1
         if start >= n_total:
             return True
         end = chunk_end(
             start,
             n_total,
-            chunk=loop.budget.chunk_tokens(start, most=loop.limits.prefill_chunk),
-            stops=loop.cache.stops(work.trail),
-            aligned=loop.limits.aligned,
+            chunk=inflight.budget.chunk_tokens(start, most=inflight.limits.prefill_chunk),
+            stops=inflight.cache.stops(cursor),
+            aligned=inflight.limits.aligned,
         )
         began = time.perf_counter()
-        loop.runner.prefill(work.row, prompt, end)
-        loop.runner.settle(work.row)
-        loop.cache.saw_prefill(start, end, time.perf_counter() - began)
-        loop.cache.commit(work.trail, work.row)
-        loop._recovery.stored()
+        inflight.runner.prefill(row, prompt, end)
+        inflight.runner.settle(row)
+        inflight.cache.saw_prefill(start, end, time.perf_counter() - began)
+        inflight.commit(cursor, row)
         return end >= n_total
 
     def _let_go(self, work: _Behind, *, keep: bool = True) -> None:
-        loop = self._loop
-        loop.budget.release(work.job)
-        if work.trail is not None:
-            loop._close(work.trail, work.row if keep else None)
+        inflight = self._inflight
+        inflight.budget.release(work.job)
+        if work.cursor is not None:
+            inflight.close(work.cursor, work.row if keep else None)
         if work.row is not None:
-            loop.runner.leave([work.row])
-        work.row = work.trail = None
-        loop.cache.set_room(loop.budget.free_nbytes())
+            inflight.runner.leave([work.row])
+        work.row = work.cursor = None
+        inflight.update_room()

@@ -24,10 +24,10 @@ BESIDE = 0.5
 """What a chunk counts for at least, of the score of one beside it: what matters does not end with it."""
 
 
-def why_not(job: Job, *, n_near: int, max_tokens: int) -> str:
+def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
     """Why this prompt is read in full; '' where it may be thinned.
 
-    n_near: tokens that are cached, or on their way from below.
+    n_expected: tokens that are cached, or on their way from below.
     """
     sparse, n_prompt = job.sparse, len(job.prompt)
     if sparse is None or job.prompt.thinned is not None:
@@ -40,8 +40,8 @@ def why_not(job: Job, *, n_near: int, max_tokens: int) -> str:
         return "its tokens are scored"
     if job.prompt.picture_spans:
         return "it has pictures"
-    if n_prompt - n_near <= sparse.over:
-        return f"{n_prompt - n_near} tokens are cold, not more than {sparse.over}"
+    if n_prompt - n_expected <= sparse.over:
+        return f"{n_prompt - n_expected} tokens are cold, not more than {sparse.over}"
     if n_prompt > max_tokens:
         return f"the draft model takes {max_tokens} tokens"
     return ""

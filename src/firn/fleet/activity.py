@@ -26,7 +26,7 @@ from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
 from firn.fleet.relay import Relay
-from firn.fleet.turns import State
+from firn.fleet.turns import ModelState
 from firn.fleet.vouching import vouch
 
 MAX_WAITING = 256
@@ -47,7 +47,7 @@ def add_activity(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         if watchers.n >= MAX_WATCHERS:
             raise TooManyWatchers()
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
-        stream = _Stream(fleet, relay, request.scope, watchers)
+        stream = _ActivityStream(fleet, relay, request.scope, watchers)
         return StreamingResponse(stream.frames(), headers=headers)
 
     app.add_api_route(
@@ -55,7 +55,7 @@ def add_activity(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
     )
 
 
-class _Stream:
+class _ActivityStream:
     """What one watcher is told. Owner: the task that answers it."""
 
     def __init__(self, fleet: Fleet, relay: Relay, scope: Scope, watchers: Watchers) -> None:
@@ -97,7 +97,7 @@ class _Stream:
         found = []
         for name, model in self._fleet.models.items():
             closing = model.closed or model.unloading
-            state = State.DRAINING if closing else model.state
+            state = ModelState.DRAINING if closing else model.state
             busy = {"active": model.n_active, "waiting": len(model.waiters)} if operator else {}
             found.append(
                 {"id": name, "state": state.value, "bytes": model.footprint.nbytes, **busy}
@@ -116,8 +116,8 @@ class _Stream:
         if child is None:
             return
         exchange = exchange_of(self._scope)
-        request = proxy.Request("GET", b"/v1/activity", self._scope["headers"])
-        reply: proxy.Reply | None = None
+        request = proxy.ForwardedRequest("GET", b"/v1/activity", self._scope["headers"])
+        reply: proxy.ForwardedReply | None = None
         try:
             reply = await proxy.send(child.socket, request, vouch(exchange))
             await reply.head()
@@ -128,7 +128,7 @@ class _Stream:
                     if frame.startswith(b"event: hello"):
                         continue  # the front has said its own
                     await self._waiting.put(frame + b"\n\n")
-        except proxy.Lost:
+        except proxy.ProcessLost:
             pass  # unloaded, or restarted: it is listened to again when it is back
         finally:
             if reply is not None:

@@ -35,7 +35,7 @@ class ModelSpec:
         return self.config.model.path
 
 
-class Catalogue:
+class ModelCatalogue:
     """Owner: the front; on the asyncio thread. The models of --models-dir come and go with their
     folders; the others are as they were at start."""
 

@@ -20,7 +20,7 @@ THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelFacts:
     """None and empty: the folder does not say, or is not on this machine."""
 
     architecture: str | None = None
@@ -66,12 +66,12 @@ def _in_hub_cache(name: str) -> Path | None:
         return None
 
 
-def read_facts(folder: Path | None) -> Facts:
+def read_facts(folder: Path | None) -> ModelFacts:
     if folder is None:
-        return Facts()
+        return ModelFacts()
     config = _json(folder / "config.json")
     if not config:
-        return Facts()
+        return ModelFacts()
     judges = NAMED in folder.name.lower() or score_of(folder) is not None
     pools = (folder / "modules.json").exists() and not judges
     template = _template(folder)
@@ -84,7 +84,7 @@ def read_facts(folder: Path | None) -> Facts:
         "embeddings": pools,
         "rerank": judges,
     }
-    return Facts(
+    return ModelFacts(
         str(config.get("model_type") or "") or None,
         context_length(config),
         tuple(name for name, able in can.items() if able),

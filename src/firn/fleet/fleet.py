@@ -24,11 +24,11 @@ from firn.core.errors import (
 )
 from firn.core.values import Namespace
 from firn.fleet import memory
-from firn.fleet.catalogue import Catalogue, ModelSpec
-from firn.fleet.child import Child, Launch, Message
+from firn.fleet.catalogue import ModelCatalogue, ModelSpec
 from firn.fleet.memory import Room
-from firn.fleet.model import Lease, Model, Waiter
-from firn.fleet.turns import NEVER, Plan, Reason, Rules, State, make_plan
+from firn.fleet.model import Lease, LoadWaiter, Model
+from firn.fleet.process import Launch, Message, ModelProcess
+from firn.fleet.turns import NEVER, FleetPlan, ModelState, PlacementRules, Reason, make_plan
 
 log = logging.getLogger("firn.fleet")
 
@@ -46,13 +46,13 @@ class Fleet:
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        catalogue: ModelCatalogue,
         launch: Launch,
         folder: Path,
         *,
         memory_nbytes: int = 0,
         max_waiting: int = 256,
-        rules: Rules | None = None,
+        rules: PlacementRules | None = None,
         measure: Callable[[int], Room] = memory.room,
         folder_of: Callable[[ModelSpec], Path | None] = lambda spec: None,
         charge: Callable[[Namespace, int], None] = lambda own, n_tokens: None,
@@ -64,7 +64,7 @@ class Fleet:
         self._folder = folder
         self._memory_nbytes = memory_nbytes
         self._max_waiting = max_waiting
-        self._rules = rules or Rules()
+        self._rules = rules or PlacementRules()
         self._measure = measure
         self._folder_of = folder_of
         self._charge = charge
@@ -95,15 +95,15 @@ class Fleet:
 
     def try_enter(self, model: Model) -> Lease | None:
         """At once, where it is loaded and takes requests."""
-        if model.state is State.LOADED and not (model.closed or model.unloading):
+        if model.state is ModelState.LOADED and not (model.closed or model.unloading):
             return model.enter()
         return None
 
-    def peek(self, model: Model) -> Child | None:
+    def peek(self, model: Model) -> ModelProcess | None:
         """Its process, for questions that are no use of it; None where it is not loaded."""
-        return model.child if model.state is State.LOADED else None
+        return model.child if model.state is ModelState.LOADED else None
 
-    def wait_for(self, model: Model) -> Waiter:
+    def wait_for(self, model: Model) -> LoadWaiter:
         """A place in the queue. Raises ModelNotReady, ModelFailed, ModelTooLarge, ShuttingDown."""
         if self._closing:
             raise ShuttingDown()
@@ -117,12 +117,12 @@ class Fleet:
             raise ModelTooLarge(model.spec.name, need, self.room.budget_nbytes)
         if sum(len(m.waiters) for m in self.models.values()) >= self._max_waiting:
             raise self.not_ready(model, "too many requests wait for models to be loaded")
-        waiter = Waiter(now, asyncio.get_running_loop().create_future())
+        waiter = LoadWaiter(now, asyncio.get_running_loop().create_future())
         model.waiters.append(waiter)
         self._wake.set()
         return waiter
 
-    def leave(self, model: Model, waiter: Waiter) -> None:
+    def leave(self, model: Model, waiter: LoadWaiter) -> None:
         """Wait no longer. Idempotent, and also for who has been let in since."""
         if waiter in model.waiters:
             model.waiters.remove(waiter)
@@ -141,12 +141,12 @@ class Fleet:
         """Once its replies have ended; returns when its memory is free. Pinned ones stay so, and are
         loaded again when they are asked for."""
         model.wanted_since = NEVER
-        model.unloading = model.state in (State.LOADING, State.LOADED)
-        if model.state is State.LOADING and model.child is not None:
+        model.unloading = model.state in (ModelState.LOADING, ModelState.LOADED)
+        if model.state is ModelState.LOADING and model.child is not None:
             self._fail_waiters(model, self.not_ready(model, "it is being unloaded"))
             model.child.kill()
         self._wake.set()
-        if model.state is not State.UNLOADED:
+        if model.state is not ModelState.UNLOADED:
             await model.over.wait()
 
     # --- its task --------------------------------------------------------------------------
@@ -164,9 +164,9 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), delay)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> FleetPlan:
         loading = sum(
-            m.footprint.nbytes for m in self.models.values() if m.state is State.LOADING
+            m.footprint.nbytes for m in self.models.values() if m.state is ModelState.LOADING
         )  # has not taken all of it yet
         if not self._memory_nbytes:
             budget = int(min(self.room.budget_nbytes, self._device_nbytes))
@@ -175,16 +175,16 @@ class Fleet:
         views = [model.view() for model in self.models.values()]
         return make_plan(views, room, self._rules, now=time.monotonic())
 
-    def _act(self, plan: Plan) -> None:
+    def _act(self, plan: FleetPlan) -> None:
         for name in plan.load:
             self._begin(self.models[name])
         for name, reason in plan.unload:
             self._retire(self.models[name], reason)
         for model in self.models.values():
-            if model.unloading and model.state is State.LOADED and not model.view().n_active:
+            if model.unloading and model.state is ModelState.LOADED and not model.view().n_active:
                 self._retire(model, "asked")
             was, model.closed = model.closed, model.spec.name in plan.close
-            open = model.state is State.LOADED and not model.unloading
+            open = model.state is ModelState.LOADED and not model.unloading
             if was and not model.closed and open:
                 self._let_in(model)
         for waiting, staying in plan.contested:
@@ -209,7 +209,7 @@ class Fleet:
 
     def _begin(self, model: Model) -> None:
         """At once, so that the next plan knows of it."""
-        model.state, model.load_began, model.progress = State.LOADING, time.monotonic(), ""
+        model.state, model.load_began, model.progress = ModelState.LOADING, time.monotonic(), ""
         model.wanted_since = NEVER
         model.over.clear()
         model.ending.clear()
@@ -250,10 +250,10 @@ class Fleet:
         code = await asyncio.shield(child.exited)
         self._ended(model, code)
 
-    def _loaded(self, model: Model, child: Child) -> None:
+    def _loaded(self, model: Model, child: ModelProcess) -> None:
         now = time.monotonic()
         model.load_s = now - model.load_began
-        model.state, model.loaded_at, model.last_used = State.LOADED, now, now
+        model.state, model.loaded_at, model.last_used = ModelState.LOADED, now, now
         model.error, model.progress, model.closed = None, "", False
         model.n_loads += 1
         log.info("%s is loaded (%.1f s)", model.spec.name, model.load_s)
@@ -268,7 +268,7 @@ class Fleet:
                 waiter.lease.set_result(model.enter())
 
     def _failed(self, model: Model, why: str) -> None:
-        model.state, model.child, model.unloading = State.UNLOADED, None, False
+        model.state, model.child, model.unloading = ModelState.UNLOADED, None, False
         model.over.set()
         retry_s = self._back_off(model)
         model.error = ModelFailed(model.spec.name, why, retry_after_s=math.ceil(retry_s))
@@ -316,10 +316,10 @@ class Fleet:
 
     def _share_memory(self) -> None:
         """Each may use what the others do not need."""
-        held = [m for m in self.models.values() if m.state is not State.UNLOADED]
+        held = [m for m in self.models.values() if m.state is not ModelState.UNLOADED]
         total = sum(m.footprint.nbytes for m in held)
         for model in held:
-            if model.state is State.LOADED and model.child is not None:
+            if model.state is ModelState.LOADED and model.child is not None:
                 own = model.footprint
                 free = self.room.budget_nbytes - (total - own.nbytes)
                 nbytes = free - own.weights_nbytes - own.process_nbytes
@@ -331,14 +331,14 @@ class Fleet:
         """It has no replies left; its process writes what it has and ends."""
         assert model.child is not None
         log.info("unloading %s: %s", model.spec.name, _REASONS.get(reason, reason))
-        model.state, model.closed = State.DRAINING, False
+        model.state, model.closed = ModelState.DRAINING, False
         model.n_unloads[reason] = model.n_unloads.get(reason, 0) + 1
         if reason == "room":
             model.displaced_at = time.monotonic()
         model.child.tell({"do": "stop", "drain_s": None})
         self._spawn(self._see_off(model, model.child))
 
-    async def _see_off(self, model: Model, child: Child) -> None:
+    async def _see_off(self, model: Model, child: ModelProcess) -> None:
         """A reply that goes on in the background has all the time it needs."""
         idle = asyncio.ensure_future(model.ending.wait())
         both: set[asyncio.Future[Any]] = {idle, child.exited}
@@ -349,9 +349,9 @@ class Fleet:
 
     def _ended(self, model: Model, code: int) -> None:
         """The process of a model that was loaded has ended, as it was told to or not."""
-        asked = model.state is State.DRAINING
+        asked = model.state is ModelState.DRAINING
         lived_s = time.monotonic() - model.loaded_at
-        model.state, model.child = State.UNLOADED, None
+        model.state, model.child = ModelState.UNLOADED, None
         model.closed = model.unloading = False
         model.n_background = 0
         model.over.set()
@@ -404,7 +404,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def _end(child: Child) -> str:
+def _end(child: ModelProcess) -> str:
     return (
         f"its process has ended ({code_text(child.exited.result())})" if child.exited.done() else ""
     )

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from firn import machine
+from firn.host import machine
 
 MIB, GIB = 1 << 20, 1 << 30
 PROCESS_NBYTES = 256 * MIB
@@ -86,7 +86,7 @@ def usable_share(total_nbytes: int, *, platform: str = sys.platform) -> float:
     return 1 - HEADROOM_SHARE
 
 
-def gpu_memory() -> machine.Memory | None:
+def gpu_memory() -> machine.SystemMemory | None:
     """Of the first NVIDIA GPU, where MLX computes there; None: it does not, or nobody can tell."""
     if not _mlx_uses_cuda():
         return None
@@ -112,9 +112,9 @@ def _mlx_uses_cuda() -> bool:
     return False
 
 
-def parse_gpus(text: str) -> machine.Memory | None:
+def parse_gpus(text: str) -> machine.SystemMemory | None:
     """nvidia-smi's lines "total, free" in MiB; the first GPU is the one that MLX takes."""
     total, _, free = text.strip().partition("\n")[0].partition(",")
     if not (total.strip().isdigit() and free.strip().isdigit()):
         return None
-    return machine.Memory(int(total) * MIB, int(free) * MIB)
+    return machine.SystemMemory(int(total) * MIB, int(free) * MIB)

@@ -11,9 +11,9 @@ from typing import Any
 from firn.core import duration
 from firn.core.errors import FirnError
 from firn.fleet.catalogue import ModelSpec
-from firn.fleet.child import Child
 from firn.fleet.memory import Footprint
-from firn.fleet.turns import NEVER, State, View
+from firn.fleet.process import ModelProcess
+from firn.fleet.turns import NEVER, ModelState, ModelView
 
 
 @dataclass(eq=False, slots=True)
@@ -21,7 +21,7 @@ class Lease:
     """The right to use a loaded model. Owned by the task of the request; give it back."""
 
     model: Model
-    child: Child
+    child: ModelProcess
     _held: bool = True
 
     def release(self, *, keep_alive_s: float | None = None) -> None:
@@ -31,7 +31,7 @@ class Lease:
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
+class LoadWaiter:
     since: float
     lease: asyncio.Future[Lease]
 
@@ -43,12 +43,12 @@ class Model:
     spec: ModelSpec
     footprint: Footprint
     changed: Callable[[], None]
-    state: State = State.UNLOADED
-    child: Child | None = None
+    state: ModelState = ModelState.UNLOADED
+    child: ModelProcess | None = None
     n_active: int = 0
     n_background: int = 0
     """Replies that go on though nobody is connected."""
-    waiters: list[Waiter] = field(default_factory=list)
+    waiters: list[LoadWaiter] = field(default_factory=list)
     closed: bool = False
     """Its turn is over: new requests wait."""
     unloading: bool = False
@@ -78,13 +78,13 @@ class Model:
 
     @property
     def expires_at(self) -> float:
-        if self.state is not State.LOADED or self.spec.pinned or self.n_active:
+        if self.state is not ModelState.LOADED or self.spec.pinned or self.n_active:
             return NEVER
         return self.last_used + self.keep_alive_s
 
-    def view(self) -> View:
+    def view(self) -> ModelView:
         oldest = min((w.since for w in self.waiters), default=NEVER)
-        return View(
+        return ModelView(
             name=self.spec.name,
             state=self.state,
             pinned=self.spec.pinned,

@@ -28,12 +28,12 @@ NOT_RETURNED = HOP_BY_HOP | {b"date", b"server", b"x-request-id", b"request-id"}
 OURS = b"x-firn-"
 
 
-class Lost(Exception):
+class ProcessLost(Exception):
     """The child is not there, or has gone in mid-reply."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ForwardedRequest:
     method: str
     target: bytes
     """Path and query, as they are on the wire."""
@@ -54,7 +54,7 @@ class Request:
         return b"\r\n".join(lines) + b"\r\n\r\n" + self.body
 
 
-class Reply(asyncio.Protocol):
+class ForwardedReply(asyncio.Protocol):
     """A child's reply. Owned by the task that passes it on."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class Reply(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
 
     async def head(self) -> None:
-        """Until status and headers are there. Raises Lost."""
+        """Until status and headers are there. Raises ProcessLost."""
         while not self._begun:
             await self._wait()
 
     async def piece(self) -> bytes:
-        """What has arrived since; b"" is the end. Raises Lost."""
+        """What has arrived since; b"" is the end. Raises ProcessLost."""
         while not self._pieces:
             if self._complete:
                 return b""
@@ -103,7 +103,7 @@ class Reply(asyncio.Protocol):
 
     async def _wait(self) -> None:
         if self._closed:
-            raise Lost()
+            raise ProcessLost()
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -150,12 +150,14 @@ class Reply(asyncio.Protocol):
         self._complete = True
 
 
-async def send(path: Path, request: Request, extra: Iterable[tuple[bytes, bytes]] = ()) -> Reply:
-    """Send it; the reply's head has not come yet. The caller closes the reply. Raises Lost."""
+async def send(
+    path: Path, request: ForwardedRequest, extra: Iterable[tuple[bytes, bytes]] = ()
+) -> ForwardedReply:
+    """Send it; the reply's head has not come yet. The caller closes the reply. Raises ProcessLost."""
     loop = asyncio.get_running_loop()
     try:
-        transport, reply = await loop.create_unix_connection(Reply, str(path))
+        transport, reply = await loop.create_unix_connection(ForwardedReply, str(path))
     except OSError as e:
-        raise Lost() from e
+        raise ProcessLost() from e
     transport.write(request.encode(list(extra)))
     return reply

@@ -54,7 +54,7 @@ class WaitLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ModelRequest:
     """What the front reads of a body."""
 
     model: str
@@ -135,7 +135,7 @@ class Relay:
             model = self.find(wanted.model)
             if scope["path"] == RESPONSES:
                 self._remember(exchange.id, model)
-            call = _Call(self, model, scope, raw, wanted)
+            call = _RelayedCall(self, model, scope, raw, wanted)
             if call.asks_to_leave:
                 await self._fleet.unload(model)
                 await call.say_gone(send)
@@ -155,8 +155,8 @@ class Relay:
             # A model that has left took its responses along: nothing is loaded for them.
             if name is None or self._fleet.peek(self.find(name)) is None:
                 raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
-            nothing = Wanted(name, None, None, {})
-            call = _Call(self, self.find(name), scope, b"", nothing)
+            nothing = ModelRequest(name, None, None, {})
+            call = _RelayedCall(self, self.find(name), scope, b"", nothing)
             await while_connected(receive, lambda: call.answer(send))
         except FirnError as error:
             exchange.fault = error
@@ -185,7 +185,7 @@ class Relay:
         return self._shapes.of(path)
 
 
-def _wanted(body: dict[str, Any]) -> Wanted:
+def _wanted(body: dict[str, Any]) -> ModelRequest:
     model, stream = body.get("model"), body.get("stream")
     if model is not None and not isinstance(model, str):
         raise InvalidValue("model", "must be a string")
@@ -195,14 +195,14 @@ def _wanted(body: dict[str, Any]) -> Wanted:
             keep_alive_s = duration.seconds(body["keep_alive"])
         except ValueError as e:
             raise InvalidValue("keep_alive", str(e)) from None
-    return Wanted(model or "", stream, keep_alive_s, body)
+    return ModelRequest(model or "", stream, keep_alive_s, body)
 
 
-class _Call:
+class _RelayedCall:
     """One request on its way to a child and back. Owned by its task."""
 
     def __init__(
-        self, relay: Relay, model: Model, scope: Scope, raw: bytes, wanted: Wanted
+        self, relay: Relay, model: Model, scope: Scope, raw: bytes, wanted: ModelRequest
     ) -> None:
         self._relay = relay
         self._model = model
@@ -300,12 +300,12 @@ class _Call:
         scope = self._scope
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        request = proxy.Request(scope["method"], target, scope["headers"], self._raw)
+        request = proxy.ForwardedRequest(scope["method"], target, scope["headers"], self._raw)
         self._raw = b""
         extra = vouch(self._exchange)
         try:
             reply = await proxy.send(lease.child.socket, request, extra)
-        except proxy.Lost:
+        except proxy.ProcessLost:
             raise ModelDied(self._model.spec.name) from None
         try:
             await reply.head()
@@ -313,7 +313,7 @@ class _Call:
             await self._head(reply, send)
             while piece := await reply.piece():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except proxy.Lost:
+        except proxy.ProcessLost:
             if self._begun and not self._is_stream:
                 raise ConnectionResetError("the model's process ended in mid-reply") from None
             raise ModelDied(self._model.spec.name) from None
@@ -321,7 +321,7 @@ class _Call:
             reply.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _head(self, reply: proxy.Reply, send: Send) -> None:
+    async def _head(self, reply: proxy.ForwardedReply, send: Send) -> None:
         if self._begun:  # with 200, while it waited
             if reply.status != 200:
                 raise RemoteFault(reply.status, await reply.body())

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 
 from firn import __version__
 from firn.api.openapi import error_responses
-from firn.fleet import gather
+from firn.fleet import merging
 from firn.fleet.fleet import Fleet
 from firn.fleet.relay import Relay
 from firn.fleet.tree import MODEL, ask_one, chosen
@@ -28,7 +28,7 @@ MEANS = ("avg_token_usage", "avg_throughput", "avg_utilization")
 
 def add_router(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
     async def loads(request: Request) -> Response:
-        answers = await gather.ask_loaded(fleet, request.scope, b"/v1/loads")
+        answers = await merging.ask_loaded(fleet, request.scope, b"/v1/loads")
         refused = next((a for a in answers if a.status != 200), None)
         if refused is not None:
             return Response(refused.body, refused.status, media_type="application/json")
@@ -46,7 +46,7 @@ def add_router(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         described(f"{prefix}model_info", one, include_in_schema=shown, summary="Model")
 
 
-def merged(answers: Sequence[gather.Answer]) -> dict[str, Any]:
+def merged(answers: Sequence[merging.ModelAnswer]) -> dict[str, Any]:
     """Each loaded model is a rank, with its name beside it; means are over those."""
     told = [(answer.model, answer.json()) for answer in answers]
     each = [each["aggregate"] for _, each in told]

@@ -31,20 +31,20 @@ from firn.api.routes.ollama import model_routes
 from firn.core import duration
 from firn.core.errors import Forbidden, InvalidValue, ModelNotFound
 from firn.core.values import Namespace
-from firn.fleet import gather
-from firn.fleet.files import Facts, folder_of, read_facts
+from firn.fleet import merging
+from firn.fleet.files import ModelFacts, folder_of, read_facts
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
 from firn.fleet.relay import Relay
-from firn.fleet.turns import NEVER, State
+from firn.fleet.turns import NEVER, ModelState
 
 
-class Catalog:
+class ModelListing:
     """Models as clients see them. Owner: the front."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._facts: dict[str, Facts] = {}
+        self._facts: dict[str, ModelFacts] = {}
         self._began = int(time.time())
 
     def listed(self) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ class Catalog:
         """As the model's own process shows it, and what only the front knows."""
         spec, catalogue = model.spec, self._fleet.catalogue
         born = datetime.fromtimestamp(self._began, tz=UTC)
-        facts = Facts() if model.details else self._read(model)
+        facts = ModelFacts() if model.details else self._read(model)
         return {
             "id": spec.name,
             "object": "model",
@@ -80,16 +80,16 @@ class Catalog:
             "error": model.error.message if model.error else None,
         }
 
-    def _read(self, model: Model) -> Facts:
+    def _read(self, model: Model) -> ModelFacts:
         name = model.spec.name
-        if self._facts.get(name, Facts()) == Facts():  # it may have been fetched since
+        if self._facts.get(name, ModelFacts()) == ModelFacts():  # it may have been fetched since
             self._facts[name] = read_facts(folder_of(model.spec))
         return self._facts[name]
 
 
 def _state(model: Model) -> str:
     closed = model.closed or model.unloading
-    return State.DRAINING.value if closed else model.state.value
+    return ModelState.DRAINING.value if closed else model.state.value
 
 
 def _expires_at(model: Model) -> str | None:
@@ -100,7 +100,7 @@ def _expires_at(model: Model) -> str | None:
     return datetime.fromtimestamp(at, tz=UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def add_models(app: FastAPI, catalog: Catalog, relay: Relay) -> None:
+def add_models(app: FastAPI, catalog: ModelListing, relay: Relay) -> None:
     async def models(request: Request) -> dict[str, Any]:
         return page(catalog.listed(), request.query_params, find=_name)
 
@@ -119,7 +119,7 @@ def add_models(app: FastAPI, catalog: Catalog, relay: Relay) -> None:
 def add_loading(
     app: FastAPI,
     fleet: Fleet,
-    catalog: Catalog,
+    catalog: ModelListing,
     relay: Relay,
     bodies: BodyReader,
     keys: Keys,
@@ -174,7 +174,7 @@ async def _keep_alive(request: Request, bodies: BodyReader) -> float | None:
         raise InvalidValue("keep_alive", str(e)) from None
 
 
-def add_ollama(app: FastAPI, catalog: Catalog, relay: Relay, bodies: BodyReader) -> None:
+def add_ollama(app: FastAPI, catalog: ModelListing, relay: Relay, bodies: BodyReader) -> None:
     """What Ollama's clients ask about models. Nothing is loaded for it."""
     for extra in model_routes(catalog.listed, lambda name: catalog.shown(relay.find(name))):
 
@@ -210,7 +210,7 @@ def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
         missing = [
             m.spec.name
             for m in fleet.models.values()
-            if m.spec.pinned and m.state is not State.LOADED
+            if m.spec.pinned and m.state is not ModelState.LOADED
         ]
         why = "shutting down" if relay.draining else None
         if missing and why is None:
@@ -238,7 +238,7 @@ class FrontMetrics:
             ["route", "status"],
             registry=self._registry,
         )
-        self._registry.register(_Fleet(fleet))
+        self._registry.register(_FleetCollector(fleet))
 
     def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -247,7 +247,7 @@ class FrontMetrics:
         return generate_latest(self._registry).decode()
 
 
-class _Fleet(Collector):
+class _FleetCollector(Collector):
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
@@ -268,7 +268,7 @@ class _Fleet(Collector):
         )
         for model in self._fleet.models.values():
             name = [model.spec.name]
-            loaded.add_metric(name, float(model.state is State.LOADED))
+            loaded.add_metric(name, float(model.state is ModelState.LOADED))
             nbytes.add_metric(name, model.footprint.nbytes)
             active.add_metric(name, model.n_active)
             waiting.add_metric(name, len(model.waiters))
@@ -281,8 +281,8 @@ class _Fleet(Collector):
 def add_metrics(app: FastAPI, fleet: Fleet, metrics: FrontMetrics) -> None:
     @app.get("/metrics", summary="For Prometheus", response_class=Response)
     async def prometheus(request: Request) -> Response:
-        answers = await gather.ask_loaded(fleet, request.scope, b"/metrics")
-        text = gather.merge_metrics({a.model: a.body.decode() for a in answers if a.status == 200})
+        answers = await merging.ask_loaded(fleet, request.scope, b"/metrics")
+        text = merging.merge_metrics({a.model: a.body.decode() for a in answers if a.status == 200})
         if exchange_of(request.scope).caller.operator:
             text = metrics.render() + text
         return Response(text, media_type=CONTENT_TYPE_LATEST)
@@ -296,7 +296,7 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         return None if model is None else [relay.find(model)]
 
     async def stats(request: Request, model: str | None = None) -> dict[str, Any]:
-        answers = await gather.ask_loaded(fleet, request.scope, b"/v1/cache/stats", chosen(model))
+        answers = await merging.ask_loaded(fleet, request.scope, b"/v1/cache/stats", chosen(model))
         return {"models": _by_model(answers)}
 
     async def clear(request: Request, model: str | None = None) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         found = chosen(model)
         if found and fleet.peek(found[0]) is None:
             raise fleet.not_ready(found[0], "its cache is cleared while it is loaded")
-        answers = await gather.ask_loaded(fleet, request.scope, b"/v1/cache", found)
+        answers = await merging.ask_loaded(fleet, request.scope, b"/v1/cache", found)
         return {"models": _by_model(answers)}
 
     add = partial(app.add_api_route, responses=error_responses())
@@ -313,5 +313,5 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
     add("/v1/cache", clear, methods=["DELETE"], summary="Forget what is stored")
 
 
-def _by_model(answers: Iterable[gather.Answer]) -> Mapping[str, Any]:
+def _by_model(answers: Iterable[merging.ModelAnswer]) -> Mapping[str, Any]:
     return {answer.model: answer.json() for answer in answers}

@@ -38,18 +38,18 @@ from firn.config import Config
 from firn.core.errors import SetupError
 from firn.fleet import routes
 from firn.fleet.activity import add_activity
-from firn.fleet.catalogue import Catalogue
-from firn.fleet.child import Launch, launch
+from firn.fleet.catalogue import ModelCatalogue
 from firn.fleet.files import check, folder_of
 from firn.fleet.fleet import Fleet
+from firn.fleet.process import Launch, launch
 from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
-from firn.fleet.turns import Rules
-from firn.leaving import leave, no_later_than
-from firn.listening import Uvicorn, address, bind, connections
+from firn.fleet.turns import PlacementRules
+from firn.host.machine import raise_descriptor_limit
+from firn.host.shutdown import leave, no_later_than
+from firn.listener import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
-from firn.machine import raise_descriptor_limit
 
 log = logging.getLogger("firn.fleet")
 
@@ -79,7 +79,7 @@ def serve(config: Config) -> int:
     """Run the front until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
-    catalogue = Catalogue(config)
+    catalogue = ModelCatalogue(config)
     for spec in catalogue:
         check(spec)
     sock = bind(config.server.host, config.server.port)
@@ -108,7 +108,7 @@ def socket_base(environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FrontParts:
     """Of a front. The pool decodes large bodies."""
 
     fleet: Fleet
@@ -119,13 +119,13 @@ class Parts:
 
 def build(
     config: Config,
-    catalogue: Catalogue,
+    catalogue: ModelCatalogue,
     folder: Path,
     *,
     start: Launch = launch,
-    rules: Rules | None = None,
+    rules: PlacementRules | None = None,
     waits: WaitLimits | None = None,
-) -> Parts:
+) -> FrontParts:
     """On the asyncio thread. `start` stands for a real process where it is given."""
     server = config.server
     quotas = Quotas(
@@ -156,10 +156,10 @@ def build(
     app = new_app()
     metrics = routes.FrontMetrics(fleet)
     for path in (*(dialect.path for dialect in dialects), *BY_BODY):
-        app.router.routes.append(Route(path, _Asgi(relay.by_body), methods=["POST"]))
+        app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_body), methods=["POST"]))
     for path, methods in BY_ID:
-        app.router.routes.append(Route(path, _Asgi(relay.by_id), methods=list(methods)))
-    catalog = routes.Catalog(fleet)
+        app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_id), methods=list(methods)))
+    catalog = routes.ModelListing(fleet)
     routes.add_loading(app, fleet, catalog, relay, bodies, keys, server.allow_origins)
     routes.add_models(app, catalog, relay)
     routes.add_ollama(app, catalog, relay, bodies)
@@ -182,7 +182,7 @@ def build(
         requests_per_minute=server.rate_limit,
     )
     describe(app, dialects, with_keys=keys.required)
-    return Parts(fleet, relay, app, pool)
+    return FrontParts(fleet, relay, app, pool)
 
 
 def _check_pinned(fleet: Fleet) -> None:
@@ -196,7 +196,7 @@ def _check_pinned(fleet: Fleet) -> None:
         )
 
 
-class _Asgi:
+class _AsgiEndpoint:
     """An endpoint that is an ASGI app: Starlette takes a plain function for a request handler."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -206,7 +206,7 @@ class _Asgi:
         await self._app(scope, receive, send)
 
 
-async def _run(config: Config, catalogue: Catalogue, folder: Path, sock: socket.socket) -> int:
+async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: socket.socket) -> int:
     parts = build(config, catalogue, folder)
     web = Uvicorn(
         http_config(

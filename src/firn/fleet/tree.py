@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from firn.api.openapi import error_responses
 from firn.api.routes.tree import PARAMETERS, PATH
-from firn.fleet import gather
+from firn.fleet import merging
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
 from firn.fleet.relay import Relay
@@ -70,7 +70,7 @@ async def ask_one(fleet: Fleet, model: Model, scope: Scope, why: str) -> Respons
     """Its own answer to the same request. why: to be said where it is not loaded."""
     query = scope["query_string"]
     target = scope["raw_path"] + (b"?" + query if query else b"")
-    answers = await gather.ask_loaded(fleet, scope, target, [model])
+    answers = await merging.ask_loaded(fleet, scope, target, [model])
     if not answers:
         raise fleet.not_ready(model, why)
     return Response(answers[0].body, answers[0].status, media_type="application/json")

@@ -20,7 +20,7 @@ from firn.fleet.memory import Room
 NEVER = math.inf
 
 
-class State(Enum):
+class ModelState(Enum):
     """As /v1/models shows them."""
 
     UNLOADED = "unloaded"
@@ -31,7 +31,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ModelView:
     """One model now; times are those of one clock, NEVER where there is none.
 
     need_nbytes: while it is loaded. n_active: replies that run. waiting_since: the oldest request that
@@ -40,7 +40,7 @@ class View:
     """
 
     name: str
-    state: State = State.UNLOADED
+    state: ModelState = ModelState.UNLOADED
     pinned: bool = False
     need_nbytes: int = 0
     n_active: int = 0
@@ -58,11 +58,11 @@ class View:
 
     @property
     def holds_memory(self) -> bool:
-        return self.state is not State.UNLOADED
+        return self.state is not ModelState.UNLOADED
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PlacementRules:
     """min_stay_s: of a loaded model. A turn is `turn_loads` times as long as loading takes, within
     bounds. contest_s: a model that made room and is asked for again so soon is contested.
     hold_max_s: how long an idle model keeps a contested place at the most."""
@@ -74,7 +74,7 @@ class Rules:
     contest_s: float = 60.0
     hold_max_s: float = 15.0
 
-    def turn_s(self, model: View) -> float:
+    def turn_s(self, model: ModelView) -> float:
         return min(max(self.turn_loads * model.load_s, self.turn_min_s), self.turn_max_s)
 
 
@@ -82,7 +82,7 @@ Reason = Literal["idle", "room"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetPlan:
     """close: takes no new requests for now. contested: pairs (who waits, who stays) that take turns.
     look_at: when to plan again, if nothing happens before."""
 
@@ -93,8 +93,10 @@ class Plan:
     look_at: float = NEVER
 
 
-def make_plan(models: Sequence[View], room: Room, rules: Rules, *, now: float) -> Plan:
-    work = _Work(models, room, rules, now)
+def make_plan(
+    models: Sequence[ModelView], room: Room, rules: PlacementRules, *, now: float
+) -> FleetPlan:
+    work = _Planner(models, room, rules, now)
     work.expire()
     work.relieve()
     for wanted in sorted(_wanted(models), key=lambda v: v.waiting_since):
@@ -105,26 +107,28 @@ def make_plan(models: Sequence[View], room: Room, rules: Rules, *, now: float) -
     return work.plan()
 
 
-def _wanted(models: Sequence[View]) -> list[View]:
-    return [v for v in models if v.state is State.UNLOADED and v.waiting_since < NEVER]
+def _wanted(models: Sequence[ModelView]) -> list[ModelView]:
+    return [v for v in models if v.state is ModelState.UNLOADED and v.waiting_since < NEVER]
 
 
-class _Work:
+class _Planner:
     """One plan in the making."""
 
-    def __init__(self, models: Sequence[View], room: Room, rules: Rules, now: float) -> None:
+    def __init__(
+        self, models: Sequence[ModelView], room: Room, rules: PlacementRules, now: float
+    ) -> None:
         self._models, self._room, self._rules, self._now = models, room, rules, now
         self._held = sum(v.need_nbytes for v in models if v.holds_memory)
         self._free = room.free_nbytes
-        self._going = {v.name for v in models if v.state is State.DRAINING}
+        self._going = {v.name for v in models if v.state is ModelState.DRAINING}
         self._load: list[str] = []
         self._unload: list[tuple[str, Reason]] = []
         self._close: list[str] = []
         self._contested: list[tuple[str, str]] = []
         self._look_at = NEVER
 
-    def plan(self) -> Plan:
-        return Plan(
+    def plan(self) -> FleetPlan:
+        return FleetPlan(
             tuple(self._load),
             tuple(self._unload),
             tuple(self._close),
@@ -138,7 +142,7 @@ class _Work:
 
     def expire(self) -> None:
         for v in self._models:
-            if v.state is State.LOADED and v.is_idle and not v.pinned:
+            if v.state is ModelState.LOADED and v.is_idle and not v.pinned:
                 if v.expires_at <= self._now:
                     self._send_off(v, "idle")
                 else:
@@ -154,7 +158,7 @@ class _Work:
                 self._send_off(v, "room")
                 over -= v.need_nbytes
 
-    def place(self, wanted: View) -> bool:
+    def place(self, wanted: ModelView) -> bool:
         """Load it, or make room for it. False: room is being made, and what is free is a part of it.
 
         Where nothing can go yet, those that fit beside what is loaded need not wait with it.
@@ -168,7 +172,7 @@ class _Work:
         lacking -= self._freed()
         return lacking > 0 and not self._make_room(wanted, lacking)
 
-    def _make_room(self, wanted: View, lacking: float) -> bool:
+    def _make_room(self, wanted: ModelView, lacking: float) -> bool:
         """Whether there will be enough, as soon as those that are told to go have gone."""
         ready = [v for v in self._idle() if self._may_go_at(v, wanted) <= self._now]
         chosen = _enough(ready, lacking)
@@ -196,32 +200,32 @@ class _Work:
                 self._note_contest(wanted, v)
         return chosen is not None
 
-    def _idle(self) -> list[View]:
+    def _idle(self) -> list[ModelView]:
         found = [v for v in self._models if self._could_go(v) and v.is_idle]
         return sorted(found, key=lambda v: v.last_used)
 
-    def _could_go(self, v: View) -> bool:
-        return v.state is State.LOADED and not v.pinned and v.name not in self._going
+    def _could_go(self, v: ModelView) -> bool:
+        return v.state is ModelState.LOADED and not v.pinned and v.name not in self._going
 
-    def _may_go_at(self, v: View, wanted: View | None) -> float:
+    def _may_go_at(self, v: ModelView, wanted: ModelView | None) -> float:
         """When an idle model has stayed long enough."""
         hold_s = 0.0
         if wanted is not None and self._is_contested(wanted):
             hold_s = min(v.load_s, self._rules.hold_max_s)
         return max(v.loaded_at + self._rules.min_stay_s, v.last_used + hold_s)
 
-    def _is_contested(self, wanted: View) -> bool:
+    def _is_contested(self, wanted: ModelView) -> bool:
         """It made room not long ago and is asked for again."""
         return wanted.waiting_since - wanted.displaced_at < self._rules.contest_s
 
-    def _turn_ends_at(self, v: View, wanted: View) -> float:
+    def _turn_ends_at(self, v: ModelView, wanted: ModelView) -> float:
         return max(v.loaded_at, wanted.waiting_since) + self._rules.turn_s(v)
 
-    def _note_contest(self, wanted: View, v: View) -> None:
+    def _note_contest(self, wanted: ModelView, v: ModelView) -> None:
         if (wanted.name, v.name) not in self._contested:
             self._contested.append((wanted.name, v.name))
 
-    def _send_off(self, v: View, reason: Reason) -> None:
+    def _send_off(self, v: ModelView, reason: Reason) -> None:
         self._unload.append((v.name, reason))
         self._going.add(v.name)
 
@@ -230,9 +234,9 @@ class _Work:
         return sum(v.need_nbytes for v in self._models if v.name in self._going)
 
 
-def _enough(models: Sequence[View], lacking: float) -> list[View] | None:
+def _enough(models: Sequence[ModelView], lacking: float) -> list[ModelView] | None:
     """The first of them that give back so much together; None where all do not."""
-    chosen: list[View] = []
+    chosen: list[ModelView] = []
     for v in models:
         if lacking <= 0:
             break

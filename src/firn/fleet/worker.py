@@ -29,20 +29,20 @@ from firn.api.hosts import EVERY, Hosts
 from firn.api.routes.models import model_object
 from firn.api.server import create_app
 from firn.api.services import Services
-from firn.caching import FLUSH_S
+from firn.assembly.cache import FLUSH_S
 from firn.config import Config
 from firn.core.errors import FirnError, ShuttingDown
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
 from firn.core.values import GenerateRequest
-from firn.engine.loop import Parts
+from firn.engine import EngineParts
 from firn.fleet.catalogue import ModelSpec, from_json
 from firn.fleet.files import folder_of
 from firn.fleet.memory import estimate
 from firn.fleet.vouching import VouchedKeys, vouched
-from firn.leaving import leave, no_later_than
-from firn.listening import Uvicorn
+from firn.host.machine import raise_descriptor_limit
+from firn.host.shutdown import leave, no_later_than
+from firn.listener import Uvicorn
 from firn.logs import configure as configure_logs
-from firn.machine import raise_descriptor_limit
 from firn.models import device as devices
 
 log = logging.getLogger("firn.fleet")
@@ -53,7 +53,7 @@ LIMITS = ConnectionLimits(max_open=1 << 20, max_heads=1 << 20)
 """The front has counted its clients already."""
 
 
-class Link:
+class FrontLink:
     """The two pipes to the front. `tell` from any thread; orders are heard on a thread of its own."""
 
     def __init__(self, fd: int) -> None:
@@ -104,7 +104,7 @@ def _end_at_once(order: Mapping[str, Any] | None) -> None:
 
 
 def main() -> int:
-    link = Link(int(sys.argv[1]))
+    link = FrontLink(int(sys.argv[1]))
     order = link.first()
     config = from_json(json.dumps(order["config"]))
     name = config.server.served_model_name or config.model.path
@@ -133,7 +133,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _progress(link: Link, spec: ModelSpec) -> Iterator[None]:
+def _progress(link: FrontLink, spec: ModelSpec) -> Iterator[None]:
     """While the model is loaded, how much of its weights is there."""
     n_weights = max(estimate(folder_of(spec)).weights_nbytes, 1)
     done = threading.Event()
@@ -164,7 +164,7 @@ def _services(server: app.Server, config: Config) -> Services:
     )
 
 
-class _Server(Uvicorn):
+class _SocketServer(Uvicorn):
     """On one Unix socket, which belongs to this user alone."""
 
     def __init__(self, *args: Any, path: Path) -> None:
@@ -194,9 +194,9 @@ async def _run(
     services: Services,
     path: Path,
     prompts: list[GenerateRequest],
-    link: Link,
+    link: FrontLink,
 ) -> int:
-    web = _Server(
+    web = _SocketServer(
         http_config(
             vouched(create_app(services)),
             Connections(LIMITS),
@@ -242,7 +242,7 @@ async def _run(
 
 
 async def _end_when_idle(
-    server: app.Server, web: Uvicorn, stopping: asyncio.Event, link: Link
+    server: app.Server, web: Uvicorn, stopping: asyncio.Event, link: FrontLink
 ) -> None:
     await stopping.wait()
     while server.event_router.n_calls:  # those that go on in the background, too
@@ -255,7 +255,7 @@ async def _end_when_idle(
 # --- how it is -----------------------------------------------------------------------------
 
 
-async def _report(server: app.Server, services: Services, web: Uvicorn, link: Link) -> None:
+async def _report(server: app.Server, services: Services, web: Uvicorn, link: FrontLink) -> None:
     """Once it listens, that it is ready; then whatever has changed."""
     while not web.started:
         await asyncio.sleep(0.005)
@@ -274,7 +274,7 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Li
         await asyncio.sleep(REPORT_S)
 
 
-def _measure(parts: Parts) -> dict[str, Any]:
+def _measure(parts: EngineParts) -> dict[str, Any]:
     """On the engine thread."""
     view = parts.budget.view()
     return {

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from firn.core.memory_plan import Kind, MachineMemory, MemoryPlan
-from firn.machine import memory
+from firn.core.memory_plan import DeviceKind, MachineMemory, MemoryPlan
+from firn.host.machine import memory
 
-CHUNKS: dict[Kind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
+CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
 """Of a prompt, between two steps of others. In exact mode they are part of the answer's bits."""
-LARGEST_CHUNKS: dict[Kind, int] = {"cpu": 256, "metal": 2048, "cuda": 8192}
+LARGEST_CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 2048, "cuda": 8192}
 """While nobody waits, behind short contexts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    kind: Kind
+    kind: DeviceKind
     memory_nbytes: int
     """What models and caches may fill."""
 
@@ -55,7 +55,7 @@ def look(device: Device) -> MachineMemory:
     return MachineMemory(device.kind, device.memory_nbytes, now.total, available)
 
 
-def set_limits(kind: Kind, plan: MemoryPlan) -> None:
+def set_limits(kind: DeviceKind, plan: MemoryPlan) -> None:
     """Hold MLX to the plan. Once, when the weights are loaded."""
     mx.clear_cache()
     mx.set_cache_limit(plan.buffer_cache_nbytes)

@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from firn.core.errors import BadRequest, FirnError, InvalidValue, StepFailed
-from firn.core.values import Grammar, Softened
+from firn.core.values import Grammar, SoftenedSchema
 from firn.models.schema_depth import TOO_DEEP, is_too_deep
 from firn.models.schema_faults import is_endless, locate
 from firn.models.soften import ANYTHING, OutOfTime, soften
@@ -116,7 +116,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, Grammar], CompiledGrammar] = OrderedDict()
         self._kept_chars = 0
-        self._softened: OrderedDict[tuple[str, str], Softened] = OrderedDict()
+        self._softened: OrderedDict[tuple[str, str], SoftenedSchema] = OrderedDict()
         self._softened_chars = 0
         self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -148,11 +148,11 @@ class Compiler:
                 self._kept_chars -= _n_chars(gone)
         return made
 
-    def softener(self, owner: str) -> Callable[[Mapping[str, Any]], Softened]:
+    def softener(self, owner: str) -> Callable[[Mapping[str, Any]], SoftenedSchema]:
         """`soften` for the tools of one request: they have one time together."""
         left_s = SOFTEN_S
 
-        def soften_next(schema: Mapping[str, Any]) -> Softened:
+        def soften_next(schema: Mapping[str, Any]) -> SoftenedSchema:
             nonlocal left_s
             began = time.thread_time()
             found = self.soften(schema, owner, time_s=left_s)
@@ -163,14 +163,14 @@ class Compiler:
 
     def soften(
         self, schema: Mapping[str, Any], owner: str = "", *, time_s: float = SOFTEN_S
-    ) -> Softened:
+    ) -> SoftenedSchema:
         """The schema as far as it can be enforced, and what was taken out of it.
 
         time_s: of this thread's own. What is not done by then is not enforced, and not kept.
         """
         text = json.dumps(schema)
         if len(text) > MAX_SCHEMA_CHARS:
-            return Softened(ANYTHING, ("#",))
+            return SoftenedSchema(ANYTHING, ("#",))
         key = (owner, text)
         with self._lock:
             found = self._softened.get(key)
@@ -178,11 +178,11 @@ class Compiler:
                 self._softened.move_to_end(key)
                 return found
         if is_too_deep(schema):
-            return Softened(ANYTHING, ("#",))
+            return SoftenedSchema(ANYTHING, ("#",))
         try:
             made = soften(schema, self._schema_fault, time_s=time_s)
         except OutOfTime:
-            return Softened(ANYTHING, ("#",))
+            return SoftenedSchema(ANYTHING, ("#",))
         with self._lock:
             if key not in self._softened:
                 self._softened_chars += len(text)

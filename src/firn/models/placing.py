@@ -77,12 +77,18 @@ def behind_gaps(layers: list[Any], gaps: Sequence[int]) -> list[Any]:
 
 
 @contextmanager
-def at_positions(layers: list[Any], prompt: Prompt, start: int, end: int) -> Iterator[list[Any]]:
-    """A lone row's caches for its prompt's tokens [start, end); call the model inside."""
+def at_positions(
+    layers: list[Any], prompt: Prompt, start: int, end: int, *, n_padding: int = 0
+) -> Iterator[list[Any]]:
+    """A lone row's caches for its prompt's tokens [start, end); call the model inside.
+
+    n_padding: tokens behind them that nobody will look at."""
     if prompt.thinned is None or prompt.position(end) == end:
         yield layers
         return
     positions = prompt.thinned.positions[start:end]
+    if n_padding:
+        positions = np.append(positions, positions[-1] + 1 + np.arange(n_padding))
     if positions[-1] - positions[0] == len(positions) - 1:
         yield behind_gaps(layers, [int(positions[0]) - start])
         return

@@ -14,19 +14,26 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
+from firn.models.shapes import growth, rounded
+
 MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
 """Room behind a prompt, in parts of it: growing copies all there is, and most turns add little."""
 GROWING = (KVCache, QuantizedKVCache)
 """Exactly these: other classes use their step for windows and rings."""
 
 
-def give_room(layers: Iterable[Any], n_tokens: int) -> None:
-    """The next growth of these caches is to `n_tokens`, and more for the reply and the next turn."""
+def give_room(layers: Iterable[Any], n_tokens: int, *, few_shapes: bool = False) -> None:
+    """The next growth of these caches is to `n_tokens`, and more for the reply and the next turn.
+
+    few_shapes: to one of the few sizes that buffers have on this device; padding has room then."""
     for layer in _growing(layers):
         step = type(layer).step
         wanted = n_tokens + max(step, min(n_tokens // MORE_SHARE, MAX_MORE_TOKENS))
-        missing = wanted - layer.offset if _n_room(layer) < n_tokens else 0
-        room = max(-(-missing // step), 1) * step
+        if few_shapes:
+            wanted = rounded(n_tokens + step)
+        needed = n_tokens + (step if few_shapes else 0)
+        missing = wanted - layer.offset if _n_room(layer) < needed else 0
+        room = missing if few_shapes and missing else max(-(-missing // step), 1) * step
         if missing and layer.offset:
             _grow(layer, room)
         else:
@@ -49,10 +56,10 @@ def _grow(layer: Any, room: int) -> None:
     mx.eval(layer.keys, layer.values)
 
 
-def end_room(layers: Iterable[Any]) -> None:
+def end_room(layers: Iterable[Any], *, few_shapes: bool = False) -> None:
     """The prompt is read: from now on they grow little by little."""
     for layer in _growing(layers):
-        layer.step = type(layer).step
+        layer.step = growth(_n_room(layer)) if few_shapes else type(layer).step
 
 
 def _growing(layers: Iterable[Any]) -> Iterator[Any]:

@@ -38,13 +38,14 @@ from firn.models.placing import at_positions, behind_gaps
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
+from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
 from firn.models.together import Together, can_read_together, together_fault
 from firn.models.verify import Taken, Verification
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class PickedToken:
     """A row's newest token. fault: its grammar has failed, and it cannot go on."""
 
     row: Row
@@ -67,17 +68,19 @@ class Runner:
         inputs: Inputs | None = None,
         threads: Threads | None = None,
         speculation: Speculation | None = None,
+        shapes: FewShapes | None = None,
     ) -> None:
         """inputs: what the model takes beside token ids; None for a text model.
 
         threads: of the library that multiplies, where they can be chosen. speculation: who guesses
-        tokens; None for one token a step.
+        tokens; None for one token a step. shapes: for a device that prefers few of them.
         """
         self.info = info
         self._model = model
         self._inputs = inputs or IdsOnly()
         self._threads = threads
         self.speculation = speculation
+        self._shapes = shapes
         self._mtp = model if isinstance(model, MtpModel) else None
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
@@ -112,18 +115,25 @@ class Runner:
         start = row.n_tokens
         self._look_back(row, prompt)
         self._before = mx.get_active_memory(), mx.get_peak_memory()
-        give_room(row.layers, len(prompt))
-        self._prepare(end - start)
+        few = self._shapes is not None
+        give_room(row.layers, len(prompt), few_shapes=few)
+        ids, layers = prompt.ids[start:end], row.layers
+        padded = self._shapes.fit(layers, len(ids)) if self._shapes else None
+        if padded is not None:
+            ids, layers = padded.pad(ids), padded.layers
+        self._prepare(len(ids))
         if self.speculation is not None:
             self.speculation.disturbed()
-        ids = mx.array(prompt.ids[start:end].astype(np.int32))
         more = self._inputs.chunk(prompt, start, end) | self._carry([row])
-        with at_positions(row.layers, prompt, start, end) as layers:
-            logits = self._model(ids[None], cache=layers, **more)
+        n_padding = start + len(ids) - end
+        with at_positions(layers, prompt, start, end, n_padding=n_padding) as placed:
+            logits = self._model(mx.array(ids.astype(np.int32))[None], cache=placed, **more)
         row.n_tokens = end
         row.scores = None
         if top_logprobs is not None:
-            row.scores = score(logits[0], prompt.ids[start + 1 : end + 1], top=top_logprobs)
+            row.scores = score(
+                logits[0, : end - start], prompt.ids[start + 1 : end + 1], top=top_logprobs
+            )
         arrays = row.scores.arrays if row.scores else []
         if self._mtp is not None:
             last = self._mtp.hidden[:, -1:]
@@ -151,7 +161,11 @@ class Runner:
             self._was_tried = True
         self._before = mx.get_active_memory(), mx.get_peak_memory()
         every = zip(rows, prompts, ends, strict=True)
-        step = Together(rows, [p.ids[r.n_tokens : end] for r, p, end in every])
+        step = Together(
+            rows,
+            [p.ids[r.n_tokens : end] for r, p, end in every],
+            few_shapes=self._shapes is not None,
+        )
         self._prepare(len(rows) * step.width)
         if self.speculation is not None:
             self.speculation.disturbed()
@@ -170,7 +184,7 @@ class Runner:
 
     def choices(self, row: Row, job: Job, indices: Sequence[int]) -> list[Row]:
         """One row for each choice, all with this row's past, each with its own sampler."""
-        end_room(row.layers)
+        end_room(row.layers, few_shapes=self._shapes is not None)
         self._look_back(row, job.prompt)
         rows = [row, *(fork(row) for _ in indices[1:])]
         shift = self._inputs.shift(job.prompt)
@@ -340,7 +354,7 @@ class Runner:
         """A step's tokens; where a model has several ranks, one of them picks for all."""
         return pick(logits, pickers, forced, allowed=allowed)
 
-    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
         """Read the tokens of this group's steps, but for the newest `keep_in_flight`.
 
         A step with drafts in it is never left in flight. Rows that left meanwhile are skipped.
@@ -350,7 +364,7 @@ class Runner:
             return []
         if any(isinstance(step, Verification) for step in group.unread):
             keep_in_flight = 0
-        out: list[Picked] = []
+        out: list[PickedToken] = []
         while len(group.unread) > keep_in_flight:
             for taken in self._read(group, group.unread.pop(0)):
                 if taken.row.group is group:
@@ -413,10 +427,10 @@ class Runner:
         )
 
 
-def _picked(taken: Taken) -> list[Picked]:
+def _picked(taken: Taken) -> list[PickedToken]:
     fault = _picker(taken.row).fault
     each = zip(taken.tokens, taken.logprobs, strict=True)
-    out = [Picked(taken.row, token, logprob, fault) for token, logprob in each]
+    out = [PickedToken(taken.row, token, logprob, fault) for token, logprob in each]
     out[-1] = replace(out[-1], n_drafted=taken.n_drafted, n_accepted=taken.n_right)
     return out
 

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.ports import Load, PrefixCache
+from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import CacheControl, ModelInfo, Namespace, Prompt, Scores
 from firn.models.batch import Row
 from firn.models.cpu.threads import Threads
@@ -48,7 +48,7 @@ class Reading:
     """
 
     prompt: Prompt
-    trail: Any
+    cursor: Cursor
     row: Row
     token: mx.array
     """What it is fed next, once the prompt is read: the prompt's last token, then its own."""
@@ -78,7 +78,7 @@ class AttentionScorer:
         info: ModelInfo,
         *,
         make_layers: Callable[[], list[Any]],
-        cache: PrefixCache,
+        cache: PrefixCache[Cursor],
         owns_cache: bool = True,
         threads: Threads | None = None,
     ) -> None:
@@ -105,8 +105,8 @@ class AttentionScorer:
             raise ValueError("no layer of it attends to the whole prompt")
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Reading:
-        trail = self._cache.open(prompt, namespace, control)
-        restored = self._cache.restore(trail)
+        cursor = self._cache.open(prompt, namespace, control)
+        restored = self._cache.restore(cursor)
         layers = self._make_layers()
         if restored is not None:
             restored.fill(layers)
@@ -114,10 +114,10 @@ class AttentionScorer:
         if restored is not None:
             restored.filled(row)
         last = min(int(prompt.ids[-1]), self._last_id)
-        return Reading(prompt, trail, row, mx.array([last]))
+        return Reading(prompt, cursor, row, mx.array([last]))
 
     def read(self, reading: Reading, n_tokens: int, *, alone: bool = False) -> None:
-        self._cache.tick(Load.PREFILLING)
+        self._cache.tick(EngineLoad.PREFILLING)
         if not reading.is_read:
             self._jump(reading)
         n_most = N_AT_ONCE if alone and self._in_runs else 1
@@ -130,7 +130,7 @@ class AttentionScorer:
 
     def _jump(self, reading: Reading) -> None:
         """Something longer than what it has read was loaded meanwhile."""
-        ahead = self._cache.advance(reading.trail, reading.row.n_tokens)
+        ahead = self._cache.advance(reading.cursor, reading.row.n_tokens)
         if ahead is not None:
             layers = self._make_layers()
             ahead.fill(layers)
@@ -140,7 +140,7 @@ class AttentionScorer:
     def _read_chunk(self, reading: Reading, n_tokens: int) -> None:
         row = reading.row
         end = min(row.n_tokens + n_tokens, reading.n_total)
-        end = min([end, *(p for p in self._cache.stops(reading.trail) if p > row.n_tokens)])
+        end = min([end, *(p for p in self._cache.stops(reading.cursor) if p > row.n_tokens)])
         give_room(row.layers, len(reading.prompt) + N_SAID)
         self._prepare(end - row.n_tokens)
         ids = np.minimum(reading.prompt.ids[row.n_tokens : end], self._last_id)
@@ -153,7 +153,7 @@ class AttentionScorer:
         if not reading.n_said and not self._in_runs:
             # What it says itself is nobody's prefix, and cannot be taken back: what was true of the row
             # is stored before. Its buffers may be another row's from now on.
-            self._cache.close_trail(reading.trail, reading.row)
+            self._cache.close_cursor(reading.cursor, reading.row)
             for layer in leaves(reading.row.layers):
                 if kind(layer) in PLAIN:
                     layer.state = layer.state
@@ -180,7 +180,7 @@ class AttentionScorer:
         mx.eval(reading.pending)
         reading.pending = []
         if not reading.n_said:
-            self._cache.commit(reading.trail, reading.row)
+            self._cache.commit(reading.cursor, reading.row)
         return reading.is_over
 
     def scores(self, reading: Reading) -> Scores:
@@ -198,7 +198,7 @@ class AttentionScorer:
                 layer.trim(n_said)
             row.n_tokens -= n_said
         mx.eval(reading.pending)  # a step in flight would make the next write copy
-        self._cache.close_trail(reading.trail, row)
+        self._cache.close_cursor(reading.cursor, row)
         reading.row = Row([])
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from firn.core.values import Softened
+from firn.core.values import SoftenedSchema
 from firn.models.schema_faults import FaultOf, is_endless, locate, resolve
 
 MAX_CUTS = 64
@@ -31,7 +31,7 @@ def soften(
     *,
     time_s: float,
     clock: Callable[[], float] = time.thread_time,
-) -> Softened:
+) -> SoftenedSchema:
     """`fault_of` says what is wrong with a schema, "" if nothing. Raises OutOfTime."""
     until = clock() + time_s
 
@@ -41,18 +41,18 @@ def soften(
         return fault_of(part)
 
     if is_endless(schema):
-        return Softened(ANYTHING, ("#",))
+        return SoftenedSchema(ANYTHING, ("#",))
     current: Any = schema
     left_out: list[str] = []
     for _ in range(MAX_CUTS):
         fault = look(current)
         if not fault:
-            return Softened(current, tuple(left_out))
+            return SoftenedSchema(current, tuple(left_out))
         pointer, fault = locate(current, fault, look)
         current, keyword = _without_fault(current, pointer, fault, look)
         if keyword not in SILENT:
             left_out.append(f"#{pointer}/{keyword}" if keyword else f"#{pointer}")
-    return Softened(ANYTHING, ("#",))
+    return SoftenedSchema(ANYTHING, ("#",))
 
 
 def _without_fault(root: Any, pointer: str, fault: str, fault_of: FaultOf) -> tuple[Any, str]:

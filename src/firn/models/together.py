@@ -21,6 +21,7 @@ from mlx_lm.models.cache import KVCache
 
 from firn.models.batch import Row
 from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+from firn.models.shapes import width_for
 
 PASTS = (5, 0, 3)
 """Of the rows that a model is tried with."""
@@ -61,12 +62,20 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
 class Together:
     """One pass: `feed` is run through the model with `layers`, then each row takes its own."""
 
-    def __init__(self, rows: Sequence[Row], tokens: Sequence[np.ndarray[Any, Any]]) -> None:
-        """tokens: what each row is to consume."""
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokens: Sequence[np.ndarray[Any, Any]],
+        *,
+        few_shapes: bool = False,
+    ) -> None:
+        """tokens: what each row is to consume. few_shapes: on a device that prefers few of them."""
         self._rows = rows
         self._n_new = [len(t) for t in tokens]
         self._n_past = max(row.n_tokens for row in rows)
         self.width = max(self._n_new)
+        if few_shapes:
+            self.width = width_for(self.width) or self.width
         ids = np.zeros((len(rows), self.width), dtype=np.int32)
         for i, new in enumerate(tokens):
             ids[i, : len(new)] = new

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firn.core.memory_plan import Kind
+from firn.core.memory_plan import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Traits:
         return next((w for w in self.shapes if w >= width), width)
 
 
-TRAITS: dict[Kind, Traits] = {
+TRAITS: dict[DeviceKind, Traits] = {
     "cpu": Traits(slope=0.12),
     "metal": Traits(slope=0.15),
     "cuda": Traits(

@@ -73,7 +73,7 @@ class VisionModel:
             found["position_ids"] = self._rope.chunk(prompt, start, end)
         parts = [
             (span, picture)
-            for span, picture in zip(prompt.picture_spans, prompt.pictures, strict=True)
+            for span, picture in zip(prompt.picture_spans, prompt.picture_inputs, strict=True)
             if span.start < end and start < span.end
         ]
         if parts:

@@ -143,7 +143,7 @@ def _their_way(model: VisionModel, picture: Picture) -> mx.array:
 def _our_way(model: VisionModel, picture: Picture) -> mx.array:
     """In two chunks, the first of which ends in the middle of the picture if it may."""
     span = PictureSpan(picture.first, picture.last, b"load-time check")
-    prompt = Prompt(picture.ids, picture_spans=(span,), pictures=(picture,))
+    prompt = Prompt(picture.ids, picture_spans=(span,), picture_inputs=(picture,))
     middle = picture.first if model.whole_pictures else (picture.first + picture.last) // 2
     layers = model.make_cache()
     logits = mx.zeros((1, 1, 1))

@@ -51,7 +51,7 @@ class RotaryPositions:
         """Of prompt tokens [start, end): (axes, 1, n)."""
         found = np.tile(np.arange(start, end, dtype=np.int64), (N_AXES, 1))
         shift = 0
-        for span, picture in zip(prompt.picture_spans, prompt.pictures, strict=True):
+        for span, picture in zip(prompt.picture_spans, prompt.picture_inputs, strict=True):
             if span.start >= end:
                 break
             extent = self._extent(span.digest, picture)
@@ -69,7 +69,7 @@ class RotaryPositions:
         return mx.broadcast_to(first + mx.arange(width), (N_AXES, len(rows), width))
 
     def shift(self, prompt: Prompt) -> int:
-        pairs = zip(prompt.picture_spans, prompt.pictures, strict=True)
+        pairs = zip(prompt.picture_spans, prompt.picture_inputs, strict=True)
         return sum(self._extent(span.digest, picture).shift for span, picture in pairs)
 
     def of_text(self, layers: Sequence[Any], n_tokens: int) -> mx.array:

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from firn.core.errors import SetupError
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 from firn.ranks.wire import Closed, Line, encode
 
 log = logging.getLogger("firn.ranks")
@@ -24,13 +24,13 @@ class Follower:
     def __init__(self, rank: int, line: Line) -> None:
         self.rank = rank
         self._line = line
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
         self._is_ending = False
         self.is_following = False
         """The start is over."""
         line.listen(self._take, self._gone, name="firn-rank-0")
 
-    def _take(self, call: Call) -> None:
+    def _take(self, call: RankCall) -> None:
         if call.name == "end":
             self._is_ending = True
         self._calls.put(call)
@@ -42,25 +42,25 @@ class Follower:
             log.critical("rank 0 is gone: rank %d ends", self.rank)
         os._exit(1)
 
-    def next(self) -> Call:
+    def next(self) -> RankCall:
         """Waits for it."""
         return self._calls.get()
 
-    def expect(self, name: str) -> Call:
+    def expect(self, name: str) -> RankCall:
         """The next call, which is this one. Raises SetupError."""
         call = self.next()
         if call.name != name:
             raise SetupError(f"rank 0 said {call.name!r} before {name!r}")
         return call
 
-    def put(self, call: Call) -> None:
+    def put(self, call: RankCall) -> None:
         """A call to oneself, from any thread: done between those of rank 0."""
         self._calls.put(call)
 
     def answer(self, name: str, *args: Any) -> None:
         """Any thread."""
         try:
-            self._line.send(encode(Call(name, args)))
+            self._line.send(encode(RankCall(name, args)))
         except Closed:
             self._gone()
 

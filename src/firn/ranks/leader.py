@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from firn.core.errors import SetupError
-from firn.core.ranks import Call, Hear, RankLost
+from firn.core.ranks import OnAnswer, RankCall, RankLost
 from firn.ranks.wire import Closed, Line, encode
 
 log = logging.getLogger("firn.ranks")
@@ -37,10 +37,10 @@ class Leader:
         self._lock = threading.Lock()
         self._noted = bytearray()
         self._hearing = threading.Lock()
-        self._hearers: dict[str, Hear] = {"failed": self._failed, "stop": lambda *_: None}
-        self._early: list[tuple[int, Call]] = []
+        self._hearers: dict[str, OnAnswer] = {"failed": self._failed, "stop": lambda *_: None}
+        self._early: list[tuple[int, RankCall]] = []
         """Answers that nobody was there for yet."""
-        self._news: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
         self.is_lost = False
         self._is_ending = False
         self._on_lost: Callable[[], object] | None = None
@@ -55,7 +55,7 @@ class Leader:
     # --- to them ---------------------------------------------------------------------------
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
-        data = encode(Call(name, args, blob))
+        data = encode(RankCall(name, args, blob))
         with self._lock:
             if self._noted:
                 data = bytes(self._noted) + data
@@ -63,7 +63,7 @@ class Leader:
             self._send(data)
 
     def note(self, name: str, *args: Any) -> None:
-        data = encode(Call(name, args))
+        data = encode(RankCall(name, args))
         with self._lock:
             self._noted += data
             if len(self._noted) > MAX_NOTED:
@@ -87,7 +87,7 @@ class Leader:
 
     # --- from them -------------------------------------------------------------------------
 
-    def hear(self, name: str, take: Hear) -> None:
+    def hear(self, name: str, take: OnAnswer) -> None:
         with self._hearing:
             self._hearers[name] = take
             early = [news for news in self._early if news[1].name == name]
@@ -115,11 +115,11 @@ class Leader:
             except Exception as e:
                 self.lose(f"rank {rank} said {call.name!r}, and that failed: {e!r}")
 
-    def gather(self, name: str, *, timeout_s: float) -> dict[int, Call]:
+    def gather(self, name: str, *, timeout_s: float) -> dict[int, RankCall]:
         """One answer of this name from everybody. Raises SetupError."""
-        heard: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
+        heard: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
         self.hear(name, lambda rank, call: heard.put((rank, call)))
-        found: dict[int, Call] = {}
+        found: dict[int, RankCall] = {}
         try:
             while len(found) < len(self._lines):
                 rank, call = heard.get(timeout=timeout_s)
@@ -141,7 +141,7 @@ class Leader:
         """
         self._on_lost = lost
 
-        def heard(rank: int, call: Call) -> None:
+        def heard(rank: int, call: RankCall) -> None:
             asked()
 
         self.hear("stop", heard)
@@ -165,7 +165,7 @@ class Leader:
     def _gone(self, rank: int) -> None:
         self.lose(f"rank {rank} is gone")
 
-    def _failed(self, rank: int, call: Call) -> None:
+    def _failed(self, rank: int, call: RankCall) -> None:
         """A follower says why it ends. Before there are clients, that is the start's one line."""
         why = f"rank {rank}: {call.args[0]}"
         if self._on_lost is None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from firn import __version__
 from firn.config import Config
 from firn.core.errors import SetupError
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 from firn.models.ranks.group import RankGroup
 from firn.ranks.follower import Follower
 from firn.ranks.leader import Leader
@@ -142,7 +142,7 @@ def _connect(group: RankGroup) -> Follower:
                 raise SetupError(f"rank 0 cannot be reached at {host}:{port}: {e}") from e
             time.sleep(0.1)
     line = Line(sock)
-    line.send(encode(Call("hello", (group.rank, secret, __version__))))
+    line.send(encode(RankCall("hello", (group.rank, secret, __version__))))
     return Follower(group.rank, line)
 
 

@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 
 _HEAD = struct.Struct("<II")
 MAX_NBYTES = 1 << 30
@@ -27,7 +27,7 @@ class Closed(Exception):
     """The other end is gone."""
 
 
-def encode(call: Call) -> bytes:
+def encode(call: RankCall) -> bytes:
     text = json.dumps([call.name, *call.args], separators=(",", ":")).encode()
     return _HEAD.pack(len(text), len(call.blob)) + text + call.blob
 
@@ -54,14 +54,14 @@ class Line:
             except OSError as e:
                 raise Closed from e
 
-    def receive(self) -> Call:
+    def receive(self) -> RankCall:
         """The next call; waits for it. Raises Closed."""
         n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
         if n_text + n_blob > MAX_NBYTES:
             raise Closed
         body = self._take(n_text + n_blob)
         name, *args = json.loads(body[:n_text])
-        return Call(str(name), tuple(args), body[n_text:])
+        return RankCall(str(name), tuple(args), body[n_text:])
 
     def _take(self, n: int) -> bytes:
         while len(self._buffer) < n:
@@ -76,7 +76,7 @@ class Line:
         del self._buffer[:n]
         return taken
 
-    def listen(self, take: Callable[[Call], None], gone: Callable[[], None], name: str) -> None:
+    def listen(self, take: Callable[[RankCall], None], gone: Callable[[], None], name: str) -> None:
         """A thread that hands on what comes, until the other end is gone."""
 
         def run() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.ports import Tokenizer
-from firn.core.values import Chat, GenerateRequest, Grammar, Softened, Tool, ToolMode
+from firn.core.values import Chat, GenerateRequest, Grammar, SoftenedSchema, Tool, ToolMode
 from firn.text.call_grammar import CallGrammar
 from firn.text.formats import ReplyFormat, opens_in_reasoning, tokens_of
 from firn.text.lark import Lark, TextSymbol
@@ -21,7 +21,7 @@ from firn.text.parsers import ToolFormat, formats
 BLANK = r"/\n{0,2}/"
 """Between reasoning and the answer."""
 
-Soften = Callable[[Mapping[str, Any]], Softened]
+Soften = Callable[[Mapping[str, Any]], SoftenedSchema]
 """A schema as far as it can be enforced."""
 
 
@@ -40,7 +40,7 @@ def constraint(
     format: ReplyFormat,
     tokenizer: Tokenizer,
     prompt_tail: str,
-    soften: Soften = Softened,
+    soften: Soften = SoftenedSchema,
 ) -> ReplyConstraint:
     """Raises BadRequest."""
     if not isinstance(request.source, Chat):

@@ -17,8 +17,8 @@ from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
 from firn.core.ports import Pictures, Tokenizer
 from firn.core.values import (
     Chat,
+    FillInMiddle,
     Message,
-    Middle,
     Prompt,
     RawText,
     RawTokens,
@@ -94,12 +94,12 @@ class PromptMaker:
                 return Prompt(self._checked_ids(ids, param="prompt"))
             case RawTokens():
                 return Prompt(self._checked_ids(self._ids(source.ids), param="prompt"))
-            case Middle():
+            case FillInMiddle():
                 return Prompt(self._checked_ids(self._infilled(source), param="prompt"))
 
     def ends(self, source: Source) -> frozenset[int]:
         """The tokens that end a reply to it, besides those that end every reply."""
-        if isinstance(source, Middle) and self._infill is not None:
+        if isinstance(source, FillInMiddle) and self._infill is not None:
             return self._infill.ends
         return frozenset()
 
@@ -188,7 +188,7 @@ class PromptMaker:
         return replace(
             prompt,
             picture_spans=pictures.spans(prompt.ids),
-            pictures=tuple(picture.inputs for picture in pictures.prepared),
+            picture_inputs=tuple(picture.inputs for picture in pictures.prepared),
             whole_pictures=self._pictures.whole,
         )
 
@@ -212,7 +212,7 @@ class PromptMaker:
         ids = self._tokenizer.encode(rendered.text, add_special=add_special, typed=rendered.typed)
         return self._ids(ids)
 
-    def _infilled(self, source: Middle) -> TokenArray:
+    def _infilled(self, source: FillInMiddle) -> TokenArray:
         if self._infill is None:
             raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
         prefix, suffix = _well_formed(source.prefix), _well_formed(source.suffix)

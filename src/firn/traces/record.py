@@ -24,7 +24,7 @@ import numpy as np
 
 from firn.core.errors import SetupError
 from firn.core.keys import KeyTokens, key_tokens
-from firn.core.values import Served
+from firn.core.values import ServedRequest
 from firn.traces.read import line_of
 from firn.traces.trace import Entry
 
@@ -71,7 +71,7 @@ class Recorder:
         self._salt = salt
         self._max_file_nbytes = max_file_nbytes
         self._max_queued_tokens = max_queued_tokens
-        self._queue: deque[Served] = deque()
+        self._queue: deque[ServedRequest] = deque()
         self._n_queued = 0
         """Tokens."""
         self._changed = threading.Condition()
@@ -82,7 +82,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="firn-trace", daemon=True)
         self._thread.start()
 
-    def record(self, served: Served) -> None:
+    def record(self, served: ServedRequest) -> None:
         n_tokens = len(served.prompt) + len(served.reply)
         with self._changed:
             full = self._queue and self._n_queued + n_tokens > self._max_queued_tokens
@@ -111,7 +111,7 @@ class Recorder:
                     # The thread's outermost frame: serving goes on without a trace.
                     self._stop(repr(e))
 
-    def _next(self) -> Served | None:
+    def _next(self) -> ServedRequest | None:
         with self._changed:
             while not self._queue and not self._closing:
                 self._changed.wait()
@@ -121,7 +121,7 @@ class Recorder:
             self._n_queued -= len(served.prompt) + len(served.reply)
             return served
 
-    def _write(self, served: Served) -> None:
+    def _write(self, served: ServedRequest) -> None:
         line = f"{self._line(served)}\n".encode()
         if os.fstat(self._fd).st_size + len(line) > self._max_file_nbytes:
             self._stop(f"it has reached {self._max_file_nbytes >> 20} MiB")
@@ -139,7 +139,7 @@ class Recorder:
         if is_news:
             log.warning("the trace goes on no further: %s", why)
 
-    def _line(self, served: Served) -> str:
+    def _line(self, served: ServedRequest) -> str:
         prompt = key_tokens(served.prompt.ids, served.prompt.picture_spans)
         n_prompt, block = len(prompt), self._block
         root = self._hash(self._model.encode(), served.namespace.encode())

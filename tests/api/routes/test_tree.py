@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
-from firn.watching import PageConfig
+from firn.config import CacheConfig, Config, ModelConfig, PageConfig, ServerConfig
 from tests.api.real import Real, serving
 from tests.api.test_activity import Events
 

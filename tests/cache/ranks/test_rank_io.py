@@ -18,7 +18,7 @@ from firn.cache.ranks.mirror import Mirror
 from firn.cache.threads import Done
 from firn.cache.tiers import Gone, Stored, Usage
 from firn.core.keys import Key, KeyTokens
-from firn.core.ranks import Call, Hear, RankLost
+from firn.core.ranks import OnAnswer, RankCall, RankLost
 
 LAYOUT = "kv16;float32 rank 0 of 3;block4;full"
 TOKENS = np.arange(4, dtype=np.uint64)
@@ -58,25 +58,25 @@ class Others:
 
     n_followers: int = 2
     is_lost: bool = False
-    told: list[Call] = field(default_factory=list)
-    hearers: dict[str, Hear] = field(default_factory=dict)
+    told: list[RankCall] = field(default_factory=list)
+    hearers: dict[str, OnAnswer] = field(default_factory=dict)
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
-        self.told.append(Call(name, args, blob))
+        self.told.append(RankCall(name, args, blob))
 
     def note(self, name: str, *args: Any) -> None:
-        self.told.append(Call(name, args))
+        self.told.append(RankCall(name, args))
 
-    def hear(self, name: str, take: Hear) -> None:
+    def hear(self, name: str, take: OnAnswer) -> None:
         self.hearers[name] = take
 
     def lose(self, why: str) -> RankLost:
         return RankLost(why)
 
     def say(self, rank: int, what: str, *args: Any) -> None:
-        self.hearers[what](rank, Call(what, args))
+        self.hearers[what](rank, RankCall(what, args))
 
-    def were_told(self, what: str) -> list[Call]:
+    def were_told(self, what: str) -> list[RankCall]:
         return [call for call in self.told if call.name == what]
 
 

@@ -16,7 +16,7 @@ import pytest
 from firn.cache.faults import TierFault
 from firn.cache.io import Entry
 from firn.cache.tiers import Gone
-from firn.cli.cache_work import Where
+from firn.cli.cache_work import CacheFolder
 from firn.core.errors import SetupError
 from tests.cache.tiers.records import Folder, chain, of_size, record
 from tests.cache.tiers.test_ssd_folder import Clock, du, put
@@ -289,7 +289,7 @@ def test_permission_lost_and_given_back(tmp_path: Path) -> None:
             with pytest.raises(TierFault):
                 tier.scan()
             with pytest.raises(SetupError):
-                Where(folder, None).take()
+                CacheFolder(folder, None).take()
         finally:
             folder.chmod(0o700)
         assert tier.holds(records[0])

@@ -11,7 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from firn.machine import Memory
+from firn.host.machine import SystemMemory
 from firn.models import loader
 from firn.models.cpu import dtype
 from firn.models.cpu.dtype import apply, is_narrow, widen, widened_nbytes
@@ -92,7 +92,7 @@ def test_quantised_weights_are_unpacked(mode: str, bits: int, group: int, narrow
 def test_memory_allows(
     monkeypatch: pytest.MonkeyPatch, choice: Any, available: int | None, widened: bool
 ) -> None:
-    monkeypatch.setattr(dtype, "memory", lambda: Memory(1 << 40, available))
+    monkeypatch.setattr(dtype, "memory", lambda: SystemMemory(1 << 40, available))
     model = Nest()
     model.set_dtype(mx.bfloat16)
     assert apply(model, choice) is widened

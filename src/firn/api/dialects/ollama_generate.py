@@ -12,9 +12,9 @@ from firn.api.ollama import keep_alive_s, model_name
 from firn.core.values import (
     Chat,
     Defaults,
+    FillInMiddle,
     GenerateRequest,
     Message,
-    Middle,
     Namespace,
     RawText,
     Reasoning,
@@ -64,7 +64,7 @@ class OllamaGenerate(OllamaDialect):
 DIALECT = OllamaGenerate
 
 
-def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | Middle | None:
+def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | FillInMiddle | None:
     """None: the body has no prompt, and only asks for the model to be loaded."""
     prompt, suffix = body.string("prompt") or "", body.string("suffix")
     system, pictures = body.string("system"), _ollama.pictures(body)
@@ -73,7 +73,7 @@ def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | 
     if not prompt and not pictures and not suffix:
         return None
     if suffix:
-        return Middle(prompt, suffix)
+        return FillInMiddle(prompt, suffix)
     if raw:
         return RawText(prompt)
     messages = [Message("user", (TextPart(prompt), *pictures))]

@@ -34,8 +34,8 @@ from firn.core.events import (
 from firn.core.values import (
     PLAIN_DEFAULTS,
     Defaults,
+    FillInMiddle,
     GenerateRequest,
-    Middle,
     Namespace,
     RawText,
     RawTokens,
@@ -72,7 +72,7 @@ class OpenAICompletions:
         grammar = _openai_chat.grammar(given)
         cache = _openai.cache_control(given)
         speculates, sparse_keep = _openai.speculates(given), _openai.sparse_keep(given)
-        if echo and top_logprobs is not None and isinstance(sources[0], Middle):
+        if echo and top_logprobs is not None and isinstance(sources[0], FillInMiddle):
             raise InvalidValue("echo", "cannot be combined with logprobs and suffix")
         requests = tuple(
             GenerateRequest(
@@ -126,7 +126,7 @@ def _sources(body: fields.Fields) -> tuple[Source, ...]:
 
     def raw(text: str) -> Source:
         if suffix:
-            return Middle(text, suffix, add_special=add, parse_special=parse)
+            return FillInMiddle(text, suffix, add_special=add, parse_special=parse)
         return RawText(text, add_special=add, parse_special=parse)
 
     if isinstance(prompt, str):

@@ -22,7 +22,7 @@ from firn.api.fields import page_limit
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache
 from firn.api.services import Services
-from firn.core.ports import CacheAdmin, InSlices
+from firn.core.ports import CacheAdmin, SlicedQuery
 from firn.core.values import Namespace
 
 DEFAULT_RUNS, MAX_RUNS = 500, 5000
@@ -95,7 +95,7 @@ class TreeRoutes:
         answer = self._admin.browse(namespace, node, limit=limit, with_tokens=with_tokens)
         return await self._collect(answer)
 
-    async def _collect(self, slices: InSlices) -> dict[str, Any]:
+    async def _collect(self, slices: SlicedQuery) -> dict[str, Any]:
         while not await asyncio.wrap_future(slices.step()):
             pass
         return await self._services.offload(lambda: self._with_texts(slices.answer()), when=True)

@@ -23,7 +23,7 @@ from firn.cache.ranks.mirror import Mirror
 from firn.cache.threads import Done
 from firn.cache.tiers import Gone, Stored, Usage
 from firn.core.keys import KeyTokens
-from firn.core.ranks import Call, Followers
+from firn.core.ranks import Followers, RankCall
 
 NumberOf = Callable[[Name], int]
 """The payload of a record that memory holds."""
@@ -113,7 +113,7 @@ class RankIo:
         self._followers.tell("write", serial, number, used_at, _fields(header), blob=tokens)
         return True
 
-    def _heard_written(self, rank: int, call: Call) -> None:
+    def _heard_written(self, rank: int, call: RankCall) -> None:
         serial, fault, evicted = call.args
         gone = [name for text in evicted if (name := Name.parse(text))]
         if gone:
@@ -154,7 +154,7 @@ class RankIo:
             wanted=wanted,
         )
 
-    def _heard_read(self, rank: int, call: Call) -> None:
+    def _heard_read(self, rank: int, call: RankCall) -> None:
         serial, fault = call.args
         error = Missing(f"rank {rank}: {fault}") if fault else None
         if error is not None and serial in self._reads:
@@ -224,7 +224,7 @@ class RankIo:
         if passed:
             self._batch(passed)
 
-    def _heard_seen(self, rank: int, call: Call) -> None:
+    def _heard_seen(self, rank: int, call: RankCall) -> None:
         there, gone = ([n for t in texts if (n := Name.parse(t))] for texts in call.args)
         with self._lock:
             self._have[rank].update(there)

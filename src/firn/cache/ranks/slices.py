@@ -25,7 +25,7 @@ from firn.cache.parts import Part
 from firn.cache.ranks.io import REFUSED
 from firn.cache.tiers import Gone, Stored
 from firn.core.keys import Key
-from firn.core.ranks import Call
+from firn.core.ranks import RankCall
 
 Answer = Callable[..., None]
 
@@ -45,7 +45,7 @@ class Slices:
         identity: Identity,
         *,
         answer: Answer,
-        to_self: Callable[[Call], None],
+        to_self: Callable[[RankCall], None],
     ) -> None:
         """answer: tells rank 0; any thread. to_self: a call that this thread is to make."""
         self._layout = layout
@@ -119,7 +119,7 @@ class Slices:
 
     def _written(self, serial: int, result: Any) -> None:
         """On an I/O thread. The arrays must not die there."""
-        self._to_self(Call("unlend", (serial,)))
+        self._to_self(RankCall("unlend", (serial,)))
         if isinstance(result, Stored):
             self._answer("written", serial, None, [str(name) for name in result.evicted])
             return

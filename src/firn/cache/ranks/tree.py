@@ -13,7 +13,7 @@ from firn.cache.io import Io
 from firn.cache.prefix import PrefixTree
 from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror, number_of
-from firn.core.ports import Load
+from firn.core.ports import EngineLoad
 
 
 class MirroredTree(PrefixTree):
@@ -30,7 +30,7 @@ class MirroredTree(PrefixTree):
         if isinstance(io, RankIo):
             self.records.tiers[-1].received = io.received
 
-    def tick(self, load: Load) -> None:
+    def tick(self, load: EngineLoad) -> None:
         super().tick(load)
         self.mirror.tell_dropped()
         self.flush()

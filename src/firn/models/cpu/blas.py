@@ -21,7 +21,7 @@ from typing import Literal
 import xxhash
 
 from firn.core.errors import SetupError
-from firn.machine import usable_cores
+from firn.host.machine import usable_cores
 from firn.models.cpu import trial
 from firn.models.cpu.imports import NoSlot
 from firn.models.cpu.openblas import Library, OpenBlas, libraries

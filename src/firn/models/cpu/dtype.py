@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from firn.machine import memory
+from firn.host.machine import memory
 
 log = logging.getLogger("firn.models")
 

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from firn.core.ports import Load, PrefixCache
+from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import Job
 from firn.models.batch import Group, Row
 from firn.models.drafters import NOTHING, Guess
@@ -39,7 +39,7 @@ class _Reader:
 
     job: Job
     row: Row
-    trail: Any
+    cursor: Cursor
     reply: list[int] = field(default_factory=list)
     guessed: list[int] = field(default_factory=list)
     """Behind all of the reply; all but the last of them consumed."""
@@ -64,7 +64,7 @@ class ModelDrafter:
         model: Any,
         make_layers: Callable[[], list[Any]],
         *,
-        cache: PrefixCache,
+        cache: PrefixCache[Cursor],
         batchable: bool,
         n_ids: int = 1 << 31,
         chunk: int = CHUNK,
@@ -92,15 +92,15 @@ class ModelDrafter:
     def open(self, row: Hashable, job: Job) -> None:
         if job.prompt.picture_spans:  # it has no eyes
             return
-        trail = self._cache.open(job.prompt, job.namespace, job.cache)
-        restored = self._cache.restore(trail)
+        cursor = self._cache.open(job.prompt, job.namespace, job.cache)
+        restored = self._cache.restore(cursor)
         layers = self._make_layers()
         if restored is not None:
             restored.fill(layers)
         own = Row(layers, restored.n_tokens if restored else 0)
         if restored is not None:
             restored.filled(own)
-        self._readers[row] = _Reader(job, own, trail)
+        self._readers[row] = _Reader(job, own, cursor)
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         reader = self._readers.get(row)
@@ -120,7 +120,7 @@ class ModelDrafter:
         if reader is None:
             return
         self._cut(reader.row.group)
-        self._cache.close_trail(reader.trail, reader.row)
+        self._cache.close_cursor(reader.cursor, reader.row)
         group = reader.row.group
         if group is not None:
             group.leave([reader.row])
@@ -136,7 +136,7 @@ class ModelDrafter:
 
     def prepare(self, row: Hashable) -> bool:
         """Read on, a chunk at most; True once all but the last tokens are read."""
-        self._cache.tick(Load.DECODING)
+        self._cache.tick(EngineLoad.DECODING)
         reader = self._readers.get(row)
         if reader is None:
             return False
@@ -150,13 +150,13 @@ class ModelDrafter:
 
     def _read_prompt(self, reader: _Reader) -> bool:
         own, n_prompt = reader.row, len(reader.job.prompt)
-        ahead = self._cache.advance(reader.trail, own.n_tokens)
+        ahead = self._cache.advance(reader.cursor, own.n_tokens)
         if ahead is not None:
             layers = self._make_layers()
             ahead.fill(layers)
             own.layers, own.n_tokens = layers, ahead.n_tokens
             ahead.filled(own)
-        elif reader.trail.racing:  # nobody waits for guesses: what is on its way may come
+        elif reader.cursor.racing:  # nobody waits for guesses: what is on its way may come
             return False
         end = min(own.n_tokens + self._chunk, n_prompt - 1)
         if end > own.n_tokens:
@@ -164,13 +164,13 @@ class ModelDrafter:
             self._model(mx.array(ids.astype(np.int32))[None], cache=own.layers)
             own.n_tokens = end
             mx.eval([layer.state for layer in own.layers])
-            self._cache.commit(reader.trail, own)
+            self._cache.commit(reader.cursor, own)
         return own.n_tokens == n_prompt - 1
 
     def _join(self, reader: _Reader) -> None:
         own = reader.row
-        trail, reader.trail = reader.trail, self._cache.fork(reader.trail, reader.reply)
-        self._cache.close_trail(trail, None)
+        cursor, reader.cursor = reader.cursor, self._cache.fork(reader.cursor, reader.reply)
+        self._cache.close_cursor(cursor, None)
         last = int(reader.job.prompt.ids[-1])
         for group in self._groups:
             if self._batchable and group.has_room_for(own, 1 << 30):
@@ -191,8 +191,8 @@ class ModelDrafter:
         self._feed(group, [tokens if r is own else [] for r in group.seats])
         mx.eval([layer.state for layer in group.layers])
         own.n_tokens += len(tokens)
-        if reader.trail.wants(own.n_tokens):
-            self._cache.commit(reader.trail, own)
+        if reader.cursor.commit_due(own.n_tokens):
+            self._cache.commit(reader.cursor, own)
 
     # --- guessing --------------------------------------------------------------------------
 

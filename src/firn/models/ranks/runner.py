@@ -29,7 +29,7 @@ from firn.core.ranks import Followers
 from firn.core.values import Job, Prompt, RequestId, Sampling
 from firn.models.batch import Row
 from firn.models.ranks.group import RankGroup
-from firn.models.runner import Picked, Runner
+from firn.models.runner import PickedToken, Runner
 from firn.models.sampling import Picker, Picks
 
 Fills = list[tuple[str, list[int], int]]
@@ -109,7 +109,7 @@ class LeaderRunner(Runner):
         with self._together("launch", self._numbers[rows[0]]):
             super().launch(rows)
 
-    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[Picked]:
+    def collect(self, rows: Sequence[Row], *, keep_in_flight: int) -> list[PickedToken]:
         if rows[0].group is None:
             return []
         with self._together("collect", self._numbers[rows[0]], keep_in_flight):

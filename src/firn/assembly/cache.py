@@ -1,0 +1,161 @@
+"""The prefix cache of a model and the tiers below it, as the configuration wants them."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from firn.assembly.compute import ComputeSettings
+from firn.cache.asking import StoreIo
+from firn.cache.inventory import ModelNote, note_model
+from firn.cache.io import Io, TierIo
+from firn.cache.layout import Layout
+from firn.cache.off import CacheOff
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.seal import Seal, load_seal
+from firn.cache.threads import IoThreads
+from firn.cache.tiers import Store, TierOptions, discover
+from firn.cache.tiers._address import parse_address
+from firn.cache.worth import spill_policy
+from firn.config import CacheConfig, Config, default_cache_dir
+from firn.core.errors import SetupError, UnknownCacheLayer
+from firn.core.memory_plan import GIB, MIB
+from firn.core.values import ModelInfo, Namespace
+from firn.host.backups import leave_out
+from firn.models.loader import LoadedModel
+from firn.ranks.leading import Leading
+
+log = logging.getLogger("firn")
+
+FLUSH_S = 15.0
+"""How long a stopping server writes what is still in memory only."""
+STORE_FLUSH_S = 5.0
+"""Likewise, to a store."""
+N_STORE_THREADS = 8
+"""A store that hangs must not keep the disk's threads; many wait for answers at once."""
+STORE_QUEUE_NBYTES = 64 << 20
+
+
+def build_cache(
+    config: Config,
+    loaded: LoadedModel,
+    capacity_nbytes: int,
+    *,
+    compute: ComputeSettings,
+    leading: Leading | None = None,
+) -> PrefixTree | CacheOff:
+    """leading: the ranks that each hold a slice of every record, if there are several."""
+    wanted = config.cache
+    if wanted.disable_prefix_cache:
+        log.info("the prefix cache is off")
+        return CacheOff()
+    try:
+        layout = layout_of(config, loaded)
+    except UnknownCacheLayer as e:
+        log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
+        return CacheOff(str(e))
+    limit = cache_nbytes(config, capacity_nbytes)
+    settings = CacheSettings(
+        limit_nbytes=limit,
+        block=wanted.cache_block_tokens,
+        exact_chunk=compute.exact_chunk,
+    )
+    log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
+    make = PrefixTree if leading is None else leading.make_tree
+    return make(
+        layout,
+        settings,
+        fingerprint=loaded.info.fingerprint,
+        dtype=computed_in(loaded, compute.arithmetic, leading.text if leading else ""),
+    )
+
+
+def layout_of(config: Config, loaded: LoadedModel) -> Layout:
+    """How records are cut. Raises UnknownCacheLayer, SetupError."""
+    wanted = config.cache
+    bits = wanted.kv_cache_quantization_bits if wanted.kv_cache_quantization else 0
+    if bits and wanted.reuse == "exact":
+        raise SetupError("--kv-cache-quantization changes what is restored: not with --reuse exact")
+    return Layout.of(
+        loaded.probe, kv_bits=bits, kv_group_size=wanted.kv_cache_quantization_group_size
+    )
+
+
+def computed_in(loaded: LoadedModel, *more: str) -> str:
+    """A part of every record's key: the type of numbers, and what else their bits depend on."""
+    return " ".join((loaded.info.dtype, *filter(None, more)))
+
+
+def cache_nbytes(config: Config, capacity_nbytes: int) -> int:
+    """Memory for prefixes."""
+    wanted = config.cache
+    if wanted.disable_prefix_cache:
+        return 0
+    share = int(capacity_nbytes * wanted.cache_memory_percent)
+    return min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
+
+
+def tiers_of(config: CacheConfig) -> dict[str, TierOptions]:
+    """What lies below memory, by the names of the modules in cache/tiers."""
+    if config.no_ssd_cache:
+        return {}
+    return {
+        "ssd": TierOptions(
+            str(config.ssd_cache_dir or default_cache_dir()),
+            int(config.ssd_cache_max_gb * GIB) or None,
+            int(config.ssd_write_budget_gb_per_day * GIB) or None,
+        )
+    }
+
+
+def add_tiers(
+    config: Config,
+    cache: PrefixTree,
+    model: ModelInfo,
+    threads: IoThreads,
+    *,
+    device: str,
+    namespaces: Sequence[Namespace],
+    wake: Callable[[], None],
+    leading: Leading | None = None,
+) -> None:
+    """Put a cache on the tiers below memory. namespaces: whose records are looked for there."""
+    seal = seal_of(config)
+    kinds, tiers = discover(), tiers_of(config.cache)
+    if not tiers:
+        log.info("ssd cache: off (--no-ssd-cache)")
+    for name, options in tiers.items():
+        if leading is not None:
+            options = leading.options_of(options)
+        folder = Path(options.location)
+        leave_out(folder)
+        own = TierIo(
+            kinds[name](options), threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing
+        )
+        io: Io = own if leading is None else leading.io_over(own, cache)
+        where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
+        cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
+        cache.add_tier(name, io, namespaces=namespaces, wake=wake)
+        note_model(folder, model.fingerprint, ModelNote(model.name, model.path))
+        limit = io.usage().limit_nbytes / GIB
+        log.info("%s cache: %s, at most %.1f GiB (--no-ssd-cache: none)", name, folder, limit)
+    for address in map(parse_address, config.cache.tiers):
+        takes = spill_policy(address.spill, cache.settings.block)
+        store = kinds[address.kind](address.options)
+        assert isinstance(store, Store)
+        own_threads = IoThreads(N_STORE_THREADS, max_write_nbytes=STORE_QUEUE_NBYTES)
+        io = StoreIo(store, own_threads, seal=seal, flush_timeout_s=STORE_FLUSH_S)
+        cache.add_tier(address.kind, io, namespaces=namespaces, wake=wake, takes=takes)
+        log.info("%s store: %s, spill %s", address.kind, address.shown, address.spill)
+
+
+def seal_of(config: Config) -> Seal | None:
+    key_file = config.cache.ssd_cache_key_file
+    return load_seal(key_file) if key_file else None
+
+
+def _flushing(n_left: int, nbytes_left: int) -> None:
+    log.info("writing the cache: %d records, %d MiB left", n_left, nbytes_left // MIB)

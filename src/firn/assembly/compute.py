@@ -1,0 +1,110 @@
+"""How this machine computes a model: the device, the engine's limits, and what a CPU multiplies with."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from firn.config import Config, default_cache_dir
+from firn.engine import EngineLimits
+from firn.models import cpu, loader
+from firn.models import device as devices
+from firn.models.cpu.blas import Blas
+from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.threads import Threads
+from firn.models.inputs import IdsOnly
+from firn.models.mtp import MtpModel
+from firn.models.selfcheck import CHUNKS_MATTER
+from firn.models.shapes import FewShapes, few_shapes
+
+log = logging.getLogger("firn")
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSettings:
+    device: devices.Device
+    limits: EngineLimits
+    blas: Blas | None
+    cpu_dtype: CpuDtype
+
+    @property
+    def exact(self) -> bool:
+        """Prompts are cut and reused on prefill chunks only."""
+        return self.limits.aligned
+
+    @property
+    def largest_chunk(self) -> int:
+        usual = self.limits.prefill_chunk
+        return usual if self.exact else max(self.limits.largest_chunk, usual)
+
+    @property
+    def exact_chunk(self) -> int:
+        """0: prompts are reused to the token."""
+        return self.limits.prefill_chunk if self.exact else 0
+
+    @property
+    def arithmetic(self) -> str:
+        """What the bits of a result depend on besides the model, if bits count."""
+        return self.blas.identity if self.blas and self.exact else ""
+
+
+def compute_settings(config: Config, architecture: str, name: str) -> ComputeSettings:
+    device, options = devices.device(), config.engine
+    exact = _is_exact(config, architecture, name)
+    blas = _tune_cpu(config, exact=exact) if device.kind == "cpu" else None
+    limits = EngineLimits(
+        max_rows=options.max_concurrency,
+        max_queue=options.max_queue,
+        prefill_chunk=options.prefill_chunk or device.prefill_chunk,
+        largest_chunk=_largest_chunk(config, device),
+        max_step_s=options.max_step_ms / 1000,
+        aligned=exact,
+    )
+    return ComputeSettings(device, limits, blas, _cpu_dtype(config, blas))
+
+
+def _is_exact(config: Config, architecture: str, name: str) -> bool:
+    why = CHUNKS_MATTER.get(architecture)
+    if why:
+        log.warning("%s is reused on prefill chunks only: %s", name, why)
+    return config.cache.reuse == "exact" or bool(why)
+
+
+def _tune_cpu(config: Config, *, exact: bool) -> Blas:
+    return cpu.tune(config.engine.blas, exact=exact, memo=default_cache_dir() / "blas.json")
+
+
+def _largest_chunk(config: Config, device: devices.Device) -> int:
+    """0: all chunks have the usual size. On a CPU other programs disturb the times too much to learn."""
+    options = config.engine
+    if device.kind == "cpu" and not options.max_step_ms:
+        return 0
+    return options.prefill_chunk or device.largest_chunk
+
+
+def _cpu_dtype(config: Config, blas: Blas | None) -> CpuDtype:
+    """Without a fast BLAS, float32 is as slow as the rest and twice as large."""
+    option = config.engine.cpu_dtype
+    if blas is None or (option == "auto" and blas.library is None):
+        return "model"
+    return option
+
+
+def threads_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> Threads | None:
+    """Chooses the BLAS library's threads for each pass. Not in exact mode: other sums, other bits."""
+    library = compute.blas.library if compute.blas and not compute.exact else None
+    return Threads(library, loaded.model) if library else None
+
+
+def shapes_of(loaded: loader.LoadedModel, compute: ComputeSettings) -> FewShapes | None:
+    """How prompts are padded for a device that prefers few shapes. None: not at all, so that exact mode
+    stays exact. Ranks must not use it: they would come to read different shapes."""
+    if compute.device.kind != "cuda" or compute.exact:
+        return None
+    if not isinstance(loaded.inputs, IdsOnly) or isinstance(loaded.model, MtpModel):
+        return None
+    try:
+        return few_shapes(loaded.model, loaded.make_layers)
+    except ValueError as e:
+        log.info("prompts are read without padding: %s", e)
+        return None

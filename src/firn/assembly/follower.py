@@ -1,0 +1,238 @@
+"""A process that computes its slice of a model and does as rank 0 tells it. It has no clients.
+
+Its main thread owns every array: it loads the model, and then makes one call after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
+from firn.assembly.compute import ComputeSettings, compute_settings, threads_of
+from firn.assembly.memory import MemoryPlanner, Planned, beside_others
+from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost
+from firn.cache.codecs import At
+from firn.cache.io import TierIo
+from firn.cache.prefix import CacheSettings
+from firn.cache.ranks.slices import Identity, Slices
+from firn.cache.threads import IoThreads
+from firn.cache.tiers import TierOptions, discover
+from firn.config import Config
+from firn.core.errors import SetupError, UnknownCacheLayer
+from firn.core.ranks import RankCall
+from firn.host.backups import leave_out
+from firn.host.shutdown import no_later_than
+from firn.models import device as devices
+from firn.models import loader
+from firn.models.loader import LoadedModel
+from firn.models.ranks.group import check
+from firn.models.ranks.runner import FollowerRunner, in_step
+from firn.models.transient import transient_of
+from firn.ranks.follower import Follower
+from firn.ranks.team import Team, check_options, form, options_digest
+
+log = logging.getLogger("firn.ranks")
+
+END_S = FLUSH_S + 10.0
+"""How long it has to end, once it is told to."""
+PAYLOADS = frozenset({"cut", "tokens", "copied", "joined", "drop", "arrive", "touch", "defer"})
+"""Calls after which what was cut may still wait to be computed."""
+
+
+def join_ranks(config: Config) -> tuple[Config, Team]:
+    """Join the processes that serve one model; the settings that hold there. Raises SetupError."""
+    check_options(config)
+    log.info("waiting for the other ranks")
+    off = replace(config.engine, speculation="off")
+    return replace(config, engine=off), form()
+
+
+def follow(config: Config, team: Team) -> int:
+    """Serve rank 0 until it ends. Returns the process's exit code."""
+    follower = team.follower
+    assert follower is not None
+    follower.heed_signals()
+    try:
+        loop = _build(config, team, follower)
+    except SetupError as e:
+        follower.answer("failed", str(e))
+        threading.Event().wait()  # rank 0 reports it, and ends this process
+    log.info("%s follows", team.text)
+    follower.is_following = True
+    try:
+        loop.run()
+    except Exception as e:
+        log.critical("%s failed: %r", team.text, e, exc_info=e)
+        follower.answer("failed", repr(e))
+        os._exit(1)
+    return 0
+
+
+def _build(config: Config, team: Team, follower: Follower) -> FollowerLoop:
+    settings, folder = _checked(config, team, follower)
+    name = config.model.path.rstrip("/").split("/")[-1]
+    before = beside_others(devices.look(devices.device()))
+    compute = compute_settings(config, str(settings["model_type"]), name)
+    (cpu_dtype,) = follower.expect("load").args
+    compute = replace(compute, cpu_dtype=cpu_dtype)
+    loaded = load_model(ServerSpec(config, folder, name, ()), compute, shard=team.group.shard)
+    planned = _planned(config, settings, before, compute, loaded)
+    devices.set_limits(compute.device.kind, planned.plan)
+    follower.answer(
+        "ready",
+        {
+            "weights": loaded.info.fingerprint.hex(),
+            "number types": loaded.info.dtype,
+            "capacity": planned.plan.capacity_nbytes,
+        },
+    )
+    (batchable,) = follower.expect("begin").args
+    write_queue_nbytes = planned.plan.write_queue_nbytes
+    slices = _slices(
+        config,
+        team,
+        follower,
+        compute=compute,
+        loaded=loaded,
+        write_queue_nbytes=write_queue_nbytes,
+    )
+    runner = FollowerRunner(
+        loaded.model,
+        replace(loaded.info, batchable=batchable),
+        make_layers=loaded.make_layers,
+        max_rows=config.engine.max_concurrency,
+        inputs=loaded.inputs,
+        threads=threads_of(loaded, compute),
+    )
+    return FollowerLoop(follower, runner.follow(team.group), slices)
+
+
+def _checked(config: Config, team: Team, follower: Follower) -> tuple[dict[str, Any], Path]:
+    """Whether the model is here and can be sharded; if not, rank 0 reports why."""
+    said: dict[str, Any] = {"error": "", "node": platform.node()}
+    settings: dict[str, Any] = {}
+    folder = Path()
+    try:
+        folder = find_folder(config.model)
+        settings = loader.read_config(folder)
+        check(settings, team.group.size, name=folder.name, text_only=config.model.text_only)
+    except SetupError as e:
+        said["error"] = str(e)
+    follower.answer("checked", said | {"options": options_digest(config)})
+    if said["error"]:
+        threading.Event().wait()  # rank 0 reports it, and ends all ranks
+    return settings, folder
+
+
+def _planned(
+    config: Config,
+    settings: dict[str, Any],
+    before: Any,
+    compute: ComputeSettings,
+    loaded: LoadedModel,
+) -> Planned:
+    info = loaded.info
+    transient = transient_of(settings, device=compute.device.kind, dtype=info.dtype)
+    planner = MemoryPlanner(config, before, compute, transient, info.context_length)
+    return planner.plan(row_cost(loaded), info.weights_nbytes)
+
+
+def _slices(
+    config: Config,
+    team: Team,
+    follower: Follower,
+    *,
+    compute: ComputeSettings,
+    loaded: LoadedModel,
+    write_queue_nbytes: int,
+) -> Slices | None:
+    """None: the cache is off."""
+    wanted = config.cache
+    if wanted.disable_prefix_cache:
+        return None
+    try:
+        layout = layout_of(config, loaded)
+    except UnknownCacheLayer:
+        return None
+    settings = CacheSettings(0, wanted.cache_block_tokens, compute.exact_chunk)
+    text = settings.layout(layout, computed_in(loaded, compute.arithmetic, team.text))
+    identity = Identity(loaded.info.fingerprint, text)
+    slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
+    for name, options in tiers_of(wanted).items():
+        slices.add_tier(_tier(config, team, name, options, write_queue_nbytes))
+    return slices
+
+
+def _tier(
+    config: Config, team: Team, name: str, options: TierOptions, write_queue_nbytes: int
+) -> TierIo:
+    folder = team.folder(Path(options.location))
+    leave_out(folder)
+    tier = discover()[name](replace(options, location=str(folder)))
+    threads = IoThreads(max_write_nbytes=write_queue_nbytes)
+    return TierIo(tier, threads, seal=seal_of(config), flush_timeout_s=FLUSH_S)
+
+
+@dataclass(eq=False)
+class FollowerLoop:
+    """Makes the calls that rank 0 sends, in their order. Owner: the main thread."""
+
+    follower: Follower
+    runner: FollowerRunner
+    slices: Slices | None
+
+    def run(self) -> None:
+        while True:
+            call = self.follower.next()
+            if call.name == "end":
+                break
+            self._make(call)
+        no_later_than(END_S)
+        if self.slices is not None:
+            self.slices.close()
+        self.runner.close()
+
+    def _make(self, call: RankCall) -> None:
+        own = self.slices
+        if own is not None and call.name not in PAYLOADS:
+            own.compute()
+        match call.name:
+            case "start":
+                self._start(*call.args)
+            case "cut":
+                self._cut(*call.args)
+            case "prefill":
+                self.runner.on_prefill(*call.args, chunk=call.blob)
+            case "write" | "read":
+                self._of_slices(call.name)(*call.args, call.blob)
+            case "settle" | "choices" | "join" | "leave" | "launch" | "collect":
+                getattr(self.runner, f"on_{call.name}")(*call.args)
+            case _:
+                self._of_slices(call.name)(*call.args)
+
+    def _of_slices(self, name: str) -> Callable[..., None]:
+        method: Callable[..., None] = getattr(self.slices, f"on_{name}")
+        return method
+
+    def _start(self, number: int, n_tokens: int, fills: Any) -> None:
+        own = self.slices
+        if not fills or own is None:
+            self.runner.on_start(number, n_tokens, None)
+        else:
+            self.runner.on_start(number, n_tokens, lambda layers: own.fill(layers, fills))
+
+    def _cut(
+        self, number: int, part: str, row: int, index: int, n_tokens: int, start: int, end: int
+    ) -> None:
+        live = self.runner.by_number[row]
+        assert self.slices is not None
+        in_step((live.index, live.n_tokens) == (index, n_tokens), "a row's place")
+        at = At(index, n_tokens)
+        self.slices.on_cut(live.live_layers, number, part, at, start, end)

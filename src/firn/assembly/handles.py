@@ -1,0 +1,36 @@
+"""Where rows, cursors and scorings lose their own types.
+
+Each runner has rows of its own class, each cache cursors, each scorer scorings. The engine hands them
+back to whoever made them and to nobody else, so it need not know the classes:
+the casts that say so are here.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+from firn.cache.off import CacheOff
+from firn.cache.prefix import PrefixTree
+from firn.core.ports import Cursor, LiveRow, PrefixCache, Runner, Scorer
+
+R = TypeVar("R", bound=LiveRow)
+C = TypeVar("C", bound=Cursor)
+S = TypeVar("S")
+
+
+def any_rows(runner: Runner[R]) -> Runner[LiveRow]:
+    return cast("Runner[LiveRow]", runner)
+
+
+def any_cursors(cache: PrefixTree | CacheOff) -> PrefixCache[Cursor]:
+    if isinstance(cache, CacheOff):  # each branch checks that its class implements the port
+        return _any_cursors(cache)
+    return _any_cursors(cache)
+
+
+def _any_cursors(cache: PrefixCache[C]) -> PrefixCache[Cursor]:
+    return cast("PrefixCache[Cursor]", cache)
+
+
+def any_scorings(scorer: Scorer[S]) -> Scorer[object]:
+    return cast("Scorer[object]", scorer)

@@ -1,0 +1,208 @@
+"""The memory of a server of one model: planned when the model is loaded, watched while it serves.
+
+The watch looks every few seconds at what the machine has left and at what other firn servers have
+reserved, and tells the engine how much it may take now. Owner: `app.Server`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from firn.config import Config, default_cache_dir
+from firn.core.memory_plan import (
+    GIB,
+    LEAST_TOKENS,
+    MIB,
+    MIN_CAPACITY_NBYTES,
+    MachineMemory,
+    MemoryOptions,
+    MemoryPlan,
+    ModelMemory,
+    Transient,
+    plan_memory,
+)
+from firn.host.reservations import Reservation, Reserved, others
+
+if TYPE_CHECKING:  # `firn doctor` plans memory without loading mlx
+    from firn.assembly.compute import ComputeSettings
+    from firn.engine import RowCost
+
+log = logging.getLogger("firn")
+
+LOOK_EVERY_S = 10.0
+WORTH_TELLING = 0.02
+"""Of the capacity: smaller changes are noise."""
+SHORT = 0.75
+"""A capacity that falls below so much of what it was is worth a line in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a plan was made from, so that it can be made again when the machine has changed."""
+
+    plan: MemoryPlan
+    model: ModelMemory
+    options: MemoryOptions
+    alone_nbytes: int
+    """The capacity if nothing else ran on the machine."""
+
+    def tell(self) -> None:
+        """In the log; with a warning where the model is too large."""
+        plan = self.plan
+        parts = (
+            f"weights {plan.weights_nbytes // MIB}, requests and cache {plan.capacity_nbytes // MIB}, "
+            f"a prefill chunk {plan.chunk_nbytes // MIB}, buffers {plan.buffer_cache_nbytes // MIB}, "
+            f"writing {plan.write_queue_nbytes // MIB}"
+        )
+        log.info("memory, in MiB of %d: %s", plan.limit_nbytes // MIB, parts)
+        if not plan.fits:
+            log.warning(
+                "this model is too large: its weights take %.1f of the %.1f GiB that it may have. It "
+                "will be slow, or fail; `firn doctor MODEL` shows the budget",
+                plan.weights_nbytes / GIB,
+                plan.limit_nbytes / GIB,
+            )
+
+    def reserved_nbytes(self, held_nbytes: int) -> int:
+        """What this server cannot do without: all but stored prefixes, which give way."""
+        plan, model = self.plan, self.model
+        fixed = plan.total_nbytes - plan.capacity_nbytes
+        return fixed + max(held_nbytes, min(model.row_nbytes(LEAST_TOKENS), plan.capacity_nbytes))
+
+    def capacity_nbytes(self, now: MachineMemory) -> int:
+        """What live requests and stored prefixes may take now; all else stays as it was set up."""
+        again = plan_memory(now, self.model, self.options)
+        fixed = self.plan.total_nbytes - self.plan.capacity_nbytes
+        return max(again.limit_nbytes - fixed, MIN_CAPACITY_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlanner:
+    """Plans the memory of one loaded model on this machine."""
+
+    config: Config
+    machine: MachineMemory
+    """Before the model was loaded."""
+    compute: ComputeSettings
+    transient: Transient
+    context_length: int
+
+    def plan(self, cost: RowCost, weights_nbytes: int) -> Planned:
+        rows = (cost.per_token_nbytes, cost.fixed_nbytes)
+        needs = ModelMemory(weights_nbytes, *rows, self.transient, self.context_length)
+        compute = self.compute
+        return plan_server(
+            self.config, self.machine, needs, chunk=compute.largest_chunk, exact=compute.exact
+        )
+
+
+def plan_server(
+    config: Config, machine: MachineMemory, model: ModelMemory, *, chunk: int, exact: bool
+) -> Planned:
+    """The plan that a start goes by."""
+    options = options_of(config, chunk=chunk, exact=exact)
+    plan = plan_memory(machine, model, options)
+    alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
+    return Planned(plan, model, options, plan_memory(alone, model, options).capacity_nbytes)
+
+
+def options_of(config: Config, *, chunk: int, exact: bool) -> MemoryOptions:
+    engine = config.engine
+    headroom = engine.scheduler_headroom_gb
+    return MemoryOptions(
+        chunk=chunk,
+        fixed_chunk=exact,
+        headroom_nbytes=None if headroom is None else int(headroom * GIB),
+        device_share=engine.gpu_memory_utilization,
+        wired_nbytes=int(engine.wired_limit * GIB),
+    )
+
+
+def reservations_folder() -> Path:
+    return default_cache_dir() / "reservations"
+
+
+def beside_others(
+    now: MachineMemory, *, group: int | None = None, folder: Path | None = None
+) -> MachineMemory:
+    """What the machine has, less what other servers of this user mean to take.
+
+    group: whose servers do not count, for they share this one's budget; None: it is alone.
+    """
+    found = others(
+        folder or reservations_folder(),
+        device=now.kind,
+        group=os.getpid() if group is None else group,
+    )
+    return replace(
+        now,
+        reserved_nbytes=sum(r.reserved_nbytes for r in found),
+        unclaimed_nbytes=sum(r.unclaimed_nbytes for r in found),
+    )
+
+
+class MemoryWatch:
+    """Keeps a server's capacity what the machine can give. A thread of its own; `stop` ends it."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        *,
+        look: Callable[[], MachineMemory],
+        used_nbytes: Callable[[], int],
+        held_nbytes: Callable[[], int],
+        capacity_nbytes: Callable[[], int],
+        set_capacity: Callable[[int], None] | None,
+        group: int | None = None,
+        folder: Path | None = None,
+        every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        """held_nbytes: by live requests. set_capacity: None where somebody else decides."""
+        self._planned = planned
+        self._look = look
+        self._used_nbytes = used_nbytes
+        self._held_nbytes = held_nbytes
+        self._capacity_nbytes = capacity_nbytes
+        self._set_capacity = set_capacity
+        self._group = os.getpid() if group is None else group
+        self._folder = folder or reservations_folder()
+        self._every_s = every_s
+        self._reservation = Reservation(self._folder)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="firn-memory", daemon=True)
+
+    def start(self) -> None:
+        self.look()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._reservation.close()
+
+    def look(self) -> None:
+        """Reserve what this server needs, and follow what the machine has left."""
+        now = self._look()
+        needs = self._planned.reserved_nbytes(self._held_nbytes())
+        self._reservation.put(Reserved(now.kind, self._group, needs, self._used_nbytes()))
+        if self._set_capacity is None:
+            return
+        capacity = self._capacity_nbytes()
+        now = beside_others(now, folder=self._folder, group=self._group)
+        wanted = self._planned.capacity_nbytes(now)
+        if abs(wanted - capacity) > WORTH_TELLING * capacity:
+            if wanted < SHORT * capacity:
+                log.info("memory: %d MiB less for requests and cache", (capacity - wanted) // MIB)
+            self._set_capacity(wanted)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            try:
+                self.look()
+            except Exception as e:  # a machine that does not say, or an engine that is gone
+                log.debug("memory: %r", e)

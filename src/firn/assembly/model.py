@@ -1,0 +1,73 @@
+"""The model that a server loads, and what one of its rows takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firn.assembly import model_names, speculation
+from firn.assembly.compute import ComputeSettings
+from firn.cache.layout import Layout
+from firn.config import Config, ModelConfig, default_cache_dir
+from firn.core.errors import UnknownCacheLayer
+from firn.core.memory_plan import MIB
+from firn.core.values import Namespace
+from firn.engine import RowCost
+from firn.models import loader
+from firn.models.batch import BUFFER_TOKENS
+from firn.models.hub import HubRules
+from firn.models.processor import VisionProcessor
+from firn.models.weight_memory import WeightMemory
+from firn.ranks.leading import Leading
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """What a server is to load, and for whom."""
+
+    config: Config
+    folder: Path
+    name: str
+    namespaces: Sequence[Namespace]
+    """Whose records are looked for in the tiers."""
+    processor: VisionProcessor | None = None
+    front: int | None = None
+    """The process that shares memory out among its models, if there is one."""
+    leading: Leading | None = None
+    """The ranks that the model is sharded over, if it is."""
+
+
+def find_folder(options: ModelConfig) -> Path:
+    """May download. Raises SetupError."""
+    rules = HubRules(options.offline, options.download_timeout, options.download_retries)
+    return model_names.resolve(options.path, rules)
+
+
+def load_model(
+    spec: ServerSpec, compute: ComputeSettings, *, shard: Callable[[Any], None] | None = None
+) -> loader.LoadedModel:
+    """shard: reduces the model to this rank's slice. Raises SetupError."""
+    config, processor = spec.config, spec.processor
+    loaded = loader.load(
+        spec.folder,
+        served_name=spec.name,
+        adapter=config.model.adapter,
+        trust_remote_code=config.model.trust_remote_code,
+        picture=processor.example.inputs if processor else None,
+        feature_nbytes=config.images.image_feature_cache_mb * MIB,
+        memory=WeightMemory(default_cache_dir()),
+        cpu_dtype=compute.cpu_dtype,
+        max_context=config.engine.max_context or None,
+        shard=shard,
+    )
+    return speculation.with_head(config, loaded, exact=compute.exact, cpu_dtype=compute.cpu_dtype)
+
+
+def row_cost(loaded: loader.LoadedModel) -> RowCost:
+    try:
+        return RowCost(*Layout.of(loaded.probe).row_cost(loaded.probe), step_tokens=BUFFER_TOKENS)
+    except UnknownCacheLayer:  # a guess by what the probe takes
+        nbytes = sum(layer.nbytes for layer in loaded.probe)
+        return RowCost(nbytes // 256, nbytes)

@@ -1,0 +1,193 @@
+"""What the engine thread owns: the loaded model, its runner, its cache, its budget.
+
+Built on that thread, because MLX ties arrays to the thread that made them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from firn.assembly import embeddings, sparse, speculation
+from firn.assembly.cache import add_tiers, build_cache, cache_nbytes
+from firn.assembly.compute import ComputeSettings, compute_settings, shapes_of, threads_of
+from firn.assembly.handles import any_cursors, any_rows, any_scorings
+from firn.assembly.memory import MemoryPlanner, Planned, beside_others
+from firn.assembly.model import ServerSpec, load_model, row_cost
+from firn.cache.off import CacheOff
+from firn.cache.prefix import PrefixTree
+from firn.cache.threads import IoThreads
+from firn.core.memory_plan import MIN_CAPACITY_NBYTES
+from firn.engine import Budget, EngineParts, RowCost, recipes_of
+from firn.kv_events import EventPublisher
+from firn.models import device as devices
+from firn.models import embedder, loader
+from firn.models.cpu.threads import Threads
+from firn.models.runner import Runner
+from firn.models.speculation import Speculation
+from firn.models.transient import transient_of
+from firn.ranks.leading import Leading
+
+log = logging.getLogger("firn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerParts(EngineParts):
+    """The engine's parts, and what the server asks of the engine thread besides."""
+
+    tree: PrefixTree | CacheOff
+    """What `cache` is."""
+    embedder: embedder.TextEmbedder | None = None
+    speculation: Speculation | None = None
+    planned: Planned | None = None
+    """None: the model has no rows to plan memory for."""
+
+    def own_process(self) -> None:
+        """The process serves this model and nothing else."""
+        if isinstance(self.tree, PrefixTree):
+            self.tree.own_process()
+
+
+def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
+    """On the engine thread. wake: gets the engine to tick. Raises SetupError."""
+    config, folder, leading = spec.config, spec.folder, spec.leading
+    machine = beside_others(devices.look(devices.device()), group=spec.front)
+    settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
+    compute = compute_settings(config, str(settings["model_type"]), spec.name)
+    if leading is not None:
+        compute = _prepare_ranks(spec, leading, settings, compute)
+        if recipe is not None:
+            log.warning("no embeddings: the model is sharded over ranks")
+            recipe = None
+    if recipe is not None and embedder.needs_encoder(folder, settings):
+        return _encoder_parts(spec, recipe, compute)
+    loaded = load_model(spec, compute, shard=leading.shard if leading else None)
+    planner = MemoryPlanner(
+        config,
+        machine,
+        compute,
+        transient_of(settings, device=compute.device.kind, dtype=loaded.info.dtype),
+        context_length=loaded.info.context_length,
+    )
+    parts = _decoder_parts(spec, compute, loaded, planner=planner, wake=wake)
+    return replace(parts, embedder=embeddings.of_decoder(recipe, loaded))
+
+
+def _prepare_ranks(
+    spec: ServerSpec, leading: Leading, settings: Mapping[str, Any], compute: ComputeSettings
+) -> ComputeSettings:
+    """All ranks are about to load the model in this way. Raises SetupError."""
+    compute = replace(compute, cpu_dtype=leading.dtype_for(compute.cpu_dtype))
+    leading.prepare(
+        settings,
+        spec.name,
+        text_only=spec.config.model.text_only,
+        cpu_dtype=compute.cpu_dtype,
+    )
+    return compute
+
+
+def _decoder_parts(
+    spec: ServerSpec,
+    compute: ComputeSettings,
+    loaded: loader.LoadedModel,
+    *,
+    planner: MemoryPlanner,
+    wake: Callable[[], None],
+) -> ServerParts:
+    config, info, device = spec.config, loaded.info, compute.device.kind
+    put_on_tiers = partial(
+        add_tiers,
+        config,
+        device=device,
+        namespaces=spec.namespaces,
+        wake=wake,
+        leading=spec.leading,
+    )
+    cost, threads = row_cost(loaded), threads_of(loaded, compute)
+    setup = speculation.DraftSetup(
+        exact=compute.exact,
+        cpu_dtype=compute.cpu_dtype,
+        cache_nbytes=cache_nbytes(config, planner.plan(cost, info.weights_nbytes).alone_nbytes),
+        add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
+    )
+    guessing = speculation.build(config, loaded, setup)
+    scorer, guessing = sparse.build(config, loaded, guessing, setup=setup, threads=threads)
+    cost = guessing.with_rows(cost)
+    planned = planner.plan(cost, info.weights_nbytes + guessing.weights_nbytes)
+    planned.tell()
+    plan = planned.plan
+    devices.set_limits(device, plan)
+    capacity_nbytes, alone_nbytes = _capacity(spec, loaded, planned, device=device)
+    budget = Budget(
+        cost,
+        capacity_nbytes=capacity_nbytes,
+        transient=planner.transient,
+        chunk_nbytes=plan.chunk_nbytes,
+    )
+    tree = build_cache(config, loaded, alone_nbytes, compute=compute, leading=spec.leading)
+    if isinstance(tree, PrefixTree):
+        if config.cache.kv_events is not None:
+            tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
+        if scorer is not None:
+            tree.expect(recipes_of(scorer.recipe))
+        put_on_tiers(tree, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
+        tree.set_room(budget.free_nbytes())
+    return ServerParts(
+        any_rows(_runner(spec, compute, loaded, speculation=guessing.speculation, threads=threads)),
+        any_cursors(tree),
+        budget,
+        compute.limits,
+        scorer=None if scorer is None else any_scorings(scorer),
+        tree=tree,
+        speculation=guessing.speculation,
+        planned=planned,
+    )
+
+
+def _capacity(
+    spec: ServerSpec, loaded: loader.LoadedModel, planned: Planned, *, device: str
+) -> tuple[int, int]:
+    """For live requests and stored prefixes; and what it would be were this server alone here."""
+    capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
+    if spec.leading is not None:
+        capacity_nbytes = spec.leading.begin(loaded.info, capacity_nbytes, device=device)
+        alone_nbytes = min(alone_nbytes, capacity_nbytes)
+    return capacity_nbytes, alone_nbytes
+
+
+def _runner(
+    spec: ServerSpec,
+    compute: ComputeSettings,
+    loaded: loader.LoadedModel,
+    *,
+    speculation: Speculation | None,
+    threads: Threads | None,
+) -> Runner:
+    make = Runner if spec.leading is None else spec.leading.make_runner
+    return make(
+        loaded.model,
+        loaded.info,
+        make_layers=loaded.make_layers,
+        max_rows=spec.config.engine.max_concurrency,
+        inputs=loaded.inputs,
+        threads=threads,
+        speculation=speculation,
+        shapes=shapes_of(loaded, compute) if spec.leading is None else None,
+    )
+
+
+def _encoder_parts(
+    spec: ServerSpec, recipe: embedder.Recipe, compute: ComputeSettings
+) -> ServerParts:
+    """Of a model that makes embeddings and nothing else."""
+    encoder, info = embeddings.load_encoder(spec.folder, recipe, spec.name, compute)
+    runner = Runner(None, info, make_layers=embedder.refuse_to_generate, max_rows=1)
+    budget = Budget(RowCost(1, 1), capacity_nbytes=MIN_CAPACITY_NBYTES)
+    tree = CacheOff("an embedding model")
+    return ServerParts(
+        any_rows(runner), any_cursors(tree), budget, compute.limits, tree=tree, embedder=encoder
+    )

@@ -1,0 +1,208 @@
+"""Who guesses tokens: the part of the composition root that is about speculation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from firn.assembly import model_names
+from firn.assembly.handles import any_cursors
+from firn.cache.layout import Layout
+from firn.cache.off import CacheOff
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.config import Config
+from firn.core.errors import SetupError, UnknownCacheLayer
+from firn.core.values import ModelInfo
+from firn.engine import RowCost
+from firn.models import loader, mtp_load
+from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.cpu.dtype import widen_as
+from firn.models.device import device
+from firn.models.drafters import Drafter
+from firn.models.drafters.lookup import Lookup
+from firn.models.drafters.model import ModelDrafter
+from firn.models.drafters.mtp import MtpDrafter
+from firn.models.hub import HubRules
+from firn.models.mtp import MtpModel, with_head_layer
+from firn.models.raggedcheck import ragged_fault, rewind_fault
+from firn.models.speculation import Speculation
+from firn.models.traits import TRAITS
+
+log = logging.getLogger("firn")
+
+DRAFT_CACHE_SHARE = 8
+"""One part in so many of the memory for prefixes is for those of the small model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A small model with the same tokens, and the prefixes that it keeps."""
+
+    model: loader.LoadedModel
+    cache: PrefixTree | CacheOff
+    row_cost: RowCost
+    guesses: bool = False
+    """A drafter has it, and ends what it keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """How a draft model is loaded and cached: as the model that it serves."""
+
+    exact: bool
+    cpu_dtype: CpuDtype
+    cache_nbytes: int
+    """Memory for prefixes, of both models together."""
+    add_tiers: Callable[[PrefixTree, ModelInfo], None]
+    """Puts a cache on the tiers below memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """Who guesses, and what it takes of the device's memory."""
+
+    speculation: Speculation | None = None
+    weights_nbytes: int = 0
+    row_cost: RowCost = RowCost(0, 0)
+    draft: Draft | None = None
+    """The small model, where one is loaded."""
+
+    def with_rows(self, cost: RowCost) -> RowCost:
+        """What a row takes, its double in the small model included."""
+        own = self.row_cost
+        return RowCost(
+            cost.per_token_nbytes + own.per_token_nbytes, cost.fixed_nbytes + own.fixed_nbytes
+        )
+
+
+def with_head(
+    config: Config, loaded: loader.LoadedModel, *, exact: bool, cpu_dtype: CpuDtype
+) -> loader.LoadedModel:
+    """The model with its prediction head, where it has one and that is to guess. Raises SetupError."""
+    wanted = config.engine.speculation
+    if exact or wanted not in ("auto", "mtp") or config.engine.draft_model:
+        return loaded
+    folder, info = Path(loaded.info.path), loaded.info
+    settings = loader.read_config(folder)
+    if not mtp_load.has_head(folder, settings):
+        if wanted == "mtp":
+            raise SetupError(
+                f"--speculation mtp: {info.name} has no prediction head that is known here"
+            )
+        return loaded
+    try:
+        head = mtp_load.read_head(folder, settings)
+    except ValueError as e:
+        if wanted == "mtp":
+            raise SetupError(f"--speculation mtp: {e}") from e
+        log.warning("%s guesses without its prediction head: %s", info.name, e)
+        return loaded
+    widen_as(head, cpu_dtype, like=loaded.model)
+    log.info("%s guesses with its own prediction head", info.name)
+    model, make_layers = MtpModel(loaded.model, head), with_head_layer(loaded.make_layers)
+    return replace(
+        loaded,
+        model=model,
+        make_layers=make_layers,
+        probe=mtp_load.probe(model, make_layers),
+        info=replace(info, weights_nbytes=info.weights_nbytes + mtp_load.nbytes_of(head)),
+    )
+
+
+def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Guessing:
+    """On the engine thread. Raises SetupError."""
+    wanted, small = config.engine.speculation, config.engine.draft_model
+    if small and wanted not in ("auto", "model") and not config.sparse.sparse_prefill:
+        raise SetupError(f"--draft-model guesses nothing with --speculation {wanted}")
+    if wanted == "model" and not small:
+        raise SetupError("--speculation model needs --draft-model")
+    if wanted == "off":
+        return Guessing()
+    if setup.exact:  # a step of several tokens is not to the bit what several steps are
+        log.warning("no tokens are guessed (--speculation): reuse is exact")
+        return Guessing()
+    why = rewind_fault(loaded.model, loaded.make_layers)
+    if why:
+        log.warning("no tokens are guessed for %s (--speculation): %s", loaded.info.name, why)
+        return Guessing()
+    why = ragged_fault(loaded.model, loaded.make_layers) if loaded.info.batchable else None
+    if why:
+        log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
+    traits = TRAITS[device().kind]
+    drafters: list[Drafter] = [Lookup()] if wanted in ("auto", "lookup") else []
+    if isinstance(loaded.model, MtpModel):
+        drafters.append(MtpDrafter(loaded.model))
+    if small is None or wanted not in ("auto", "model"):
+        return Guessing(Speculation(*drafters, in_groups=why is None, traits=traits))
+    draft = open_draft(config, loaded, setup)
+    try:
+        drafters.append(_drafter(draft.model, draft.cache, small))
+        draft = replace(draft, guesses=True)
+        log.info("%s guesses for %s", small, loaded.info.name)
+    except SetupError as e:
+        if not config.sparse.sparse_prefill:
+            raise
+        log.warning("%s", e)
+    speculation = Speculation(*drafters, in_groups=why is None, traits=traits) if drafters else None
+    return Guessing(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
+
+
+def open_draft(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draft:
+    """Load --draft-model. Raises SetupError."""
+    small = config.engine.draft_model
+    assert small is not None
+    draft = _load(config, Path(loaded.info.path), small, setup.cpu_dtype)
+    cache, cost = _cache(draft, setup.cache_nbytes // DRAFT_CACHE_SHARE)
+    if isinstance(cache, PrefixTree):
+        setup.add_tiers(cache, draft.info)
+    return Draft(draft, cache, cost)
+
+
+def _load(config: Config, folder: Path, small: str, cpu_dtype: CpuDtype) -> loader.LoadedModel:
+    wanted = config.model
+    rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
+    place = model_names.resolve(small, rules)
+    trust = wanted.trust_remote_code
+    theirs = loader.load_tokenizer(place, trust_remote_code=trust)
+    ours = loader.load_tokenizer(folder, trust_remote_code=trust)
+    for token in range(min(ours.n_ids, theirs.n_ids)):
+        if ours.token_bytes(token) != theirs.token_bytes(token):
+            raise SetupError(f"--draft-model {small} has other tokens: {token} is not the same")
+    return loader.load(place, served_name=small, trust_remote_code=trust, cpu_dtype=cpu_dtype)
+
+
+def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixTree | CacheOff, RowCost]:
+    try:
+        layout = Layout.of(draft.probe)
+    except UnknownCacheLayer as e:
+        log.warning("%s is read anew for each request: %s", draft.info.name, e)
+        return CacheOff(str(e)), RowCost(0, 0)
+    cost = RowCost(*layout.row_cost(draft.probe))
+    if not nbytes:
+        return CacheOff(), cost
+    info = draft.info
+    tree = PrefixTree(
+        layout, CacheSettings(limit_nbytes=nbytes), fingerprint=info.fingerprint, dtype=info.dtype
+    )
+    return tree, cost
+
+
+def _drafter(draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str) -> ModelDrafter:
+    info = draft.info
+    try:
+        return ModelDrafter(
+            draft.model,
+            draft.make_layers,
+            cache=any_cursors(cache),
+            batchable=info.batchable and ragged_fault(draft.model, draft.make_layers) is None,
+            n_ids=info.n_ids,
+        )
+    except ValueError as e:
+        raise SetupError(f"--draft-model {name} cannot guess: {e}") from e
+
+
+def view(speculation: Speculation | None) -> dict[str, int]:
+    """Counters, from any thread; empty where no tokens are guessed."""
+    return speculation.totals.view() if speculation else {}

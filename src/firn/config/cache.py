@@ -1,0 +1,106 @@
+"""Settings of the prefix cache and its tiers, and the folder where a user's caches are kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from firn.config.options import option
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    disable_prefix_cache: bool = option(False, "Compute every prompt anew and keep nothing.")
+    cache_memory_mb: int = option(
+        0,
+        "Memory for computed prefixes, in MiB; auto goes by what is free once the model is loaded.",
+        low=0,
+        high=1 << 30,
+        words={"auto": 0},
+    )
+    """0: by what is free."""
+    cache_memory_percent: float = option(
+        0.2,
+        "Share of the free memory that auto means for --cache-memory-mb: 0.2 is a fifth.",
+        low=0.001,
+        high=1,
+    )
+    cache_block_tokens: int = option(256, "Tokens in a block of the cache.", low=16, high=8192)
+    reuse: Literal["full", "exact"] = option(
+        "full",
+        "full: reuse to the token. exact: resume on prefill chunks only, so that cached output is "
+        "bit for bit the uncached output.",
+    )
+    kv_cache_quantization: bool = option(
+        False, "Keep stored prefixes of plain attention quantised: smaller, slightly inexact."
+    )
+    kv_cache_quantization_bits: Literal[8, 4] = option(8, "Bits of a quantised value.")
+    kv_cache_quantization_group_size: Literal[32, 64, 128] = option(
+        64, "Values that share a scale."
+    )
+    cache_pin_max_mb: int = option(
+        1024, "Memory that pinned prefixes may take, in MiB.", low=0, high=1 << 30
+    )
+    warm_prompts: Path | None = option(
+        None,
+        "JSON file of prompts to compute at start: a list of texts, message lists, or objects "
+        "with messages and tools.",
+        metavar="FILE",
+    )
+    no_ssd_cache: bool = option(False, "Keep computed prefixes in memory only.")
+    ssd_cache_dir: Path | None = option(
+        None, "Folder for computed prefixes (otherwise the user's cache folder).", metavar="DIR"
+    )
+    ssd_cache_max_gb: float = option(
+        0.0,
+        "Limit of that folder in GiB, for all processes that share it; auto is 10, less when the "
+        "disk is small.",
+        low=0,
+        high=1 << 20,
+        words={"auto": 0.0},
+    )
+    """0: by what is free."""
+    ssd_write_budget_gb_per_day: float = option(
+        64.0,
+        "At most so many GiB are written in 24 hours, for the disk to last; 0 for no such limit.",
+        low=0,
+        high=1 << 20,
+    )
+    ssd_cache_key_file: Path | None = option(
+        None, "Encrypt the records of every tier with the key in this file.", metavar="FILE"
+    )
+    tiers: tuple[str, ...] = option(
+        (),
+        "Store that servers share, below the folder: s3://bucket/prefix or redis://host/0; repeat it "
+        "for both.",
+        flag="--tier",
+        metavar="ADDRESS",
+        secret=True,
+    )
+    kv_events: str | None = option(
+        None,
+        "Publish which blocks are stored, for routers (tcp://127.0.0.1:5557); subscribers see tokens.",
+        metavar="ADDRESS",
+    )
+    share_cache: bool = option(
+        False, "One cache for all API keys (otherwise each key has a private one)."
+    )
+
+
+def default_cache_dir(
+    environ: Mapping[str, str] = os.environ, *, platform: str = sys.platform
+) -> Path:
+    """Where this platform keeps a user's caches."""
+    if platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "firn"
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "firn"
+
+
+def converted_dir() -> Path:
+    """Where models are kept that were made from other formats: in the cache, beside the records."""
+    return default_cache_dir() / "converted"

@@ -1,0 +1,101 @@
+"""Settings of the engine: lengths, rows, prefill chunks, speculation, memory and arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from firn.config.options import option
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    max_tokens: int = option(
+        32768, "Longest reply in tokens when a request does not say.", low=1, high=2**31 - 1
+    )
+    max_request_tokens: int = option(
+        0,
+        "Longest reply in tokens that a request may ask for; 0 for no limit but the context.",
+        low=0,
+        high=2**31 - 1,
+    )
+    max_context: int = option(
+        0,
+        "Prompt and reply together, in tokens; auto is what the model can attend to.",
+        low=0,
+        high=2**31 - 1,
+        words={"auto": 0},
+    )
+    """0: the model's."""
+    max_concurrency: int = option(
+        32, "Requests that generate at the same time; more wait in the queue.", low=1, high=4096
+    )
+    max_queue: int = option(
+        256,
+        "Requests that may wait for a free row; more are told to try again (429).",
+        low=0,
+        high=1_000_000,
+    )
+    prefill_chunk: int = option(
+        0,
+        "Prompt tokens read between two decoding steps; auto goes by the device, by how long the "
+        "context is and by who else waits.",
+        low=0,
+        high=65536,
+        words={"auto": 0},
+    )
+    """0: by device."""
+    speculation: Literal["auto", "off", "lookup", "model", "mtp"] = option(
+        "auto",
+        "Guess several tokens a step and let the model check them; the text stays the same. lookup: "
+        "what followed the same words in the prompt, the reply or an earlier reply; model: "
+        "what --draft-model says; mtp: what the model's own prediction head says; auto: whatever there "
+        "is, where it pays.",
+    )
+    draft_model: str | None = option(
+        None,
+        "A small model with the same tokenizer, which guesses for this one or scores its prompts "
+        "(--sparse-prefill): a folder, or the id of a model on the Hugging Face hub.",
+        metavar="MODEL",
+    )
+    max_step_ms: float = option(
+        0.0,
+        "How long reading a prompt may hold up those who generate, in milliseconds; chunks are made "
+        "to fit. auto is what the usual chunk takes behind a short context.",
+        low=0,
+        high=600_000,
+        words={"auto": 0.0},
+    )
+    scheduler_headroom_gb: float | None = option(
+        None,
+        "Device memory left free, in GiB; requests wait when less is left. auto leaves the system an "
+        "eighth of memory, and a GPU 2.",
+        low=0,
+        high=4096,
+        words={"auto": None},
+    )
+    wired_limit: float = option(
+        0.0,
+        "macOS: keep so many GiB of the weights from being paged out, never more than the weights. "
+        "auto is off: kernel panics have been traced to it.",
+        low=0,
+        high=4096,
+        metavar="auto|off|GB",
+        words={"auto": 0.0, "off": 0.0},
+    )
+    blas: Literal["auto", "system", "bundled", "none"] = option(
+        "auto",
+        "Linux, CPU: what multiplies. system: the system's OpenBLAS; bundled: the one that firn[cpu] "
+        "brings; none: MLX's own; auto: the fastest.",
+    )
+    cpu_dtype: Literal["auto", "model", "float32"] = option(
+        "auto",
+        "CPU: compute weights of 16 bits and quantised ones in float32, or as the model has them; "
+        "auto: in float32 where that is faster and there is memory for it.",
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of the device's memory to use, in place of --scheduler-headroom-gb.",
+        low=0.01,
+        high=1,
+    )

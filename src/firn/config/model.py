@@ -1,0 +1,50 @@
+"""Settings of the model: which one, where from, and how its replies are read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from firn.config.options import option
+
+BUILTIN_MODEL = "firn-demo"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    path: str = option(
+        BUILTIN_MODEL,
+        "A model folder, the id of a model on the Hugging Face hub, or smollm2.",
+        flag=None,
+        env="FIRN_MODEL",
+        metavar="MODEL",
+        check=os.path.expanduser,
+    )
+    adapter: Path | None = option(
+        None, "Folder with a LoRA adapter to load on top of the model.", metavar="FOLDER"
+    )
+    trust_remote_code: bool = option(
+        False, "Let the model's folder run Python code of its own. Only for models you trust."
+    )
+    offline: bool = option(False, "Download nothing: only models that are on this machine.")
+    download_timeout: int | None = option(
+        None, "Seconds of silence after which a download is given up.", low=1, high=86400
+    )
+    download_retries: int = option(
+        3, "How often a download that broke off is taken up again.", low=0, high=100
+    )
+    text_only: bool = option(False, "Serve the text part of a vision model, without images.")
+    tensor_parallel: bool = option(
+        False, "Share the model out among the processes that mlx.launch started."
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "How the model writes tool calls; auto reads it off its chat template.",
+        metavar="NAME",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "How the model marks its thinking; auto reads it off its chat template.",
+        metavar="NAME",
+    )

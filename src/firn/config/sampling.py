@@ -1,0 +1,127 @@
+"""What holds where a request says nothing: the flags for it, and what a model's folder says of itself.
+
+generation_config.json is written by those who trained the model: greedy or warm, how warm, how much of
+the tail. A value in it that cannot be is a warning, and the rest of the file holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from firn.config.options import BadValue, option
+from firn.core.bounds import GREEDY_BELOW, SAMPLING
+
+if TYPE_CHECKING:  # values bring numpy along, and the settings are read before anything heavy
+    from firn.core.values import Defaults
+
+GENERATION_CONFIG = "generation_config.json"
+LEAST = 0.001
+"""Of what must be above 0."""
+
+
+def json_object(text: str) -> str:
+    """A JSON object, kept as it was written."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise BadValue(f"{text[:60]!r} is no JSON object")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    generation_config: Literal["model", "none"] = option(
+        "model", "Sampling defaults of the model's generation_config.json: model heeds them."
+    )
+    default_temperature: float | None = option(
+        None, "Temperature of requests that name none.", low=0, high=100
+    )
+    default_top_p: float | None = option(
+        None, "top_p of requests that name none.", low=LEAST, high=1
+    )
+    default_top_k: int | None = option(
+        None, "top_k of requests that name none; 0 is off.", low=-1, high=2**31 - 1
+    )
+    default_min_p: float | None = option(None, "min_p of requests that name none.", low=0, high=1)
+    default_repetition_penalty: float | None = option(
+        None, "repetition_penalty of requests that name none.", low=LEAST, high=100
+    )
+    default_presence_penalty: float | None = option(
+        None, "presence_penalty of requests that name none.", low=-2, high=2
+    )
+    default_frequency_penalty: float | None = option(
+        None, "frequency_penalty of requests that name none.", low=-2, high=2
+    )
+    default_thinking_token_budget: int | None = option(
+        None, "Thinking tokens of requests that name no budget.", low=0, high=2**31 - 1
+    )
+    default_chat_template_kwargs: str | None = option(
+        None,
+        "Variables of the chat template that requests do not set, as a JSON object.",
+        metavar="JSON",
+        check=json_object,
+    )
+
+    def defaults(self) -> Defaults:
+        """As requests are decoded with them: one way to say greedy, one to say no top_k."""
+        from firn.core.values import Defaults, Sampling
+
+        given = {name: getattr(self, f"default_{name}") for name in SAMPLING}
+        said = {name: value for name, value in given.items() if value is not None}
+        if said.get("temperature", 1.0) < GREEDY_BELOW:
+            said["temperature"] = 0.0
+        said["top_k"] = max(said.get("top_k", 0), 0)
+        kwargs = self.default_chat_template_kwargs
+        return Defaults(
+            sampling=Sampling(**said),
+            template_kwargs=json.loads(kwargs) if kwargs else {},
+            thinking_budget=self.default_thinking_token_budget,
+        )
+
+
+# --- the model's own -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDefaults:
+    """By the names of `Sampling`. warnings: a line for each thing in the file that cannot be."""
+
+    path: Path
+    values: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def of_model(folder: Path) -> ModelDefaults:
+    """What the folder's generation_config.json says about sampling; nothing where it has none."""
+    path = folder / GENERATION_CONFIG
+    try:
+        given = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return ModelDefaults(path)
+    except (OSError, ValueError, RecursionError) as error:
+        return ModelDefaults(path, warnings=(f"{path} cannot be read: {error}",))
+    if not isinstance(given, dict):
+        return ModelDefaults(path, warnings=(f"{path} is no JSON object",))
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
+    for name, bound in SAMPLING.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if bound.whole and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        fault = bound.fault(value)
+        if fault is None:
+            values[name] = value
+        else:
+            warnings.append(f"{path}: {name} {str(value)[:60]} is not heeded: it {fault}")
+    if given.get("do_sample") is False:  # then transformers heeds nothing but the penalties
+        values = {name: value for name, value in values.items() if name.endswith("penalty")}
+        values["temperature"] = 0.0
+    return ModelDefaults(path, values, tuple(warnings))

@@ -1,0 +1,30 @@
+"""The settings of sparse prefill: a part of config.py's tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from firn.config.options import option
+
+OVER = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    sparse_prefill: bool = option(
+        False,
+        "Allow requests to have only the important part of a long cold prompt read "
+        '("sparse_prefill": {"keep": 0.3}), as --draft-model scores it: sooner, and approximate.',
+    )
+    sparse_prefill_over: int = option(
+        0,
+        "Read every prompt so that has more than so many cold tokens; auto is 16384.",
+        low=0,
+        high=2**31 - 1,
+        metavar="off|auto|N",
+        words={"off": 0, "auto": OVER},
+    )
+    """0: only where a request asks for it."""
+    sparse_prefill_keep: float = option(
+        0.3, "Which share of the cold tokens is read, unless a request says.", low=0.01, high=1
+    )

@@ -1,0 +1,60 @@
+"""The seams between packages. Each has a second, small implementation in the tests.
+
+Values and opaque handles (rows, cursors) cross these boundaries; other stateful objects do not. A
+port has at most eight methods. Where one implementation serves several callers, each caller has a
+port of its own, and the whole (`Runner`, `PrefixCache`) is their sum.
+"""
+
+from firn.core.ports.admin import CacheAdmin, PrefixAdmin, SlicedQuery, TreeAdmin
+from firn.core.ports.cache import (
+    CacheTimings,
+    CacheUpkeep,
+    Cursor,
+    EngineLoad,
+    PrefixCache,
+    RequestCache,
+)
+from firn.core.ports.engine import Delivery, Embedder, Engine, EngineHealth, Publish, Recorder
+from firn.core.ports.runner import (
+    DecodeRunner,
+    LayerCache,
+    LiveRow,
+    PickedToken,
+    PrefillRunner,
+    Restored,
+    Runner,
+)
+from firn.core.ports.scorer import Scorer, ScorerTraits
+from firn.core.ports.text import ChatTemplate, Pictures, Tokenizer, Vocabulary
+
+__all__ = [
+    "CacheAdmin",
+    "CacheTimings",
+    "CacheUpkeep",
+    "ChatTemplate",
+    "Cursor",
+    "DecodeRunner",
+    "Delivery",
+    "Embedder",
+    "Engine",
+    "EngineHealth",
+    "EngineLoad",
+    "LayerCache",
+    "LiveRow",
+    "PickedToken",
+    "Pictures",
+    "PrefillRunner",
+    "PrefixAdmin",
+    "PrefixCache",
+    "Publish",
+    "Recorder",
+    "RequestCache",
+    "Restored",
+    "Runner",
+    "Scorer",
+    "ScorerTraits",
+    "SlicedQuery",
+    "Tokenizer",
+    "TreeAdmin",
+    "Vocabulary",
+]

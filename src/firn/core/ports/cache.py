@@ -1,0 +1,143 @@
+"""The prefix cache as the engine thread drives it.
+
+No method raises, and none changes an answer: a fault inside is a counted miss. A cursor is a
+handle: the cache makes it, the engine passes it back. Each cache has cursors of its own class, so
+the ports are generic in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol, TypeVar
+
+from firn.core.events import Admitted
+from firn.core.ports.runner import LiveRow, Restored
+from firn.core.values import CacheControl, Namespace, Prompt
+
+
+class Cursor(Protocol):
+    """One request's place in the tree of known prefixes."""
+
+    @property
+    def admission(self) -> Admitted:
+        """What the cache has done for its prompt so far."""
+        ...
+
+    @property
+    def n_expected(self) -> int:
+        """Tokens of its prompt that need no computing if no load fails, including those being
+        loaded."""
+        ...
+
+    @property
+    def racing(self) -> bool:
+        """A load is under way that would let it skip a part of its prompt."""
+        ...
+
+    def should_wait(self, *, busy: bool) -> bool:
+        """The load will end so soon that no chunk should be started. busy: other requests decode."""
+        ...
+
+    def commit_due(self, n_tokens: int) -> bool:
+        """Whether to commit once the row holds this many tokens."""
+        ...
+
+
+C = TypeVar("C", bound=Cursor)
+
+
+class EngineLoad(Enum):
+    """What the engine is busy with."""
+
+    NONE = 0
+    DECODING = 1
+    PREFILLING = 2
+    """A request waits for its first token, and none for its next."""
+    BOTH = 3
+
+    @property
+    def prefilling(self) -> bool:
+        return self in (EngineLoad.PREFILLING, EngineLoad.BOTH)
+
+
+class RequestCache(Protocol[C]):
+    """What the cache does for one request, from its arrival to its end."""
+
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> C:
+        """Find what is stored of the prompt and start to load it. No I/O on this thread."""
+        ...
+
+    def restore(self, cursor: C) -> Restored | None:
+        """What can be copied into a new row at once; None: nothing."""
+        ...
+
+    def advance(self, cursor: C, n_tokens: int) -> Restored | None:
+        """A longer prefix than these tokens, if another request or a load has brought one."""
+        ...
+
+    def stops(self, cursor: C) -> Sequence[int]:
+        """Ascending positions where a prefill chunk should end so that state can be kept there."""
+        ...
+
+    def commit(self, cursor: C, row: LiveRow) -> None:
+        """Store what the row has finished since the last commit."""
+        ...
+
+    def fork(self, cursor: C, reply: Sequence[int]) -> C:
+        """A choice's own cursor from here on; `reply` is its token list, which will grow."""
+        ...
+
+    def close_cursor(self, cursor: C, row: LiveRow | None) -> None:
+        """The request ends: store its tail if the row is given, release its leases. Idempotent."""
+        ...
+
+    def blank(self) -> C:
+        """A cursor that neither reads nor writes."""
+        ...
+
+
+class CacheUpkeep(Protocol):
+    """What the engine's loop does for the cache between requests."""
+
+    def tick(self, load: EngineLoad) -> None:
+        """Between two steps: take in what was read, spill records. Does less under load."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """A tick without requests has nothing more to do."""
+        ...
+
+    def set_room(self, nbytes: int) -> None:
+        """Live requests leave this much device memory for records: stay below it."""
+        ...
+
+    def confirm(self) -> None:
+        """The device reported no fault in what was committed so far: it may be spilled.
+
+        From the first call on, nothing is spilled before the next.
+        """
+        ...
+
+    def doubt(self) -> None:
+        """Forget what was committed since the last confirmation, in every tier."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CacheTimings(Protocol):
+    """What the engine has measured, by which the cache decides whether loading beats computing."""
+
+    def saw_prefill(self, start: int, end: int, seconds: float) -> None:
+        """Computing prompt tokens [start, end) took this long."""
+        ...
+
+    def saw_restore(self, restored: Restored, seconds: float) -> None:
+        """Filling a row took this long; loading is not included."""
+        ...
+
+
+class PrefixCache(RequestCache[C], CacheUpkeep, CacheTimings, Protocol[C]):
+    """All of it."""

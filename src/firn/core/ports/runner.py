@@ -1,0 +1,188 @@
+"""The model as the engine thread drives it, and the rows it keeps on the device.
+
+A row is a handle: the runner makes it, the engine passes it back, the cache copies blocks out of it.
+Each runner has rows of its own class, so the ports are generic in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from firn.core.errors import FirnError
+from firn.core.events import TokenLogprob
+from firn.core.values import Job, ModelInfo, Prompt
+
+LayerCache: TypeAlias = Any
+"""One layer's cache, as mlx-lm made it (untyped). Only `models` and `cache.codecs` look inside."""
+
+
+class LiveRow(Protocol):
+    """One sequence's state on the device."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens consumed, including those of decode steps in flight."""
+        ...
+
+    @property
+    def live_layers(self) -> list[LayerCache]:
+        """The layer caches that hold this row: its own, or those of its decode group."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Which row of the live layers it is."""
+        ...
+
+    @property
+    def is_live(self) -> bool:
+        """It has not left, so its layers can be read."""
+        ...
+
+
+R = TypeVar("R", bound=LiveRow)
+R_co = TypeVar("R_co", bound=LiveRow, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A cached prefix for a new row: `fill` writes its `n_tokens` tokens into empty layer caches."""
+
+    n_tokens: int
+    fill: Callable[[list[LayerCache]], None]
+    nbytes: int = 0
+    """Bytes of the records that are copied."""
+    filled: Callable[[LiveRow], None] = lambda row: None
+    """Called with the row that was made of these layers."""
+
+
+class PickedToken(Protocol[R_co]):
+    """A row's newest token."""
+
+    @property
+    def row(self) -> R_co: ...
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def logprob(self) -> TokenLogprob | None: ...
+
+    @property
+    def fault(self) -> FirnError | None:
+        """Why this row cannot go on, if it cannot; the others of its group can."""
+        ...
+
+    @property
+    def n_drafted(self) -> int:
+        """Drafted tokens of the step that this token ends."""
+        ...
+
+    @property
+    def n_accepted(self) -> int:
+        """How many of them the model accepted."""
+        ...
+
+
+class PrefillRunner(Protocol[R]):
+    """Reads prompts. Engine thread only."""
+
+    def start(self, restored: Restored | None) -> R:
+        """A new row, empty or with a restored prefix."""
+        ...
+
+    def prefill(self, row: R, prompt: Prompt, end: int, *, top_logprobs: int | None = None) -> None:
+        """Dispatch prompt tokens [row.n_tokens, end); `settle` awaits them.
+
+        top_logprobs: also compute the logprobs of tokens [row.n_tokens + 1, end + 1), each with so many
+        of the likeliest alternatives.
+        """
+        ...
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether `prefill_together` can be used."""
+        ...
+
+    def prefill_together(
+        self, rows: Sequence[R], prompts: Sequence[Prompt], ends: Sequence[int]
+    ) -> None:
+        """Dispatch tokens [row.n_tokens, end) of several prompts in one padded pass.
+
+        A fault before the device has begun leaves the rows as they were.
+        """
+        ...
+
+    def settle(self, row: R) -> Sequence[TokenLogprob]:
+        """Wait for what was dispatched; returns the logprobs that were asked for."""
+        ...
+
+    @property
+    def chunk_peak_nbytes(self) -> int:
+        """Memory that the chunk settled last took while it ran, beyond what it left. 0: unknown,
+        because an earlier peak was higher."""
+        ...
+
+
+class DecodeRunner(Protocol[R]):
+    """Generates replies. Engine thread only."""
+
+    def choices(self, row: R, job: Job, indices: Sequence[int]) -> list[R]:
+        """One row for each choice, all with this row's prefix, each with its own sampler."""
+        ...
+
+    def join(self, row: R, token: int, *, n_coming: int = 0) -> None:
+        """Take part in decode steps, starting by consuming `token`. `n_coming` more rows follow."""
+        ...
+
+    def resume(self, row: R, reply: Sequence[int], *, alone: bool = True) -> None:
+        """The row has read this reply again and goes on behind it. alone: in a group of its own,
+        because a step of its last group failed and the row at fault must be told from the others."""
+        ...
+
+    def force(self, row: R, tokens: Sequence[int], *, at: int) -> None:
+        """The row's tokens from position `at` on are these, whatever the model would pick.
+
+        # [0, n_tokens) consumed   [n_tokens] picked   at > n_tokens
+        """
+        ...
+
+    def groups(self) -> list[list[R]]:
+        """The decoding rows, by the groups that step and fail together."""
+        ...
+
+    def launch(self, rows: Sequence[R]) -> None:
+        """Dispatch one decode step of a group."""
+        ...
+
+    def collect(self, rows: Sequence[R], *, keep_in_flight: int) -> Sequence[PickedToken[R]]:
+        """Read the tokens of a group's dispatched steps, except the newest `keep_in_flight` steps.
+
+        In order; a row may have several.
+        """
+        ...
+
+    def live_nbytes(self) -> int:
+        """Device memory that the decoding rows' caches take."""
+        ...
+
+
+class Runner(PrefillRunner[R], DecodeRunner[R], Protocol[R]):
+    """Runs the model. Engine thread only."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def leave(self, rows: Sequence[R]) -> None:
+        """Drop rows, whatever they are doing; the others are not disturbed."""
+        ...
+
+    def confirm(self) -> None:
+        """Wait for everything dispatched so far; raises any error that the device has kept back."""
+        ...
+
+    def close(self) -> None:
+        """The thread ends: wait for the device and release what belongs to the thread."""
+        ...

@@ -1,0 +1,99 @@
+"""What turns text and pictures into tokens, and tokens into text. All of it is thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from firn.core.values import PicturePart, PreparedPicture
+
+
+class Vocabulary(Protocol):
+    """The tokens of a model, one by one."""
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that end a reply."""
+        ...
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Ids of control tokens, which no user reads."""
+        ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Texts that are one token wherever they stand, with their ids: control tokens and others."""
+        ...
+
+    @property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters than this."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for, even if they are no whole character."""
+        ...
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that is exactly this text, if there is one."""
+        ...
+
+
+class ChatTemplate(Protocol):
+    """The model's own way to write a conversation."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; None: the model has none."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """The conversation's text with the generation prompt. Raises TemplateFailed.
+
+        `kwargs` may override add_generation_prompt.
+        """
+        ...
+
+
+class Tokenizer(Vocabulary, ChatTemplate, Protocol):
+    """Text to ids and back."""
+
+    def encode(
+        self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
+    ) -> list[int]:
+        """`typed`: ascending ranges of characters that spell an added token but are plain text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Exact: leading spaces and special tokens are kept, broken UTF-8 becomes U+FFFD."""
+        ...
+
+
+class Pictures(Protocol):
+    """Prepares pictures for prompts."""
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for a picture in the text that the chat template makes."""
+        ...
+
+    @property
+    def inline(self) -> bool:
+        """The chat template knows no pictures: the placeholder is written into the message's text."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """A picture's tokens attend to each other, so they are read in one chunk."""
+        ...
+
+    def prepare(self, part: PicturePart) -> PreparedPicture:
+        """Decode and preprocess one picture. Raises BadPicture."""
+        ...

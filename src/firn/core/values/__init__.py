@@ -1,0 +1,83 @@
+"""The normal form: what every API dialect decodes to, and what the engine is handed.
+
+All of it is frozen. A dialect builds a `GenerateRequest`; `text.prompt` turns its messages into a
+`Prompt`; the session hands a `Job` to the engine.
+"""
+
+from firn.core.values.job import Job, Namespace, RequestId, ServedRequest, Usage
+from firn.core.values.messages import (
+    Chat,
+    DocumentPart,
+    Grammar,
+    Message,
+    OtherPart,
+    Part,
+    PicturePart,
+    Role,
+    SoftenedSchema,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
+from firn.core.values.model import ModelInfo
+from firn.core.values.prompt import (
+    PictureSpan,
+    PreparedPicture,
+    Prompt,
+    Scores,
+    Thinned,
+    TokenArray,
+)
+from firn.core.values.request import (
+    PLAIN_DEFAULTS,
+    CacheControl,
+    Defaults,
+    FillInMiddle,
+    GenerateRequest,
+    RawText,
+    RawTokens,
+    Reasoning,
+    Sampling,
+    Source,
+)
+
+__all__ = [
+    "PLAIN_DEFAULTS",
+    "CacheControl",
+    "Chat",
+    "Defaults",
+    "DocumentPart",
+    "FillInMiddle",
+    "GenerateRequest",
+    "Grammar",
+    "Job",
+    "Message",
+    "ModelInfo",
+    "Namespace",
+    "OtherPart",
+    "Part",
+    "PicturePart",
+    "PictureSpan",
+    "PreparedPicture",
+    "Prompt",
+    "RawText",
+    "RawTokens",
+    "Reasoning",
+    "RequestId",
+    "Role",
+    "Sampling",
+    "Scores",
+    "ServedRequest",
+    "SoftenedSchema",
+    "Source",
+    "TextPart",
+    "Thinned",
+    "TokenArray",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolMode",
+    "Usage",
+]

@@ -1,0 +1,36 @@
+"""What the rest of firn knows about the loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the rest of firn knows about the loaded model. Built complete, never changed."""
+
+    name: str
+    path: str
+    architecture: str
+    fingerprint: bytes
+    context_length: int
+    vocab_size: int
+    dtype: str
+    weights_nbytes: int
+    layer_kinds: tuple[str, ...]
+    batchable: bool
+    unbatchable_why: str | None
+    vision: bool = False
+    whole_pictures: bool = False
+    """A picture's tokens attend to each other: see Prompt."""
+    generates: bool = True
+    """False: it only makes embeddings."""
+    created: int = 0
+    n_embeddings: int = 0
+    """Rows of the embedding table: ids from here on must not be read. 0: as many as the vocabulary
+    has."""
+
+    @property
+    def n_ids(self) -> int:
+        """Every id of a prompt is below this."""
+        return self.n_embeddings or self.vocab_size

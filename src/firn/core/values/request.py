@@ -1,0 +1,125 @@
+"""What a client asks for: a prompt in some form, and how to generate its replies. All frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from firn.core.values.messages import Chat, Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class RawText:
+    """add_special: begin with the tokens that start a text of this model. parse_special: text that
+    spells a control token becomes that token."""
+
+    text: str
+    add_special: bool = True
+    parse_special: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RawTokens:
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FillInMiddle:
+    """Write what goes between two texts. The server adds the control tokens: what the texts spell
+    is plain text, unless parse_special says otherwise."""
+
+    prefix: str
+    suffix: str
+    add_special: bool = True
+    parse_special: bool = False
+
+
+Source = Chat | RawText | RawTokens | FillInMiddle
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one row picks its tokens. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControl:
+    """What a request says about the prefix cache. ttl_s None: kept as long as there is room."""
+
+    read: bool = True
+    write: bool = True
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """enabled None: the model's template decides. budget_tokens None: unbounded."""
+
+    enabled: bool | None = None
+    effort: str | None = None
+    budget_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What applies where a request says nothing: the model's defaults, overridden by the server's
+    flags."""
+
+    sampling: Sampling = Sampling()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
+
+    def reasoning(self, given: Reasoning) -> Reasoning:
+        if given.budget_tokens is not None or self.thinking_budget is None:
+            return given
+        return replace(given, budget_tokens=self.thinking_budget)
+
+    def kwargs(self, given: Mapping[str, Any], reasoning: Reasoning) -> Mapping[str, Any]:
+        """A request's template variables over the defaults, except those that `reasoning` sets
+        already."""
+        said: set[str] = set()
+        if reasoning.enabled is not None:
+            said |= {"enable_thinking", "thinking"}
+        if reasoning.effort is not None:
+            said.add("reasoning_effort")
+        kept = {name: value for name, value in self.template_kwargs.items() if name not in said}
+        return {**kept, **given}
+
+
+PLAIN_DEFAULTS = Defaults()
+"""Of a server without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt, `n` replies: the one form behind every API."""
+
+    model: str
+    source: Source
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    top_logprobs: int | None = None
+    """None: no logprobs; 0: of the picked token alone; k: of the k likeliest tokens too."""
+    ignore_eos: bool = False
+    echo: bool = False
+    grammar: Grammar | None = None
+    reasoning: Reasoning = Reasoning()
+    cache: CacheControl = CacheControl()
+    speculates: bool = True
+    prediction: str = ""
+    """What the caller expects the reply to be, or parts of it: a source of drafts."""
+    sparse_keep: float | None = None
+    """Read only this share of a long cold prompt; None: as the server is set."""

@@ -1,0 +1,137 @@
+"""Generates replies: prompts that are read join the decode batch, and every step gives each a token.
+
+Owner: the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from firn.core.events import ChoiceDone, Token
+from firn.core.ports import LiveRow, PickedToken
+from firn.engine.inflight import InFlight
+from firn.engine.recovery import Recovery
+from firn.engine.sequence import Choice, ListTail, PrefillTask
+
+ALIKE = 2.0
+"""Prompts whose lengths differ by at most this factor are expected to join the same group."""
+
+
+class Decode:
+    def __init__(self, inflight: InFlight, recovery: Recovery) -> None:
+        self._inflight = inflight
+        self._runner = inflight.runner
+        self._recovery = recovery
+        self._has_first_token = False
+
+    # --- joining ---------------------------------------------------------------------------
+
+    def begin(self, task: PrefillTask) -> None:
+        """The prompt is read except for its last token: its choices join the decode batch."""
+        job = task.sequence.job
+        self._inflight.end_scoring(task)
+        self._inflight.announce(task.sequence, at_last=True)
+        if not job.max_tokens:
+            for choice in [c for c in task.choices if not c.done]:
+                self._inflight.say(job.id, ChoiceDone(choice.index, "length"))
+                self._inflight.finish_choice(choice)
+            return
+        del self._inflight.tasks[task.number]
+        with self._recovery.guard(task.sequence):
+            with self._inflight.closing_on_error(task.cursor):
+                self._join(task)
+            self._inflight.cache.close_cursor(task.cursor, None)
+
+    def _join(self, task: PrefillTask) -> None:
+        last = int(task.prompt.ids[-1])
+        choices = [c for c in task.choices if not c.done]
+        rows = self._runner.choices(task.row, task.sequence.job, [c.index for c in choices])
+        n_coming = len(choices) + self._n_alike(task)
+        for choice, row in zip(choices, rows, strict=True):
+            n_coming -= 1
+            if choice.n_rescues or choice.tokens:
+                self._runner.resume(row, choice.tokens, alone=choice.n_rescues > 0)
+            reply = ListTail(choice.tokens, len(task.prompt) - len(task.sequence.job.prompt))
+            choice.row, choice.cursor = row, self._inflight.cache.fork(task.cursor, reply)
+            self._runner.join(row, last, n_coming=n_coming)
+            self._inflight.rows[row] = choice
+            if choice.forced.tokens:
+                self.force(choice, row)
+
+    def _n_alike(self, task: PrefillTask) -> int:
+        """How many rows will want a seat beside this one's: those admitted, of about its length."""
+        return sum(
+            len(t.choices)
+            for t in self._inflight.tasks.values()
+            if 1 / ALIKE <= len(t.prompt) / len(task.prompt) <= ALIKE
+        )
+
+    def force(self, choice: Choice, row: LiveRow) -> None:
+        """Tell the runner which of the reply's next tokens are not left to the model."""
+        rest = choice.forced.rest(choice.n_picked)
+        n_prompt = len(choice.sequence.job.prompt)
+        self._runner.force(row, rest.tokens, at=n_prompt + rest.at)
+
+    # --- steps -----------------------------------------------------------------------------
+
+    def _groups(self) -> Iterator[list[LiveRow]]:
+        """The decode groups, without rows that a fault in an earlier group took along."""
+        for rows in self._runner.groups():
+            if live := [row for row in rows if row in self._inflight.rows]:
+                yield live
+
+    def launch(self) -> None:
+        for rows in self._groups():
+            try:
+                self._runner.launch(rows)
+            except Exception as e:
+                self._recovery.rescue(rows, e)
+
+    def collect(self, *, wait: bool) -> None:
+        """Read the tokens; those of the newest step may stay in flight until the next is launched.
+
+        Not if a prefill chunk runs meanwhile (`wait`), and not if a request waits for its first token.
+        """
+        for rows in self._groups():
+            now = wait or any(not self._inflight.rows[row].tokens for row in rows)
+            try:
+                picked = self._runner.collect(rows, keep_in_flight=0 if now else 1)
+            except Exception as e:
+                self._recovery.rescue(rows, e)
+                continue
+            for item in picked:
+                self._take(item)
+
+    def _take(self, picked: PickedToken[LiveRow]) -> None:
+        choice = self._inflight.rows.get(picked.row)
+        if choice is None or choice.done:
+            return
+        if picked.fault is not None:
+            self._recovery.fail(choice.sequence, picked.fault)
+            return
+        token = Token(
+            choice.index,
+            picked.token,
+            picked.logprob,
+            forced=choice.forced.at <= len(choice.tokens) < choice.forced.end,
+            n_drafted=picked.n_drafted,
+            n_accepted=picked.n_accepted,
+        )
+        self._take_token(choice, picked.row, token)
+
+    def _take_token(self, choice: Choice, row: LiveRow, token: Token) -> None:
+        job = choice.sequence.job
+        ended = token.id in job.eos
+        self._has_first_token |= not choice.tokens
+        choice.tokens.append(token.id)
+        self._inflight.say(job.id, token)
+        if ended or len(choice.tokens) >= job.max_tokens:
+            self._inflight.say(job.id, ChoiceDone(choice.index, "stop" if ended else "length"))
+            self._inflight.finish_choice(choice)
+        elif choice.cursor is not None and choice.cursor.commit_due(row.n_tokens):
+            self._inflight.commit(choice.cursor, row)
+
+    def take_first_token_flag(self) -> bool:
+        """Whether a reply got its first token since this was last asked."""
+        flag, self._has_first_token = self._has_first_token, False
+        return flag

@@ -1,0 +1,205 @@
+"""The requests that the engine has: their rows, their cursors, and what their clients are told.
+
+The tables are shared by all that acts in a step (admission, prefill, decode, recovery). A request is in
+`sequences` from its arrival to its end; it is in `waiting` until it is admitted, and then has a prefill
+task for each prompt that is being read and an entry in `rows` for each reply that is being generated.
+
+Owner: the engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from firn.core.events import EngineEvent, JobDone
+from firn.core.ports import Cursor, Delivery, EngineLoad, LiveRow, Publish, Restored
+from firn.core.values import Prompt, RequestId
+from firn.engine.parts import EngineParts
+from firn.engine.sequence import Choice, PrefillTask, Sequence
+
+log = logging.getLogger("firn.engine")
+
+
+class RestoreFailed(Exception):
+    """Records could not be copied into a row: a miss. The request's cursor is closed."""
+
+
+class InFlight:
+    def __init__(
+        self,
+        parts: EngineParts,
+        publish: Publish,
+        *,
+        left_queue: Callable[[], None],
+        rejoined_queue: Callable[[], None],
+        on_end: Callable[[Sequence], None],
+    ) -> None:
+        """left_queue, rejoined_queue: called for each request that no longer waits, or waits again.
+        on_end: called for each request whose rows are gone for good."""
+        self.runner, self.cache = parts.runner, parts.cache
+        self.budget, self.limits, self.scorer = parts.budget, parts.limits, parts.scorer
+        self.leave_queue, self.rejoin_queue = left_queue, rejoined_queue
+        self._publish = publish
+        self._on_end = on_end
+        self.sequences: dict[RequestId, Sequence] = {}
+        self.waiting: list[Sequence] = []
+        self.tasks: dict[int, PrefillTask] = {}
+        self.rows: dict[LiveRow, Choice] = {}
+        self.n_unconfirmed = 0
+        """Steps since something was committed that the device has not been asked about."""
+        self._n_tasks = 0
+        self._events: list[Delivery] = []
+
+    # --- what there is ---------------------------------------------------------------------
+
+    @property
+    def admitted(self) -> list[Sequence]:
+        """The requests that have their rows, in order of arrival."""
+        return [s for s in self.sequences.values() if s.admitted]
+
+    @property
+    def n_admitted(self) -> int:
+        """May be read from any thread."""
+        return len(self.sequences) - len(self.waiting)
+
+    @property
+    def is_one_prefill(self) -> bool:
+        """One prompt is being read, and nobody else waits for anything."""
+        return not self.rows and not self.waiting and len(self.tasks) == 1
+
+    @property
+    def load(self) -> EngineLoad:
+        # A reply of one token counts as prefill: its first token may not have been sent yet.
+        if self.tasks or self.waiting or any(len(c.tokens) < 2 for c in self.rows.values()):
+            return EngineLoad.BOTH if self.rows else EngineLoad.PREFILLING
+        return EngineLoad.DECODING if self.rows else EngineLoad.NONE
+
+    def tasks_of(self, sequence: Sequence) -> list[PrefillTask]:
+        return [t for t in self.tasks.values() if t.sequence is sequence]
+
+    # --- what clients are told -------------------------------------------------------------
+
+    def say(self, request: RequestId, event: EngineEvent) -> None:
+        self._events.append((request, event))
+
+    def announce(self, sequence: Sequence, *, at_last: bool = False) -> None:
+        """Say what the cache did for the prompt, as soon as that is settled."""
+        if not sequence.announced and (at_last or not sequence.cursor.racing):
+            sequence.announced = True
+            self.say(sequence.job.id, sequence.admission)
+
+    def flush(self) -> None:
+        if self._events:
+            batch, self._events = self._events, []
+            self._publish(batch)
+
+    # --- rows and cursors ------------------------------------------------------------------
+
+    def add_task(
+        self,
+        sequence: Sequence,
+        prompt: Prompt,
+        choices: list[Choice],
+        cursor: Cursor,
+        row: LiveRow,
+    ) -> PrefillTask:
+        self._n_tasks += 1
+        task = PrefillTask(self._n_tasks, sequence, prompt, choices, cursor, row)
+        self.tasks[task.number] = task
+        return task
+
+    def restore(self, cursor: Cursor, restored: Restored) -> LiveRow:
+        """A new row with a cached prefix. Raises RestoreFailed."""
+        began = time.perf_counter()
+        try:
+            row = self.runner.start(restored)
+        except Exception as e:
+            log.warning("restoring %d tokens failed: %r", restored.n_tokens, e, exc_info=e)
+            self.cache.close_cursor(cursor, None)
+            raise RestoreFailed from e
+        self.cache.saw_restore(restored, time.perf_counter() - began)
+        return row
+
+    def commit(self, cursor: Cursor, row: LiveRow) -> None:
+        self.cache.commit(cursor, row)
+        self._is_unconfirmed()
+
+    def close(self, cursor: Cursor, row: LiveRow | None) -> None:
+        """row: store what it holds."""
+        self.cache.close_cursor(cursor, row)
+        if row is not None:
+            self._is_unconfirmed()
+
+    def _is_unconfirmed(self) -> None:
+        self.n_unconfirmed = max(self.n_unconfirmed, 1)
+
+    @contextmanager
+    def closing_on_error(self, cursor: Cursor) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.cache.close_cursor(cursor, None)
+            raise
+
+    def update_room(self) -> None:
+        """Tell the cache how much memory live requests leave for records."""
+        self.cache.set_room(self.budget.free_nbytes())
+
+    # --- departures ------------------------------------------------------------------------
+
+    def drop_task(self, task: PrefillTask, *, keep: bool = True) -> None:
+        """keep: store what it has read."""
+        del self.tasks[task.number]
+        self.end_scoring(task)
+        self.close(task.cursor, task.row if keep else None)
+        self.runner.leave([task.row])
+
+    def end_scoring(self, task: PrefillTask) -> None:
+        """Its scoring is over, or given up."""
+        if task.reading is not None and self.scorer is not None:
+            self.scorer.close_reading(task.reading)
+            task.reading = None
+
+    def drop_row(self, choice: Choice, *, keep: bool = True) -> None:
+        """keep: store what it has generated."""
+        if choice.row is None:
+            return
+        if choice.cursor is not None:
+            self.close(choice.cursor, choice.row if keep else None)
+        self.rows.pop(choice.row, None)
+        self.runner.leave([choice.row])
+        choice.row = choice.cursor = None
+
+    def finish_choice(self, choice: Choice) -> None:
+        self.drop_row(choice)
+        choice.done = True
+        for task in [t for t in self.tasks.values() if all(c.done for c in t.choices)]:
+            self.drop_task(task)
+        if not choice.sequence.open_choices:
+            self.retire(choice.sequence)
+            self.say(choice.sequence.job.id, JobDone())
+
+    def retire(self, sequence: Sequence) -> None:
+        """Drop all rows of a request; the blocks done so far stay in the cache."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+            self.leave_queue()
+        for task in self.tasks_of(sequence):
+            self.drop_task(task)
+        for choice in sequence.open_choices:
+            self.drop_row(choice)
+            choice.done = True
+        self.cache.close_cursor(sequence.cursor, None)
+        if sequence.admitted:
+            self.budget.release(sequence.job)
+            self.update_room()
+        self.sequences.pop(sequence.job.id, None)
+        self._on_end(sequence)
+
+    def clear(self) -> None:
+        """The engine ends: forget everyone."""
+        for table in (self.sequences, self.waiting, self.tasks, self.rows):
+            table.clear()

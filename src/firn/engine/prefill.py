@@ -1,0 +1,194 @@
+"""Reads prompts: opens a task for each admitted request, and reads one chunk of one task a step.
+
+    look up -> restore what is cached into a new row -> chunks, each committed as it settles -> decode
+
+Owner: the engine thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import abc
+
+from firn.core.events import Advanced, Prefilled, PromptLogprobs
+from firn.core.ports import Cursor
+from firn.core.values import Prompt
+from firn.engine.chunks import ChunkSizes
+from firn.engine.decode import Decode
+from firn.engine.inflight import InFlight, RestoreFailed
+from firn.engine.prompt_batches import PromptBatches
+from firn.engine.recovery import Recovery
+from firn.engine.scheduler import chunk_end
+from firn.engine.sequence import Choice, PrefillTask, Sequence
+from firn.engine.sparse import SparsePrefill
+
+
+class Prefill:
+    def __init__(
+        self, inflight: InFlight, recovery: Recovery, *, decode: Decode, sizes: ChunkSizes
+    ) -> None:
+        self._inflight = inflight
+        self._runner, self._cache = inflight.runner, inflight.cache
+        self._recovery = recovery
+        self._decode = decode
+        self._sizes = sizes
+        self._sparse = SparsePrefill(inflight, inflight.scorer)
+        self._batches = PromptBatches(inflight, self.jump)
+        self.n_chunks = 0
+        """Its parity says whose turn it is."""
+
+    # --- opening ---------------------------------------------------------------------------
+
+    def begin(self, sequence: Sequence) -> None:
+        """The request has its memory: restore what the cache has of its prompt into a new row."""
+        with self._recovery.guard(sequence):
+            job = sequence.job
+            task = self._open(sequence, job.prompt, sequence.choices, sequence.cursor)
+            sequence.cursor = task.cursor
+            task.scored = job.prompt_logprobs
+            self._inflight.update_room()  # not earlier: it might have evicted what was restored
+            sequence.has_row()
+            self._sparse.begin(task)
+            self._inflight.announce(sequence)
+            if task.n_left == 0:
+                self._decode.begin(task)
+
+    def begin_again(self, sequence: Sequence) -> None:
+        """The request has its memory back: read each reply up to where it was."""
+        job = sequence.job
+        sequence.was_put_back = False
+        with self._recovery.guard(sequence):
+            if not sequence.has_begun:
+                sequence.cursor = self._cache.open(job.prompt, job.namespace, job.cache)
+                self.begin(sequence)
+                return
+            for choice in sequence.open_choices:
+                if (
+                    choice.done or not sequence.admitted
+                ):  # a fault of the choice before took it along
+                    return
+                prompt = job.prompt.grown(choice.tokens)
+                cursor = self._cache.open(prompt, job.namespace, job.cache)
+                task = self._open(sequence, prompt, [choice], cursor)
+                if task.n_left == 0:
+                    self._decode.begin(task)
+            self._inflight.update_room()
+
+    def _open(
+        self, sequence: Sequence, prompt: Prompt, choices: list[Choice], cursor: Cursor
+    ) -> PrefillTask:
+        restored = self._cache.restore(cursor)
+        if restored is not None:
+            try:
+                row = self._inflight.restore(cursor, restored)
+                return self._inflight.add_task(sequence, prompt, choices, cursor, row)
+            except RestoreFailed:
+                cursor = self._cache.blank()
+        with self._inflight.closing_on_error(cursor):
+            row = self._runner.start(None)
+        return self._inflight.add_task(sequence, prompt, choices, cursor, row)
+
+    # --- chunks ----------------------------------------------------------------------------
+
+    def dispatch(self, task: PrefillTask) -> abc.Sequence[PrefillTask]:
+        """Start a chunk; the tasks that it reads, this one first. Empty: nothing to wait for."""
+        self.n_chunks += 1
+        if not self.jump(task):
+            return ()
+        chunk = self._chunk(task)
+        task.chunk_start, task.chunk_began = task.row.n_tokens, time.perf_counter()
+        if task.reading is not None:
+            return self._score(task, chunk)
+        end = chunk_end(
+            task.row.n_tokens,
+            task.n_total,
+            chunk=chunk,
+            stops=self._cache.stops(task.cursor),
+            unbroken=task.prompt.unbroken,
+            aligned=self._inflight.limits.aligned,
+        )
+        others = self._batches.find(task, most=chunk) if end == task.n_total else []
+        task.chunk_began = time.perf_counter()
+        with self._recovery.guard(task.sequence):
+            if not (others and self._batches.prefill(task, others)):
+                top = (task.sequence.job.top_logprobs or 0) if task.scored else None
+                self._runner.prefill(task.row, task.prompt, end, top_logprobs=top)
+            return [task, *task.others]
+        return ()
+
+    def _score(self, task: PrefillTask, chunk: int) -> abc.Sequence[PrefillTask]:
+        with self._recovery.guard(task.sequence):
+            self._sparse.read(task, chunk)
+            return [task] if task.reading is not None else ()
+        return ()
+
+    def jump(self, task: PrefillTask) -> bool:
+        """Continue behind what was loaded, or computed by other requests, since the last chunk.
+
+        False: nothing is left to read.
+        """
+        ahead = self._cache.advance(task.cursor, task.row.n_tokens)
+        if ahead is None:
+            return True
+        try:
+            row = self._inflight.restore(task.cursor, ahead)
+        except RestoreFailed:
+            self._go_on_without_cache(task)
+        else:
+            self._runner.leave([task.row])
+            task.row = row
+            if task.sequence.announced and task.is_prompt:
+                self._inflight.say(task.sequence.job.id, Advanced(task.sequence.admission))
+        self._inflight.announce(task.sequence)
+        if task.n_left == 0:
+            self._decode.begin(task)
+            return False
+        return True
+
+    def _go_on_without_cache(self, task: PrefillTask) -> None:
+        is_prompt, task.cursor = task.is_prompt, self._cache.blank()
+        if is_prompt:
+            task.sequence.cursor = task.cursor
+
+    def _chunk(self, task: PrefillTask) -> int:
+        limits = self._inflight.limits
+        if limits.aligned:  # other chunks would give other bits
+            return limits.prefill_chunk
+        n_done = task.row.n_tokens
+        chunk = self._sizes.choose(n_done, alone=self._inflight.is_one_prefill)
+        chunk = self._inflight.budget.chunk_tokens(n_done, most=chunk)
+        if not task.scored:
+            return chunk
+        return max(min(chunk, limits.scored_nbytes // (4 * self._runner.info.vocab_size)), 1)
+
+    # --- settling --------------------------------------------------------------------------
+
+    def settle(self, task: PrefillTask) -> None:
+        """Wait for the task's chunk, and commit it."""
+        if task.number not in self._inflight.tasks:  # cancelled while it ran
+            return
+        with self._recovery.guard(task.sequence):
+            if task.reading is not None:
+                self._sparse.settle(task)
+            else:
+                self._commit(task)
+            self._inflight.announce(task.sequence)
+            if task.sequence.announced:
+                self._inflight.say(task.sequence.job.id, Prefilled(*task.progress))
+            if task.n_left == 0:
+                self._decode.begin(task)
+
+    def _commit(self, task: PrefillTask) -> None:
+        logprobs = self._runner.settle(task.row)
+        if logprobs:
+            told = PromptLogprobs(task.chunk_start + 1, tuple(logprobs))
+            self._inflight.say(task.sequence.job.id, told)
+        took_s = time.perf_counter() - task.chunk_began
+        self._batches.settled(task, took_s)
+        took_s *= task.share
+        start, end = task.chunk_start, task.row.n_tokens
+        self._cache.saw_prefill(start, end, took_s)
+        self._sizes.saw(start, end, took_s)
+        if task.share == 1.0:
+            self._inflight.budget.learn_chunk(end - start, start, self._runner.chunk_peak_nbytes)
+        self._inflight.commit(task.cursor, task.row)

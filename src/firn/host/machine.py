@@ -1,0 +1,141 @@
+"""Facts about this machine that need no MLX: memory, disk, descriptors, processors, addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SystemMemory:
+    """In bytes. `available` is what a new process could have without swapping; None: unknown."""
+
+    total: int
+    available: int | None
+
+
+def memory(root: Path = Path("/")) -> SystemMemory:
+    """`root` is where /proc and /sys are."""
+    if sys.platform == "darwin":
+        return SystemMemory(_physical_nbytes(), _mac_available())
+    info = _meminfo(root / "proc/meminfo")
+    total = info.get("MemTotal", _physical_nbytes())
+    available = info.get("MemAvailable")
+    limit = _number_in(root / "sys/fs/cgroup/memory.max")
+    if limit is not None and limit < total:  # a container with less than the machine
+        used = _number_in(root / "sys/fs/cgroup/memory.current") or 0
+        total, available = limit, min(available or limit, max(limit - used, 0))
+    return SystemMemory(total, available)
+
+
+def _physical_nbytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines)
+    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[2] == "kB"}
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _mac_available() -> int | None:
+    try:
+        run = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return vm_stat_available(run.stdout, page_nbytes=os.sysconf("SC_PAGE_SIZE"))
+
+
+def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
+    """What macOS's vm_stat says could be had: free pages and those it would give up at once."""
+    wanted = ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
+    rows = (line.partition(":") for line in text.splitlines())
+    pages = [int(value.strip(" .")) for name, _, value in rows if name in wanted]
+    return sum(pages) * page_nbytes if pages else None
+
+
+def is_translated(platform: str = sys.platform, read: Callable[[], str] | None = None) -> bool:
+    """Whether this Python is one for Intel's processors, run by Rosetta on one of Apple's."""
+    if platform != "darwin":
+        return False
+    try:
+        return (read or _proc_translated)().strip() == "1"
+    except (OSError, subprocess.SubprocessError):  # a Mac with Intel's does not know the question
+        return False
+
+
+def _proc_translated() -> str:
+    command = ["/usr/sbin/sysctl", "-n", "sysctl.proc_translated"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+
+
+def disk_free(folder: Path) -> int:
+    """Free bytes where `folder` is, or would be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Processors that this process may use: neither the machine's nor a container host's."""
+    try:
+        n = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        n = os.cpu_count() or 1
+    try:
+        quota, _, period = (root / "sys/fs/cgroup/cpu.max").read_text().partition(" ")
+        if quota.isdigit():
+            n = min(n, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError, ZeroDivisionError):
+        pass
+    return max(n, 1)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def most_descriptors() -> int:
+    """How many files a process of this user may open at the most."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def raise_descriptor_limit(*, wanted: int = 65536) -> int:
+    """Let this process open as many files as it may; returns how many that are.
+
+    A connection is one, a record being read another. macOS starts processes with 256.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    for limit in (most, 24576, 10240, 4096, 1024):  # macOS refuses what its kernel would not give
+        if soft != resource.RLIM_INFINITY and soft < limit <= most:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return limit
+            except (OSError, ValueError):
+                continue
+    return wanted if soft == resource.RLIM_INFINITY else soft

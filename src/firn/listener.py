@@ -1,0 +1,56 @@
+"""Where a server listens: its address, uvicorn without its signals, as many connections as it may
+have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import uvicorn
+
+from firn.api.connections import ConnectionLimits, Connections
+from firn.core.errors import SetupError
+from firn.host.machine import raise_descriptor_limit
+
+RESERVED_FILES = 64
+"""Descriptors that are never connections: records being read and written, logs, the model."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address before the model is loaded: an address in use is a matter of one line."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as e:
+        sock.close()
+        raise SetupError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
+    return sock
+
+
+class Uvicorn(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again after a clean stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def connections() -> Connections:
+    """As many as there are descriptors, less what the cache and the model's files take."""
+    limits = ConnectionLimits()
+    n_files = raise_descriptor_limit()
+    n_open = n_files - max(RESERVED_FILES, n_files // 4) - limits.n_spare
+    n_open = max(n_open, 16)
+    limits = replace(limits, max_open=n_open, max_heads=min(limits.max_heads, n_open // 2))
+    return Connections(limits)
+
+
+def address(sock: socket.socket) -> str:
+    """Of the server, as a client would type it."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,156 @@
+"""Prompts read in passes of few shapes, for a device that prepares attention anew for each.
+
+MLX attends to several tokens on CUDA by cuDNN, which makes a plan for each number of new tokens, of
+columns and of columns in the buffer behind them: 70 ms on an H200, where the pass itself takes 20. Left
+alone, every prompt brings shapes of its own. So buffers grow to few sizes (`rounded`), and a chunk that
+is not a full one in a full one's place is padded to one of WIDTHS. It sees columns up to a common
+end, those behind each token masked:
+
+    cells       # [0, offset) read before  # [offset, offset + n_new) new  . padding  . room
+    passed to the model                                          width |            | columns
+
+The padding is written behind the row's end, where nobody looks and the next tokens go.
+
+Owner: the engine thread, through a runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from firn.core.values import TokenArray
+from firn.models.selfcheck import FAR, apart, prefilled
+
+WIDTHS = (16, 64, *range(256, 2049, 256))
+FULL = WIDTHS[-1]
+"""Chunks of so many tokens, and multiples, have a common shape as they are where they end at one. Longer
+ones at other places are left alone: a plan is a small part of what they take."""
+NARROW = 512
+"""Up to so many tokens the whole buffer is looked at: columns are cheap, plans are not."""
+MIN_ROOM = 256
+PARTS = 8
+"""Buffers have so many sizes from one power of two to the next: at most an eighth of one is unused."""
+N_PAST, N_NEW = 13, 11
+"""Tokens that a model is tried with."""
+
+
+def rounded(n_tokens: int) -> int:
+    """The size of a buffer for so many tokens."""
+    unit = max((1 << (n_tokens.bit_length() - 1)) // PARTS, MIN_ROOM)
+    return -(-n_tokens // unit) * unit
+
+
+def width_for(n_new: int) -> int:
+    """Of a pass that reads so many tokens; 0 where it is left as it is."""
+    return next((w for w in WIDTHS if w >= n_new), 0)
+
+
+def growth(n_tokens: int) -> int:
+    """How much a full buffer of so many tokens grows."""
+    return rounded(n_tokens + 1) - n_tokens if n_tokens == rounded(n_tokens) else MIN_ROOM
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedPass:
+    """width: tokens that the model is given. layers: a row's caches as it sees them."""
+
+    width: int
+    layers: list[Any]
+
+    def pad(self, ids: TokenArray) -> TokenArray:
+        return np.pad(ids, (0, self.width - len(ids)))
+
+
+class FewShapes:
+    def __init__(self, dtype: mx.Dtype) -> None:
+        """dtype: of the model's keys and values."""
+        self._dtype = dtype
+
+    def fit(self, layers: Sequence[Any], n_new: int) -> PaddedPass | None:
+        """How the next tokens of a row are read; None: as they are. Its caches have room."""
+        if not all(type(layer) is KVCache for layer in layers):
+            return None  # a padded token changes a recurrent state, and takes a place in a window
+        first = layers[0]
+        offset, n_room = first.offset, first.step if first.keys is None else first.keys.shape[-2]
+        width = width_for(n_new)
+        if not width or offset + width > n_room or (n_new == FULL and offset % FULL == 0):
+            return None
+        n_columns = n_room
+        if width > NARROW:
+            n_columns = min(-(-(offset + width) // FULL) * FULL, n_room)
+        masks = _Masks(offset, width, n_columns, self._dtype)
+        return PaddedPass(width, [_PaddedCache(layer, n_new, masks) for layer in layers])
+
+
+class _Masks:
+    """Made once for all layers of a pass. Added to the scores: MLX spreads out a mask of booleans in
+    every layer, for all heads."""
+
+    def __init__(self, offset: int, width: int, n_columns: int, dtype: mx.Dtype) -> None:
+        self.n_columns = n_columns
+        self._offset, self._width, self._dtype = offset, width, dtype
+        self._made: dict[int | None, mx.array] = {}
+
+    def get(self, window: int | None) -> mx.array:
+        mask = self._made.get(window)
+        if mask is None:
+            rows = mx.arange(self._offset, self._offset + self._width)[:, None]
+            columns = mx.arange(self.n_columns)[None]
+            seen = rows >= columns
+            if window is not None:
+                seen = seen & (rows < columns + window)
+            none, all_of_it = mx.array(0, self._dtype), mx.array(-mx.inf, self._dtype)
+            mask = self._made[window] = mx.where(seen, none, all_of_it)
+        return mask
+
+
+class _PaddedCache:
+    """A lone row's cache during one pass."""
+
+    def __init__(self, cache: KVCache, n_new: int, masks: _Masks) -> None:
+        self._cache, self._n_new, self._masks = cache, n_new, masks
+        self.offset = cache.offset
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        return self._masks.get(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._cache.update_and_fetch(keys, values)
+        self._cache.offset = self.offset + self._n_new
+        n = self._masks.n_columns
+        return self._cache.keys[..., :n, :], self._cache.values[..., :n, :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def few_shapes(model: Any, make_layers: Callable[[], list[Any]]) -> FewShapes:
+    """For a model whose tokens come out of a padded pass as they do without. Raises ValueError with what
+    was seen where they do not."""
+    ids = np.arange(N_PAST + N_NEW + 1) % 50 + 1
+    plain = prefilled(model, make_layers(), ids[:N_PAST].tolist())
+    padded = prefilled(model, make_layers(), ids[:N_PAST].tolist())
+    if not all(type(layer) is KVCache for layer in padded):
+        raise ValueError("not all of its layers are plain attention")
+    shapes = FewShapes(padded[0].keys.dtype)
+    fitted = shapes.fit(padded, N_NEW)
+    assert fitted is not None
+    new = ids[N_PAST:-1]
+    try:
+        model(mx.array(fitted.pad(new).tolist())[None], cache=fitted.layers)
+        prefilled(model, plain, new.tolist())
+        last = mx.array([ids[-1:].tolist()])
+        far = apart(*(model(last, cache=layers)[0, -1] for layers in (plain, padded)))
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
+        raise ValueError(f"a padded pass fails: {str(e).splitlines()[0]}") from e
+    if far > FAR:
+        raise ValueError(f"tokens come out different of a padded pass ({far:.1f})")
+    return shapes

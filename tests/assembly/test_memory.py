@@ -1,0 +1,117 @@
+"""A server's memory while it serves: it follows the machine, and tells other servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from firn.assembly.memory import MemoryWatch, Planned, beside_others, plan_server
+from firn.config import Config, EngineConfig
+from firn.core.memory_plan import GIB, MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory
+from firn.host.reservations import Reservation, Reserved
+
+MAC = MachineMemory("metal", 48 * GIB, 64 * GIB, available_nbytes=50 * GIB)
+MODEL = ModelMemory(8 * GIB, 100 << 10, 0, context_length=100_000)
+
+
+@pytest.fixture
+def planned() -> Planned:
+    return plan_server(Config(), MAC, MODEL, chunk=512, exact=False)
+
+
+class Machine:
+    """A fake: what it has left, and what the server was told."""
+
+    def __init__(self, planned: Planned, folder: Path) -> None:
+        self.now = MAC
+        self.capacity = planned.plan.capacity_nbytes
+        self.folder = folder
+        self.watch = MemoryWatch(
+            planned,
+            look=lambda: self.now,
+            used_nbytes=lambda: 9 * GIB,
+            held_nbytes=lambda: 0,
+            capacity_nbytes=lambda: self.capacity,
+            set_capacity=self._set,
+            folder=folder,
+            every_s=3600,
+        )
+
+    def _set(self, nbytes: int) -> None:
+        self.capacity = nbytes
+
+
+def test_capacity_follows_what_other_programs_leave(planned: Planned, tmp_path: Path) -> None:
+    mac = Machine(planned, tmp_path)
+    full = mac.capacity
+    mac.watch.look()
+    assert mac.capacity == full, "nothing has changed"
+    mac.now = replace(MAC, available_nbytes=30 * GIB)
+    mac.watch.look()
+    assert mac.capacity < full - 10 * GIB
+    mac.now = replace(MAC, available_nbytes=1 * GIB)
+    mac.watch.look()
+    assert mac.capacity == MIN_CAPACITY_NBYTES
+    mac.now = MAC
+    mac.watch.look()
+    assert mac.capacity == full
+    mac.watch.stop()
+
+
+def test_two_servers_share_a_machine(planned: Planned, tmp_path: Path) -> None:
+    """The second gets what the first has not reserved; the first shrinks only for what is reserved."""
+    mac = Machine(planned, tmp_path)
+    mac.watch.look()
+    second = Reservation(tmp_path, pid=1)
+    second.put(Reserved("metal", 1, 20 * GIB, 5 * GIB))
+    before = mac.capacity
+    mac.watch.look()
+    assert mac.capacity <= before - 15 * GIB
+    seen = beside_others(MAC, group=1, folder=tmp_path)
+    assert (seen.reserved_nbytes, seen.unclaimed_nbytes) == (0, 0), "its own does not count"
+    second.close()
+    mac.watch.look()
+    assert mac.capacity == before
+    mac.watch.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_reserves_what_it_needs_and_not_what_it_would_like(planned: Planned) -> None:
+    """Two of them fit on a machine: stored prefixes of one give way to the requests of the other."""
+    idle, busy = planned.reserved_nbytes(0), planned.reserved_nbytes(20 * GIB)
+    assert planned.plan.weights_nbytes < idle < planned.plan.total_nbytes // 2
+    assert busy - planned.reserved_nbytes(10 * GIB) == 10 * GIB
+    now = replace(MAC, available_nbytes=MAC.physical_nbytes - 9 * GIB, reserved_nbytes=idle)
+    second = plan_server(Config(), now, MODEL, chunk=512, exact=False).plan
+    assert second.fits
+    assert second.capacity_nbytes > 10 * GIB
+
+
+def test_where_a_front_decides_the_watch_only_tells(planned: Planned, tmp_path: Path) -> None:
+    watch = MemoryWatch(
+        planned,
+        look=lambda: replace(MAC, available_nbytes=0),
+        used_nbytes=lambda: 0,
+        held_nbytes=lambda: 0,
+        capacity_nbytes=lambda: 5 * GIB,
+        set_capacity=None,
+        group=77,
+        folder=tmp_path,
+        every_s=3600,
+    )
+    watch.start()
+    (path,) = tmp_path.iterdir()
+    assert '"group": 77' in path.read_text()
+    watch.stop()
+
+
+def test_options_reach_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    engine = EngineConfig(scheduler_headroom_gb=20.0, wired_limit=4.0)
+    plan = plan_server(Config(engine=engine), MAC, MODEL, chunk=512, exact=False).plan
+    assert (plan.headroom_nbytes, plan.wired_nbytes) == (20 * GIB, 4 * GIB)
+    with caplog.at_level("WARNING", "firn"):
+        large = replace(MODEL, weights_nbytes=60 * GIB)
+        plan_server(Config(), MAC, large, chunk=512, exact=False).tell()
+    assert "too large" in caplog.text

@@ -1,0 +1,206 @@
+"""Short prompts that wait together: one padded pass, the same answers; who leaves leaves alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from firn.cache.codecs import leaves
+from firn.engine.prompt_batches import N_TRIED, TRY_EVERY, BatchTrial
+from firn.models.together import can_read_together, together_fault
+from tests.cache.lab import IN_ROWS, LabEngine, tree
+from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
+from tests.harness import Harness, running
+from tests.hash_runner import Faults, reply_to
+from tests.hash_runner import prompt_of as words
+
+PLAIN = ["llama", "qwen3", "gemma"]
+
+
+class Always(BatchTrial):
+    def next(self) -> bool:
+        return True
+
+
+def together(harness: Any) -> Any:
+    return harness.engine._loop._prefill._batches
+
+
+def read_together(harness: Harness) -> None:
+    harness.between_steps(lambda: setattr(together(harness), "_choice", Always()))
+
+
+def submit_at_once(harness: Harness, prompts: list[list[int]], n_reply: int) -> list[Any]:
+    return harness.between_steps(lambda: [harness.submit(ids, n_reply) for ids in prompts])
+
+
+# --- the choice ----------------------------------------------------------------------------
+
+
+def choose(choice: BatchTrial, n: int, *, together_s: float, alone_s: float) -> list[bool]:
+    """n occasions, where a token takes so long in either way."""
+    found = []
+    for _ in range(n):
+        found.append(choice.next())
+        seconds = together_s if found[-1] else alone_s
+        choice.saw(100 * seconds, n_tokens=100, n_prompts=2 if found[-1] else 1)
+    return found
+
+
+def test_both_ways_are_tried_and_the_better_one_is_kept() -> None:
+    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=2.0)
+    assert found[: 2 * N_TRIED].count(True) == N_TRIED
+    assert all(found[2 * N_TRIED :])
+    found = choose(BatchTrial(), 60, together_s=1.0, alone_s=1.0)
+    assert not any(found[2 * N_TRIED :]), "as good is not better: it is left"
+
+
+def test_what_did_not_pay_is_tried_again_now_and_then() -> None:
+    choice = BatchTrial()
+    choose(choice, TRY_EVERY, together_s=2.0, alone_s=1.0)
+    later = choose(choice, 20 * TRY_EVERY, together_s=0.5, alone_s=1.0)
+    assert all(later[-TRY_EVERY + 1 : -1]), "it pays now, and that was found out"
+
+
+# --- the same answers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_prompts_of_unequal_lengths_are_answered_as_alone(name: str) -> None:
+    head = [5, 6, 7]
+    prompts = [[*head, *tokens(i, 30 + 7 * i)] for i in range(6)]
+    with cold_and_warm(tiny(name), chunk=400, block=16) as (cold, warm):
+        want = Reference(cold)
+        read_together(warm)
+        warm.ask([*head, 9], 2)  # so that rows begin with a past
+        for asked, ids in zip(submit_at_once(warm, prompts, 6), prompts, strict=True):
+            assert asked.wait().reply == want(ids, 6).reply
+        assert together(warm).n_passes >= 1
+        for ids in prompts:
+            longer = [*ids, *want(ids, 6).reply, 11, 12]
+            again = warm.ask(longer, 6)
+            assert again.n_cached >= len(ids), "what was stored came out of the padded pass"
+            assert again.reply == want(longer, 6).reply
+        assert not warm.cache.stats.faults
+
+
+def test_rows_of_very_different_lengths_are_not_padded_to_each_other() -> None:
+    with running(tiny("llama"), chunk=400, block=16) as harness:
+        read_together(harness)
+        prompts = [tokens(1, 20), tokens(2, 300)]
+        for asked in submit_at_once(harness, prompts, 3):
+            asked.wait()
+        assert together(harness).n_passes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "can"),
+    [("llama", True), ("llama-sliding", False), ("qwen3_5", False), ("mamba2", False)],
+)
+def test_which_layers_can(name: str, can: bool) -> None:
+    build: Build = tiny(name)
+    _, make_layers = build()
+    assert can_read_together(leaves(make_layers())) is can
+
+
+def test_a_model_is_asked_first() -> None:
+    model, make_layers = tiny("llama")()
+    assert together_fault(model, make_layers) is None
+
+    def forgets_masks(ids: Any, cache: Any) -> Any:
+        """Every row sees the padding of the others."""
+        for layer in cache:
+            if hasattr(layer, "left_padding"):
+                layer.left_padding = layer.left_padding * 0
+        return model(ids, cache=cache)
+
+    assert "different" in (together_fault(forgets_masks, make_layers) or "")
+
+
+def test_exact_mode_reads_one_by_one() -> None:
+    with running(tiny("llama"), chunk=32, block=16, exact=True) as harness:
+        read_together(harness)
+        for asked in submit_at_once(harness, [tokens(i, 31) for i in range(4)], 3):
+            asked.wait()
+        assert together(harness).n_passes == 0
+
+
+# --- company -------------------------------------------------------------------------------
+
+
+def lab_of(faults: Faults | None = None, **options: Any) -> LabEngine:
+    lab = LabEngine(IN_ROWS, faults, cache=tree(IN_ROWS, block=8), **options)
+    lab.between_steps(lambda: setattr(together(lab), "_choice", Always()))
+    return lab
+
+
+def test_what_two_prompts_share_is_computed_once() -> None:
+    with lab_of(chunk=400) as lab:
+        shared = words(1, 64)
+        gate = lab.hold()
+        asked = [lab.submit([*shared, *words(10 + i, 12)], 4) for i in range(5)]
+        gate.set()
+        for outcome in asked:
+            outcome.wait().check()
+        assert lab.runner.n_prefilled <= 64 + 5 * 12 + 8
+        lab.check()
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_who_is_cancelled_in_the_middle_of_a_pass_leaves_alone(gone: int) -> None:
+    """Between its dispatch and its end, when others' tokens are told."""
+    outcomes: list[Any] = []
+    cancelled: list[int] = []
+
+    def cancel(batch: Any) -> None:
+        if lab.runner.n_together and not cancelled:
+            cancelled.append(gone)
+            lab.engine._loop.cancel(outcomes[gone].job.id)
+
+    with lab_of(chunk=400, publish=cancel) as lab:
+        gate = lab.hold()
+        outcomes += [lab.submit(words(20 + i, 40 + i), 5) for i in range(3)]
+        gate.set()
+        for i, outcome in enumerate(outcomes):
+            if i != gone:
+                outcome.wait().check()
+        assert lab.runner.n_together == 1
+        assert cancelled
+        lab.check()
+
+
+def test_a_model_that_cannot_after_all_is_read_one_by_one() -> None:
+    with lab_of(chunk=400) as lab:
+
+        def refuse(*_: Any) -> None:
+            raise ValueError("shapes cannot be broadcast")
+
+        lab.runner.prefill_together = refuse  # type: ignore[method-assign]
+        gate = lab.hold()
+        asked = [lab.submit(words(30 + i, 40), 5) for i in range(4)]
+        gate.set()
+        for outcome in asked:
+            outcome.wait().check()
+        assert together(lab).n_passes == 0
+        lab.check()
+
+
+def test_crowds_that_come_and_go() -> None:
+    rng = random.Random(4)
+    with lab_of(chunk=120, max_rows=6) as lab:
+        for _ in range(6):
+            gate = lab.hold()
+            prompts = [words(rng.randrange(9), rng.randrange(12, 90)) for _ in range(8)]
+            asked = [lab.submit(ids, 7) for ids in prompts]
+            gone = rng.sample(asked, 2)
+            gate.set()
+            for outcome in gone:
+                lab.cancel(outcome)
+            for ids, outcome in zip(prompts, asked, strict=True):
+                if outcome not in gone:
+                    outcome.wait().check()
+                    assert outcome.tokens() == reply_to(ids, 7)
+            lab.check()
+        assert lab.runner.n_together

@@ -1,0 +1,44 @@
+"""The cache folder and Time Machine, by a fake of its program."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from firn.host.backups import leave_out
+
+
+class Tmutil:
+    def __init__(self, *, fails: bool = False) -> None:
+        self.excluded: set[str] = set()
+        self.calls: list[str] = []
+        self.fails = fails
+
+    def __call__(self, command: Sequence[str]) -> str:
+        _, verb, path = command
+        self.calls.append(verb)
+        if self.fails:
+            raise subprocess.CalledProcessError(1, list(command))
+        if verb == "addexclusion":
+            self.excluded.add(path)
+        return f"{'[Excluded]' if path in self.excluded else '[Included]'}    {path}\n"
+
+
+def test_a_folder_is_marked_once(tmp_path: Path) -> None:
+    tmutil = Tmutil()
+    folder = tmp_path / "not" / "there yet"
+    assert leave_out(folder, platform="darwin", run=tmutil)
+    assert leave_out(folder, platform="darwin", run=tmutil)
+    assert tmutil.calls == ["isexcluded", "addexclusion", "isexcluded"]
+    assert str(folder) in tmutil.excluded
+
+
+def test_a_fault_costs_a_warning(tmp_path: Path) -> None:
+    assert not leave_out(tmp_path, platform="darwin", run=Tmutil(fails=True))
+
+
+def test_elsewhere_nothing_is_run(tmp_path: Path) -> None:
+    tmutil = Tmutil()
+    assert not leave_out(tmp_path, platform="linux", run=tmutil)
+    assert tmutil.calls == []

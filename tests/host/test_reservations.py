@@ -1,0 +1,56 @@
+"""Servers of one user know of each other's memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from firn.host.reservations import Reservation, Reserved, others
+
+HOLD = """
+import sys
+from pathlib import Path
+from firn.host.reservations import Reservation, Reserved
+mine = Reservation(Path(sys.argv[1]))
+mine.put(Reserved("metal", 77, 1000, 10))
+mine.put(Reserved("metal", 77, 1000, 400))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_living_server_counts_and_a_dead_one_does_not(tmp_path: Path) -> None:
+    folder = tmp_path / "reservations"
+    assert others(folder, device="metal", group=1) == []
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as child:  # fmt: skip
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        (other,) = others(folder, device="metal", group=1)
+        assert (other.reserved_nbytes, other.unclaimed_nbytes) == (1000, 600)
+        assert others(folder, device="cuda", group=1) == [], "another device"
+        assert others(folder, device="metal", group=77) == [], "they share one budget"
+        child.kill()
+        child.wait()
+        assert others(folder, device="metal", group=1) == []
+        assert list(folder.iterdir()) == [], "the file of the dead is gone"
+
+
+def test_ones_own_does_not_count_and_goes_at_the_end(tmp_path: Path) -> None:
+    mine = Reservation(tmp_path)
+    mine.put(Reserved("cpu", 1, 5, 9))
+    assert others(tmp_path, device="cpu", group=2) == []
+    mine.close()
+    mine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rubbish_and_a_folder_that_cannot_be_written_are_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "12.json").write_text("{")
+    (tmp_path / "13.json").mkdir()
+    assert others(tmp_path, device="cpu", group=1) == []
+    (tmp_path / "file").write_text("")
+    Reservation(tmp_path / "file" / "below").put(Reserved("cpu", 1, 1, 1))

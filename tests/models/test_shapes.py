@@ -1,0 +1,230 @@
+"""Prompts read in few shapes: the same past and the same answers, whatever is padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from firn.core.values import Job, Prompt, RequestId, Sampling, Thinned
+from firn.models import shapes
+from firn.models.room import end_room, give_room
+from firn.models.runner import Runner
+from firn.models.shapes import FULL, WIDTHS, FewShapes, few_shapes, growth, rounded, width_for
+from tests.cache.tiny import tiny
+from tests.harness import model_info
+
+PLAIN = ["qwen3", "llama", "qwen3_moe"]
+
+
+def make_runner(name: str, *, few: bool, max_rows: int = 4) -> tuple[Runner, list[tuple[int, int]]]:
+    """And what the model is given: (tokens, columns of the first layer's mask)."""
+    model, make_layers = tiny(name)()
+    seen: list[tuple[int, int]] = []
+
+    def watched(ids: mx.array, cache: Any = None, **more: Any) -> mx.array:
+        masks = getattr(cache[0], "_masks", None)
+        seen.append((ids.shape[1], 0 if masks is None else masks.n_columns))
+        out: mx.array = model(ids, cache=cache, **more)
+        return out
+
+    runner = Runner(
+        watched,
+        model_info(model, make_layers),
+        make_layers=make_layers,
+        max_rows=max_rows,
+        shapes=FewShapes(mx.float32) if few else None,
+    )
+    return runner, seen
+
+
+def prompt_of(n: int, seed: int = 0) -> Prompt:
+    return Prompt(np.random.default_rng(seed).integers(1, 50, n))
+
+
+def read(runner: Runner, prompt: Prompt, *ends: int) -> Any:
+    row = runner.start(None)
+    for end in ends:
+        runner.prefill(row, prompt, end)
+        runner.settle(row)
+    return row
+
+
+def past(row: Any) -> list[mx.array]:
+    return [a for layer in row.layers for a in layer.keys_and_values()]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_padded_chunk_leaves_the_same_past(name: str) -> None:
+    prompt = prompt_of(400)
+    plain, padded = make_runner(name, few=False)[0], make_runner(name, few=True)[0]
+    ends = (20, 21, 90, 399)
+    a, b = read(plain, prompt, *ends), read(padded, prompt, *ends)
+    assert a.n_tokens == b.n_tokens == 399
+    for mine, theirs in zip(past(a), past(b), strict=True):
+        assert mine.shape == theirs.shape
+        assert mx.allclose(mine, theirs, atol=1e-4)
+
+
+def test_what_was_padded_is_decoded_alike() -> None:
+    prompt = prompt_of(120)
+    texts = []
+    for few in (False, True):
+        runner, _ = make_runner("qwen3", few=few)
+        row = read(runner, prompt, 30, 119)
+        job = Job(
+            id=RequestId("r"), prompt=prompt, max_tokens=8, sampling=Sampling(temperature=0.0)
+        )
+        (row,) = runner.choices(row, job, [0])
+        runner.join(row, int(prompt.ids[-1]))
+        tokens: list[int] = []
+        while len(tokens) < 8:
+            runner.launch([row])
+            tokens += [p.token for p in runner.collect([row], keep_in_flight=0)]
+        texts.append(tokens)
+    assert texts[0] == texts[1]
+
+
+def test_prompts_of_any_length_are_read_in_few_shapes() -> None:
+    runner, seen = make_runner("qwen3", few=True)
+    for n in range(300, 500, 23):
+        read(runner, prompt_of(n, n), 40 + n % 9, n - 1)
+    assert {width for width, _ in seen} <= set(WIDTHS)
+    assert len(set(seen)) <= 6, seen
+
+
+def test_full_chunks_in_their_place_are_left_alone() -> None:
+    layer = KVCache()
+    give_room([layer], 3 * FULL, few_shapes=True)
+    zeros = mx.zeros((1, 2, FULL, 8))
+    layer.update_and_fetch(zeros, zeros)
+    few = FewShapes(mx.float32)
+    assert few.fit([layer], FULL) is None
+    padded = few.fit([layer], FULL - 1)
+    assert padded is not None
+    assert padded.width == FULL
+    assert few.fit([layer], FULL + 1) is None, "long ones are worth a plan"
+    layer.offset += 1
+    assert few.fit([layer], FULL) is not None, "not in its place"
+
+
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 1000, 2048, 2049, 5000, 16_700, 100_000])
+def test_buffers_have_few_sizes(n: int) -> None:
+    size = rounded(n)
+    assert n <= size <= max(n * 9 / 8 + 1, 256 + n)
+    assert size % 256 == 0
+    assert rounded(size) == size
+    assert size + growth(size) == rounded(size + 1)
+    between = {rounded(n) for n in range(4096, 8193)}
+    assert len(between) <= 9
+
+
+def test_growing_goes_from_one_size_to_the_next() -> None:
+    layer = KVCache()
+    give_room([layer], 3000, few_shapes=True)
+    tokens = mx.zeros((1, 2, 3000, 8))
+    layer.update_and_fetch(tokens, tokens)
+    assert layer.keys.shape[-2] == rounded(3256)
+    give_room([layer], 3260, few_shapes=True)
+    assert layer.keys.shape[-2] == rounded(3260 + 256), "room for padding"
+    end_room([layer], few_shapes=True)
+    n = layer.offset = layer.keys.shape[-2]
+    one = mx.zeros((1, 2, 1, 8))
+    layer.update_and_fetch(one, one)
+    assert layer.keys.shape[-2] == rounded(n + 1)
+
+
+def test_scores_of_the_prompt_are_those_of_its_tokens() -> None:
+    prompt = prompt_of(90)
+    found = []
+    for few in (False, True):
+        runner, _ = make_runner("qwen3", few=few)
+        row = runner.start(None)
+        runner.prefill(row, prompt, 20, top_logprobs=2)
+        scores = runner.settle(row)
+        runner.prefill(row, prompt, 89, top_logprobs=2)
+        found.append([*scores, *runner.settle(row)])
+    assert len(found[0]) == len(found[1]) == 89
+    for a, b in zip(*found, strict=True):
+        assert a.token == b.token
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+
+
+def test_skipped_tokens_keep_their_places_in_a_padded_chunk() -> None:
+    whole = prompt_of(400)
+    kept = np.concatenate([np.arange(30), np.arange(64, 100), np.arange(300, 321)])
+    thin = Prompt(whole.ids[kept], thinned=Thinned(kept, whole, ""))
+    rows = [read(make_runner("qwen3", few=few)[0], thin, 20, 86) for few in (False, True)]
+    for mine, theirs in zip(past(rows[0]), past(rows[1]), strict=True):
+        assert mx.allclose(mine, theirs, atol=1e-4)
+
+
+def test_rows_with_a_window_or_a_state_are_not_padded() -> None:
+    for name in ("qwen3_next", "gemma3_text"):
+        runner, seen = make_runner(name, few=True)
+        read(runner, prompt_of(60), 20, 59)
+        assert [width for width, _ in seen] == [20, 39]
+
+
+def test_a_window_in_the_mask_is_kept() -> None:
+    masks = shapes._Masks(4, 3, 8, mx.float32)
+    seen = np.array(masks.get(2)) == 0
+    assert seen.tolist() == [
+        [False, False, False, True, True, False, False, False],
+        [False, False, False, False, True, True, False, False],
+        [False, False, False, False, False, True, True, False],
+    ]
+    assert masks.get(2) is masks.get(2)
+
+
+def test_a_model_that_takes_its_mask_for_booleans_is_found_out() -> None:
+    with pytest.raises(ValueError, match="different"):
+        few_shapes(*tiny("deepseek_v3")())
+
+
+def test_a_model_is_tried_first() -> None:
+    model, make_layers = tiny("qwen3")()
+    assert few_shapes(model, make_layers).fit(make_layers(), 3) is not None
+    hybrid, make_hybrid = tiny("qwen3_next")()
+    with pytest.raises(ValueError, match="plain attention"):
+        few_shapes(hybrid, make_hybrid)
+
+    def forgets_its_mask(ids: mx.array, cache: Any) -> mx.array:
+        for layer in cache:
+            if hasattr(layer, "_masks"):
+                layer._masks = shapes._Masks(0, ids.shape[1], layer._masks.n_columns, mx.float32)
+        out: mx.array = model(ids, cache=cache)
+        return out
+
+    with pytest.raises(ValueError, match="different"):
+        few_shapes(forgets_its_mask, make_layers)
+
+    def refuses(ids: mx.array, cache: Any) -> mx.array:
+        if hasattr(cache[0], "_masks"):
+            raise TypeError("no such mask")
+        out: mx.array = model(ids, cache=cache)
+        return out
+
+    with pytest.raises(ValueError, match="no such mask"):
+        few_shapes(refuses, make_layers)
+
+
+def test_prompts_read_together_have_a_common_width() -> None:
+    runner, seen = make_runner("qwen3", few=True)
+    plain, _ = make_runner("qwen3", few=False)
+    prompts = [prompt_of(n, n) for n in (31, 40, 37)]
+    lots = []
+    for r in (plain, runner):
+        rows = [r.start(None) for _ in prompts]
+        r.prefill_together(rows, prompts, [len(p) - 1 for p in prompts])
+        for row in rows:
+            r.settle(row)
+        lots.append(rows)
+    assert seen[-1][0] == width_for(39) == 64
+    for a, b in zip(*lots, strict=True):
+        for mine, theirs in zip(past(a), past(b), strict=True):
+            assert mine.shape == theirs.shape
+            assert mx.allclose(mine, theirs, atol=1e-4)
