@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from firn.api.think_budget import LOOKAHEAD_TOKENS, ForcedTokens, ThinkBudget
+from firn.api.think_budget import LOOKAHEAD_TOKENS, ThinkingEnd, ThinkBudget
 from firn.core.events import Token
 from firn.text.formats import THINK_TAGS, ReplyFormat
 from firn.text.harmony import CONTROL
@@ -180,7 +180,7 @@ def token(*, forced: bool = False) -> Token:
 
 def test_an_order_is_given_once() -> None:
     limit, reader = ThinkBudget(5, (7, 8)), Reader(True, 0, 3)
-    assert limit.check(reader) == ForcedTokens(8, (7, 8))  # type: ignore[arg-type]
+    assert limit.check(reader) == ThinkingEnd(8, (7, 8))  # type: ignore[arg-type]
     reader.n_reasoning = reader.n_completion = 4
     assert limit.check(reader) is None  # type: ignore[arg-type]
 
@@ -193,14 +193,14 @@ def test_a_closing_that_arrives_is_read_and_not_ordered_again() -> None:
         reader.in_reasoning = i < 1
         assert limit.check(reader) is None  # type: ignore[arg-type]
     reader.in_reasoning = True  # it thinks again
-    assert limit.check(reader) == ForcedTokens(0, (7, 8, 9))  # type: ignore[arg-type]
+    assert limit.check(reader) == ThinkingEnd(0, (7, 8, 9))  # type: ignore[arg-type]
 
 
 def test_a_closing_that_comes_too_late_is_not_shown() -> None:
     limit, reader = ThinkBudget(9, (7, 8)), Reader(True)
     limit.check(reader)  # type: ignore[arg-type]
     reader.in_reasoning = False
-    assert limit.check(reader) == ForcedTokens(0, ())  # type: ignore[arg-type]
+    assert limit.check(reader) == ThinkingEnd(0, ())  # type: ignore[arg-type]
     assert not limit.skips(token(), reader)  # type: ignore[arg-type]
     assert limit.skips(token(forced=True), reader)  # type: ignore[arg-type]
     assert limit.check(reader) is None  # type: ignore[arg-type]

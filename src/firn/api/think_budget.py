@@ -13,7 +13,7 @@ tokens a step, and the thinking of two equal requests should end at the same tok
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedTokens:
+class ThinkingEnd:
     """For `Engine.force`: these tokens from this position of the reply on; none at all withdraws what
     was forced before."""
 
@@ -32,15 +32,15 @@ class ThinkBudget:
         """Of the closing tokens that were forced."""
         self._is_late = False
 
-    def check(self, reader: ReplyReader) -> ForcedTokens | None:
+    def check(self, reader: ReplyReader) -> ThinkingEnd | None:
         """What to tell the engine now: before the first token, and after each."""
         left = max(self._n_tokens - reader.n_reasoning, 0)
         if not self._forced and reader.in_reasoning and left <= LOOKAHEAD_TOKENS:
             self._forced = True
-            return ForcedTokens(reader.n_completion + left, self._closing)
+            return ThinkingEnd(reader.n_completion + left, self._closing)
         if self._forced and not reader.in_reasoning and not self._n_arrived:
             self._forced = False
-            return ForcedTokens(0, ())
+            return ThinkingEnd(0, ())
         return None
 
     def skips(self, token: Token, reader: ReplyReader) -> bool:
