@@ -24,7 +24,7 @@ STAMP := $(VENV)/.firn-$(MLX)
 
 .DEFAULT_GOAL := help
 WORKERS ?= 2
-.PHONY: help demo test check real sweep soak fmt clean venv
+.PHONY: help demo test check real sweep soak wheel fmt clean venv
 
 help:
 	@echo "make demo    start the server on a built-in model, talk to it, show the times (a minute)"
@@ -34,6 +34,7 @@ help:
 	@echo "make real    tests on a real small model, SmolLM2-135M-Instruct (fetches 93 MB)"
 	@echo "make sweep   test every architecture of mlx-lm and mlx-vlm (long)"
 	@echo "make soak    real servers under faults, kills and traffic (half an hour)"
+	@echo "make wheel   build the wheel into dist/, install it alone and use it (two minutes)"
 	@echo "make clean   remove .venv and everything that was generated"
 
 demo: venv
@@ -58,6 +59,9 @@ sweep: venv
 
 soak: venv
 	@$(PY) -m pytest -m soak --timeout 1200 --durations 0 --durations-min 1 -v -s $(ARGS)
+
+wheel: venv
+	@$(PY) tools/wheel_smoke.py --keep dist
 
 fmt: venv
 	@$(PY) -m ruff format $(SOURCES)

@@ -25,11 +25,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.children import Text
-from firn.cache.match import points, walk
-from firn.cache.nodes import Mark
 from firn.cache.parts import Part
+from firn.cache.planning.match import Walk, resume_points
 from firn.cache.prefix import PrefixTree
+from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import key_tokens
 from firn.core.values import Namespace, Prompt
 from tests.cache.lab import Shape, tree
@@ -84,7 +83,7 @@ def filled(shape: Shape, *, states: int = 0, windows: bool = True) -> tuple[Pref
         cache.records.keep(node, part, payload, Mark.TURN)
 
     def grow(node: Any, tokens: Any) -> Any:
-        child = cache.records.tree.child(node, Text(tokens), 0, len(tokens))
+        child = cache.records.tree.child(node, PackedTokens(tokens), 0, len(tokens))
         if shape.pages:
             add(child, Part.PAGES)
         if shape.window and (windows or n < 20):
@@ -118,16 +117,16 @@ def time_match(cache: PrefixTree, prompt: Prompt, rounds: int) -> Times:
     root = cache.records.catalogue.root(Namespace(""))
     needs = cache.records.needs
 
-    def have(record: Any) -> bool:
+    def available(record: Any) -> bool:
         return record.arrays is not None
 
     keys_s, match_s = [], []
     for _ in range(rounds):
         began = time.process_time()
-        text = Text(key_tokens(prompt.ids))
+        text = PackedTokens(key_tokens(prompt.ids))
         middle = time.process_time()
-        way = walk(cache.records.tree, root, text)
-        match = next(points(way, needs, have))
+        walk = Walk.of(cache.records.tree, root, text)
+        match = next(resume_points(walk, needs, available))
         match_s.append(time.process_time() - middle)
         keys_s.append(middle - began)
     return Times(1e3 * statistics.median(keys_s), 1e3 * statistics.median(match_s), match.n_tokens)
@@ -148,7 +147,7 @@ def match(rounds: int) -> None:
         cache, prompt = filled(shape, **options)
         half = np.concatenate([prompt.ids[: N_PROMPT // 2], prompt.ids[: N_PROMPT // 2] + 1])
         cold = prompt.ids + 1
-        for what, ids in (("again", prompt.ids), ("diverges half-way", half), ("cold", cold)):
+        for what, ids in (("again", prompt.ids), ("diverges half-walk", half), ("cold", cold)):
             found = time_match(cache, Prompt(ids), max(rounds, 5))
             total = found.keys_ms + found.match_ms
             print(

@@ -21,25 +21,13 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from disks import drop, sequential_s
 from report import BenchError, cli, grid, names, numbers, save
 from servers import Server, kind_of, lab, words
-from ssd_device import QWEN3_8B
 
-from models import CONFIGS, write_model
+from models import SHAPES, write_model
 
-QWEN3_4B = QWEN3_8B | {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "tie_word_embeddings": True,
-}
-SHAPES: dict[str, tuple[dict[str, Any], str]] = {
-    "4b": (QWEN3_4B, "bfloat16"),
-    "8b": (QWEN3_8B, "bfloat16"),
-    "tiny": (CONFIGS["dense"], "float32"),
-}
 N_WORDS, N_REPLY = 95, 128
 WORD_TOKENS = 4.6
 MEMORY_MB, SSD_GB = 24 << 10, 32

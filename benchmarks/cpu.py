@@ -19,7 +19,7 @@ from report import BenchError, Column, cli, names, numbers, save, table
 from servers import Server, kind_of, lab, model_folder
 from throughput import at_concurrency
 
-from firn.bench.client import Message, Reply, words
+from firn.bench.client import Message, TimedReply, words
 
 N_TOKENS = 2000
 N_REPLY = 48
@@ -42,7 +42,7 @@ def cold(server: Server, n_words: int, *, n_tokens: int, turn: object) -> dict[s
     }
 
 
-def _decode_speed(reply: Reply) -> float:
+def _decode_speed(reply: TimedReply) -> float:
     """Behind the first token; a server may send several tokens at once."""
     return (reply.n_completion - 1) / max(reply.total_s - reply.first_s, 1e-9)
 

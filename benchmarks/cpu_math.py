@@ -1,6 +1,8 @@
-"""What firn puts in the place of MLX's functions on the CPU, against MLX's own: milliseconds a layer.
+"""firn's softmax, sigmoid and rotary positions on the CPU against MLX's own: milliseconds a layer.
 
-python benchmarks/cpu_math.py
+    .venv/bin/python benchmarks/cpu_math.py
+
+The two take turns on shapes of prefill, of decoding and of a picture; medians of 15 rounds.
 """
 
 from __future__ import annotations

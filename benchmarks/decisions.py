@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import Answer, BenchEngine
+from engines import Answer, BenchEngine, shape_of
 from report import cli, grid, names, numbers, save
 from servers import lab
-from ssd_device import SHAPES, PreferLoading
+from ssd_device import PreferLoading
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from models import SHAPES
 from tests.slow_disk import SlowDisk
 
 GIB = 1 << 30
@@ -66,7 +67,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args = args
         self._folder = folder
-        self._config, self._dtype = SHAPES[args.shape]
+        self._config, self._dtype = shape_of(args.shape)
         self._rng = np.random.default_rng(7)
         self._model: Any = None
         self.prompts = {n: self._tokens(n) for n in (N_TINY * 4, *args.lengths)}

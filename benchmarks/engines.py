@@ -20,10 +20,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from report import BenchError
 
-from firn.cache.io import TierIo
 from firn.cache.layout import Layout
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
@@ -51,9 +51,9 @@ from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
 from firn.models.mtp import Head, MtpModel, with_head_layer
 from firn.models.runner import Runner
-from firn.models.shapes import few_shapes
+from firn.models.shapes import FULL, few_shapes
 from firn.models.speculation import Speculation
-from models import random_model
+from models import SHAPES, random_model
 
 MAX_ROWS = 32
 EVERYONE = Namespace("")
@@ -81,7 +81,7 @@ class Answer:
 
     def take(self, event: object, now: float) -> None:
         if isinstance(event, Admitted | Advanced):
-            found = event.admitted if isinstance(event, Advanced) else event
+            found = event.admission if isinstance(event, Advanced) else event
             self.n_cached, self.tiers, self.why = found.n_cached, dict(found.tiers), found.reason
             if found.n_skipped and not self.n_skipped:
                 self.n_skipped, self.scored_s = found.n_skipped, now - self.asked
@@ -122,11 +122,12 @@ class BenchEngine:
         has_head: bool = False,
         scorer: Callable[[], Scorer] | None = None,
         chunk: int = 0,
+        by_depth: bool = False,
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who guesses tokens,
         given the model. has_head: it has a prediction head. scorer: who scores long prompts. chunk: of
-        prefill; 0 for the device's."""
+        prefill; 0 for the device's. by_depth: it grows while nobody waits, as a server's does."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -169,6 +170,7 @@ class BenchEngine:
             capacity = machine.memory_nbytes - info.weights_nbytes
             budget = Budget(RowCost(*layout.row_cost(probe)), capacity_nbytes=capacity)
             few = machine.kind == "cuda" and not has_head and all(type(x) is KVCache for x in probe)
+            common = FULL if few else 0
             runner = Runner(
                 made,
                 info,
@@ -178,7 +180,9 @@ class BenchEngine:
                 speculation=speculation(made) if speculation else None,
                 shapes=few_shapes(made, make_layers) if few else None,
             )
-            limits = EngineLimits(MAX_ROWS, 1000, chunk or machine.prefill_chunk)
+            largest = machine.largest_chunk if by_depth else 0
+            usual = chunk or machine.prefill_chunk
+            limits = EngineLimits(MAX_ROWS, 1000, usual, largest_chunk=largest, common_chunk=common)
             scores = scorer() if scorer else None
             return EngineParts(runner, cache, budget, limits, scorer=scores)
 
@@ -294,6 +298,12 @@ class BenchEngine:
         now = time.perf_counter()
         for request, event in batch:
             self._answers[request].take(event, now)
+
+
+def shape_of(name: str) -> tuple[dict[str, Any], mx.Dtype]:
+    """One of `models.SHAPES`."""
+    config, dtype = SHAPES[name]
+    return config, getattr(mx, dtype)
 
 
 def _with_head(model: Any, config: dict[str, Any], *, dtype: mx.Dtype) -> MtpModel:

@@ -26,14 +26,14 @@ from servers import lab
 
 from firn.traces.agents import agent_trace
 from firn.traces.read import read
-from firn.traces.simulate import MemoryStore, SsdStore, Store, play
+from firn.traces.simulate import SimulatedMemory, SimulatedSsd, SimulatedTier, play
 from firn.traces.trace import Ints, Trace
 
 HOUR_S = 3600.0
 SHARES = (0.01, 0.05, 0.2)
 
 
-class UsesInMemory(MemoryStore):
+class UsesInMemory(SimulatedMemory):
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         super().__init__(trace, n_blocks=n_blocks)
         self._uses = np.zeros(trace.n_nodes, dtype=np.int32)
@@ -50,7 +50,7 @@ class UsesInMemory(MemoryStore):
         return super()._rank(node) + HOUR_S * math.log2(1 + int(self._uses[node]))
 
 
-class UsesOnSsd(SsdStore):
+class UsesOnSsd(SimulatedSsd):
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         super().__init__(trace, n_blocks=n_blocks)
         self._uses = np.zeros(trace.n_nodes, dtype=np.int32)
@@ -68,7 +68,7 @@ class UsesOnSsd(SsdStore):
         super()._add(i, new, start)
 
 
-class Turns(MemoryStore):
+class Turns(SimulatedMemory):
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         super().__init__(trace, n_blocks=n_blocks)
         self._ranks = np.zeros(trace.n_nodes)
@@ -127,9 +127,9 @@ def with_foresight(trace: Trace, n_blocks: int) -> Ints:
     return depths
 
 
-ORDERS: dict[str, dict[str, type[Store]]] = {
-    "memory": {"last use": MemoryStore, "uses": UsesInMemory, "turns": Turns},
-    "ssd": {"last use": SsdStore, "uses": UsesOnSsd},
+ORDERS: dict[str, dict[str, type[SimulatedTier]]] = {
+    "memory": {"last use": SimulatedMemory, "uses": UsesInMemory, "turns": Turns},
+    "ssd": {"last use": SimulatedSsd, "uses": UsesOnSsd},
 }
 
 

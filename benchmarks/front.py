@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 
 N_REQUESTS = 30
 N_REPLY = 64
@@ -64,7 +64,7 @@ def body(model: str, text: str, *, n: int) -> bytes:
     return json.dumps({**asked, "stream": True, "ignore_eos": True}).encode()
 
 
-async def measure(server: Child, model: str, *, streams: int, large: str) -> Figures:
+async def measure(server: ServerProcess, model: str, *, streams: int, large: str) -> Figures:
     short, long = body(model, "Hello!", n=1), body(model, large, n=1)
     firsts = [(await stream(server.port, short))[0] for _ in range(N_REQUESTS)]
     larges = [(await stream(server.port, long))[0] for _ in range(N_REQUESTS // 3)]
@@ -81,7 +81,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def processor_time(server: Child, model: str, *, streams: int) -> tuple[float, float]:
+async def processor_time(server: ServerProcess, model: str, *, streams: int) -> tuple[float, float]:
     """Of the front: seconds a request, seconds a further token."""
     pid, short = server.pid, body(model, "Hello!", n=1)
     before = cpu_s(pid)
@@ -96,7 +96,13 @@ async def processor_time(server: Child, model: str, *, streams: int) -> tuple[fl
 
 
 async def run(
-    alone: Child, fronted: Child, model: str, *, rounds: int, streams: int, large: str
+    alone: ServerProcess,
+    fronted: ServerProcess,
+    model: str,
+    *,
+    rounds: int,
+    streams: int,
+    large: str,
 ) -> None:
     found: dict[str, list[Figures]] = {"alone": [], "fronted": []}
     servers = (("alone", alone), ("fronted", fronted))
@@ -136,8 +142,8 @@ def main() -> None:
     large = "The price of a clock. " * (args.body_kb * 1024 // 22)
     with tempfile.TemporaryDirectory() as folder:
         log, flags = Path(folder) / "log", ("--no-ssd-cache", "--keep-alive", "-1")
-        alone = Child(args.model, "--no-ssd-cache", log=log)
-        fronted = Child(args.model, *flags, log=log)
+        alone = ServerProcess(args.model, "--no-ssd-cache", log=log)
+        fronted = ServerProcess(args.model, *flags, log=log)
         try:
             job = run(alone, fronted, name, rounds=args.rounds, streams=args.streams, large=large)
             asyncio.run(job)

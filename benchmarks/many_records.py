@@ -37,16 +37,17 @@ import numpy as np
 from report import BenchError, cli, grid, save
 from servers import free_port
 
-from firn.cache.below import Seen
-from firn.cache.catalogue import Identity
-from firn.cache.children import Text
-from firn.cache.container import Header, Label, TensorSpec, pack, unpack
 from firn.cache.garbage import Garbage
-from firn.cache.io import BATCH, Entry
-from firn.cache.nodes import Record
 from firn.cache.parts import Needs, Part
 from firn.cache.records import Records
+from firn.cache.storage.catalogue import CacheIdentity
+from firn.cache.storage.container import Header, Label, TensorSpec, pack, unpack
+from firn.cache.storage.events import ScanBatch
+from firn.cache.storage.io import BATCH, TierEntry
+from firn.cache.storage.threads import Done
+from firn.cache.tiers import Usage
 from firn.cache.tiers._folder import SHELVES, path_of
+from firn.cache.tree import PackedTokens
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
 
@@ -206,26 +207,38 @@ def measure(model: str, folder: Path, n_records: int) -> dict[str, float]:
         return found | {"delete_gap_s": gap, "delete_s": took}
 
 
-class NoTier:
-    """Stands for a tier whose records are learned: nothing of it is read or written."""
+class NoIo:
+    """A tier that does nothing: its records are only learned and forgotten."""
 
-    number = 0
+    def try_write(self, *args: object, **more: object) -> bool:
+        return False
+
+    def has_room(self, nbytes: int) -> bool:
+        return False
+
+    def defer_writes(self, wanted: bool) -> None: ...
+
+    def read(self, *args: object, **more: object) -> None: ...
+
+    def delete(self, names: object) -> None: ...
 
     def touch(self, stamps: object) -> None: ...
 
-    def forget(self, names: object) -> None: ...
+    def scan(self, batch: object, done: Done) -> None:
+        done(None)
 
-    def has(self, record: Record) -> bool:
-        return record.stored != 0
+    def usage(self) -> Usage:
+        return Usage(0, 0)
+
+    def close(self) -> None: ...
 
 
 def pauses(n_records: int) -> dict[str, list[float]]:
     """Processor time of each piece of work between two steps of the engine."""
-    identity = Identity(b"benchmark", "benchmark", BLOCK)
+    identity = CacheIdentity(b"benchmark", "benchmark", BLOCK)
     records = Records(identity, Needs(pages=True, window=0, state=False), limit_nbytes=1 << 30)
-    records.tree.add_tier()
-    tier: Any = NoTier()
-    records.tiers.append(tier)
+    records.add_tier("none", NoIo(), wake=lambda: None)
+    (tier,) = records.tiers
     root = records.catalogue.root(Namespace("")).key
     found: dict[str, list[float]] = {"learn a batch": [], "clear": [], "let go of a batch": []}
 
@@ -236,9 +249,9 @@ def pauses(n_records: int) -> dict[str, list[float]]:
 
     garbage = Garbage()
 
-    def learn(some: Sequence[Entry]) -> None:
-        records.note(tier, Seen(some))
-        garbage.keep()
+    def learn(some: Sequence[TierEntry]) -> None:
+        records.apply(tier, ScanBatch(some))
+        garbage.keep(n_new=len(some))
 
     entries = _entries(root, n_records)
     while some := tuple(islice(entries, BATCH)):
@@ -248,12 +261,12 @@ def pauses(n_records: int) -> dict[str, list[float]]:
     gc.collect()
     found["a full collection, were it not put off"] = [time.thread_time() - began]
     timed("clear", lambda: records.clear(None))
-    while records._trash:
-        timed("let go of a batch", records._empty_trash)
+    while records._cleared:
+        timed("let go of a batch", records._forget_cleared)
     return found
 
 
-def _entries(root: Key, n_records: int) -> Iterator[Entry]:
+def _entries(root: Key, n_records: int) -> Iterator[TierEntry]:
     random, now, parent = np.random.default_rng(7), time.time(), root
     for i in range(n_records):
         depth = i % CHAIN
@@ -272,7 +285,7 @@ def _entries(root: Key, n_records: int) -> Iterator[Entry]:
             tokens=tokens,
             layout="benchmark",
         )
-        yield Entry(label, 2048, now - 2 * depth, Text(tokens))
+        yield TierEntry(label, 2048, now - 2 * depth, PackedTokens(tokens))
         parent = label.key
 
 

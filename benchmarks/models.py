@@ -100,6 +100,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "time_step_max": 0.1,
     },
 }
+QWEN3_8B: dict[str, Any] = COMMON | {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+}
+QWEN3_4B = QWEN3_8B | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "tie_word_embeddings": True,
+}
+QWEN3_06B = QWEN3_8B | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "tiny": (CONFIGS["dense"], "float32"),
+    "0.6b": (QWEN3_06B, "bfloat16"),
+    "4b": (QWEN3_4B, "bfloat16"),
+    "8b": (QWEN3_8B, "bfloat16"),
+}
+"""What --shape names: a configuration, and the type of its weights."""
 N_GLOBAL = {"dense": 4, "hybrid": 1, "window": 2, "ssm": 0}
 FIXED_NBYTES = {"dense": 0, "hybrid": 60 << 10, "window": 1 << 20, "ssm": 220 << 10}
 

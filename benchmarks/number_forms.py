@@ -1,6 +1,6 @@
 """In which form the weights of a Q4_1 GGUF file are best kept: bytes, and how near the answers stay.
 
-python benchmarks/number_forms.py [--llama-cpp PYTHON] [--questions 8] [--tokens 24]
+    .venv/bin/python benchmarks/number_forms.py [--llama-cpp PYTHON] [--questions 8] [--tokens 24]
 
 SmolLM2-135M-Instruct answers questions in float32 on the unpacked weights, which are the GGUF file's
 numbers. Each form then reads the same texts; a token counts as kept where its likeliest next one is the

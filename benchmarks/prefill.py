@@ -1,6 +1,6 @@
 """What prefill gains by room for the whole prompt, and by chunks that go by depth and company.
 
-    python benchmarks/prefill.py [--shape tiny|1b|4b|8b] [--tokens 16384 65536] [--rounds 5] [--pause]
+    python benchmarks/prefill.py [--shape tiny|0.6b|4b|8b] [--tokens 16384 65536] [--rounds 5] [--pause]
     python benchmarks/prefill.py --bare [--shape ...] [--tokens ...] [--rounds ...]
 
 Three arms in one process, in turn, nothing cached: caches that grow by 256 tokens (as mlx-lm's do) and
@@ -18,38 +18,27 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from engines import BenchEngine, model_info
+from engines import BenchEngine, model_info, shape_of
 from mlx_lm.models.cache import make_prompt_cache
 from report import cli, grid
-from ssd_device import QWEN3_8B
 
 from firn.config import default_cache_dir
 from firn.core.values import Prompt
 from firn.engine.chunks import ChunkSizes
 from firn.models import cpu, runner
 from firn.models import device as devices
-from models import CONFIGS, random_model
+from models import SHAPES, random_model
 
 GIB = 1 << 30
-SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
-    "tiny": (CONFIGS["dense"], mx.float32),
-    "1b": (
-        QWEN3_8B | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-                    "num_attention_heads": 16, "tie_word_embeddings": True},
-        mx.bfloat16,
-    ),
-    "4b": (
-        QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-        mx.bfloat16,
-    ),
-    "8b": (QWEN3_8B, mx.bfloat16),
-}  # fmt: skip
 N_STREAM = 4000
+
+
+def no_room(layers: object, n_tokens: int, *, few_shapes: bool = False) -> None:
+    """In the place of `give_room`: caches grow as mlx-lm's do."""
 
 
 class Arms:
@@ -67,8 +56,7 @@ class Arms:
         def switch(_: object) -> None:
             loop: Any = self._engine.engine._loop
             loop._prefill._sizes = self._sizes[name]
-            give: Callable[..., None] = self._give_room
-            runner.give_room = give if name != "steps" else lambda layers, n: None  # type: ignore[assignment]
+            runner.give_room = self._give_room if name != "steps" else no_room
 
         self._engine.engine.call(switch).result(60)
 
@@ -97,7 +85,7 @@ def pause(engine: BenchEngine, ids: list[int], short: list[int]) -> float:
 
 
 def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) -> None:
-    config, dtype = SHAPES[shape]
+    config, dtype = shape_of(shape)
     rows = []
     with BenchEngine(config, dtype=dtype, memory_nbytes=GIB) as engine:
         arms, n_vocab = Arms(engine), int(config["vocab_size"])
@@ -132,7 +120,7 @@ def measure(shape: str, lengths: list[int], rounds: int, *, pauses_too: bool) ->
 
 
 def bare(shape: str, lengths: list[int], rounds: int) -> None:
-    config, dtype = SHAPES[shape]
+    config, dtype = shape_of(shape)
     found = devices.device()
     if found.kind == "cpu":
         cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
@@ -145,7 +133,7 @@ def bare(shape: str, lengths: list[int], rounds: int) -> None:
     give = runner.give_room
 
     def read(ids: list[int], *, room: bool) -> tuple[float, float]:
-        runner.give_room = give if room else lambda layers, n: None  # type: ignore[assignment]
+        runner.give_room = give if room else no_room
         prompt, row = Prompt(np.array(ids)), runs.start(None)
         mx.reset_peak_memory()
         began = time.process_time()

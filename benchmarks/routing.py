@@ -29,7 +29,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.bench.client import words
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests import stores
 
 N_KINDS = 3
@@ -133,7 +133,7 @@ def run(policy: str, wanted: argparse.Namespace, folder: Path, *, with_store: bo
             flags += ["--tier", f"redis://127.0.0.1:{redis.port}/0"]
         servers = []
         for i in range(wanted.servers):
-            server = Child("firn-demo", *flags, log=folder / f"server{i}")
+            server = ServerProcess("firn-demo", *flags, log=folder / f"server{i}")
             stack.callback(server.kill)
             servers.append(server)
         url = stack.enter_context(router(policy, [s.url for s in servers], folder / "router"))

@@ -28,10 +28,10 @@ from report import BenchError, cli, grid, save
 try:
     import numpy as np
 
-    from firn.cache.container import Header, TensorSpec, pack
-    from firn.cache.io import Changes, TierIo
     from firn.cache.parts import Part
-    from firn.cache.threads import IoThreads
+    from firn.cache.storage.container import Header, TensorSpec, pack
+    from firn.cache.storage.io import Changes, TierIo
+    from firn.cache.storage.threads import IoThreads
     from firn.cache.tiers import TierOptions
     from firn.cache.tiers._folder import SHELVES, path_of
     from firn.cache.tiers.ssd import SsdTier

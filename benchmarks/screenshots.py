@@ -24,7 +24,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from firn.demo.facts import Session, make_session, n_facts_for
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests.browser import chrome
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main() -> int:
             "--show-text",
         )
         flags = (*flags, "--cache-block-tokens", "64", "--speculation", "lookup")
-        server = Child(MODELS[0], *flags, log=Path(tmp, "log"))
+        server = ServerProcess(MODELS[0], *flags, log=Path(tmp, "log"))
         try:
             with chrome.started() as browser:
                 visit(server, browser, out)
@@ -70,7 +70,7 @@ def main() -> int:
     return 0
 
 
-def visit(server: Child, browser: Browser, out: Path) -> None:
+def visit(server: ServerProcess, browser: Browser, out: Path) -> None:
     page = browser.new_context(viewport=WIDE, device_scale_factor=1).new_page()
     page.emulate_media(color_scheme="light")
     page.goto(server.url)
@@ -98,7 +98,7 @@ def visit(server: Child, browser: Browser, out: Path) -> None:
     busy.shutdown()
 
 
-def person(server: Child, seed: int) -> None:
+def person(server: ServerProcess, seed: int) -> None:
     """Asks about a document that others read as well."""
     chance = random.Random(seed)
     session = document(seed % len(DOCUMENTS))

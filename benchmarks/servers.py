@@ -24,7 +24,7 @@ from typing import Any
 
 from report import BenchError
 
-from firn.bench.client import Message, Reply, Target, models
+from firn.bench.client import Message, Target, TimedReply, models
 from firn.bench.client import words as words  # where scripts expect it
 
 HOST = "127.0.0.1"
@@ -243,7 +243,7 @@ class Server:
         server.startup_s = time.perf_counter() - began
         return server
 
-    def chat(self, messages: Sequence[Message], max_tokens: int, **options: Any) -> Reply:
+    def chat(self, messages: Sequence[Message], max_tokens: int, **options: Any) -> TimedReply:
         return self.target.chat(messages, max_tokens, **options)
 
     def disk_nbytes(self) -> int:

@@ -15,19 +15,13 @@ import statistics
 import time
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
-from cost import QWEN3_4B
-from engines import BenchEngine
+from engines import BenchEngine, shape_of
 from report import BenchError, cli, grid, save
 from servers import lab
 
-from models import CONFIGS
+from models import SHAPES
 
-SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
-    "4b": (QWEN3_4B, mx.bfloat16),
-    "dense": (CONFIGS["dense"], mx.float32),
-}
 WAYS = ("one by one", "together", "chosen")
 GIB = 1 << 30
 
@@ -73,7 +67,7 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--shape", choices=SHAPES, default="dense")
+    options.add_argument("--shape", choices=SHAPES, default="tiny")
     options.add_argument("--streams", type=int, default=16)
     options.add_argument(
         "--tokens", type=int, default=200, help="of a prompt, give or take a tenth"
@@ -87,7 +81,7 @@ def main() -> None:
     if args.rounds < 1 or args.streams < 2:
         raise BenchError("at least one round and two streams, please")
     until = time.monotonic() + args.device_run if args.device_run else float("inf")
-    config, dtype = SHAPES[args.shape]
+    config, dtype = shape_of(args.shape)
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     rng = np.random.default_rng(5)
     with BenchEngine(config, dtype=dtype, memory_nbytes=8 * GIB) as engine:

@@ -1,21 +1,26 @@
 """Sparse prefill: right answers and first tokens, against prompts that are read in full.
 
     python benchmarks/sparse.py [--draft itself|hybrid] [--tokens 4096,8192,12288] [--sessions 10]
+        [--one-message]
     python benchmarks/sparse.py --device-run [--shape 8b] [--tokens 32768] [--keep 0.2] [--rounds 3]
+    python benchmarks/sparse.py --scorer-run [--shape 8b] [--chunks 2048,8192] [--cached]
 
 The first asks the built-in recall model for facts that stand somewhere in a long message (held out of
-its training), in full and at each share; itself or the hybrid scores. Nothing is cached. The model is so
-small that no draft is smaller: its times show what scoring costs, not what sparse prefill gives.
+its training), in full and at each share; itself or the hybrid scores. --one-message: facts and question
+are one message, whose middle is thinned. Nothing is cached. The model is so small that no draft is
+smaller: its times show what scoring costs, not what sparse prefill gives.
 
 The second is about time alone, on any device: random weights of a large shape, with a small one that
-scores, and prompts of random tokens. Times are to the first token, scoring included.
+scores, and prompts of random tokens. Times are to the first token, scoring included, and of its stages.
+The third drives the small model alone, with chunks of several sizes; --cached: it keeps what it reads.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -23,28 +28,28 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from engines import Answer, BenchEngine, model_info
+from engines import Answer, BenchEngine, model_info, shape_of
 from mlx_lm.models.cache import make_prompt_cache
-from prefill import SHAPES, prompts
+from prefill import prompts
 from report import cli, grid, names, numbers, save
 
+from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
+from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.core.ports import PrefixCache
 from firn.core.sparse import Sparse
-from firn.core.values import (
-    Chat,
-    Message,
-    TextPart,
-)
-from firn.demo.facts import make_session, n_facts_for
+from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
+from firn.demo.facts import Placement, make_session, n_facts_for
+from firn.models import device as devices
 from firn.models import loader
-from firn.models.scoring import AttentionScorer
+from firn.models.scoring import N_LOOKAHEAD, AttentionScorer, Reading
+from firn.models.shapes import few_shapes
 from firn.text.prompt import PromptMaker
-from models import random_model
+from models import SHAPES, random_model
 
 GIB = 1 << 30
 SHARES = (0.1, 0.2, 0.3, 0.5)
-DRAFT_OF = {"8b": "1b", "4b": "1b", "1b": "tiny", "tiny": "tiny"}
-"""The "1b" shape has 0.6 billion parameters: embeddings tied, as in models of that size."""
+DRAFT_OF = {"8b": "0.6b", "4b": "0.6b", "0.6b": "tiny", "tiny": "tiny"}
 MAX_REPLY = 48
 FIRST_SEED = 50_000
 
@@ -59,7 +64,7 @@ def folder_of(model: str) -> Path:
 class Exam:
     """Questions about long messages, with the one right answer to each."""
 
-    def __init__(self, n_tokens: int, n_sessions: int) -> None:
+    def __init__(self, n_tokens: int, n_sessions: int, placement: Placement) -> None:
         self.tokenizer = loader.load_tokenizer(folder_of("firn-demo"))
         prompts = PromptMaker(self.tokenizer, context_length=16384)
         self.asked = []
@@ -69,15 +74,16 @@ class Exam:
                 n_facts=n_facts_for(n_tokens),
                 n_questions=2,
                 kinds=("fact",),
-                placement="message",
+                placement=placement,
             )
+            turn = 0 if placement == "question" else 1
             chat = Chat(
                 tuple(
                     Message(m["role"], (TextPart(m["content"]),))  # type: ignore[arg-type]
-                    for m in session.messages(1)
+                    for m in session.messages(turn)
                 )
             )
-            self.asked.append((prompts.make(chat), session.questions[1].answer))
+            self.asked.append((prompts.make(chat), session.questions[turn].answer))
 
     def sit(self, engine: BenchEngine, n: int, keep: float | None) -> tuple[bool, Answer]:
         """The n-th question, its prompt read in full or in part: whether the answer is right."""
@@ -95,7 +101,9 @@ class Exam:
         return self.tokenizer.decode(said) == expected, answer
 
 
-def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | None) -> None:
+def answers(
+    draft: str, lengths: Sequence[int], n_sessions: int, placement: Placement, *, out: Path | None
+) -> None:
     name = {"itself": "firn-demo", "hybrid": "firn-demo-hybrid"}[draft]
     target = loader.load(folder_of("firn-demo"), served_name="firn-demo", cpu_dtype="float32")
     small = loader.load(folder_of(name), served_name=name, cpu_dtype="float32")
@@ -112,7 +120,7 @@ def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | 
     )
     with engine:
         for n_tokens in lengths:
-            exam = Exam(n_tokens, n_sessions)
+            exam = Exam(n_tokens, n_sessions, placement)
             exam.sit(engine, 0, SHARES[0])  # warms up
             right = dict.fromkeys((None, *SHARES), 0)
             ratios: dict[float | None, list[float]] = {keep: [] for keep in right}
@@ -134,30 +142,77 @@ def answers(draft: str, lengths: Sequence[int], n_sessions: int, *, out: Path | 
             print(grid([["tokens", "in full", *map(str, SHARES)], *rows]), flush=True)
     print("right answers, and the first token's time over that of the full prompt")
     if out is not None:
-        save(out, "sparse", options={"draft": draft, "sessions": n_sessions}, result=found)
+        options = {"draft": draft, "sessions": n_sessions, "placement": placement}
+        save(out, "sparse", options=options, result=found)
 
 
 # --- time ----------------------------------------------------------------------------------
 
+STAGES = ("draft reads", "lookahead", "comparison")
 
-def _scorer(config: dict[str, Any], dtype: mx.Dtype) -> AttentionScorer:
+
+class TimedScorer(AttentionScorer):
+    """How long each stage of the newest prompt took, between the dispatch of a slice and its end."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seconds: dict[str, float] = {}
+        self._began, self._stage = 0.0, ""
+
+    def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Reading:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        return super().open(prompt, namespace, control)
+
+    def read(self, reading: Reading, n_tokens: int, *, alone: bool = False) -> None:
+        n_left = self.n_left(reading)
+        self._stage = STAGES[0 if n_left > N_LOOKAHEAD + 1 else 1 if n_left > 1 else 2]
+        self._began = time.perf_counter()
+        super().read(reading, n_tokens, alone=alone)
+
+    def settle(self, reading: Reading) -> bool:
+        is_over = super().settle(reading)
+        self.seconds[self._stage] += time.perf_counter() - self._began
+        return is_over
+
+
+def _scorer(config: dict[str, Any], dtype: mx.Dtype, *, cache_nbytes: int = 0) -> TimedScorer:
     model = random_model(config, dtype=dtype, seed=8)
     make_layers = partial(make_prompt_cache, model)
     probe = make_layers()
     logits = model(mx.array([[0]]), cache=probe)
     mx.eval(logits)
     info = model_info(model, config, probe=probe, n_vocab=int(logits.shape[-1]))
-    return AttentionScorer(model, info, make_layers=make_layers, cache=CacheOff())
+    cache: PrefixCache = CacheOff()
+    if cache_nbytes:
+        settings = CacheSettings(cache_nbytes)
+        layout, root = Layout.of(probe), {"fingerprint": info.fingerprint, "dtype": info.dtype}
+        cache = PrefixTree(layout, settings, **root)
+    few = devices.device().kind == "cuda"
+    shapes = few_shapes(model, make_layers) if few else None
+    return TimedScorer(model, info, make_layers=make_layers, cache=cache, shapes=shapes)
+
+
+def _draft_of(shape: str) -> tuple[dict[str, Any], mx.Dtype]:
+    config, dtype = shape_of(DRAFT_OF[shape])
+    return config | {"vocab_size": SHAPES[shape][0]["vocab_size"]}, dtype
+
+
+def _in_stages(seconds: dict[str, float], *, first_s: float = 0.0) -> str:
+    stages = dict(seconds)
+    if first_s:
+        stages["target"] = first_s - sum(seconds.values())
+    return ", ".join(f"{stage} {took:.3f} s" for stage, took in stages.items())
 
 
 def device_run(
     shape: str, lengths: Sequence[int], shares: Sequence[float], rounds: int, *, out: Path | None
 ) -> None:
-    config, dtype = SHAPES[shape]
-    small, small_dtype = SHAPES[DRAFT_OF[shape]]
-    small = small | {"vocab_size": config["vocab_size"]}
-    scorer: Callable[[], AttentionScorer] = partial(_scorer, small, small_dtype)
-    rows, found = [], []
+    config, dtype = shape_of(shape)
+    scorers: list[TimedScorer] = []
+
+    def scorer() -> TimedScorer:
+        scorers.append(_scorer(*_draft_of(shape)))
+        return scorers[-1]
 
     def ask(engine: BenchEngine, ids: list[int], keep: float | None) -> Answer:
         sparse = None if keep is None else Sparse(keep, 0)
@@ -166,19 +221,24 @@ def device_run(
             raise RuntimeError("nothing was skipped")
         return answer
 
-    with BenchEngine(config, dtype=dtype, memory_nbytes=GIB, scorer=scorer) as engine:
+    rows, found = [], []
+    options: dict[str, Any] = {"dtype": dtype, "memory_nbytes": GIB, "by_depth": True}
+    with BenchEngine(config, scorer=scorer, **options) as engine:
         for n_tokens in lengths:
             make = prompts(n_tokens, int(config["vocab_size"]))
             times: dict[float | None, list[float]] = {None: [], **{k: [] for k in shares}}
-            for i in range(rounds + 1):
+            for i in range(rounds + 2):
                 for keep in times:
                     answer = ask(engine, next(make), keep)
-                    if i:  # the first round warms up
+                    how = f"keep {keep}" if keep else "in full"
+                    stages = ""
+                    if keep:
+                        stages = f" ({_in_stages(scorers[0].seconds, first_s=answer.first_s)})"
+                    # In the first round shapes are planned, in the second chunks still grow.
+                    label = "warms up, " if i < 2 else ""
+                    print(f"{n_tokens} {label}{how}: {answer.first_s:.3f} s{stages}", flush=True)
+                    if i >= 2:
                         times[keep].append(answer.first_s)
-                        how = (
-                            f"keep {keep}, scored in {answer.scored_s:.3f} s" if keep else "in full"
-                        )
-                        print(f"{n_tokens} {how}: {answer.first_s:.3f} s", flush=True)
             full = times[None]
             ratios = {k: statistics.median(np.array(times[k]) / np.array(full)) for k in shares}
             rows.append(
@@ -191,12 +251,41 @@ def device_run(
         save(out, "sparse", options={"shape": shape, "rounds": rounds}, result=found)
 
 
+def scorer_run(
+    shape: str, lengths: Sequence[int], chunks: Sequence[int], rounds: int, *, cached: bool
+) -> None:
+    """The small model alone, by the size of its chunks. cached: it keeps what it has read."""
+    config, dtype = _draft_of(shape)
+    scorer = _scorer(config, dtype, cache_nbytes=16 * GIB if cached else 0)
+    for n_tokens in lengths:
+        make = prompts(n_tokens, int(config["vocab_size"]))
+        for chunk in chunks:
+            for i in range(rounds + 1):
+                prompt = Prompt(np.array(next(make), dtype=np.int64))
+                began = time.perf_counter()
+                reading = scorer.open(prompt, Namespace(""), CacheControl())
+                is_over = False
+                while not is_over:
+                    scorer.read(reading, chunk, alone=True)
+                    is_over = scorer.settle(reading)
+                scorer.scores(reading)
+                took = time.perf_counter() - began
+                scorer.close_reading(reading)
+                label = "" if i else "warms up, "
+                stages = _in_stages(scorer.seconds)
+                print(f"{n_tokens} {label}chunks of {chunk}: {took:.3f} s ({stages})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draft", choices=("itself", "hybrid"), default="itself")
     parser.add_argument("--tokens", type=numbers)
     parser.add_argument("--sessions", type=int, default=10)
+    parser.add_argument("--one-message", action="store_true")
     parser.add_argument("--device-run", action="store_true")
+    parser.add_argument("--scorer-run", action="store_true")
+    parser.add_argument("--cached", action="store_true")
+    parser.add_argument("--chunks", type=numbers, default=[2048, 8192])
     parser.add_argument("--shape", choices=DRAFT_OF, default="8b")
     parser.add_argument("--keep", type=names, default=["0.2"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -205,9 +294,13 @@ def main() -> None:
     if args.device_run:
         shares = [float(k) for k in args.keep]
         device_run(args.shape, args.tokens or [32768], shares, args.rounds, out=args.out)
+    elif args.scorer_run:
+        lengths = args.tokens or [32768]
+        scorer_run(args.shape, lengths, args.chunks, args.rounds, cached=args.cached)
     else:
         lengths = args.tokens or [4096, 8192, 12288]
-        answers(args.draft, lengths, args.sessions, out=args.out)
+        placement: Placement = "question" if args.one_message else "message"
+        answers(args.draft, lengths, args.sessions, placement, out=args.out)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from report import cli, grid, names, numbers, save
 from servers import Server
 
 from firn.assembly import model_names
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 
 START_S = 300.0
 TOPICS = (
@@ -229,7 +229,7 @@ def main() -> None:
         flags = ("--no-ssd-cache", "--speculation")
         peers: dict[str, Peer] = {}
         for name in ("auto", "off"):
-            child = Child(args.model, *flags, name, log=folder / "log", start_s=START_S)
+            child = ServerProcess(args.model, *flags, name, log=folder / "log", start_s=START_S)
             stack.callback(child.stop)
             peers[name] = Peer(child.port)
         for name in names(args.beside):

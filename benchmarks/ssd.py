@@ -32,10 +32,10 @@ from report import BenchError, cli, grid, names, numbers, save
 try:
     import numpy as np
 
-    from firn.cache.container import Header, TensorSpec
-    from firn.cache.io import TierIo
     from firn.cache.parts import Part
-    from firn.cache.threads import IoThreads
+    from firn.cache.storage.container import Header, TensorSpec
+    from firn.cache.storage.io import TierIo
+    from firn.cache.storage.threads import IoThreads
     from firn.cache.tiers import Stored, TierError, TierOptions
     from firn.cache.tiers.ssd import SsdTier
     from firn.core.keys import Key, child_key

@@ -18,29 +18,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from disks import Temperature, drop, sequential_s
-from engines import Answer, BenchEngine
+from engines import Answer, BenchEngine, shape_of
 from report import grid
 
 from firn.cache.prefix import PrefixTree
-from models import COMMON, CONFIGS
 
 N_NEW = 256
-QWEN3_8B: dict[str, Any] = COMMON | {
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rope_theta": 1_000_000.0,
-    "tie_word_embeddings": False,
-}
-SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
-    "8b": (QWEN3_8B, mx.bfloat16),
-    "tiny": (CONFIGS["dense"], mx.float32),
-}
 GIB = 1 << 30
 
 
@@ -172,7 +155,7 @@ def run(
     folder: Path, *, shape: str, lengths: Sequence[int], repeats: int, seconds: float
 ) -> dict[str, Any]:
     """Print the table; the result is all of its numbers. Stops early when its time is up."""
-    config, dtype = SHAPES[shape]
+    config, dtype = shape_of(shape)
     began = time.perf_counter()
     with BenchEngine(config, dtype=dtype, memory_nbytes=24 * GIB, ssd=folder) as engine:
         print(f"{shape} shape on {mx.default_device()}, {engine.model.weights_nbytes / 1e9:.1f} GB")

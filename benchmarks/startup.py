@@ -1,7 +1,9 @@
-"""What the fingerprint of the weights adds to a start: reading a model's files alone, while they are
-hashed for the first time, and when their digest is remembered. Seconds.
+"""What the fingerprint of the weights adds to a start, in seconds.
 
-.venv/bin/python benchmarks/startup.py --gb 16
+    .venv/bin/python benchmarks/startup.py --gb 16 [--files cold,warm] [--hold]
+
+A model's files are read alone, read while they are hashed for the first time, and read when their digest
+is remembered. Needs so much disk.
 """
 
 from __future__ import annotations

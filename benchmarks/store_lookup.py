@@ -21,11 +21,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from firn.cache.children import Text
-from firn.cache.container import Name
 from firn.cache.lookup import Question, search
 from firn.cache.parts import Needs, Part
+from firn.cache.storage.container import Name
 from firn.cache.tiers import PEEK_NBYTES, Found, Store, TierOptions, discover
+from firn.cache.tree import PackedTokens
 from firn.core.keys import block_keys, root_key
 from firn.core.values import Namespace
 from tests import stores
@@ -59,7 +59,7 @@ def question(n_tokens: int, seed: int) -> Question:
         namespace=namespace,
         block=BLOCK,
         needs=Needs(True, 0, False),
-        text=Text(tokens),
+        text=PackedTokens(tokens),
         known=[],
         limit=n_tokens - 1,
         states=(),

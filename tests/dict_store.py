@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from firn.cache.faults import TierFault
+from firn.cache.storage.faults import TierFault
 from firn.cache.tiers import Buffer, Found, Gone, Seen, Stored
 from tests.dict_tier import DictTier
 

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from firn.cache.estimates import Estimates
-from firn.cache.io import TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
+from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Tier
 from firn.core.errors import FirnError
 from firn.core.events import (
@@ -49,6 +49,7 @@ from firn.models.batch import can_batch
 from firn.models.mtp import MtpModel
 from firn.models.runner import Runner
 from firn.models.scoring import AttentionScorer
+from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
 
 GREEDY = Sampling(temperature=0.0)
@@ -99,14 +100,16 @@ def model_info(model: Any, make_layers: Callable[[], list[Any]], name: str = "ti
     )
 
 
-def scorer_of(draft: Callable[[], tuple[Any, Callable[[], list[Any]]]]) -> AttentionScorer:
+def scorer_of(
+    draft: Callable[[], tuple[Any, Callable[[], list[Any]]]], *, shapes: FewShapes | None = None
+) -> AttentionScorer:
     """With a prefix cache of its own."""
     model, make_layers = draft()
     info = model_info(model, make_layers, "draft")
     cache = PrefixTree(
         Layout.of(make_layers()), CacheSettings(1 << 28, 32), fingerprint=b"draft", dtype="float32"
     )
-    return AttentionScorer(model, info, make_layers=make_layers, cache=cache)
+    return AttentionScorer(model, info, make_layers=make_layers, cache=cache, shapes=shapes)
 
 
 class Eager(Estimates):

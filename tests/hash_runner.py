@@ -559,6 +559,7 @@ class HashEngine:
         publish: Callable[[Sequence[Delivery]], None] = _nothing,
         budget: Budget | None = None,
         largest_chunk: int = 0,
+        common_chunk: int = 0,
         scorer: Scorer | None = None,
     ) -> None:
         self.runner = HashRunner(faults, group_rows=group_rows)
@@ -575,6 +576,7 @@ class HashEngine:
             chunk,
             aligned,
             largest_chunk=largest_chunk,
+            common_chunk=common_chunk,
             scored_nbytes=scored_nbytes,
         )
         self.engine = Engine(

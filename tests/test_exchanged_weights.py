@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import mlx.core as mx
 
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests.zoo import write_folder
 
 PROMPT = "Snow that outlives its season becomes firn: grains packed by their own weight. " * 6
@@ -18,7 +18,7 @@ BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 def answered(model: Path, folder: Path, *flags: str) -> tuple[str, int]:
     """The text, and how much of the prompt was cached."""
-    server = Child(
+    server = ServerProcess(
         str(model), "--ssd-cache-dir", str(folder), "--cache-block-tokens", "16", *flags,
         log=folder.with_name("log"),
     )  # fmt: skip

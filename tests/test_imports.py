@@ -44,7 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_events": {"cache", "core"},
     "ranks": {"cache", "config", "core", "models"},
     "assembly": {
-        "cache", "config", "core", "demo", "engine", "host", "kv_events", "models", "ranks",
+        "api", "cache", "config", "core", "demo", "engine", "host", "kv_events", "media", "models",
+        "ranks", "text", "traces",
     },
     "fleet": {
         "api", "app", "assembly", "config", "core", "demo", "engine", "host", "listener", "logs",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from firn.cache.admin import clear, stats
+from firn.cache.admin.control import clear, stats
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.sparse import Sparse
@@ -26,7 +26,7 @@ from firn.engine.thinning import recipe_of
 from firn.models import loader
 from firn.models.drafters.lookup import Lookup
 from firn.models.speculation import Speculation
-from tests.cache.below import settle
+from tests.cache.pending import settle
 from tests.faulty_tier import Fault, FaultyTier, random_plan
 from tests.harness import Harness, Result, running
 from tests.oracle import MAX_REPLY, Oracle, _chat, folder_of

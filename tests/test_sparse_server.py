@@ -263,6 +263,13 @@ def test_short_prompts_and_a_share_of_one_are_read_in_full(real: Real) -> None:
     assert prompt_tokens(real, chat(13)) == (0, None), "nobody asked for it"
 
 
+def test_the_middle_of_one_long_message_is_skipped(real: Real) -> None:
+    pasted = [{"role": "user", "content": f"{long(14, 400)} Which line is the last?"}]
+    n, header = prompt_tokens(real, pasted, extra_body=KEEP)
+    assert n > 1000
+    assert header == f"keep=0.3, skipped={n}"
+
+
 def test_a_rule_for_long_cold_prompts(folders: dict[str, Path]) -> None:
     rule = SparseConfig(sparse_prefill=True, sparse_prefill_over=1100, sparse_prefill_keep=0.5)
     wanted = config(folders["llama"], folders["qwen3_next"], sparse=rule, speculation="auto")

@@ -12,7 +12,7 @@ from firn.cache.tiers.ssd import SsdTier
 from firn.config import CacheConfig
 from firn.models.drafters.lookup import Lookup
 from tests.api.real import Real, serving
-from tests.cache.below import settle
+from tests.cache.pending import settle
 from tests.models.drafting import Bold
 from tests.oracle import Oracle
 from tests.test_speculation_server import ask, config

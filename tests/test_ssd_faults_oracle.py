@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from firn.cache.tiers import TierOptions
-from tests.cache.below import settle
+from tests.cache.pending import settle
 from tests.faulty_tier import (
     READ_FAULTS,
     WRITE_FAULTS,

@@ -16,7 +16,7 @@ import httpx
 
 from firn.cache.tiers._folder import Disk, FolderLock
 from firn.demo.facts import Session, make_session
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests.cache.tiers.test_ssd_folder import du
 from tests.soak.house import House as Servers
 
@@ -42,7 +42,7 @@ class Answer:
     n_cached: int
 
 
-def ask(server: Child, session: Session, n: int) -> Answer:
+def ask(server: ServerProcess, session: Session, n: int) -> Answer:
     body = {"messages": session.messages(n), "temperature": 0, "max_tokens": 64}
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     usage = reply["usage"]
@@ -80,7 +80,7 @@ class Gauge:
 
 
 class House(Servers):
-    def start_small(self, *, limit_gib: float = LIMIT_GIB) -> Child:
+    def start_small(self, *, limit_gib: float = LIMIT_GIB) -> ServerProcess:
         return self.start("--ssd-cache-max-gb", str(limit_gib), *FLAGS)
 
     @property
@@ -89,7 +89,7 @@ class House(Servers):
         return os.listdir(self.folder / "tmp")
 
     @staticmethod
-    def settle(server: Child) -> None:
+    def settle(server: ServerProcess) -> None:
         """Wait until the server has written all that it has."""
         until = time.monotonic() + 30
         while time.monotonic() < until:
@@ -99,7 +99,9 @@ class House(Servers):
         raise AssertionError(found)
 
 
-def talk(servers: Sequence[Child], talks: Sequence[Session], *, until: float) -> list[Answer]:
+def talk(
+    servers: Sequence[ServerProcess], talks: Sequence[Session], *, until: float
+) -> list[Answer]:
     """Two clients for each server, all asking about all sessions, in different orders."""
 
     def client(number: int) -> list[Answer]:
@@ -166,7 +168,7 @@ def test_killed_in_the_midst_of_a_write(tmp_path: Path) -> None:
         assert stats["ssd"]["folder"]["quarantined"] == 0
 
 
-def stopped_in_a_write(house: House, server: Child) -> None:
+def stopped_in_a_write(house: House, server: ServerProcess) -> None:
     """Stop the process at a moment at which a record is half written."""
     pid, until = server._process.pid, time.monotonic() + 30
     while time.monotonic() < until:

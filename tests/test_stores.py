@@ -36,9 +36,9 @@ KINDS = [pytest.param("redis", marks=needs_redis), pytest.param("s3", marks=need
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model computes sooner than a store answers: here it waits to see."""
-    monkeypatch.setattr("firn.cache.restore.UNKNOWN_PATIENCE_S", WAIT_S)
-    monkeypatch.setattr("firn.cache.restore.ASK_PATIENCE_S", WAIT_S)
-    monkeypatch.setattr("firn.cache.below.RESCAN_S", 0.1)
+    monkeypatch.setattr("firn.cache.loading.UNKNOWN_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("firn.cache.loading.ASK_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("firn.cache.storage.client.RESCAN_S", 0.1)
     for name, value in stores.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
 

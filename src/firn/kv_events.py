@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from firn.cache.announce import Announcement, Cleared, Removed, StoredBlock
-from firn.cache.children import tokens_of
+from firn.cache.tree import Announcement, Cleared, Removed, StoredBlock, unpacked
 from firn.core.errors import SetupError
 
 log = logging.getLogger("firn")
@@ -132,8 +131,8 @@ def _libraries() -> tuple[Any, Any]:
 
 def _wire(event: Announcement) -> list[Any]:
     match event:
-        case StoredBlock(key, parent, text, width):
-            tokens = tokens_of(text, width).tolist()
+        case StoredBlock(key, parent, packed, width):
+            tokens = unpacked(packed, width).tolist()
             above = None if parent is None else _hash(parent)
             return ["BlockStored", [_hash(key)], above, tokens, len(tokens), None, MEDIUM]
         case Removed(key):

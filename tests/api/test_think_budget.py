@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from firn.api.think_budget import LOOKAHEAD_TOKENS, ThinkingEnd, ThinkBudget
+from firn.api.think_budget import LOOKAHEAD_TOKENS, ThinkBudget, ThinkingEnd
 from firn.core.events import Token
 from firn.text.formats import THINK_TAGS, ReplyFormat
 from firn.text.harmony import CONTROL

@@ -14,7 +14,7 @@ from firn.api.auth import SHARED
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, PageConfig
 from firn.engine import EngineParts
 from tests.api.real import Real, serving
-from tests.cache.test_browse import store
+from tests.cache.admin.test_browse import store
 
 pytest.importorskip("playwright.sync_api", reason="the page is tested with Playwright")
 from playwright.sync_api import expect

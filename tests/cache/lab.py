@@ -16,11 +16,11 @@ import mlx.core as mx
 import numpy as np
 
 from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers
-from firn.cache.estimates import Estimates
 from firn.cache.layout import Layout
-from firn.cache.nodes import Held, InRow, Node, Record
 from firn.cache.parts import Needs, Part
+from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
+from firn.cache.tree import InRow, Node, PartTotals, Record
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.ports import Restored
 from firn.core.values import Job, Prompt
@@ -113,7 +113,6 @@ class LabCodec:
     part: Part
     shape: Shape
     single: str = ""
-    batched: str | None = None
 
     @property
     def buffers(self) -> Buffers | None:
@@ -347,21 +346,25 @@ def check_books(tree: PrefixTree) -> None:
     for record in held:
         assert isinstance(record.arrays, InRow) or record.arrays.nbytes == record.nbytes
     for pages in tree.records.rows.every():
-        assert set(pages.records) == {r for r in every if r.arrays is pages} or tree.records._trash
+        assert (
+            set(pages.records) == {r for r in every if r.arrays is pages} or tree.records._cleared
+        )
         assert pages.nbytes == sum(r.nbytes for r in pages.records)
         assert pages.end == max((r.node.end for r in pages.records), default=0)
     for tier, counted in enumerate(inner.tiers):
         _check_held(counted, [r for r in every if r.stored >> tier & 1])
     leaving = sum(r.nbytes for r in every if r.leaving)
-    assert inner.leaving_nbytes == leaving or tree.records._trash, "what is cleared may be leaving"
+    assert inner.leaving_nbytes == leaving or tree.records._cleared, (
+        "what is cleared may be leaving"
+    )
     for root in inner.roots():
-        own = [r for n in inner.below(root) for r in n.records.values()]
+        own = [r for n in inner.subtree(root) for r in n.records.values()]
         _check_held(root.memory, [r for r in own if r.arrays is not None and not r.leaving])
-        with_records = [n for n in inner.below(root) if n.records]
+        with_records = [n for n in inner.subtree(root) if n.records]
         assert root.n_stored_tokens == sum(n.n_tokens for n in with_records)
 
 
-def _check_held(counted: Held, records: Sequence[Record]) -> None:
+def _check_held(counted: PartTotals, records: Sequence[Record]) -> None:
     for part in Part:
         mine = [r for r in records if r.part is part]
         assert counted.n_records[part] == len(mine)
@@ -403,7 +406,7 @@ def longest(tree: PrefixTree, root: Key, values: KeyTokens) -> int:
     if start is None:
         return 0
     best = 0
-    for node in tree.records.tree.below(start):
+    for node in tree.records.tree.subtree(start):
         chain = list(reversed(list(node.path())))
         agrees = all(np.array_equal(n.tokens, values[n.start : n.end]) for n in chain[:-1])
         if not agrees or not chain:

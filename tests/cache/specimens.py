@@ -17,7 +17,7 @@ from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_vlm.models import cache as vlm_cache
 
 from firn.cache.arrays.payload import stacked
-from firn.cache.codecs import Arrays, At, LayerCodec, name_of, registry
+from firn.cache.codecs import Arrays, At, LayerCodec, class_name, registry
 from firn.cache.codecs.pages import QuantizingKVCodec
 
 N_ROWS, N_TOKENS = 3, 512
@@ -150,7 +150,7 @@ def _sees_v41(layer: Any, n: int) -> Arrays:
 
 
 def _kv(label: str, make: Callable[[], Any], *, dtype: mx.Dtype = mx.float32) -> Specimen:
-    codec = registry()[name_of(make())]
+    codec = registry()[class_name(make())]
     return Specimen(label, codec, make, _feed_kv(dtype), _sees_pages)
 
 
@@ -165,7 +165,7 @@ def _window(size: int, *, home: Any = mlx_cache, of: str = "") -> Specimen:
     def make() -> Any:
         return home.RotatingKVCache(size)
 
-    codec = registry()[name_of(make())]
+    codec = registry()[class_name(make())]
     return Specimen(f"{of}window of {size}", codec, make, _feed_kv(mx.float32), _sees_window)
 
 
@@ -173,7 +173,7 @@ def _chunked(size: int, *, home: Any = mlx_cache, of: str = "") -> Specimen:
     def make() -> Any:
         return home.ChunkedKVCache(size)
 
-    codec = registry()[name_of(make())]
+    codec = registry()[class_name(make())]
     return Specimen(f"{of}chunk of {size}", codec, make, _feed_kv(mx.float32), _sees_chunk)
 
 
@@ -181,7 +181,7 @@ def _arrays(label: str, n_slots: int, *, home: Any = mlx_cache) -> Specimen:
     def make() -> Any:
         return home.ArraysCache(n_slots)
 
-    codec = registry()[name_of(make())]
+    codec = registry()[class_name(make())]
     return Specimen(label, codec, make, _feed_arrays, lambda layer, n: tuple(layer.cache))
 
 

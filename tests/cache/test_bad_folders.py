@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache import records
+from firn.cache.storage import tier_set
 from firn.cache.tiers._folder import Disk, Listed
 from tests.cache.test_decisions import ask, found, server, settle
 from tests.cache.tiers.test_ssd_folder import Lockless
@@ -69,7 +69,7 @@ def test_a_folder_that_takes_long_to_list(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(records, "FIRST_SCAN_S", 0.01)
+    monkeypatch.setattr(tier_set, "FIRST_SCAN_S", 0.01)
     ids = words(1, 60)
     with server(tmp_path) as lab:
         ask(lab, ids)

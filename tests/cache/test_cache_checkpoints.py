@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firn.cache.checkpoints import LATTICE_FROM_TOKENS, MIN_GAP_TOKENS, N_TURNS, due
-from firn.cache.nodes import Mark
+from firn.cache.planning.checkpoints import LATTICE_FROM_TOKENS, MIN_GAP_TOKENS, N_TURNS, due
+from firn.cache.tree import Mark
 from firn.core.events import Admitted
 from tests.cache.lab import (
     ALL_KINDS,

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from firn.cache import admin, checkpoints
+from firn.cache.admin import control as admin
 from firn.cache.parts import Part
+from firn.cache.planning import checkpoints
 from firn.core.events import Admitted
 from firn.core.values import CacheControl, Namespace
 from tests.cache.lab import (

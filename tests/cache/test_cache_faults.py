@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from firn.cache import admin, commit
+from firn.cache import commit
+from firn.cache.admin import control as admin
 from firn.cache.arrays import payload
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
@@ -39,7 +40,8 @@ from tests.hash_runner import Faults, HashRow, Outcome, prompt_of
 CALLS = {
     "memory": ("added", "make_room", "let_go"),
     "tree": ("child", "add", "hold", "release", "remove", "prune", "use"),
-    "records": ("keep", "used", "extend_life", "forget", "lose"),
+    "records": ("keep", "used", "extend_life", "forget"),
+    "index": ("forget", "lose"),
 }
 
 
@@ -66,7 +68,12 @@ class Saboteur:
 
     def sabotage(self, cache: PrefixTree) -> None:
         records = cache.records
-        owners = {"memory": records.memory, "tree": records.tree, "records": records}
+        owners = {
+            "memory": records.memory,
+            "tree": records.tree,
+            "records": records,
+            "index": records.index,
+        }
         for owner, names in CALLS.items():
             for name in names:
                 self._wrap(owners[owner], name, f"{owner}.{name}")
@@ -131,7 +138,7 @@ SHAPES = {"dense": DENSE, "hybrid": HYBRID, "all kinds": ALL_KINDS, "no pages": 
 
 
 BOOKS = {"memory.added", "memory.let_go", "tree.hold", "tree.release", "tree.remove", "tree.prune"}
-BOOKS |= {"tree.use", "records.forget", "records.lose", "records.used"}
+BOOKS |= {"tree.use", "records.forget", "records.used", "index.forget", "index.lose"}
 """Halves of one entry in the books: if one of them fails the books are off, and only those."""
 N_OF_EACH = 5
 

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from firn.cache.checkpoints import N_HINTS, due
-from firn.cache.nodes import Mark
+from firn.cache.planning.checkpoints import N_HINTS, due
+from firn.cache.tree import Mark
 from firn.core.values import Job, Prompt, RequestId
 from tests.harness import GREEDY, Harness, Result, running
 from tests.models.alone import plain

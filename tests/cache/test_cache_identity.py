@@ -16,12 +16,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from firn.cache.arrays.host import from_host, lend
+from firn.cache.arrays.host import from_host, to_host
 from firn.cache.arrays.payload import Payload, evaluate, stacked
 from firn.cache.codecs import Arrays
-from firn.cache.container import Header, pack, unpack
 from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
+from firn.cache.storage.container import Header, pack, unpack
 from firn.core.keys import Key
 from firn.core.values import CacheControl, Namespace, PictureSpan, Prompt
 from firn.models.fingerprint import fingerprint
@@ -117,7 +117,7 @@ def test_another_picture_shares_what_comes_before_it(
 ) -> None:
     cache = tree(DENSE, block=8)
     store(cache, with_pictures((20, 30, CAT)))
-    assert cache.look_up(with_pictures(*spans), Namespace("")).n_shared == n_shared
+    assert cache.probe(with_pictures(*spans), Namespace("")).n_shared == n_shared
 
 
 # --- another process -----------------------------------------------------------------------
@@ -147,7 +147,7 @@ def digest(arrays: Arrays) -> str:
         if a is None:
             found.update(b"none")
         else:
-            lent = lend(evaluated([(a,)]))
+            lent = to_host(evaluated([(a,)]))
             found.update(repr(lent.tensors).encode())
             found.update(lent.fetch()[0])
     return found.hexdigest()
@@ -167,7 +167,7 @@ def goes_on(kind: Specimen, layer: object) -> str:
 def leave(kind: Specimen, folder: Path) -> str:
     """Write the records of a live layer; say how the layer itself goes on."""
     for number, (start, end, arrays) in enumerate(kind.pieces(CHUNKS)):
-        lent = lend(evaluated([arrays]))
+        lent = to_host(evaluated([arrays]))
         header = Header(
             key=Key(b"k" * 32),
             parent=Key(b"p" * 32),
@@ -219,7 +219,7 @@ def test_records_of_every_kind_go_on_in_a_fresh_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", SPECIMENS, ids=lambda s: s.label)
 def test_host_bytes_are_the_arrays(kind: Specimen) -> None:
     (*_, (_, _, arrays)) = kind.pieces(CHUNKS)
-    lent = lend(evaluated([arrays]))
+    lent = to_host(evaluated([arrays]))
     buffers = lent.fetch()
     assert sum(b.nbytes for b in buffers) == sum(a.nbytes for a in arrays if a is not None)
     copies = [memoryview(bytes(b)) for b in buffers]

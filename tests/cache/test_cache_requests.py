@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from firn.cache import admin
+from firn.cache.admin import control as admin
 from firn.core.errors import BadRequest
 from firn.core.events import Admitted
 from firn.core.ports import Delivery, EngineLoad

@@ -26,9 +26,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from firn.cache import admin
-from firn.cache.nodes import Node, Record
+from firn.cache.admin import control as admin
 from firn.cache.parts import Part
+from firn.cache.tree import Node, Record
 from firn.core.errors import BadRequest
 from firn.core.keys import key_tokens
 from firn.core.ports import EngineLoad
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
         if read:
             values = key_tokens(prompt_of(ids).ids)
             want = longest(self.tree, self.tree.records.identity.root(Namespace(name)), values)
-            assert self.tree.look_up(prompt_of(ids), Namespace(name)).match.n_tokens == want
+            assert self.tree.probe(prompt_of(ids), Namespace(name)).match.n_tokens == want
 
     @precondition(lambda self: self.waiting())
     @rule(pick=st.integers(0, 99))
@@ -259,8 +259,8 @@ class Machine(RuleBasedStateMachine):
         if memory.nbytes > memory.limit_nbytes:
             held = [r for r in records_of(self.tree) if r.arrays is not None]
             left = [r for r in held if not r.leaving]
-            left = [r for r in left if self.tree.records.rows.may_go(r)]
-            assert not [r for r in left if inner.may_go(r)], "over the limit for no reason"
+            left = [r for r in left if self.tree.records.rows.may_evict(r)]
+            assert not [r for r in left if inner.may_evict(r)], "over the limit for no reason"
 
     # --- what always holds -----------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firn.cache import admin
-from firn.cache.estimates import Estimates
-from firn.cache.io import TierIo
+from firn.cache.admin import control as admin
 from firn.cache.parts import Part
+from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import Disk
 from firn.cache.tiers.ssd import SsdTier
@@ -98,9 +98,9 @@ def settle(lab: LabEngine) -> None:
     until = time.monotonic() + WAIT_S
 
     def left() -> bool:
-        (below,) = lab.tree.records.tiers
+        (tier,) = lab.tree.records.tiers
         lab.tree.tick(EngineLoad.NONE)
-        return not below.idle or any(r.writing for r in records_of(lab.tree))
+        return not tier.idle or any(r.writing for r in records_of(lab.tree))
 
     while lab.between_steps(left):
         assert time.monotonic() < until
@@ -348,14 +348,13 @@ def test_what_is_cleared_during_the_first_scan_does_not_come_back(tmp_path: Path
 def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
     """The look-up touches a few children, however many there are."""
     cache = tree(DENSE, block=BLOCK)
-    from firn.cache.children import Text
-    from firn.cache.match import walk
-    from firn.cache.nodes import Mark
+    from firn.cache.planning.match import Walk
+    from firn.cache.tree import Mark, PackedTokens
 
     inner, root = cache.records.tree, cache.records.catalogue.root(Namespace(""))
     rng = np.random.default_rng(3)
     for tokens in rng.integers(0, 1000, size=(2000, BLOCK)).astype(np.uint64):
-        node = inner.child(root, Text(tokens), 0, BLOCK)
+        node = inner.child(root, PackedTokens(tokens), 0, BLOCK)
         inner.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
     looked = 0
     real = type(root.children)._key
@@ -367,7 +366,7 @@ def test_many_prompts_under_one_root_are_found_by_what_matches() -> None:
 
     type(root.children)._key = key  # type: ignore[method-assign,assignment]
     try:
-        walk(inner, root, Text(np.arange(40, dtype=np.uint64)))
+        Walk.of(inner, root, PackedTokens(np.arange(40, dtype=np.uint64)))
     finally:
         type(root.children)._key = real  # type: ignore[method-assign]
     assert looked < 60

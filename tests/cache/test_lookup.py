@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from firn.cache.asking import StoreIo
-from firn.cache.children import Text
-from firn.cache.container import Name
 from firn.cache.lookup import N_ROUND, Question, search
 from firn.cache.parts import Needs, Part
-from firn.cache.threads import IoThreads
+from firn.cache.storage.container import Name
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Found
+from firn.cache.tree import PackedTokens
 from firn.cache.worth import spill_policy
 from firn.core.errors import SetupError
 from firn.core.keys import Key, block_keys
@@ -37,7 +37,7 @@ ENDS = (13, 40, 77, 90)
 
 
 def question(n_tokens: int, *, n_known: int = 0) -> Question:
-    text = Text(np.arange(n_tokens, dtype=np.uint64))
+    text = PackedTokens(np.arange(n_tokens, dtype=np.uint64))
     root = Key(b"r" * 32)
     return Question(
         root=root,
@@ -145,12 +145,12 @@ def server(
 
 def settle(lab: LabEngine) -> None:
     """Until everything that is to be read or written is."""
-    (below,) = lab.tree.records.tiers
+    (tier,) = lab.tree.records.tiers
     until = time.monotonic() + WAIT_S
 
     def is_busy() -> bool:
         writing = any(r.writing for n in lab.tree.records.tree.nodes() for r in n.records.values())
-        return bool(below._to_spill or below._loading or writing or below._results.qsize())
+        return bool(tier._to_spill or tier._loading or writing or tier._results.qsize())
 
     while lab.between_steps(is_busy):
         assert time.monotonic() < until
@@ -283,7 +283,7 @@ def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
 def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("firn.cache.records.N_ELSEWHERE", 20)
+    monkeypatch.setattr("firn.cache.storage.index.N_ONLY_IN_STORES", 20)
     store = DictStore()
     with server(DENSE, store, limit_nbytes=1 << 12) as lab:
         for i in range(12):

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from firn.cache.parts import Part
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
-from tests.cache.below import settle
+from tests.cache.pending import settle
 from tests.cache.story import (
     GIB,
     KINDS,

@@ -18,7 +18,7 @@ from firn.cli.agents import AGENTS, ServedModel
 from tests.api.live import serve
 from tests.zoo import ZOO, write_folder
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 LARGE = ServedModel("Qwen3-8B-4bit", "http://127.0.0.1:8000", 40960)
 
 
@@ -33,9 +33,9 @@ def shell(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_the_readme_shows_what_is_printed(agent: str) -> None:
+def test_the_docs_show_what_is_printed(agent: str) -> None:
     render, _ = AGENTS[agent]
-    assert render(LARGE) in README.read_text(encoding="utf-8")
+    assert render(LARGE) in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_server_is_asked() -> None:

@@ -19,7 +19,7 @@ from firn.cli import make_cli
 from firn.config import CacheConfig, Config, LogConfig, ModelConfig
 from firn.traces.agents import agent_trace
 from firn.traces.read import line_of, read
-from firn.traces.trace import Entry
+from firn.traces.trace import TraceEntry
 from tests.api.live import serve
 from tests.api.real import serving
 
@@ -116,7 +116,7 @@ def test_advice_on_what_was_served(place: Place) -> None:
 # --- advice --------------------------------------------------------------------------------
 
 
-def write_trace(path: Path, entries: list[Entry], block: int = 512) -> Path:
+def write_trace(path: Path, entries: list[TraceEntry], block: int = 512) -> Path:
     path.write_text("".join(f"{line_of(e, block=block)}\n" for e in entries))
     return path
 
@@ -185,7 +185,7 @@ def test_the_knee(rates: dict[int, float], size: int) -> None:
 def test_wrong_calls_are_one_line(
     tmp_path: Path, arguments: list[str], code: int, says: str
 ) -> None:
-    trace = write_trace(tmp_path / "t.jsonl", [Entry(0, 600, 1, (1,))])
+    trace = write_trace(tmp_path / "t.jsonl", [TraceEntry(0, 600, 1, (1,))])
     run = firn(*(a.format(trace=trace) for a in arguments))
     assert run.exit_code == code, run.output
     (line,) = run.stderr.splitlines()
@@ -199,8 +199,8 @@ def test_wrong_calls_are_one_line(
 def test_requests_that_fail_are_counted() -> None:
     with serve() as live:
         target = Target(live.url, "fake")
-        short, long = Entry(0, 16, 1, ()), Entry(1, 9000, 1, tuple(range(1, 19)))
-        pace = replay.Pace(speed=0, streams=2)
+        short, long = TraceEntry(0, 16, 1, ()), TraceEntry(1, 9000, 1, tuple(range(1, 19)))
+        pace = replay.ReplayPace(speed=0, streams=2)
         run = replay.run(target, [short, long], block=512, pace=pace, salt="a")
         assert run["failed"] == 1
         assert "400" in run["faults"][0]
@@ -209,8 +209,12 @@ def test_requests_that_fail_are_counted() -> None:
 
 
 def test_prompts_begin_alike_as_far_as_their_blocks_do() -> None:
-    writer = replay.Playwright(64, tokens_a_word=4.0, salt="s")
-    entries = [Entry(0, 200, 1, (1, 2, 3)), Entry(0, 200, 1, (1, 2, 4)), Entry(0, 200, 1, (5,))]
+    writer = replay.PromptWriter(64, tokens_a_word=4.0, salt="s")
+    entries = [
+        TraceEntry(0, 200, 1, (1, 2, 3)),
+        TraceEntry(0, 200, 1, (1, 2, 4)),
+        TraceEntry(0, 200, 1, (5,)),
+    ]
     texts = [writer.prompt(e, i, block=64).split() for i, e in enumerate(entries)]
     shared = [a == b for a, b in zip(texts[0], texts[1], strict=False)]
     assert shared[:32] == [True] * 32, "16 words a block"

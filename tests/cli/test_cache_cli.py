@@ -18,12 +18,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from firn.cache.container import Name
-from firn.cache.faults import Refused
-from firn.cache.inventory import ModelNote, note_model, prefixes, records_of, take
-from firn.cache.io import load
+from firn.cache.admin.inventory import ModelNote, note_model, prefixes, records_of, take_inventory
 from firn.cache.parts import Part
-from firn.cache.seal import load_seal
+from firn.cache.storage.container import Name
+from firn.cache.storage.faults import Refused
+from firn.cache.storage.io import load
+from firn.cache.storage.seal import load_seal
 from firn.cache.tiers._folder import path_of
 from firn.cli import make_cli
 from firn.core.keys import root_key
@@ -235,7 +235,7 @@ def test_gc(folder: Path, cache: Cache) -> None:
     assert "freed" in result.output
     tier.scan()
     assert tier.usage().nbytes <= 2**30 // 1000
-    assert take(folder).orphans == []
+    assert take_inventory(folder).orphans == []
     assert cache("gc").exit_code == 2
     assert cache("gc", "--ssd-cache-max-gb", 1, "--ssd-cache-dir", folder / "none").exit_code == 1
 
@@ -351,8 +351,8 @@ def test_import_into_another_namespace(folder: Path, cache: Cache, tmp_path: Pat
     file, other = tmp_path / "prefix.firn", tmp_path / "other"
     cache("export", key(TRUNK[5]), file)
     assert cache("import", file, "--ssd-cache-dir", other, "--namespace", "shared").exit_code == 0
-    found = take(other)
-    (group,) = found.groups()
+    found = take_inventory(other)
+    (group,) = found.by_model()
     assert group.namespace == "shared"
     root = root_key(fingerprint=FINGERPRINT, layout=LAYOUT, namespace=Namespace("shared"))
     assert all(b.tag.root == root for b in group.blocks)
@@ -427,8 +427,8 @@ def test_every_command_on_a_folder_in_use(folder: Path, cache: Cache, tmp_path: 
 
 def test_prefixes_draw_runs_together(folder: Path) -> None:
     store(folder, *ALL)
-    found = take(folder)
-    group = found.groups()[0]
+    found = take_inventory(folder)
+    group = found.by_model()[0]
     (tree,) = prefixes(group.blocks, top=5)
     assert [b.tag.key for b in tree.blocks] == [r.header.key for r in TRUNK[:4]]
     assert tree.nbytes == group.nbytes
@@ -437,7 +437,7 @@ def test_prefixes_draw_runs_together(folder: Path) -> None:
 
 def test_what_a_resume_needs(folder: Path) -> None:
     store(folder, *ALL)
-    found = take(folder)
+    found = take_inventory(folder)
     names = records_of(found.chain(found.find(key(TRUNK[4]))))
     assert names == [
         TRUNK[0].name, TRUNK[1].name, STATES[0].name, TRUNK[2].name, TRUNK[3].name, TRUNK[4].name,

@@ -21,7 +21,6 @@ from firn.cache.codecs import (
     leaves,
     nbytes_of,
     registry,
-    slice_tokens,
 )
 from firn.cache.codecs.pages import KVCodec, QuantizingKVCodec, quantising
 from firn.cache.layout import Layout
@@ -43,14 +42,29 @@ EACH = pytest.mark.parametrize("kind", SPECIMENS, ids=lambda s: s.label)
 BY_TOKEN = pytest.mark.parametrize(
     "kind", [s for s in SPECIMENS if s.codec.part is not Part.STATE], ids=lambda s: s.label
 )
+IN_A_GROUP = {
+    f"{home}.{single}": f"{home}.{batched}"
+    for home in (mlx_cache.__name__, vlm_cache.__name__)
+    for single, batched in (
+        ("KVCache", "BatchKVCache"),
+        ("RotatingKVCache", "BatchRotatingKVCache"),
+        ("ArraysCache", "ArraysCache"),
+    )
+}
+"""Cache classes that a codec serves alone and in a group, with the class that they become there."""
 BATCHED = pytest.mark.parametrize(
     # mlx-lm cannot merge arrays of which one slot is empty in every row.
     "kind",
-    [s for s in SPECIMENS if s.codec.batched and "empty" not in s.label],
+    [s for s in SPECIMENS if s.codec.single in IN_A_GROUP and "empty" not in s.label],
     ids=lambda s: s.label,
 )
 QUICK = settings(max_examples=20, deadline=None)
 CHUNKS = st.lists(st.one_of(st.just(1), st.integers(1, 30)), min_size=1, max_size=9)
+
+
+def slice_tokens(arrays: Arrays, start: int, end: int) -> Arrays:
+    """Tokens [start, end) of pages or a window."""
+    return tuple(None if a is None else a[..., start:end, :] for a in arrays)
 
 
 def test_every_codec_is_tested_here() -> None:
@@ -476,8 +490,6 @@ def test_codecs_name_classes_that_exist(home: Any) -> None:
         batch = {"BatchKVCache": ([0],), "BatchRotatingKVCache": (8, [0])}
         layer = cls(*arguments.get(name, batch.get(name, ())))
         assert all(hasattr(layer, f) for f in fields)
-    known = {s.codec.batched for s in SPECIMENS if s.codec.batched}
-    names = ("BatchKVCache", "BatchRotatingKVCache", "ArraysCache")
-    assert {f"{home.__name__}.{n}" for n in names} <= known
-    assert len(known) == 2 * len(names)
+    assert set(IN_A_GROUP) <= {s.codec.single for s in SPECIMENS}
+    assert all(hasattr(home, name.rpartition(".")[2]) for name in IN_A_GROUP.values())
     assert type(KVCodec().describe(mlx_cache.KVCache())) is str

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firn.cache.container import Name
-from firn.cache.faults import Damaged, Missing, Refused, TierFull
 from firn.cache.parts import Part
+from firn.cache.storage.container import Name
+from firn.cache.storage.faults import Damaged, Missing, Refused, TierFull
 from firn.cache.tiers import PEEK_NBYTES, Gone, Seen, Store, TierOptions, discover
 from firn.core.keys import Key
 from tests import dict_tier, stores

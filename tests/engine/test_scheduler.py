@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -280,3 +281,13 @@ def test_a_rest_of_a_chunk_and_a_half_is_one_where_bits_do_not_matter(
     else:
         assert end == chunk_end(n_done, n_total, chunk=chunk)
     assert 0 < end - n_done <= 1.5 * chunk
+
+
+@pytest.mark.parametrize(("n_done", "end"), [(0, 96), (96, 101), (16, 32), (90, 101)])
+def test_chunks_of_few_shapes(n_done: int, end: int) -> None:
+    assert chunk_end(n_done, 101, chunk=128, aligned=False, common=32) == end
+
+
+def test_chunks_of_few_shapes_end_at_stops_and_never_where_bits_matter() -> None:
+    assert chunk_end(0, 101, chunk=128, aligned=False, common=32, stops=[40]) == 40
+    assert chunk_end(0, 101, chunk=128, aligned=True, common=32) == 101

@@ -206,6 +206,47 @@ def test_nobody_waits_for_the_scoring() -> None:
     assert len(set(decoding)) == len(decoding)
 
 
+@dataclass(eq=False)
+class ReadingScorer(DiceScorer):
+    """Takes as many slices as it needs for all tokens."""
+
+    asked: list[tuple[int, bool]] = field(default_factory=list)
+    """For each slice: tokens, and whether nobody else was there."""
+
+    def read(self, reading: Scoring, n_tokens: int, *, alone: bool = False) -> None:
+        super().read(reading, n_tokens, alone=alone)
+        self.asked.append((n_tokens, alone))
+        reading.n_done = min(reading.n_done + n_tokens, len(reading.prompt))
+
+    def settle(self, reading: Scoring) -> bool:
+        return reading.n_done == len(reading.prompt)
+
+    def n_left(self, reading: Scoring) -> int:
+        return len(reading.prompt) - reading.n_done
+
+
+def test_slices_are_longer_while_nobody_waits() -> None:
+    scorer = ReadingScorer()
+    with HashEngine(scorer=scorer, chunk=32, largest_chunk=256) as lab:
+        check_thin(lab.submit(prompt_of(1, N_PROMPT), 10, sparse=HALF))
+        assert scorer.asked == [(32, True), (256, True), (256, True), (256, True)]
+        scorer.asked.clear()
+        gate = lab.hold()
+        other = lab.submit(prompt_of(2, 8), 60)
+        outcome = lab.submit(prompt_of(1, N_PROMPT), 10, sparse=HALF)
+        gate.set()
+        check_thin(outcome)
+        other.wait().check()
+    assert max(n for n, alone in scorer.asked if not alone) <= 32
+
+
+def test_a_prompt_is_read_in_chunks_of_few_shapes() -> None:
+    with HashEngine(cache=DictCache(), chunk=64, common_chunk=16) as lab:
+        outcome = lab.submit(prompt_of(1, 101), 5).wait()
+        outcome.check()
+        assert [e.n_done for e in outcome.of(Prefilled)] == [64, 96, 100]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_thinned_and_whole_prompts_in_one_batch(n: int) -> None:
     with HashEngine(cache=DictCache(), scorer=DiceScorer(), max_rows=32) as lab:
@@ -271,6 +312,22 @@ def test_a_device_that_fails_late_takes_everyone_back_to_their_tokens() -> None:
             check_thin(outcome)
         wait_idle(lab)
         assert lab.leftovers() == {}
+
+
+def test_slices_are_shorter_once_the_device_has_failed() -> None:
+    late = [RuntimeError("late")]
+
+    def confirm() -> None:
+        if late:
+            raise late.pop()
+
+    scorer = ReadingScorer()
+    faults = Faults(confirm=confirm)
+    with HashEngine(faults, cache=DictCache(), scorer=scorer, chunk=32, largest_chunk=256) as lab:
+        lab.submit(prompt_of(2, 80), 4).wait().check()
+        assert not late
+        check_thin(lab.submit(prompt_of(1, N_PROMPT), 10, sparse=HALF))
+    assert max(n for n, _ in scorer.asked) == 128
 
 
 def test_a_thinned_request_that_waits_for_memory_goes_on_as_it_was() -> None:

@@ -17,7 +17,7 @@ import pytest
 from firn.demo.facts import make_session
 from firn.fleet.turns import ModelState
 from firn.traces.read import read
-from firn.traces.trace import Entry
+from firn.traces.trace import TraceEntry
 from tests.fleet.fronts import Running, config, fronting
 from tests.metrics_table import documented, shown
 
@@ -229,7 +229,7 @@ def test_who_watches_sees_every_model_and_loads_none(pair: Running) -> None:
     assert all(call["model"] in states and call["phase"] == "done" for call in seen["calls"])
 
 
-def _written(trace: Path) -> list[Entry]:
+def _written(trace: Path) -> list[TraceEntry]:
     return list(read(trace).entries) if trace.exists() and trace.stat().st_size else []
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from firn.core.errors import BadPicture
 from firn.core.values import Chat, GenerateRequest, Message, PicturePart, TextPart
-from firn.media.fetch import MAX_ADDRESSES, MAX_TOTAL, Fetcher, FetchLimits, is_public
+from firn.media.fetch import MAX_TOTAL, MAX_URLS, Fetcher, FetchLimits, is_public
 
 PUBLIC = "93.184.216.34"
 NAMES: Mapping[str, list[str]] = {
@@ -232,8 +232,8 @@ def test_an_address_that_is_shown_twice_is_fetched_once() -> None:
 
 
 def test_one_request_fetches_only_so_many() -> None:
-    urls = [f"https://pictures.example/{i}.png" for i in range(MAX_ADDRESSES + 1)]
-    with pytest.raises(BadPicture, match=rf"^content\[{MAX_ADDRESSES}\]: more than"):
+    urls = [f"https://pictures.example/{i}.png" for i in range(MAX_URLS + 1)]
+    with pytest.raises(BadPicture, match=rf"^content\[{MAX_URLS}\]: more than"):
         gather(Web(no_web), *urls)
 
 

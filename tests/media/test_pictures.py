@@ -15,7 +15,7 @@ from PIL import Image
 from firn.core.errors import BadPicture
 from firn.core.values import PicturePart
 from firn.media.decode import Pixels
-from firn.media.pictures import ImageLimits, Pictures, digest_of, read
+from firn.media.pictures import PictureLimits, Pictures, digest_of, read
 
 
 @dataclass
@@ -51,7 +51,7 @@ def as_url(data: bytes, head: str = "data:image/png;base64,") -> str:
 
 def album(**options: Any) -> tuple[Pictures, FakeProcessor]:
     processor = FakeProcessor()
-    options = {"limits": ImageLimits(nbytes=10_000, pixels=1000), **options}
+    options = {"limits": PictureLimits(nbytes=10_000, pixels=1000), **options}
     return Pictures(processor, whole=False, **options), processor
 
 

@@ -17,7 +17,7 @@ from firn.core.values import RequestId, Sampling
 from firn.models.batch import MAX_WASTE, SLACK_TOKENS, VACANT_STEPS, Group, Row, _margin
 from firn.models.runner import Runner
 from tests.cache.lab import n_leases
-from tests.harness import GREEDY, Harness, Result, running
+from tests.harness import GREEDY, Harness, Result, model_info, running
 from tests.models.alone import Built, assert_same, plain, prompt_of, with_caches
 from tests.zoo import build
 
@@ -228,6 +228,32 @@ def group_of(*lengths: int) -> Group:
 
 def test_short_rows_always_share_a_group() -> None:
     assert group_of(1, SLACK_TOKENS, 1, 1, 1).has_room_for(Row([], 1), 32)
+
+
+def test_where_memory_is_short_even_short_rows_are_kept_apart() -> None:
+    group = group_of(1, 301)
+    assert group.has_room_for(Row([], 1), 32, max_padding=600)
+    assert not group.has_room_for(Row([], 1), 32, max_padding=599)
+    assert group.has_room_for(Row([], 301), 32, max_padding=0), "little of it would be padding"
+
+
+@pytest.mark.parametrize(("max_padding", "n_seats"), [(1000, 6), (60, 5), (30, 4), (0, 4)])
+def test_where_memory_is_short_few_seats_wait_for_rows(max_padding: int, n_seats: int) -> None:
+    model = build("qwen3")
+
+    def make_layers() -> list[Any]:
+        return make_prompt_cache(model)
+
+    info = model_info(model, make_layers)
+    runner = Runner(model, info, make_layers=make_layers, max_rows=16, max_padding=max_padding)
+    for n in (40, 40, 40):
+        row = Row(make_layers(), n)
+        model(mx.zeros((1, n), dtype=mx.int32), cache=row.layers)
+        runner.join(row, 0)
+    row = Row(make_layers(), 30)
+    model(mx.zeros((1, 30), dtype=mx.int32), cache=row.layers)
+    runner.join(row, 0, n_coming=9)
+    assert len(runner._groups[0].seats) == n_seats
 
 
 def test_padding_never_wastes_more_than_its_limit() -> None:

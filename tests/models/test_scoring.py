@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from firn.cache.off import CacheOff
 from firn.core.values import CacheControl, Namespace, Prompt, Scores
-from firn.models.scoring import N_SAID, AttentionScorer
+from firn.models.scoring import N_LOOKAHEAD, AttentionScorer
+from firn.models.shapes import few_shapes
 from tests.harness import model_info, scorer_of
 from tests.zoo import VOCAB_SIZE, build
 
@@ -55,7 +58,7 @@ def by_hand(model: Any, prompt: Prompt) -> Scores:
     layers, token = make_prompt_cache(model), mx.array([[int(prompt.ids[-1])]])
     model(mx.array(prompt.ids[None, :-1]), cache=layers)
     total = np.zeros(len(prompt))
-    for _ in range(N_SAID):
+    for _ in range(N_LOOKAHEAD):
         weights.append([])
         mx.fast.scaled_dot_product_attention = attend
         logits = model(token, cache=layers)
@@ -63,7 +66,7 @@ def by_hand(model: Any, prompt: Prompt) -> Scores:
         token = mx.argmax(logits[:, -1:], axis=-1)
         most = np.stack([np.array(w).max(axis=0) for w in weights[-1]]).max(axis=0)
         total += most[: len(prompt)]
-    return (total / N_SAID).astype(np.float32)
+    return (total / N_LOOKAHEAD).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -71,22 +74,22 @@ def test_scores_are_the_most_that_any_head_attends(name: str) -> None:
     prompt = prompt_of(200)
     found, n_slices = scores_of(made(name), prompt)
     assert np.allclose(found, by_hand(build(name), prompt), atol=1e-4)
-    assert n_slices == 4 + N_SAID
+    assert n_slices == 4 + N_LOOKAHEAD + 1
 
 
 def test_slices_change_nothing_and_a_prompt_that_was_read_is_not_read_again() -> None:
     scorer, prompt = made("llama"), prompt_of(300)
     first, n_first = scores_of(scorer, prompt, slice_tokens=64)
     again, n_again = scores_of(scorer, prompt)
-    assert n_again == N_SAID < n_first, "from its own prefix cache"
+    assert n_again == N_LOOKAHEAD + 1 < n_first, "from its own prefix cache"
     assert np.allclose(first, again, atol=1e-4)
     longer, n_longer = scores_of(scorer, Prompt(np.concatenate([prompt.ids, prompt.ids[:50]])))
-    assert n_longer == 1 + N_SAID
+    assert n_longer == 1 + N_LOOKAHEAD + 1
     assert len(longer) == 350
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
-def test_slices_are_longer_where_nobody_waits(name: str) -> None:
+def test_all_tokens_are_said_at_once_where_nobody_waits(name: str) -> None:
     """And what is stored on the way is the same."""
     scorer, prompt = made(name), prompt_of(300)
     patient, _ = scores_of(made(name), prompt)
@@ -96,10 +99,23 @@ def test_slices_are_longer_where_nobody_waits(name: str) -> None:
         scorer.read(reading, 64, alone=True)
         n += 1
     assert np.allclose(scorer.scores(reading), patient, atol=1e-4)
-    assert n == (3 if name == "llama" else 6)
+    assert n == 5 + 1 + 1
     scorer.close_reading(reading)
-    assert scores_of(scorer, prompt)[1] == N_SAID
+    assert scores_of(scorer, prompt)[1] == N_LOOKAHEAD + 1
     assert not scorer._cache.stats.faults
+
+
+def test_padded_chunks_of_few_shapes_change_nothing() -> None:
+    model, prompt = build("llama"), prompt_of(300)
+    make_layers = partial(make_prompt_cache, model)
+    padded = scorer_of(lambda: (model, make_layers), shapes=few_shapes(model, make_layers))
+    scores, n_slices = scores_of(padded, prompt, slice_tokens=70)
+    assert n_slices == 5 + N_LOOKAHEAD + 1
+    assert np.allclose(scores, scores_of(made("llama"), prompt)[0], atol=1e-4)
+    assert scores_of(padded, prompt)[1] == N_LOOKAHEAD + 1, (
+        "what is stored is the row without padding"
+    )
+    assert not padded._cache.stats.faults
 
 
 def test_what_it_says_itself_is_never_stored() -> None:
@@ -117,13 +133,30 @@ def test_one_that_is_given_up_keeps_what_it_has_read() -> None:
     scorer.settle(reading)
     scorer.close_reading(reading)
     _, n = scores_of(scorer, prompt, slice_tokens=64)
-    assert n == 3 + N_SAID
+    assert n == 3 + N_LOOKAHEAD + 1
 
 
 def test_a_hybrid_is_heard_by_its_attention_layers() -> None:
     found, _ = scores_of(made("qwen3_next"), prompt_of(150))
     assert len(found) == 150
     assert np.all(found > 0)
+
+
+@pytest.mark.parametrize("n", [1, 22, 23, 60])
+def test_windows_that_become_full_are_heard_no_more(n: int) -> None:
+    """Layers with a window of 32 tokens see all of a short prompt, until the reply is longer."""
+    found, _ = scores_of(made("gemma3_text"), prompt_of(n))
+    assert len(found) == n
+    assert np.all(found > 0)
+
+
+def test_a_prompt_longer_than_every_window_cannot_be_scored() -> None:
+    """The engine reads such a prompt in full."""
+    model = build("llama")
+    windows = [RotatingKVCache(max_size=32) for _ in make_prompt_cache(model)]
+    scorer = scorer_of(lambda: (model, lambda: copy.deepcopy(windows)))
+    with pytest.raises(ValueError, match="so long a prompt"):
+        scores_of(scorer, prompt_of(200))
 
 
 def test_tiny_prompts_and_ids_that_it_does_not_know() -> None:

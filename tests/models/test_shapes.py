@@ -111,6 +111,20 @@ def test_full_chunks_in_their_place_are_left_alone() -> None:
     assert few.fit([layer], FULL) is not None, "not in its place"
 
 
+@pytest.mark.parametrize("n_total", [1, FULL - 1, FULL, FULL + 1, 3 * FULL, 4 * FULL + 5])
+@pytest.mark.parametrize("start", [0, 256, FULL, FULL + 256])
+def test_chunks_end_where_their_shapes_are_common(n_total: int, start: int) -> None:
+    """Each is a multiple of a full one in a full one's place, or short enough to be padded."""
+    few, largest, n_chunks = FewShapes(mx.float32), 3 * FULL, 0
+    while start < n_total:
+        end = few.end(start, min(start + largest, n_total))
+        assert start < end <= n_total
+        is_common = start % FULL == 0 and end % FULL == 0
+        assert is_common or end - start <= FULL
+        start, n_chunks = end, n_chunks + 1
+    assert n_chunks <= 4
+
+
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 1000, 2048, 2049, 5000, 16_700, 100_000])
 def test_buffers_have_few_sizes(n: int) -> None:
     size = rounded(n)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.cache.container import unpack
+from firn.cache.storage.container import unpack
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from tests import zoo
 from tests.api import real

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from firn.assembly import model_names
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 
 Figure = Callable[[str], None]
 FIGURES = pytest.StashKey[list[str]]()
@@ -36,16 +36,16 @@ def folder(home: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(folder: Path, home: Path) -> Iterator[Child]:
+def server(folder: Path, home: Path) -> Iterator[ServerProcess]:
     child = start(home, "shared")
     yield child
     child.stop()
 
 
-def start(home: Path, name: str, *flags: str) -> Child:
+def start(home: Path, name: str, *flags: str) -> ServerProcess:
     """A server with a folder of records of its own, which it finds again when it is started again."""
     flags = ("--ssd-cache-dir", str(home / name), *flags)
-    return Child("smollm2", *flags, log=home / f"{name}.log", start_s=START_S)
+    return ServerProcess("smollm2", *flags, log=home / f"{name}.log", start_s=START_S)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from firn.models.loader import load_tokenizer
 from tests.real.asking import Messages, Reply, ask, ask_together, client, compare, user
 from tests.real.conftest import Figure, start
@@ -50,7 +50,7 @@ def by_mlx_lm(reference: tuple[Any, Any], messages: Messages, *, n: int = N_REPL
 
 
 def test_greedy_replies_are_those_of_mlx_lm(
-    server: Child, reference: tuple[Any, Any], figure: Figure
+    server: ServerProcess, reference: tuple[Any, Any], figure: Figure
 ) -> None:
     asked = [user(question) for question in QUESTIONS]
     theirs = [by_mlx_lm(reference, messages) for messages in asked]
@@ -127,7 +127,7 @@ def test_exact_mode_is_bitwise(home: Path, figure: Figure) -> None:
         assert n_cached > 0.7 * sum(reply.n_prompt for reply in replies)
 
 
-def test_a_conversation_reads_each_turn_once(server: Child, figure: Figure) -> None:
+def test_a_conversation_reads_each_turn_once(server: ServerProcess, figure: Figure) -> None:
     messages: Messages = user("What is the capital of France?")
     n_prompt, n_new = 0, []
     for question in ("And of Italy?", "Which of the two is larger?", "Thank you!"):
@@ -143,14 +143,14 @@ def test_a_conversation_reads_each_turn_once(server: Child, figure: Figure) -> N
 # --- what a chat needs ---------------------------------------------------------------------
 
 
-def test_it_answers(server: Child) -> None:
+def test_it_answers(server: ServerProcess) -> None:
     reply = ask(server.url, user("What is the capital of France?"), n=64)
     assert reply.text == "The capital of France is Paris."
     assert reply.finish == "stop"  # by its end token, which is not shown
     assert len(reply.tokens) < 64
 
 
-def test_firn_chat_answers(server: Child) -> None:
+def test_firn_chat_answers(server: ServerProcess) -> None:
     command = [sys.executable, "-m", "firn", "chat", "What is the capital of France?"]
     flags = ["--url", server.url, "--temperature", "0"]
     run = subprocess.run(
@@ -164,7 +164,7 @@ def test_firn_chat_answers(server: Child) -> None:
     assert run.stdout == "The capital of France is Paris.\n"
 
 
-def test_a_stream_is_the_same_text(server: Child) -> None:
+def test_a_stream_is_the_same_text(server: ServerProcess) -> None:
     messages = user(QUESTIONS[2])
     stream = client(server.url).chat.completions.create(
         model="smollm2",
@@ -178,7 +178,7 @@ def test_a_stream_is_the_same_text(server: Child) -> None:
     assert len([piece for piece in pieces if piece]) > 5
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_a_batch(server: Child) -> None:
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(server: ServerProcess) -> None:
     def drawn(seed: int) -> str:
         made = client(server.url).chat.completions.create(
             model="smollm2",
@@ -195,7 +195,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_batch(server: Child) -> None:
     assert len(set(alone)) > 1
 
 
-def test_a_json_schema_is_respected(server: Child, figure: Figure) -> None:
+def test_a_json_schema_is_respected(server: ServerProcess, figure: Figure) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -217,7 +217,7 @@ def test_a_json_schema_is_respected(server: Child, figure: Figure) -> None:
 
 
 def test_logprobs_are_those_of_the_model(
-    server: Child, reference: tuple[Any, Any], figure: Figure
+    server: ServerProcess, reference: tuple[Any, Any], figure: Figure
 ) -> None:
     messages = user(QUESTIONS[0])
     made = client(server.url).chat.completions.create(
@@ -266,7 +266,9 @@ def test_tokens_are_those_of_llama_cpp(folder: Path, other: dict[str, Any], figu
     assert [tokenizer.decode(ids) for ids in ours] == list(TEXTS)
 
 
-def test_replies_beside_llama_cpp(server: Child, other: dict[str, Any], figure: Figure) -> None:
+def test_replies_beside_llama_cpp(
+    server: ServerProcess, other: dict[str, Any], figure: Figure
+) -> None:
     """A figure, no promise: llama.cpp rounds activations to 8 bits and soon takes another word."""
     ours = [ask(server.url, user(question), n=32).text for question in QUESTIONS]
     pairs = list(zip(ours, other["replies"], strict=True))

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx
 
 from firn.demo.facts import Session, make_session
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 
 T = TypeVar("T")
 N_QUESTIONS = 6
@@ -35,7 +35,7 @@ class House:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "cache"
         self._log = folder / "log"
-        self._servers: list[Child] = []
+        self._servers: list[ServerProcess] = []
 
     def __enter__(self) -> House:
         return self
@@ -44,8 +44,8 @@ class House:
         for server in self._servers:
             server.kill()
 
-    def start(self, *flags: str, model: str = "firn-demo") -> Child:
-        server = Child(model, "--ssd-cache-dir", str(self.folder), *flags, log=self._log)
+    def start(self, *flags: str, model: str = "firn-demo") -> ServerProcess:
+        server = ServerProcess(model, "--ssd-cache-dir", str(self.folder), *flags, log=self._log)
         self._servers.append(server)
         return server
 
@@ -124,7 +124,7 @@ class Held:
     n_threads: int
 
 
-def constraint_of(server: Child) -> Held:
+def held_by(server: ServerProcess) -> Held:
     pid = server._process.pid
     status = Path(f"/proc/{pid}/status")
     if status.exists():
@@ -135,13 +135,13 @@ def constraint_of(server: Child) -> Held:
     return Held(int(shown.stdout) / 1024 - _kept_mib(server), 0, 0)
 
 
-def _kept_mib(server: Child) -> float:
+def _kept_mib(server: ServerProcess) -> float:
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     (line,) = (x for x in text.splitlines() if x.startswith('firn_mlx_bytes{kind="cached"}'))
     return float(line.split()[-1]) / 2**20
 
 
-def is_idle(server: Child) -> bool:
+def is_idle(server: ServerProcess) -> bool:
     health = server.get("/health")
     engine = health["engine"]
     return not any([health["calls"], engine["waiting"], engine["prefilling"], engine["decoding"]])
@@ -154,7 +154,7 @@ def wait_until(happened: Callable[[], object], *, timeout_s: float = 120.0) -> N
         time.sleep(0.05)
 
 
-def let_go_of_everything(server: Child) -> None:
+def let_go_of_everything(server: ServerProcess) -> None:
     """Nothing runs, and nothing that ran still holds on to a part of the cache."""
     wait_until(lambda: is_idle(server))
     httpx.delete(f"{server.url}/v1/cache", timeout=60).raise_for_status()
@@ -163,7 +163,7 @@ def let_go_of_everything(server: Child) -> None:
 
 
 @contextmanager
-def always_healthy(server: Child) -> Iterator[list[float]]:
+def always_healthy(server: ServerProcess) -> Iterator[list[float]]:
     """/health is asked all the while, and answers each time; yields how long each answer took."""
     stop, took, faults = threading.Event(), [], []
 

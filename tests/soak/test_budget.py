@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests import zoo
-from tests.soak.house import House, always_healthy, at_once, constraint_of, let_go_of_everything
+from tests.soak.house import House, always_healthy, at_once, held_by, let_go_of_everything
 from tests.zoo import folder as zoo_folder
 
 N_REQUESTS = 120
@@ -55,7 +55,7 @@ def test_requests_wait_for_memory_and_none_fails(tmp_path: Path) -> None:
         small: dict[str, Any] = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
         assert httpx.post(url, json=small, timeout=120).status_code == 200
         let_go_of_everything(server)
-        before, high = constraint_of(server), [0.0]
+        before, high = held_by(server), [0.0]
 
         def client(number: int) -> int:
             rng = random.Random(number)
@@ -74,7 +74,7 @@ def test_requests_wait_for_memory_and_none_fails(tmp_path: Path) -> None:
                     used = answer.json()["usage"]["completion_tokens"]
                     assert used == body["max_tokens"] * body["n"]
                     n_tokens += used
-                    high[0] = max(high[0], constraint_of(server).rss_mib)
+                    high[0] = max(high[0], held_by(server).rss_mib)
             return n_tokens
 
         with always_healthy(server):
@@ -84,7 +84,7 @@ def test_requests_wait_for_memory_and_none_fails(tmp_path: Path) -> None:
         never = httpx.post(url, json={"prompt": "7 " * 8_000, "max_tokens": 1}, timeout=120)
         assert never.status_code == 400
         let_go_of_everything(server)
-        after = constraint_of(server)
+        after = held_by(server)
         print(
             f"{N_REQUESTS} requests, {sum(n_tokens)} tokens; "
             f"{before}, at most {high[0]:.0f} MiB, {after}"

@@ -19,7 +19,7 @@ from tests.soak.house import (
     always_healthy,
     ask,
     at_once,
-    constraint_of,
+    held_by,
     let_go_of_everything,
     sessions,
 )
@@ -61,7 +61,7 @@ def test_storms_leave_nothing_behind(tmp_path: Path, model: str) -> None:
         for n in range(2):
             assert all(ask(server.url, talk, n).right for talk in talks)
         let_go_of_everything(server)
-        before, over = constraint_of(server), threading.Event()
+        before, over = held_by(server), threading.Event()
 
         def storm(number: int) -> None:
             rng = random.Random(number)
@@ -102,7 +102,7 @@ def test_storms_leave_nothing_behind(tmp_path: Path, model: str) -> None:
         assert len(witnesses) == 2, "a witness was not answered rightly"
         assert all(witnesses)
         let_go_of_everything(server)
-        after = constraint_of(server)
+        after = held_by(server)
         print(f"{N_GONE // 2} gone, {sum(witnesses)} answered meanwhile; {before}, {after}")
         assert after.n_files <= before.n_files + 2
         assert after.n_threads <= before.n_threads + 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests.soak.house import (
     N_QUESTIONS,
     SMALL,
@@ -18,7 +18,7 @@ from tests.soak.house import (
     always_healthy,
     ask,
     at_once,
-    constraint_of,
+    held_by,
     let_go_of_everything,
     sessions,
 )
@@ -29,11 +29,11 @@ N_CLIENTS = 3
 N_SESSIONS = 24
 
 
-def n_faulted(server: Child) -> int:
+def n_faulted(server: ServerProcess) -> int:
     return sum(server.get("/v1/cache/stats")["faults"].values())
 
 
-def n_stored(server: Child, talk: Session, n: int) -> int:
+def n_stored(server: ServerProcess, talk: Session, n: int) -> int:
     """Tokens of a prompt that could be resumed from, or are not because computing them is faster."""
     body = {"messages": talk.messages(n), "max_tokens": 64}
     seen = httpx.post(f"{server.url}/v1/cache/probe", json=body).json()
@@ -49,7 +49,7 @@ def test_loads_fail_and_no_answer_does(tmp_path: Path, model: str) -> None:
     with House(tmp_path) as house:
         server = house.start(*SMALL, "--ssd-cache-max-gb", "0.05", model=model)
         assert all(ask(server.url, talk, 0).right for talk in talks)
-        before = constraint_of(server)
+        before = held_by(server)
 
         def client(number: int) -> list[tuple[int, int]]:
             """The questions that were answered wrongly."""
@@ -76,7 +76,7 @@ def test_loads_fail_and_no_answer_does(tmp_path: Path, model: str) -> None:
         assert sum(stored) > 0.9 * sum(a.n_prompt for a in answers)
         assert sum(a.n_cached for a in answers)
         let_go_of_everything(server)
-        after = constraint_of(server)
+        after = held_by(server)
         print(f"{n_faulted(server)} faulted loads, {saboteur.n_done} damages; {before}, {after}")
         assert after.n_files <= before.n_files + 2
         assert after.rss_mib < before.rss_mib * 1.1 + 24

@@ -19,7 +19,7 @@ from tests.soak.house import (
     always_healthy,
     ask,
     at_once,
-    constraint_of,
+    held_by,
     let_go_of_everything,
     sessions,
 )
@@ -43,7 +43,7 @@ def test_raw_bytes(tmp_path: Path) -> None:
 
         at_once(N_AT_ONCE, lambda k: shoot(1000 + k, 100))
         let_go_of_everything(server)
-        before = constraint_of(server)
+        before = held_by(server)
         with always_healthy(server):
             fuzzers = at_once(N_AT_ONCE, lambda k: shoot(k, N_SHOTS // N_AT_ONCE))
             assert ask(server.url, talk, 0).right
@@ -53,7 +53,7 @@ def test_raw_bytes(tmp_path: Path) -> None:
         print(f"{N_SHOTS} connections: {dict(statuses)}")
         assert min(statuses[200], statuses[400]) > N_SHOTS / 20, statuses
         let_go_of_everything(server)
-        after = constraint_of(server)
+        after = held_by(server)
         assert after.n_files <= before.n_files + 3
         assert after.rss_mib < before.rss_mib * 1.1 + 24
         assert ask(server.url, talk, 1).right
@@ -98,14 +98,14 @@ def test_bodies_made_from_the_description(tmp_path: Path) -> None:
         with always_healthy(server):
             try_everything(server.url, n_examples=10)
             let_go_of_everything(server)
-            before = constraint_of(server)
+            before = held_by(server)
             statuses = try_everything(server.url, n_examples=N_EXAMPLES)
         print(f"{sum(statuses.values())} requests: {dict(statuses)}")
         assert statuses[200] > 100
         assert statuses[400] > 100
         assert max(statuses) < 500
         let_go_of_everything(server)
-        after = constraint_of(server)
+        after = held_by(server)
         assert after.n_files <= before.n_files + 3
         assert after.rss_mib < before.rss_mib * 1.1 + 24
         assert ask(server.url, talk, 0).right

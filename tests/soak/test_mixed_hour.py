@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from firn.demo.facts import Session
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from tests.soak.house import (
     N_QUESTIONS,
     House,
     always_healthy,
     ask,
     at_once,
-    constraint_of,
+    held_by,
     let_go_of_everything,
     sessions,
 )
@@ -42,7 +42,7 @@ WEATHER = {
 class Caller:
     """One client, with its own dice. What it is told is checked as far as it can be."""
 
-    def __init__(self, server: Child, talks: list[Session], number: int) -> None:
+    def __init__(self, server: ServerProcess, talks: list[Session], number: int) -> None:
         self._server = server
         self._talks = talks
         self._rng = random.Random(number)
@@ -165,7 +165,7 @@ def test_an_hour_of_everything(tmp_path: Path) -> None:
                 for caller in callers:
                     caller.close()
                 let_go_of_everything(server)
-                seen.append(constraint_of(server))
+                seen.append(held_by(server))
         print(f"{sum(done.values())} requests: {dict(done)}", *seen, sep="\n")
         assert sum(done.values()) >= N_REQUESTS
         assert len(done) == 12, done

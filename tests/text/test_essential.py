@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from firn.core.values import Chat, Message, RawText, Role, TextPart, Tool
+from firn.core.values import Chat, FillInMiddle, Message, RawText, Role, TextPart, Tool
+from firn.text.essential import BEGINNING, ENDING, essential
 from firn.text.prompt import PromptMaker
 from tests import families
+from tests.fakes import END, START, FakeTokenizer
 
 LOOKUP = Tool("lookup", "finds whatever is asked for", {"type": "object", "properties": {}})
 SYSTEM = ("system", "Rules of the house: be brief.")
@@ -55,10 +60,58 @@ def test_tools_wherever_the_template_puts_them(name: str, system: bool) -> None:
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_a_lone_message_is_all_essential(name: str) -> None:
+def test_a_short_lone_message_is_all_essential(name: str) -> None:
     first, between, last = parts(name, TALK[:1])
     assert "first long document" in last or "first long document" in first
     assert "first long document" not in between
+
+
+FILE = " ".join(f"Line {i} of the file says {i * 7919 % 1000}." for i in range(400))
+LONG_MESSAGES = [
+    ("user", f"Summarise what begins here. {FILE} Which line says 42?"),
+    ("user", f"{FILE}\n\nWhich line says 42?"),
+    ("user", f"Summarise what begins here.\n\n{FILE}"),
+]
+
+
+def thinnable(name: str, said: list[tuple[str, str]], *tools: Tool) -> tuple[str, int]:
+    """What may be skipped of the prompt, and how many tokens that is."""
+    tokenizer = families.tokenizer(name)
+    roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+    chat = Chat(tuple(Message(roles[r], (TextPart(t.strip()),)) for r, t in said), tools)
+    prompt = PromptMaker(tokenizer, context_length=1 << 20).make(chat)
+    is_essential = np.zeros(len(prompt), dtype=np.bool_)
+    for start, end in prompt.essential:
+        assert 0 <= start < end <= len(prompt)
+        is_essential[start:end] = True
+    skippable = prompt.ids[~is_essential].tolist()
+    return tokenizer.decode(skippable), len(skippable)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("message", LONG_MESSAGES)
+@pytest.mark.parametrize("earlier", [[], [SYSTEM], [SYSTEM, *TALK[:-1]]])
+def test_the_middle_of_a_long_newest_message_may_be_skipped(
+    name: str, message: tuple[str, str], earlier: list[tuple[str, str]]
+) -> None:
+    skippable, n = thinnable(name, [*earlier, message])
+    assert n > 1024
+    assert "Line 200 " in skippable
+    for kept in ("Summarise what", "Which line says 42", SYSTEM[1]):
+        assert kept not in skippable
+    assert "Line 1 of" not in skippable, "its beginning"
+    assert "Line 399 of" not in skippable, "its end"
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("earlier", [[], [SYSTEM], [SYSTEM, *TALK[:-1]]])
+def test_tools_beside_a_long_newest_message(name: str, earlier: list[tuple[str, str]]) -> None:
+    long = "something that is told at length " * 100
+    tools = [replace(LOOKUP, name=f"lookup{i}", description=f"{i}: {long}") for i in range(3)]
+    skippable, n = thinnable(name, [*earlier, LONG_MESSAGES[0]], *tools)
+    assert n > 1024
+    assert "told at length" not in skippable
+    assert "Which line says 42" not in skippable
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -67,6 +120,19 @@ def test_a_newest_message_that_could_stand_anywhere(name: str) -> None:
     assert "a" in last.replace("assistant", "")
 
 
-def test_raw_text_has_nothing_essential() -> None:
+def test_a_text_that_is_no_chat_keeps_its_beginning_and_its_end() -> None:
     maker = PromptMaker(families.tokenizer("qwen3"), context_length=1 << 20)
     assert maker.make(RawText("some text " * 50)).essential == ()
+    prompt = maker.make(RawText(FILE))
+    assert prompt.essential == ((0, BEGINNING), (len(prompt) - ENDING, len(prompt)))
+
+
+def test_what_stands_around_a_gap_is_all_essential() -> None:
+    tokenizer = FakeTokenizer(special=(END, START, "[SUFFIX]", "[PREFIX]"))
+    prompt = PromptMaker(tokenizer, context_length=1 << 20).make(FillInMiddle("a " * 3000, "b"))
+    assert prompt.essential == ((0, len(prompt)),)
+
+
+def test_a_chat_whose_messages_cannot_be_told_apart_is_all_essential() -> None:
+    message = Message("user", (TextPart(FILE),))
+    assert essential(FILE, [], [message], n_tokens=5000, count=len) == ((0, 5000),)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.container import Header, Loaded, Name
-from firn.cache.faults import Missing, TierFull
-from firn.cache.io import Changes, Done, Fetch, Wanted
+from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.storage.faults import Missing, TierFull
+from firn.cache.storage.io import Changes, Done, Fetch, Wanted
 from firn.cache.tiers import Stored, Usage
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad

@@ -13,8 +13,8 @@ import pytest
 from firn.traces.agents import agent_trace
 from firn.traces.fleet import ROUTINGS, play_fleet
 from firn.traces.read import line_of
-from firn.traces.simulate import SsdStore, play
-from firn.traces.trace import Entry, Trace
+from firn.traces.simulate import SimulatedSsd, play
+from firn.traces.trace import Trace, TraceEntry
 
 DAY_S = 86_400.0
 
@@ -38,7 +38,9 @@ def unlimited(trace: Trace) -> float:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_one_server_is_what_one_server_is(trace: Trace, routing: str) -> None:
-    alone = float(play(SsdStore(trace, n_blocks=4000)).sum()) * trace.block / trace.n_prompt_tokens
+    alone = (
+        float(play(SimulatedSsd(trace, n_blocks=4000)).sum()) * trace.block / trace.n_prompt_tokens
+    )
     found = play_fleet(trace, n_servers=1, n_blocks=4000, routing=routing)  # type: ignore[arg-type]
     assert found.local == pytest.approx(alone)
     assert (found.from_store, found.n_written, found.busiest) == (0.0, 0, 1.0)
@@ -67,8 +69,8 @@ def test_nobody_does_all_the_work(trace: Trace) -> None:
 
 
 def test_the_store_has_what_was_used_twice_for_as_long_as_it_is_told() -> None:
-    def at(time_s: float, *blocks: int) -> Entry:
-        return Entry(time_s, 4 * len(blocks), 0, blocks)
+    def at(time_s: float, *blocks: int) -> TraceEntry:
+        return TraceEntry(time_s, 4 * len(blocks), 0, blocks)
 
     asked = [at(0, 1, 2), at(10, 1, 2), at(20, 1, 2, 3), at(5000, 1, 2), at(5010, 1, 2)]
     trace = Trace.of(asked, block=4)

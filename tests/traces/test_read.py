@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from firn.traces.read import SESSION_BLOCK, TURN_S, line_of, read
-from firn.traces.trace import Entry, Trace, TraceError, coarser
+from firn.traces.trace import Trace, TraceEntry, TraceError, coarser
 
 
 def write(path: Path, *objects: Any) -> Path:
@@ -17,7 +17,7 @@ def write(path: Path, *objects: Any) -> Path:
     return path
 
 
-def entries(path: Path, **options: Any) -> list[Entry]:
+def entries(path: Path, **options: Any) -> list[TraceEntry]:
     return list(read(path, **options).entries)
 
 
@@ -41,7 +41,7 @@ def test_mooncakes_lines(tmp_path: Path) -> None:
 def test_hashes_that_do_not_cover_what_lies_before(tmp_path: Path) -> None:
     """The same hash behind another block is another block."""
     chains = [(1, 2, 3), (9, 2, 3), (1, 2, 3), (9, 2, 3), (9, 2, 4), (2, 3), (2, 3, 3)]
-    trace = Trace.of([Entry(i, 99, 0, chain) for i, chain in enumerate(chains)], block=4)
+    trace = Trace.of([TraceEntry(i, 99, 0, chain) for i, chain in enumerate(chains)], block=4)
     assert trace.known.tolist() == [0, 0, 3, 3, 2, 0, 2]
     assert trace.n_nodes == 3 + 3 + 1 + 2 + 1
     names = write(tmp_path / "t.jsonl", mooncake(0, 1024, [-1, "x"]), mooncake(1, 512, [2**64 - 1]))
@@ -142,20 +142,20 @@ def test_a_line_that_was_cut_off_ends_the_trace(tmp_path: Path) -> None:
 
 
 def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
-    entry = Entry(1.5, 1100, 600, (7, 8), (9,), (("ssd", 5),), 0.25, "m", 100)
+    entry = TraceEntry(1.5, 1100, 600, (7, 8), (9,), (("ssd", 5),), 0.25, "m", 100)
     path = tmp_path / "t.jsonl"
     path.write_text(f"{line_of(entry, block=512)}\n")
     assert entries(path) == [entry]
 
 
 def test_coarser_blocks_share_what_whole_ones_share() -> None:
-    fine = [Entry(0, 13, 4, (1, 2, 3), (4,)), Entry(1, 13, 4, (1, 2, 9))]
+    fine = [TraceEntry(0, 13, 4, (1, 2, 3), (4,)), TraceEntry(1, 13, 4, (1, 2, 9))]
     coarse = list(coarser(fine, 2))
     assert [(e.blocks, e.reply_blocks) for e in coarse] == [((2,), (4,)), ((2,), ())]
 
 
 def test_a_trace_survives_a_folder(tmp_path: Path) -> None:
-    trace = Trace.of([Entry(0, 9, 0, (1, 2)), Entry(1, 9, 0, (1, 3))], block=4)
+    trace = Trace.of([TraceEntry(0, 9, 0, (1, 2)), TraceEntry(1, 9, 0, (1, 3))], block=4)
     trace.save(tmp_path)
     again = Trace.load(tmp_path)
     assert again.block == 4

@@ -118,7 +118,7 @@ def test_a_trace_has_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     writer.close()
     assert path.stat().st_size <= 1000
     assert len(lines(path)) + writer.n_dropped == 20
-    assert sum("goes on no further" in r.getMessage() for r in caplog.records) == 1
+    assert sum("nothing more is written" in r.getMessage() for r in caplog.records) == 1
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from firn.traces.agents import agent_trace
-from firn.traces.simulate import MemoryStore, SsdStore, Store, play
+from firn.traces.simulate import SimulatedMemory, SimulatedSsd, SimulatedTier, play
 from firn.traces.stack import play_all
-from firn.traces.trace import Entry, Trace
+from firn.traces.trace import Trace, TraceEntry
 from tests.traces.played import BLOCK, play_for_real
 
 SMALL = {
@@ -28,7 +28,7 @@ def test_memory_holds_what_the_cache_holds(seed: int, share: float) -> None:
     trace = small_trace(seed)
     n_blocks = int(trace.n_nodes * share)
     expected = play_for_real(trace, memory_blocks=n_blocks)
-    assert play(MemoryStore(trace, n_blocks=n_blocks)).tolist() == expected
+    assert play(SimulatedMemory(trace, n_blocks=n_blocks)).tolist() == expected
 
 
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
@@ -37,7 +37,7 @@ def test_an_ssd_holds_what_the_cache_holds(seed: int, share: float) -> None:
     trace = small_trace(seed, 120)
     n_blocks = int(trace.n_nodes * share)
     expected = play_for_real(trace, memory_blocks=1 << 20, ssd_blocks=n_blocks, keeps_memory=False)
-    assert play(SsdStore(trace, n_blocks=n_blocks)).tolist() == expected
+    assert play(SimulatedSsd(trace, n_blocks=n_blocks)).tolist() == expected
 
 
 @pytest.mark.parametrize(("memory", "ssd"), [(0.03, 0.15), (0.1, 0.15), (0.05, 0.6)])
@@ -46,34 +46,37 @@ def test_two_tiers_hold_what_the_better_one_holds(memory: float, ssd: float) -> 
     trace = small_trace(2, 200)
     n_memory, n_ssd = int(trace.n_nodes * memory), int(trace.n_nodes * ssd)
     real = play_for_real(trace, memory_blocks=n_memory, ssd_blocks=n_ssd)
-    alone = play(MemoryStore(trace, n_blocks=n_memory)), play(SsdStore(trace, n_blocks=n_ssd))
+    alone = (
+        play(SimulatedMemory(trace, n_blocks=n_memory)),
+        play(SimulatedSsd(trace, n_blocks=n_ssd)),
+    )
     assert np.maximum(*alone).sum() == pytest.approx(sum(real), rel=0.01)
     assert sum(real) > alone[0].sum()
 
 
-@pytest.mark.parametrize("store", [MemoryStore, SsdStore])
-def test_without_limits_everything_comes_back(store: type[Store]) -> None:
+@pytest.mark.parametrize("store", [SimulatedMemory, SimulatedSsd])
+def test_without_limits_everything_comes_back(store: type[SimulatedTier]) -> None:
     trace = small_trace(3)
     assert play(store(trace, n_blocks=trace.n_nodes)).tolist() == trace.known.tolist()
 
 
 def test_least_recently_used_goes_first() -> None:
     chains = [(1,), (2,), (1,), (3,), (1,), (2,)]
-    entries = [Entry(float(i), BLOCK + 1, 1, chain) for i, chain in enumerate(chains)]
-    found = play(MemoryStore(Trace.of(entries, block=BLOCK), n_blocks=2))
+    entries = [TraceEntry(float(i), BLOCK + 1, 1, chain) for i, chain in enumerate(chains)]
+    found = play(SimulatedMemory(Trace.of(entries, block=BLOCK), n_blocks=2))
     assert found.tolist() == [0, 0, 1, 0, 1, 0]
 
 
 def test_a_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
     chain = tuple(range(1, 11))
-    entries = [Entry(float(i), 10 * BLOCK + 1, 1, chain) for i in range(2)]
-    found = play(MemoryStore(Trace.of(entries, block=BLOCK), n_blocks=4))
+    entries = [TraceEntry(float(i), 10 * BLOCK + 1, 1, chain) for i in range(2)]
+    found = play(SimulatedMemory(Trace.of(entries, block=BLOCK), n_blocks=4))
     assert found.tolist() == [0, 4]
 
 
-@pytest.mark.parametrize("store", [MemoryStore, SsdStore])
-def test_prompts_shorter_than_a_block_are_nothing(store: type[Store]) -> None:
-    trace = Trace.of([Entry(0, 3, 1, ()), Entry(1, 3, 1, ())], block=BLOCK)
+@pytest.mark.parametrize("store", [SimulatedMemory, SimulatedSsd])
+def test_prompts_shorter_than_a_block_are_nothing(store: type[SimulatedTier]) -> None:
+    trace = Trace.of([TraceEntry(0, 3, 1, ()), TraceEntry(1, 3, 1, ())], block=BLOCK)
     assert play(store(trace, n_blocks=1)).tolist() == [0, 0]
     assert trace.known.tolist() == [0, 0]
 
@@ -84,5 +87,5 @@ def test_one_pass_for_all_sizes_says_the_same(seed: int) -> None:
     sizes = [1, 7, 40, 41, trace.n_nodes // 3, trace.n_nodes]
     found = play_all(trace, sizes)
     for size in sizes:
-        expected = play(MemoryStore(trace, n_blocks=size))
+        expected = play(SimulatedMemory(trace, n_blocks=size))
         assert found[size].tolist() == expected.tolist(), size

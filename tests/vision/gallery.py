@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from firn.core.values import Chat, Message, Part, PicturePart, Prompt, TextPart
-from firn.media.pictures import ImageLimits, Pictures
+from firn.media.pictures import PictureLimits, Pictures
 from firn.models import loader, vision_load
 from firn.models.processor import VisionProcessor
 from firn.models.tokenizer import HfTokenizer
@@ -60,7 +60,7 @@ def processor(name: str) -> VisionProcessor:
 @functools.cache
 def pictures(name: str) -> Pictures:
     whole = reads_whole_images(reference_model(name))
-    return Pictures(processor(name), whole=whole, limits=ImageLimits())
+    return Pictures(processor(name), whole=whole, limits=PictureLimits())
 
 
 @functools.cache

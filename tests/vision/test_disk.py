@@ -15,7 +15,7 @@ import pytest
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.values import CacheControl
-from tests.cache.below import settle
+from tests.cache.pending import settle
 from tests.harness import Harness, Result, running
 from tests.vision import gallery
 from tests.vision.disk_story import (

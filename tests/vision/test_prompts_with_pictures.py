@@ -12,7 +12,7 @@ import pytest
 
 from firn.core.errors import BadPicture
 from firn.core.values import Chat, Message, PicturePart, Prompt, TextPart, Tool, ToolCall
-from firn.media.pictures import ImageLimits, Pictures
+from firn.media.pictures import PictureLimits, Pictures
 from firn.models import loader
 from firn.text.prompt import PromptMaker
 from tests.vision import gallery
@@ -146,7 +146,7 @@ def test_a_template_that_knows_no_pictures(tmp_path: Path) -> None:
     processor = loader.load_processor(tmp_path, tokenizer)
     assert processor is not None
     assert processor.inline
-    pictures = Pictures(processor, whole=False, limits=ImageLimits())
+    pictures = Pictures(processor, whole=False, limits=PictureLimits())
     maker = PromptMaker(tokenizer, context_length=4096, pictures=pictures)
     got = maker.make(Chat((user("see ", 1, "<image> is text"),)))
     assert len(got.picture_spans) == 1

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from firn.assembly.compute import ComputeSettings
+from firn.cache.admin.inventory import ModelNote, note_model
 from firn.cache.asking import StoreIo
-from firn.cache.inventory import ModelNote, note_model
-from firn.cache.io import Io, TierIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.seal import Seal, load_seal
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import Io, TierIo
+from firn.cache.storage.seal import Seal, load_seal
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Store, TierOptions, discover
 from firn.cache.tiers._address import parse_address
 from firn.cache.worth import spill_policy

@@ -17,12 +17,12 @@ from typing import Any
 from firn.assembly.cache import FLUSH_S, computed_in, layout_of, seal_of, tiers_of
 from firn.assembly.compute import ComputeSettings, compute_settings, threads_of
 from firn.assembly.memory import MemoryPlanner, Planned, beside_others
-from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost
+from firn.assembly.model import ServerSpec, find_folder, load_model, row_cost, served_name
 from firn.cache.codecs import At
-from firn.cache.io import TierIo
 from firn.cache.prefix import CacheSettings
 from firn.cache.ranks.slices import Identity, Slices
-from firn.cache.threads import IoThreads
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import TierOptions, discover
 from firn.config import Config
 from firn.core.errors import SetupError, UnknownCacheLayer
@@ -77,7 +77,7 @@ def follow(config: Config, team: Team) -> int:
 
 def _build(config: Config, team: Team, follower: Follower) -> FollowerLoop:
     settings, folder = _checked(config, team, follower)
-    name = config.model.path.rstrip("/").split("/")[-1]
+    name = served_name(config)
     before = beside_others(devices.look(devices.device()))
     compute = compute_settings(config, str(settings["model_type"]), name)
     (cpu_dtype,) = follower.expect("load").args

@@ -31,11 +31,14 @@ from firn.host.reservations import Reservation, Reserved, others
 
 if TYPE_CHECKING:  # `firn doctor` plans memory without loading mlx
     from firn.assembly.compute import ComputeSettings
-    from firn.engine import RowCost
+    from firn.assembly.parts import ServerParts
+    from firn.engine import Engine, RowCost
 
 log = logging.getLogger("firn")
 
 LOOK_EVERY_S = 10.0
+ENGINE_S = 60.0
+"""How long a look at the memory waits for the engine."""
 WORTH_TELLING = 0.02
 """Of the capacity: smaller changes are noise."""
 SHORT = 0.75
@@ -206,3 +209,35 @@ class MemoryWatch:
                 self.look()
             except Exception as e:  # a machine that does not say, or an engine that is gone
                 log.debug("memory: %r", e)
+
+
+def watch_engine(
+    engine: Engine[ServerParts], *, front: int | None, is_sharded: bool
+) -> MemoryWatch | None:
+    """Watch a running engine's memory; None: it has none to plan.
+
+    Somebody else decides about the capacity where a front shares memory out, or ranks have agreed on it.
+    """
+    from firn.models import device as devices
+
+    planned = engine.parts.planned
+    if planned is None:
+        return None
+    device = devices.device()
+
+    def set_capacity(nbytes: int) -> None:
+        engine.call(lambda parts: parts.set_capacity(nbytes))
+
+    # Whether a CUDA driver reports free memory anew is not known: the first look stands.
+    is_fixed = is_sharded or front is not None or device.kind == "cuda"
+    watch = MemoryWatch(
+        planned,
+        look=lambda: devices.look(device),
+        used_nbytes=devices.used_nbytes,
+        held_nbytes=lambda: engine.call(lambda parts: parts.budget.held_nbytes).result(ENGINE_S),
+        capacity_nbytes=lambda: engine.parts.budget.capacity_nbytes,
+        set_capacity=None if is_fixed else set_capacity,
+        group=front,
+    )
+    watch.start()
+    return watch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from firn.assembly import model_names, speculation
 from firn.assembly.compute import ComputeSettings
 from firn.cache.layout import Layout
-from firn.config import Config, ModelConfig, default_cache_dir
+from firn.config import Config, ModelConfig, default_cache_dir, of_model, with_model
 from firn.core.errors import UnknownCacheLayer
 from firn.core.memory_plan import MIB
 from firn.core.values import Namespace
@@ -21,6 +22,8 @@ from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.weight_memory import WeightMemory
 from firn.ranks.leading import Leading
+
+log = logging.getLogger("firn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,18 @@ class ServerSpec:
     """The process that shares memory out among its models, if there is one."""
     leading: Leading | None = None
     """The ranks that the model is sharded over, if it is."""
+
+
+def served_name(config: Config) -> str:
+    return config.server.served_model_name or config.model.path.rstrip("/").split("/")[-1]
+
+
+def with_model_defaults(config: Config, folder: Path) -> Config:
+    """The settings, with what the model's folder says where the user says nothing."""
+    defaults = of_model(folder)
+    for line in defaults.warnings:
+        log.warning("%s", line)
+    return with_model(config, defaults)
 
 
 def find_folder(options: ModelConfig) -> Path:

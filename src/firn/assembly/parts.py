@@ -19,7 +19,7 @@ from firn.assembly.memory import MemoryPlanner, Planned, beside_others
 from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
-from firn.cache.threads import IoThreads
+from firn.cache.storage.threads import IoThreads
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
 from firn.engine import Budget, EngineParts, RowCost, recipes_of
 from firn.kv_events import EventPublisher
@@ -27,11 +27,15 @@ from firn.models import device as devices
 from firn.models import embedder, loader
 from firn.models.cpu.threads import Threads
 from firn.models.runner import Runner
+from firn.models.shapes import FULL, FewShapes
 from firn.models.speculation import Speculation
 from firn.models.transient import transient_of
 from firn.ranks.leading import Leading
 
 log = logging.getLogger("firn")
+
+PADDING_PARTS = 8
+"""Of the capacity: so much of it a group of rows may hold for nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,10 @@ def _decoder_parts(
         add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     )
     guessing = speculation.build(config, loaded, setup)
-    scorer, guessing = sparse.build(config, loaded, guessing, setup=setup, threads=threads)
+    padding = partial(_shapes, spec, compute)
+    scorer, guessing = sparse.build(
+        config, loaded, guessing, setup=setup, threads=threads, shapes_of=padding
+    )
     cost = guessing.with_rows(cost)
     planned = planner.plan(cost, info.weights_nbytes + guessing.weights_nbytes)
     planned.tell()
@@ -136,11 +143,20 @@ def _decoder_parts(
             tree.expect(recipes_of(scorer.recipe))
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
         tree.set_room(budget.free_nbytes())
+    shapes = padding(loaded)
+    runner = _runner(
+        spec,
+        loaded,
+        speculation=guessing.speculation,
+        threads=threads,
+        shapes=shapes,
+        max_padding=capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1),
+    )
     return ServerParts(
-        any_rows(_runner(spec, compute, loaded, speculation=guessing.speculation, threads=threads)),
+        any_rows(runner),
         any_cursors(tree),
         budget,
-        compute.limits,
+        replace(compute.limits, common_chunk=FULL if shapes is not None else 0),
         scorer=None if scorer is None else any_scorings(scorer),
         tree=tree,
         speculation=guessing.speculation,
@@ -159,25 +175,31 @@ def _capacity(
     return capacity_nbytes, alone_nbytes
 
 
+def _shapes(
+    spec: ServerSpec, compute: ComputeSettings, loaded: loader.LoadedModel
+) -> FewShapes | None:
+    return shapes_of(loaded, compute) if spec.leading is None else None
+
+
 def _runner(
     spec: ServerSpec,
-    compute: ComputeSettings,
     loaded: loader.LoadedModel,
     *,
     speculation: Speculation | None,
     threads: Threads | None,
+    shapes: FewShapes | None,
+    max_padding: int,
 ) -> Runner:
-    make = Runner if spec.leading is None else spec.leading.make_runner
-    return make(
-        loaded.model,
-        loaded.info,
-        make_layers=loaded.make_layers,
-        max_rows=spec.config.engine.max_concurrency,
-        inputs=loaded.inputs,
-        threads=threads,
-        speculation=speculation,
-        shapes=shapes_of(loaded, compute) if spec.leading is None else None,
-    )
+    options: dict[str, Any] = {
+        "make_layers": loaded.make_layers,
+        "max_rows": spec.config.engine.max_concurrency,
+        "inputs": loaded.inputs,
+        "threads": threads,
+        "speculation": speculation,
+    }
+    if spec.leading is not None:  # all ranks read and group rows alike, whatever memory each has
+        return spec.leading.make_runner(loaded.model, loaded.info, **options)
+    return Runner(loaded.model, loaded.info, **options, shapes=shapes, max_padding=max_padding)
 
 
 def _encoder_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from firn.assembly import speculation
@@ -15,6 +16,7 @@ from firn.models import loader
 from firn.models.cpu.threads import Threads
 from firn.models.placing import why_not_sparse
 from firn.models.scoring import AttentionScorer
+from firn.models.shapes import FewShapes
 
 log = logging.getLogger("firn")
 
@@ -35,6 +37,7 @@ def build(
     *,
     setup: DraftSetup,
     threads: Threads | None,
+    shapes_of: Callable[[loader.LoadedModel], FewShapes | None],
 ) -> tuple[AttentionScorer | None, Guessing]:
     """On the engine thread. Raises SetupError. Who scores prompts, where they may be thinned, and
     the draft model's memory: it is loaded once, whether it guesses or scores or both."""
@@ -61,6 +64,7 @@ def build(
             cache=any_cursors(draft.cache),
             owns_cache=not draft.guesses,
             threads=threads,
+            shapes=shapes_of(draft.model),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e

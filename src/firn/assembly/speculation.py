@@ -20,8 +20,7 @@ from firn.models import loader, mtp_load
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.cpu.dtype import widen_as
 from firn.models.device import device
-from firn.models.drafters import Drafter
-from firn.models.drafters.lookup import Lookup
+from firn.models.drafters import Drafter, discover
 from firn.models.drafters.model import ModelDrafter
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.hub import HubRules
@@ -131,7 +130,9 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Gues
     if why:
         log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
     traits = TRAITS[device().kind]
-    drafters: list[Drafter] = [Lookup()] if wanted in ("auto", "lookup") else []
+    alone = discover()
+    name = "lookup" if wanted == "auto" else wanted
+    drafters: list[Drafter] = [alone[name]()] if name in alone else []
     if isinstance(loaded.model, MtpModel):
         drafters.append(MtpDrafter(loaded.model))
     if small is None or wanted not in ("auto", "model"):

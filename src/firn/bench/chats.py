@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firn.bench.client import Message, Reply, Target, words
+from firn.bench.client import Message, Target, TimedReply, words
 from firn.bench.report import Column
 
 N_SYSTEM_WORDS, N_DOCUMENT_WORDS, N_QUESTION_WORDS = 300, 250, 20
@@ -60,13 +60,13 @@ class Chats:
 
     work: Workload
     on_reply: Callable[[], object] = lambda: None
-    asked: list[list[Reply]] = field(default_factory=list)
+    asked: list[list[TimedReply]] = field(default_factory=list)
     sessions: list[list[Message]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sessions = [[self.work.system] for _ in range(self.work.n_sessions)]
 
-    def turn(self, target: Target) -> list[Reply]:
+    def turn(self, target: Target) -> list[TimedReply]:
         """One turn of every session, which grows by the question and the reply."""
         turn, replies = len(self.asked), []
         for i, messages in enumerate(self.sessions):

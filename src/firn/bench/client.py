@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class TimedReply:
     """One streamed answer. Times are perf_counter values, one for each piece of text."""
 
     text: str
@@ -53,7 +53,7 @@ class Target:
         *,
         ignore_eos: bool = False,
         on_piece: Callable[[float], object] = lambda now: None,
-    ) -> Reply:
+    ) -> TimedReply:
         """A greedy chat, streamed. Raises BenchError for anything but a whole answer."""
         body = {
             "model": self.model,
@@ -128,10 +128,10 @@ class _Reading:
                 self._times.append(now)
                 self._on_piece(now)
 
-    def reply(self, total_s: float) -> Reply:
+    def reply(self, total_s: float) -> TimedReply:
         usage = self._usage
         details = usage.get("prompt_tokens_details") or {}
-        return Reply(
+        return TimedReply(
             "".join(self._text),
             self._first_s,
             total_s,

@@ -12,11 +12,11 @@ def in_turns(
     servers: Mapping[str, T], rounds: int, play: Callable[[T, int], dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
     """`play` is called with a server and the number of the round: A B, then B A, and so on."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
     for i in range(rounds):
         for name, server in rotated(list(servers.items()), i):
-            found[name].append(play(server, i))
-    return found
+            results[name].append(play(server, i))
+    return results
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from firn.bench.client import Reply, Target, words
+from firn.bench.client import Target, TimedReply, words
 from firn.bench.report import BenchError, Column
-from firn.traces.trace import Entry
+from firn.traces.trace import TraceEntry
 
 COLUMNS = (
     Column("first_p50_s", "first p50 s", 3),
@@ -37,7 +37,7 @@ KEPT_TEXTS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ReplayPace:
     """speed: 1 as the trace has it, 2 twice as fast; 0 as fast as the streams can. streams: requests
     under way at most. max_prompt, max_reply: tokens; longer ones are cut."""
 
@@ -47,7 +47,7 @@ class Pace:
     max_reply: int = 64
 
 
-class Playwright:
+class PromptWriter:
     """Writes the prompts of one round. Thread-safe: it makes the same text for the same block."""
 
     def __init__(self, block: int, *, tokens_a_word: float, salt: str) -> None:
@@ -56,7 +56,7 @@ class Playwright:
         self._n_words = max(round(block / tokens_a_word), 1)
         self._text = lru_cache(KEPT_TEXTS)(self._block_text)
 
-    def prompt(self, entry: Entry, number: int, *, block: int) -> str:
+    def prompt(self, entry: TraceEntry, number: int, *, block: int) -> str:
         rest = entry.n_prompt - len(entry.blocks) * block
         n_own = max(round(rest / self._tokens_a_word), 1)
         own = words(n_own, seed=(self._salt, "own", number))
@@ -72,37 +72,37 @@ def tokens_a_word(target: Target) -> float:
         target.chat([{"role": "user", "content": words(n, seed="how long")}], 1).n_prompt
         for n in (N_PROBE, 2 * N_PROBE)
     ]
-    found = (lengths[1] - lengths[0]) / N_PROBE
-    return found if found > 0 else TOKENS_A_WORD
+    per_word = (lengths[1] - lengths[0]) / N_PROBE
+    return per_word if per_word > 0 else TOKENS_A_WORD
 
 
-def cut(entries: Sequence[Entry], *, block: int, max_prompt: int) -> list[Entry]:
+def cut(entries: Sequence[TraceEntry], *, block: int, max_prompt: int) -> list[TraceEntry]:
     """Prompts of at most so many tokens, in the order of arrival."""
     n_blocks = max(max_prompt // block, 1)
-    found = []
+    shortened = []
     for entry in sorted(entries, key=lambda e: e.at_s):
         n_prompt = min(entry.n_prompt, n_blocks * block)
         kept = entry.blocks[: max(n_prompt // block, 0)]
-        found.append(replace(entry, n_prompt=n_prompt, blocks=kept, reply_blocks=()))
-    return found
+        shortened.append(replace(entry, n_prompt=n_prompt, blocks=kept, reply_blocks=()))
+    return shortened
 
 
 def run(
     target: Target,
-    entries: Sequence[Entry],
+    entries: Sequence[TraceEntry],
     *,
     block: int,
-    pace: Pace,
+    pace: ReplayPace,
     salt: str,
     on_reply: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """One round of the trace. Raises BenchError when nothing was answered."""
     asked = cut(entries, block=block, max_prompt=pace.max_prompt)
-    writer = Playwright(block, tokens_a_word=tokens_a_word(target), salt=salt)
+    writer = PromptWriter(block, tokens_a_word=tokens_a_word(target), salt=salt)
     began, first_at = time.perf_counter(), asked[0].at_s
     late: list[float] = []
 
-    def ask(i: int) -> Reply | BenchError:
+    def ask(i: int) -> TimedReply | BenchError:
         entry = asked[i]
         text = writer.prompt(entry, i, block=block)
         if pace.speed:
@@ -121,9 +121,9 @@ def run(
             on_reply()
 
     with ThreadPoolExecutor(pace.streams) as pool:
-        found = list(pool.map(ask, range(len(asked))))
-    replies = [r for r in found if isinstance(r, Reply)]
-    faults = [r for r in found if isinstance(r, BenchError)]
+        outcomes = list(pool.map(ask, range(len(asked))))
+    replies = [r for r in outcomes if isinstance(r, TimedReply)]
+    faults = [r for r in outcomes if isinstance(r, BenchError)]
     if not replies:
         raise BenchError(f"no request of the trace was answered; the first: {faults[0]}")
     took = time.perf_counter() - began
@@ -135,7 +135,7 @@ def run(
 
 
 def _result(
-    replies: Sequence[Reply], asked: Sequence[Entry], *, block: int, took_s: float
+    replies: Sequence[TimedReply], asked: Sequence[TraceEntry], *, block: int, took_s: float
 ) -> dict[str, Any]:
     first = [r.first_s for r in replies]
     n_prompt = sum(r.n_prompt for r in replies)
@@ -154,7 +154,7 @@ def _result(
     }
 
 
-def possible(entries: Sequence[Entry], *, block: int) -> float:
+def possible(entries: Sequence[TraceEntry], *, block: int) -> float:
     """What a cache without limits reuses of these prompts."""
     seen: set[tuple[int, int]] = set()
     n_known = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from firn.bench.client import Message, Reply, Target, words
+from firn.bench.client import Message, Target, TimedReply, words
 from firn.bench.report import Column
 
 N_WORDS, N_LONG_WORDS = 44, 890
@@ -51,20 +51,20 @@ def run(
     target: Target, load: Load, *, turn: object, on_part: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
     """One round: every level, then the long prompt."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for n in load.concurrency:
-        found[f"tok_s_{n}"] = at_concurrency(target, n, n_requests=load.n_requests(n), turn=turn)
+        result[f"tok_s_{n}"] = at_concurrency(target, n, n_requests=load.n_requests(n), turn=turn)
         on_part()
     if load.gap:
-        found |= while_prefilling(target, turn=turn)
+        result |= while_prefilling(target, turn=turn)
         on_part()
-    return found
+    return result
 
 
 def at_concurrency(target: Target, n_streams: int, *, n_requests: int, turn: object) -> float:
     """Output tokens per second of all streams together."""
 
-    def ask(i: int) -> Reply:
+    def ask(i: int) -> TimedReply:
         return target.chat(prompt((turn, n_streams, i)), N_REPLY, ignore_eos=True)
 
     start = time.perf_counter()
@@ -77,7 +77,7 @@ def while_prefilling(target: Target, *, turn: object) -> dict[str, float]:
     """The longest pause of any decoder between the long prompt's arrival and its first token."""
     times: list[list[float]] = [[] for _ in range(N_DECODERS)]
 
-    def decode(i: int) -> Reply:
+    def decode(i: int) -> TimedReply:
         return target.chat(
             prompt((turn, "decoder", i)),
             N_DECODER_TOKENS,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from firn.cache.container import Name
-from firn.cache.io import TierIo
-from firn.cache.seal import Seal
-from firn.cache.threads import Done, IoThreads
+from firn.cache.storage.container import Name
+from firn.cache.storage.io import TierIo
+from firn.cache.storage.seal import Seal
+from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import Found, Store
 
 Find = Callable[[Sequence[Name]], Mapping[Name, Found]]

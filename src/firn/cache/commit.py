@@ -1,4 +1,4 @@
-"""Storing what a row has computed: whole blocks, tails, states. Costs what the new tokens cost.
+"""From a row to records: whole blocks, tails and states. Costs as much as there are new tokens.
 
 Owner: the engine thread, through the prefix cache.
 """
@@ -10,18 +10,17 @@ from contextlib import contextmanager
 from functools import partial
 
 from firn.cache.arrays.payload import Payload, evaluate, joined
-from firn.cache.children import Text
 from firn.cache.codecs import At
 from firn.cache.cursor import CacheCursor, Piece
 from firn.cache.layout import Layout
-from firn.cache.live import LEAST_BLOCKS
-from firn.cache.nodes import Mark, Node, Record
+from firn.cache.memory.rows import LEAST_BLOCKS
 from firn.cache.parts import Part
 from firn.cache.records import Records
+from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.ports import LiveRow
 
 USED_EVERY_S = 60.0
-"""A chain that is being computed is marked as used so often: a tier may have to write it meanwhile."""
+"""How often a chain that is being computed is marked as used; its records may be written meanwhile."""
 
 
 class Committer:
@@ -33,17 +32,17 @@ class Committer:
         self._block = records.identity.block
         self._exact_chunk = exact_chunk
         self.in_rows = layout.lies_in_rows and not exact_chunk
-        """Whether pages lie in the row. In exact mode they would be lost with it: the row goes on with
-        tokens that were not computed in chunks."""
+        """Whether pages stay in the row. Not in exact mode: the row goes on with tokens that were not
+        computed in whole chunks, and is not kept."""
         self._token_nbytes = 0
-        # A ring smaller than a block loses tokens before the block is whole: they are saved in
-        # pieces. One token more may be in flight when the pieces are cut.
+        # A ring smaller than a block overwrites tokens before the block is whole, so they are saved
+        # in pieces. One more token may be in flight when a piece is cut.
         small = 0 < layout.smallest_window < self._block + 2
         self.piece_tokens = max(layout.smallest_window - 2, 1) if small else 0
 
     @property
-    def step(self) -> int:
-        """How many tokens may come between two commits."""
+    def commit_every(self) -> int:
+        """Tokens between two commits."""
         return self.piece_tokens or self._block
 
     def commit(self, cursor: CacheCursor, row: LiveRow) -> None:
@@ -78,19 +77,20 @@ class Committer:
         if self._needs.state:
             self._commit_state(cursor, row, Mark.REPLY_END, new)
         elif row.n_tokens > cursor.node.end:
-            cut = cursor.cut(cursor.node.end, row.n_tokens)
-            cover = next((c for c in cursor.node.children.longer(*cut) if self._is_whole(c)), None)
+            tokens = cursor.packed(cursor.node.end, row.n_tokens)
+            longer = cursor.node.children.extensions(*tokens)
+            cover = next((node for node in longer if self._is_complete(node)), None)
             if cover is not None:
                 self._records.extend_life(cover, cursor.control.ttl_s)
                 return
-            tail = self._tree.child(cursor.node, *cut)
+            tail = self._tree.child(cursor.node, *tokens)
             with self._leased(tail):
                 if self._store(cursor, tail, self._cuts_of(tail, row), new):
                     self._supersede(tail)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[list[Record]]:
-        """Collects what is computed now, and computes it; after a fault none of it stays."""
+        """Collects new records and computes their arrays; after a fault none of them stays."""
         new: list[Record] = []
         try:
             yield new
@@ -102,7 +102,7 @@ class Committer:
 
     @contextmanager
     def _leased(self, node: Node) -> Iterator[None]:
-        """Hold on to a node that is being filled."""
+        """Keep a node while it gets its records."""
         self._tree.lease(node)
         try:
             yield
@@ -114,7 +114,7 @@ class Committer:
 
     def _commit_block(self, cursor: CacheCursor, cuts: Cuts, new: list[Record]) -> bool:
         start = cursor.node.end
-        node = self._tree.child(cursor.node, *cursor.cut(start, start + self._block))
+        node = self._tree.child(cursor.node, *cursor.packed(start, start + self._block))
         with self._leased(node):
             if not self._store(cursor, node, cuts, new):
                 return False
@@ -132,7 +132,7 @@ class Committer:
         n = row.n_tokens
         node = cursor.node
         if n != node.end:
-            node = self._tree.child(cursor.node, *cursor.cut(cursor.node.end, n))
+            node = self._tree.child(cursor.node, *cursor.packed(cursor.node.end, n))
         if node.parent is None:
             return
         cuts = self._cuts_of(node, row)
@@ -143,9 +143,9 @@ class Committer:
 
     def _store(self, cursor: CacheCursor, node: Node, cuts: Cuts, new: list[Record]) -> bool:
         """Give the node its pages and window, unless memory has them. False: there is no room."""
-        self._tree.use(node, late_s=USED_EVERY_S)
+        self._tree.use(node, every_s=USED_EVERY_S)
         for part in self._needs.by_block:
-            if part is Part.PAGES and self._lies_in_row(cursor):
+            if part is Part.PAGES and self._stays_in_row(cursor):
                 self._keep_in_row(node, cuts, new)
                 continue
             cut = partial(self._cut, part, cursor, node, cuts)
@@ -163,8 +163,8 @@ class Committer:
         mark: Mark,
         new: list[Record],
     ) -> bool:
-        known = node.records.get(part)
-        if known is not None and known.arrays is not None and not known.leaving:
+        record = node.records.get(part)
+        if record is not None and record.arrays is not None and not record.leaving:
             return True
         arrays = cut()
         record = self._records.keep(node, part, arrays, mark)
@@ -172,7 +172,7 @@ class Committer:
             new.append(record)
         return record is not None
 
-    def _lies_in_row(self, cursor: CacheCursor) -> bool:
+    def _stays_in_row(self, cursor: CacheCursor) -> bool:
         return self.in_rows and cursor.n_known >= LEAST_BLOCKS * self._block
 
     def _keep_in_row(self, node: Node, cuts: Cuts, new: list[Record]) -> None:
@@ -197,27 +197,27 @@ class Committer:
         cursor.pieces.append(Piece(cursor.n_saved, row.n_tokens, cut))
         cursor.n_saved = row.n_tokens
 
-    def _is_whole(self, node: Node) -> bool:
-        """Whether a resume inside this node could have all it needs of it."""
-        there = (node.records.get(part) for part in self._needs.by_block)
-        return all(r is not None and r.obtainable for r in there)
+    def _is_complete(self, node: Node) -> bool:
+        """Whether a prompt could resume inside this node."""
+        records = (node.records.get(part) for part in self._needs.by_block)
+        return all(r is not None and r.obtainable for r in records)
 
     def _supersede(self, node: Node) -> None:
-        """Tails that a longer node contains are of no more use, unless they hold a state."""
+        """Forget tails that this node contains, unless they hold a state."""
         assert node.parent is not None
-        text = Text(node.tokens)
-        for other in list(node.parent.children.prefixes(text, 0, len(text) - 1)):
-            if Part.STATE in other.records or other.n_leases or other.n_pins:
+        tokens = PackedTokens(node.tokens)
+        for tail in list(node.parent.children.prefixes(tokens, 0, len(tokens) - 1)):
+            if Part.STATE in tail.records or tail.n_leases or tail.n_pins:
                 continue
-            if not len(other.children) and other.expires_at <= node.expires_at:
-                self._records.forget(other)
+            if not len(tail.children) and tail.expires_at <= node.expires_at:
+                self._records.forget(tail)
 
 
 class Cuts:
-    """What one commit cuts out of a row. Several blocks are cut as one, and then copied apart."""
+    """Cuts payloads out of a row. Several blocks are cut as one and then copied apart: fewer kernels."""
 
     def __init__(self, layout: Layout, row: LiveRow, start: int, end: int) -> None:
-        """[start, end): all that may be cut by token."""
+        """[start, end): the tokens that pages and windows may be cut from."""
         self.at = At(row.index, row.n_tokens)
         self.row = row
         self._layout = layout
@@ -235,7 +235,7 @@ class Cuts:
 
 
 def _join_pieces(pieces: Sequence[Piece], start: int, end: int) -> Payload:
-    """Window layers' tokens [start, end) out of pieces that cover them."""
+    """The window layers' tokens [start, end), from pieces that cover them."""
     parts: list[Payload] = []
     covered = start
     for piece in pieces:

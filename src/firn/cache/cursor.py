@@ -1,4 +1,8 @@
-"""One sequence's way through the tree. Owner: the engine thread, through the prefix cache."""
+"""A request's place in the tree: how far it is committed, what is being loaded for it, what it got.
+
+Owner: the engine thread, through the prefix cache. A cursor decides nothing; each group of its fields is
+written by one part of the cache, and is headed by its name.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.children import Text
 from firn.cache.lookup import Question
-from firn.cache.nodes import InRow, Mark, Node, Record, Root
-from firn.cache.plan import GRACE_S
+from firn.cache.planning.match import Walk
+from firn.cache.planning.plan import GRACE_S
+from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
 from firn.core.values import CacheControl
 
 MAX_LATE = 4
-"""How many records' time the next one may take: they come by several threads, in bursts."""
+"""A record may be late by the time that this many take: several threads read, so they come in bursts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Window layers' tokens [start, end) of a row, saved before the live ring overwrites them."""
+    """The window layers' tokens [start, end) of a row, saved before the ring overwrites them."""
 
     start: int
     end: int
@@ -31,39 +35,41 @@ class Piece:
 
 @dataclass(eq=False)
 class Loading:
-    """Records on their way from below memory, for a resume at `n_tokens`."""
+    """Records that are being read so that the prompt can resume at `n_tokens`. Written by `Loader`."""
 
     n_tokens: int
     missing: set[Record]
     began: float
     patience_until: float
+    """Until then an idle engine waits for the load instead of computing..."""
     busy_patience_until: float
+    """... and until then while other rows decode."""
     deadline: float
     compute_s: float = 0.0
-    """What computing tokens [start, n_tokens) in its place would take."""
+    """What computing tokens [start, n_tokens) instead would take."""
     start: int = 0
     front: int = 0
-    """What is computed meanwhile: records before it are of no more use. Read by I/O threads."""
+    """How far the prompt is computed and committed meanwhile. I/O threads read this and `over`."""
     over: bool = False
-    """Likewise."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """What has arrived, by tier."""
     n_arrived: int = 0
     last_at: float = 0.0
     """When the last record was read."""
     taken_at: float = 0.0
-    """When the engine took it in..."""
+    """When the engine took it..."""
     engine_s: float = 0.0
-    """... and what all of them cost it."""
+    """... and what taking all of them cost the engine."""
 
     def wants(self, record: Record) -> bool:
+        """Records before the front have been computed meanwhile. Any thread may ask."""
         return not self.over and record.node.end > self.front
 
     def wins(self, now: float) -> bool:
-        """Whether the rest comes, at the pace of what has come, in half the time of computing it.
+        """Whether the rest arrives, at the pace so far, in half the time of computing it.
 
-        Then a chunk that is begun now would only take the processor from the load, and not be over
-        when that is. Says no as soon as records fail to come at that pace.
+        Then a chunk that is begun now would only take processor time from the load, and end after
+        it. No longer true once records fail to arrive at that pace.
         """
         if not self.n_arrived:
             return False
@@ -76,12 +82,13 @@ class Loading:
 
 
 @dataclass(eq=False)
-class Asking:
-    """Stores that were asked what they have of the prompt, and until when that is worth waiting for."""
+class PendingQuestion:
+    """Stores that have not answered yet what they have of the prompt. Written by `Loader`."""
 
     question: Question
     tiers: set[int]
     until: float
+    """How long an answer is worth waiting for."""
 
 
 @dataclass(eq=False)
@@ -90,88 +97,107 @@ class CacheCursor:
     # [0, node.end) committed   [node.end, row.n_tokens) not yet   [n_prompt, ...) the reply
     """
 
+    # --- the request: set when the cursor is opened or forked
     root: Root
-    prompt: Text
+    prompt: PackedTokens
     boundaries: Sequence[int]
     hints: Sequence[int]
     control: CacheControl
+    # --- position: written by Committer, and by Restorer when a row is filled
     node: Node
     """The deepest committed block; leased, so that what follows always has its parent."""
     writes: bool
-    step: int
-    """A commit is due when this many tokens have come since the last."""
+    """False: nothing more is committed for this request."""
+    commit_every: int
+    """Tokens between two commits."""
     clock: Callable[[], float]
     unbroken: Sequence[tuple[int, int]] = ()
-    """Ranges of the prompt inside which nothing can resume."""
+    """Ranges of the prompt inside which it cannot resume."""
     reply: Sequence[int] = ()
     reply_at: int | None = None
-    """Where the reply to a thinned prompt begins: its tokens have places, like the prompt's."""
+    """The first position of a thinned prompt's reply; its key tokens carry positions, too."""
     due: dict[int, Mark] = field(default_factory=dict)
+    """Positions where a state is to be kept."""
     pieces: list[Piece] = field(default_factory=list)
     n_saved: int = 0
-    """Window layers' tokens up to here are in records or pieces."""
-    leased: list[Record] = field(default_factory=list)
-    """What it is about to resume from."""
-    loading: Loading | None = None
-    asking: Asking | None = None
-    loaded: dict[Record, tuple[str, Payload]] = field(default_factory=dict)
-    """What was loaded for it, and from where: kept here too, so that nothing can evict it before use."""
-    at_hand: frozenset[Record] = frozenset()
-    """Of what it is to resume from, what was in memory when the loads were ordered."""
-    n_plans: int = 0
-    n_hoped: int = 0
-    """Where it would resume if no load failed."""
-    failed: str = ""
-    """Why the last load failed, where it did."""
+    """The window layers' tokens before this are in records or pieces."""
     pages: InRow | None = None
-    """What lies in its row."""
+    """The records that lie in its row. Also written by Parking."""
+    # --- loading: written by Loader
+    leased: list[Record] = field(default_factory=list)
+    """Records that it is about to resume from."""
+    loading: Loading | None = None
+    asking: PendingQuestion | None = None
+    loaded: dict[Record, tuple[str, Payload]] = field(default_factory=dict)
+    """What was loaded for it, and from which tier. Held here so that nothing evicts it before use."""
+    in_memory_before: frozenset[Record] = frozenset()
+    """The records of its target that memory had when the loads were ordered."""
+    n_plans: int = 0
+    n_target: int = 0
+    """Where it would resume if no load failed."""
+    load_fault: str = ""
+    """Why the last load failed, if it did."""
     is_slower: bool = False
-    """Something stored was left alone: computing it is faster."""
-    n_restored: int = 0
-    kind: str = ""
-    """What sort of hit it was; '' before it was looked up."""
+    """Some of what is stored is not loaded, because computing it is faster."""
+    # --- outcome: written by the prefix cache
+    hit_kind: str = ""
+    """whole, growing or branching (see Stats.hits); '' before the lookup."""
     admission: Admitted = Admitted(0)
     counted: bool = False
     closed: bool = False
 
+    # --- what the engine asks: core.ports.Cursor -------------------------------------------
+
     @property
     def n_expected(self) -> int:
-        return max(self.n_hoped if self.racing else 0, self.admission.n_cached)
+        return max(self.n_target if self.racing else 0, self.admission.n_cached)
 
     @property
     def racing(self) -> bool:
-        """Something is on its way that would let it skip a part of its prompt."""
-        return self.loading is not None or self._hopes
-
-    @property
-    def pending(self) -> bool:
-        """Something may come for it yet, even if it is not waited for any more."""
-        return self.loading is not None or self.asking is not None
-
-    @property
-    def _hopes(self) -> bool:
-        return self.asking is not None and self.clock() < self.asking.until
+        return self.loading is not None or self._awaits_answer
 
     def should_wait(self, *, busy: bool) -> bool:
-        """Whether what is on its way should come sooner than another chunk is computed."""
         loading = self.loading
         if loading is None:
-            return self._hopes
+            return self._awaits_answer
         until = loading.busy_patience_until if busy else loading.patience_until
         now = self.clock()
         return now < until or loading.wins(now)
 
     def commit_due(self, n_tokens: int) -> bool:
-        return self.writes and n_tokens - self.n_saved >= self.step
+        return self.writes and n_tokens - self.n_saved >= self.commit_every
 
-    def cut(self, start: int, end: int) -> tuple[Text, int, int]:
-        """Tokens [start, end) of the prompt and the reply: a text, and where in it they are."""
-        n_prompt = len(self.prompt)
-        if end <= n_prompt:
+    @property
+    def _awaits_answer(self) -> bool:
+        return self.asking is not None and self.clock() < self.asking.until
+
+    # --- what the cache asks ---------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Something may still arrive for it, even if nobody waits for it any more."""
+        return self.loading is not None or self.asking is not None
+
+    def has(self, record: Record) -> bool:
+        """Whether it could resume from the record at once."""
+        return record.arrays is not None or record in self.loaded
+
+    def walk(self, tree: Tree) -> Walk:
+        """How far the tree knows the prompt, as of now."""
+        return Walk.of(tree, self.root, self.prompt, unbroken=self.unbroken)
+
+    @property
+    def n_known(self) -> int:
+        """How many tokens of prompt and reply are known."""
+        return len(self.prompt) + len(self.reply)
+
+    def packed(self, start: int, end: int) -> tuple[PackedTokens, int, int]:
+        """Packed tokens that contain [start, end) of prompt and reply, and where in them that is."""
+        if end <= len(self.prompt):
             return self.prompt, start, end
-        return Text(self.tokens(start, end)), 0, end - start
+        return PackedTokens(self._tokens(start, end)), 0, end - start
 
-    def tokens(self, start: int, end: int) -> KeyTokens:
+    def _tokens(self, start: int, end: int) -> KeyTokens:
         n_prompt = len(self.prompt)
         first = max(start - n_prompt, 0)
         reply = np.array(self.reply[first : max(end - n_prompt, 0)], dtype=np.uint64)
@@ -179,8 +205,3 @@ class CacheCursor:
             at = self.reply_at + first
             reply |= np.arange(at, at + len(reply), dtype=np.uint64) << np.uint64(32)
         return np.concatenate([self.prompt.tokens[start:end], reply])
-
-    @property
-    def n_known(self) -> int:
-        """Tokens whose values are known here."""
-        return len(self.prompt) + len(self.reply)

@@ -1,10 +1,10 @@
 """Python's garbage collector beside a tree of half a million objects that live for hours.
 
-A full collection looks at every object there is, and all threads wait for it: a tenth of a second with
-100,000 stored records. So it comes when the engine has nothing to do, and what is known to live long is
-taken out of its sight ("frozen"). Reference counts free that: only cycles need the collector, and the
-tree breaks its own. What a running request has may be a cycle later: nothing is frozen while there are
-any, but for the records that a scan brings by the thousands.
+A full collection visits every object while all threads wait: a tenth of a second with 100,000 stored
+records. So it runs when the engine has nothing to do, and objects that will live long are frozen, which
+hides them from the collector. Reference counts still free them: only cycles need the collector, and the
+tree breaks its own. What belongs to a running request may become a cycle later, so nothing is frozen
+while requests run, except the thousands of records that a scan brings.
 
 glibc keeps freed memory for the thread that had it, and a server has many threads: buffers of changing
 sizes can hold several times what MLX has in use. So free memory goes back to the system when there is
@@ -26,14 +26,14 @@ from collections.abc import Callable
 IDLE_EVERY_S, BUSY_EVERY_S = 60.0, 600.0
 NEVER = 1 << 30
 MANY = 64
-"""Freezing the rest of the process is not worth it for fewer records."""
+"""For fewer records it is not worth freezing everything else, too."""
 GROWN_BUSY_BYTES, GROWN_IDLE_BYTES = 256 << 20, 64 << 20
 LOOK_EVERY_S = 0.25
 
 
 class Garbage:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Takes over from Python: of its own accord it collects young objects only."""
+        """From now on Python itself collects young objects only."""
         self._clock = clock
         self._collected_at = clock()
         self._heap = Heap(clock)
@@ -41,14 +41,14 @@ class Garbage:
         gc.freeze()
 
     def keep(self, *, n_new: int) -> None:
-        """What was just made is to stay: so many records, and what belongs to them."""
+        """This many records were just made, and will live long: freeze them."""
         if n_new < MANY:
             return
         gc.collect(1)
         gc.freeze()
 
     def tick(self, *, idle: bool) -> None:
-        """Now and then a full collection, of what is new since the last."""
+        """A full collection now and then, of what is not frozen."""
         self._heap.tick(idle=idle)
         if self._clock() - self._collected_at < (IDLE_EVERY_S if idle else BUSY_EVERY_S):
             return
@@ -60,7 +60,7 @@ class Garbage:
 
 
 class Heap:
-    """What the C library has from the system. It is trimmed by a thread: that may take 100 ms."""
+    """The C library's heap. A thread of its own trims it, because that may take 100 ms."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

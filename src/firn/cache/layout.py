@@ -1,4 +1,4 @@
-"""What a model's layers are to the cache: which codec serves each, and what a resume needs."""
+"""What a record of this model consists of: which codec serves each layer, and what a resume needs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ QUANTISABLE = (KVCodec, VlmKVCodec)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One codec a layer, in the order of the flattened layer list."""
+    """One codec for each layer, in the order of the flattened layer list."""
 
     codecs: tuple[LayerCodec, ...]
     text: str
-    """Names every layer's kind and shape; a part of the root key."""
+    """Describes every layer; a part of the root key."""
     window: int
     smallest_window: int
 
     @classmethod
     def of(cls, layers: Sequence[Any], *, kv_bits: int = 0, kv_group_size: int = 64) -> Layout:
-        """Raises UnknownCacheLayer when some layer cannot be restored.
+        """Raises UnknownCacheLayer when a layer cannot be restored.
 
-        kv_bits: keep the records of plain attention quantised; 0 keeps them as they are.
+        kv_bits: quantise the records of plain attention to so many bits; 0: keep them as they are.
         """
         flat = leaves(layers)
         codecs = tuple(codec_for(layer) for layer in flat)
@@ -42,7 +42,7 @@ class Layout:
             )
         pairs = list(zip(codecs, flat, strict=True))
         windows = [c.reach(x) for c, x in pairs if c.part is Part.WINDOW]
-        text = ",".join(f"{c.describe(x)}" for c, x in pairs)
+        text = ",".join(str(c.describe(x)) for c, x in pairs)
         return cls(codecs, text, max(windows, default=0), min(windows, default=0))
 
     def needs(self, *, grid: int = 1) -> Needs:
@@ -50,13 +50,13 @@ class Layout:
         return Needs(Part.PAGES in parts, self.window, Part.STATE in parts, grid)
 
     def cut(self, part: Part, layers: Sequence[Any], at: At, start: int, end: int) -> Payload:
-        """One part of all layers for tokens [start, end) of a row. Lazy copies."""
+        """One part of all layers, for tokens [start, end) of a row: lazy copies."""
         return stacked(self.views(part, layers, at, start, end))
 
     def views(
         self, part: Part, layers: Sequence[Any], at: At, start: int, end: int
     ) -> list[Arrays]:
-        """Likewise, by layer and as views where that will do."""
+        """The same by layer, as views where the codec can make them."""
         pairs = zip(self.codecs, leaves(layers), strict=True)
         return [c.cut(layer, at, start, end) for c, layer in pairs if c.part is part]
 
@@ -67,7 +67,7 @@ class Layout:
         payloads: Sequence[Payload | Views],
         n_tokens: int,
     ) -> None:
-        """Fill the layers of one part from records, in temporal order."""
+        """Fill the layers of one part from the payloads of consecutive blocks."""
         pairs = zip(self.codecs, leaves(layers), strict=True)
         mine = [(codec, layer) for codec, layer in pairs if codec.part is part]
         at_once = n_at_once(payloads)
@@ -79,20 +79,20 @@ class Layout:
 
     @property
     def lies_in_rows(self) -> bool:
-        """Whether pages may lie in a row until somebody needs them."""
+        """Whether pages may stay in the row that computed them."""
         pages = [c for c in self.codecs if c.part is Part.PAGES]
         return bool(pages) and all(c.buffers is not None for c in pages)
 
     def is_lone(self, layers: Sequence[Any]) -> bool:
-        """Whether these are a lone row's, not a group's."""
+        """Whether these layers belong to one row, not to a group."""
         return all(buffers.is_lone(layer) for buffers, layer in self._buffers(layers))
 
     def take(self, layers: Sequence[Any]) -> list[Arrays]:
-        """The buffers of the pages of a lone row, as they are."""
+        """The page buffers of a lone row, without a copy."""
         return [buffers.take(layer) for buffers, layer in self._buffers(layers)]
 
     def give(self, layers: Sequence[Any], taken: Sequence[Arrays], n_tokens: int) -> None:
-        """Make a new row's layers hold the first tokens of buffers that were taken."""
+        """Make a new row's layers hold the first `n_tokens` tokens of buffers that were taken."""
         pairs = self._buffers(layers)
         for (buffers, layer), arrays in zip(pairs, taken, strict=True):
             buffers.give(layer, arrays, n_tokens)
@@ -103,6 +103,6 @@ class Layout:
                 yield codec.buffers, layer
 
     def row_cost(self, layers: Sequence[Any]) -> tuple[int, int]:
-        """(bytes per token, fixed bytes) of a live row, seen on layers that hold a token."""
+        """(bytes per token, fixed bytes) of a live row. The layers must hold at least a token."""
         pairs = list(zip(self.codecs, leaves(layers), strict=True))
         return sum(c.token_nbytes(x) for c, x in pairs), sum(c.fixed_nbytes(x) for c, x in pairs)

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from firn.cache.asking import Find
-from firn.cache.children import Text
-from firn.cache.container import Label, Name
-from firn.cache.io import Entry
-from firn.cache.nodes import Mark
 from firn.cache.parts import Needs, Part
+from firn.cache.storage.container import Label, Name
+from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Found
-from firn.cache.tree import BLOCK_S
+from firn.cache.tree import BLOCK_S, Mark, PackedTokens
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
 
@@ -52,7 +50,7 @@ class Question:
     namespace: Namespace
     block: int
     needs: Needs
-    text: Text
+    text: PackedTokens
     known: Sequence[Key]
     """Of the whole blocks that are known here."""
     limit: int
@@ -91,7 +89,7 @@ class Question:
         return self.known[i - 1] if i <= self.n_known else self.keys[i - self.n_known - 1]
 
 
-def search(question: Question, find: Find) -> list[Entry]:
+def search(question: Question, find: Find) -> list[TierEntry]:
     """What the store has of it, parents before their children. Raises TierFault."""
     carrier = question.carrier
     if carrier is None:
@@ -150,7 +148,7 @@ def _near(seen: Mapping[int, Found], i: int) -> Found:
 # --- what else a resume needs --------------------------------------------------------------
 
 
-def _windows(question: Question, ends: Sequence[int], find: Find) -> Iterator[Entry]:
+def _windows(question: Question, ends: Sequence[int], find: Find) -> Iterator[TierEntry]:
     """The windows before places where the prompt may resume, given in whole blocks."""
     reach = min(-(-question.needs.window // question.block) + 1, N_WINDOWS)
     places = sorted({i for end in ends for i in range(max(end - reach, 0), end)})
@@ -162,7 +160,7 @@ def _windows(question: Question, ends: Sequence[int], find: Find) -> Iterator[En
             yield _entry(question, name, start, start + question.block, found[name])
 
 
-def _states(question: Question, n_found: int, find: Find) -> dict[int, list[Entry]]:
+def _states(question: Question, n_found: int, find: Find) -> dict[int, list[TierEntry]]:
     """States on the chain by their places, each with what a resume inside a block needs beside it."""
     end = (question.n_known + n_found + 1) * question.block
     keys = {p: _key_at(question, p) for p in [p for p in question.states if p < end][-N_STATES:]}
@@ -175,7 +173,7 @@ def _states(question: Question, n_found: int, find: Find) -> dict[int, list[Entr
         for part in question.needs.by_block
     }
     beside = find(list(tails)) if tails else {}
-    entries: dict[int, list[Entry]] = {}
+    entries: dict[int, list[TierEntry]] = {}
     for p, key in there.items():
         start = (p - 1) // question.block * question.block
         own = [name for name, at in tails.items() if at == p]
@@ -186,7 +184,7 @@ def _states(question: Question, n_found: int, find: Find) -> dict[int, list[Entr
     return entries
 
 
-def _alone(question: Question, find: Find) -> Iterator[Entry]:
+def _alone(question: Question, find: Find) -> Iterator[TierEntry]:
     """States of a model that has nothing else: each record holds all tokens before it."""
     keys = {p: _key_at(question, p) for p in question.states[-N_STATES:]}
     found = find([Name(key, Part.STATE) for key in keys.values()]) if keys else {}
@@ -203,13 +201,13 @@ def _key_at(question: Question, position: int) -> Key:
     return child_key(parent, question.text.tokens[position - rest : position]) if rest else parent
 
 
-def _block(question: Question, i: int, part: Part, found: Found) -> Entry:
+def _block(question: Question, i: int, part: Part, found: Found) -> TierEntry:
     """The i-th of the blocks that were asked for."""
     start = (question.n_known + i) * question.block
     return _entry(question, Name(question.keys[i], part), start, start + question.block, found)
 
 
-def _entry(question: Question, name: Name, start: int, end: int, found: Found) -> Entry:
+def _entry(question: Question, name: Name, start: int, end: int, found: Found) -> TierEntry:
     """As a scan would tell of it. What it says of itself is compared when it is read."""
     tokens = question.text.tokens[start:end]
     depth = start // question.block
@@ -227,4 +225,4 @@ def _entry(question: Question, name: Name, start: int, end: int, found: Found) -
         layout=question.layout,
     )
     used_at = question.now - BLOCK_S * (depth + (name.part is not question.carrier))
-    return Entry(label, found.nbytes, used_at, Text(tokens))
+    return TierEntry(label, found.nbytes, used_at, PackedTokens(tokens))

@@ -1,4 +1,4 @@
-"""No prefix cache: what --disable-prefix-cache and models with unknown layers get."""
+"""No prefix cache: with --disable-prefix-cache, and for models with a layer that no codec knows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class BlankCursor:
 
 
 class CacheOff:
-    """Every lookup is a miss, every commit is nothing. `why`: the reason, for /health and stats."""
+    """Implements core.ports.PrefixCache: every lookup misses, nothing is stored.
+
+    why: the reason, for /health and stats.
+    """
 
     def __init__(self, why: str = "switched off") -> None:
         self.why = why

@@ -1,4 +1,4 @@
-"""The three ways in which model state is cut, and what a model needs of each to resume."""
+"""The three ways in which a layer's state is cut into records, and what a model needs to resume."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ class Needs:
 
     pages: bool
     window: int
-    """Tokens before p that window layers look back on; 0 for no such layers."""
+    """Tokens before p that window layers attend to; 0: there are no such layers."""
     state: bool
     grid: int = 1
     """Resume only at multiples of this: 1, or the prefill chunk in exact mode."""
 
     @property
     def by_block(self) -> tuple[Part, ...]:
-        """The parts that every block of a prompt gets."""
-        found = []
-        if self.pages:
-            found.append(Part.PAGES)
-        if self.window:
-            found.append(Part.WINDOW)
-        return tuple(found)
+        """The parts that every block of a prompt has. The first carries the chain."""
+        wanted = {Part.PAGES: self.pages, Part.WINDOW: bool(self.window)}
+        return tuple(part for part in wanted if wanted[part])

@@ -1,4 +1,4 @@
-"""What the cache did, in numbers. Owner: the engine thread; readers get copies."""
+"""Counters of what the cache did. Owner: the engine thread; readers get copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 class Stats:
     n_lookups: int = 0
     hits: Counter[str] = field(default_factory=Counter)
-    """By kind: whole (all but the last token), growing (all that was stored), branching (a part)."""
+    """By kind. whole: all but the prompt's last token; growing: all that was stored of a shorter prompt;
+    branching: a part of what was stored."""
     misses: Counter[str] = field(default_factory=Counter)
     """Lookups that reused nothing, by reason."""
     shortfalls: Counter[str] = field(default_factory=Counter)
@@ -25,7 +26,7 @@ class Stats:
     n_tokens_prompt: int = 0
     n_tokens_cached: int = 0
     n_tokens_advanced: int = 0
-    """Of the cached ones, those that a prompt being read got from a neighbour."""
+    """Cached tokens that a request got from another one that was computing them at the same time."""
     tokens_by_tier: Counter[str] = field(default_factory=Counter)
     seconds_saved: float = 0.0
 
@@ -74,5 +75,5 @@ class Stats:
 
 
 def _group(reason: str) -> str:
-    """Reasons without their numbers, so that there are few of them."""
+    """The reason without its number, so that there are few labels."""
     return "diverged" if reason.startswith("diverged") else reason

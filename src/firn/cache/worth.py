@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from firn.cache.nodes import Mark, Record
 from firn.cache.parts import Part
+from firn.cache.tree import Mark, Record
 from firn.core.errors import SetupError
 
 Takes = Callable[[Record], bool]

@@ -8,7 +8,7 @@ from typing import Any
 
 from firn.bench.report import grid
 from firn.cli.cache_work import out
-from firn.traces.fleet import ROUTINGS, Played, Routing, play_fleet
+from firn.traces.fleet import ROUTINGS, FleetResult, Routing, play_fleet
 from firn.traces.trace import Trace
 
 SHARES = (0.125, 0.5, 2.0)
@@ -29,7 +29,7 @@ def show_fleet(
 ) -> None:
     """sizes: in blocks, of each server. text: how a size is written."""
     sizes = sizes or [max(round(s * trace.n_nodes / n_servers), 1) for s in SHARES]
-    found: dict[Key, Played] = {}
+    found: dict[Key, FleetResult] = {}
     for routing in ROUTINGS:
         for has_store in (False, True):
             for size in sizes:
@@ -55,7 +55,7 @@ def show_fleet(
         console.print(line, highlight=False)
 
 
-def _rows(found: dict[Key, Played], sizes: Sequence[int], text: Any) -> list[list[str]]:
+def _rows(found: dict[Key, FleetResult], sizes: Sequence[int], text: Any) -> list[list[str]]:
     rows = [["routing", "store", *(f"{text(size)} each" for size in sizes), "busiest"]]
     for routing in ROUTINGS:
         for has_store in (False, True):
@@ -66,7 +66,7 @@ def _rows(found: dict[Key, Played], sizes: Sequence[int], text: Any) -> list[lis
 
 
 def _words(
-    trace: Trace, found: dict[Key, Played], sizes: Sequence[int], block_nbytes: int, text: Any
+    trace: Trace, found: dict[Key, FleetResult], sizes: Sequence[int], block_nbytes: int, text: Any
 ) -> list[str]:
     """What goes to and fro between a fleet and its store."""
     lines = [""]
@@ -86,7 +86,7 @@ def _words(
 
 
 def _json(
-    trace: Trace, found: dict[Key, Played], n_servers: int, ttl_s: float, block_nbytes: int
+    trace: Trace, found: dict[Key, FleetResult], n_servers: int, ttl_s: float, block_nbytes: int
 ) -> dict[str, Any]:
     return {
         "requests": len(trace),

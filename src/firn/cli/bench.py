@@ -141,9 +141,9 @@ def _replay(
     plot: Plot = None,
 ) -> None:
     """Play a trace with made-up text that shares prefixes as the trace does."""
-    from firn.bench.replay import Pace
+    from firn.bench.replay import ReplayPace
     from firn.cli.bench_work import replay
 
     where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
-    pace = Pace(speed, streams, max_prompt, max_reply)
+    pace = ReplayPace(speed, streams, max_prompt, max_reply)
     replay(where, trace, rounds=rounds, requests=requests, pace=pace, trace_model=trace_model)

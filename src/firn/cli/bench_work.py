@@ -105,7 +105,7 @@ def replay(
     *,
     rounds: int,
     requests: int,
-    pace: replay_bench.Pace,
+    pace: replay_bench.ReplayPace,
     trace_model: str | None,
 ) -> None:
     try:

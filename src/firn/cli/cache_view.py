@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from firn.cache.container import Header
-from firn.cache.inventory import Block, Group, Inventory, Prefix, prefixes
-from firn.cache.io import load
+from firn.cache.admin.inventory import BlockFiles, Inventory, ModelRecords, Prefix, prefixes
 from firn.cache.parts import Part
+from firn.cache.storage.container import Header
+from firn.cache.storage.io import load
 from firn.cache.tiers._folder import QUARANTINE, TMP, peek
 from firn.cli.cache_work import CacheFolder, out
 from firn.cli.doctor import size
@@ -36,7 +36,7 @@ def ago(then: float, now: float) -> str:
     return "just now"
 
 
-def _name_of(group: Group) -> str:
+def _name_of(group: ModelRecords) -> str:
     return group.model.name or f"model {group.fingerprint.hex()[:SHORT]}"
 
 
@@ -45,7 +45,7 @@ def _name_of(group: Group) -> str:
 
 def ls(location: CacheFolder, *, top: int) -> None:
     inventory = location.take()
-    groups = inventory.groups()
+    groups = inventory.by_model()
     console = out()
     if not inventory.files:
         console.print(f"Nothing is stored in {location.folder}.", markup=False)
@@ -63,7 +63,7 @@ def ls(location: CacheFolder, *, top: int) -> None:
         console.print(f"\nAlso {' and '.join(shown)}.")
 
 
-def _table(groups: Sequence[Group]) -> Table:
+def _table(groups: Sequence[ModelRecords]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("model", "fingerprint", "namespace"):
         table.add_column(column, no_wrap=True)
@@ -83,7 +83,7 @@ def _table(groups: Sequence[Group]) -> Table:
     return table
 
 
-def _tree(group: Group, top: int) -> Tree:
+def _tree(group: ModelRecords, top: int) -> Tree:
     title = f"largest prefixes of {_name_of(group)}, namespace {group.namespace[:SHORT]}"
     tree = Tree(Text(title), guide_style="dim")
     now = time.time()
@@ -136,7 +136,7 @@ def show(location: CacheFolder, key: str, *, model: str | None, whole: bool) -> 
         console.print(_text_of(tokens, model or _recorded_model(inventory, block)), markup=False)
 
 
-def _facts(inventory: Inventory, block: Block) -> list[tuple[str, str]]:
+def _facts(inventory: Inventory, block: BlockFiles) -> list[tuple[str, str]]:
     tag = block.tag
     model = inventory.models.get(tag.fingerprint)
     label = next((f.label for f in block.files.values() if f.label is not None), None)
@@ -176,7 +176,7 @@ def _layer_lines(header: Header) -> list[str]:
     return lines
 
 
-def _tokens(inventory: Inventory, block: Block, *, whole: bool) -> list[int]:
+def _tokens(inventory: Inventory, block: BlockFiles, *, whole: bool) -> list[int]:
     chain = inventory.chain(block) if whole else [block]
     found: list[int] = []
     for one in chain:
@@ -187,7 +187,7 @@ def _tokens(inventory: Inventory, block: Block, *, whole: bool) -> list[int]:
     return found
 
 
-def _recorded_model(inventory: Inventory, block: Block) -> str | None:
+def _recorded_model(inventory: Inventory, block: BlockFiles) -> str | None:
     model = inventory.models.get(block.tag.fingerprint)
     return model.path if model and Path(model.path).is_dir() else None
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from firn.cache.faults import Damaged, Foreign, Locked, Missing, TierError
-from firn.cache.inventory import Inventory, RecordFile, records_of, take
-from firn.cache.io import load
-from firn.cache.seal import Seal, load_seal
+from firn.cache.admin.inventory import Inventory, RecordFile, records_of, take_inventory
+from firn.cache.admin.transfer import export as write_export
+from firn.cache.admin.transfer import import_file
+from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierError
+from firn.cache.storage.io import load
+from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import QUARANTINE, Disk
 from firn.cache.tiers.ssd import SsdTier
-from firn.cache.transfer import export as write_export
-from firn.cache.transfer import import_file
 from firn.cli.doctor import size
 from firn.core.errors import SetupError
 
@@ -37,7 +37,7 @@ class CacheFolder:
 
     def take(self) -> Inventory:
         try:
-            return take(self.folder, seal=self.seal)
+            return take_inventory(self.folder, seal=self.seal)
         except OSError as e:
             raise SetupError(f"{self.folder}: cannot be read: {e.strerror or e}") from e
 

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from firn.config.options import option
+from firn.config.options import BadValue, option
+
+DRAFTERS = Path(__file__).parents[1] / "models" / "drafters"
+"""Looked at, never imported: a wrong name is to be told before a model is loaded, and without MLX."""
+
+
+def speculation(text: str) -> str:
+    """auto, off, or the name of a drafter: a file in models/drafters."""
+    name = text.lower()
+    modules = pkgutil.iter_modules([str(DRAFTERS)])
+    known = ("auto", "off", *sorted(m.name for m in modules if not m.name.startswith("_")))
+    if name not in known:
+        raise BadValue(f"{text!r} is not one of {', '.join(known)}")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +60,14 @@ class EngineConfig:
         words={"auto": 0},
     )
     """0: by device."""
-    speculation: Literal["auto", "off", "lookup", "model", "mtp"] = option(
+    speculation: str = option(
         "auto",
         "Guess several tokens a step and let the model check them; the text stays the same. lookup: "
         "what followed the same words in the prompt, the reply or an earlier reply; model: "
         "what --draft-model says; mtp: what the model's own prediction head says; auto: whatever there "
         "is, where it pays.",
+        metavar="auto|off|lookup|model|mtp",
+        check=speculation,
     )
     draft_model: str | None = option(
         None,

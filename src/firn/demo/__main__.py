@@ -1,7 +1,8 @@
 """`make demo`: what firn is for, in about a minute, on the built-in models and without any download.
 
-A long document is read once; then it is asked about in several turns, pushed out of memory by other
-documents, lost with a killed server, and never read again. Every answer is checked.
+A long document is read once. Then it is asked about in several turns, evicted from memory by other
+documents, and asked about after the server was killed; it is never computed again. Every answer is
+checked.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from firn.demo.facts import Session, make_session, n_facts_for
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 
 DOCUMENT_TOKENS = 1500
 MEMORY_MB = {"firn-demo": 3, "firn-demo-hybrid": 2}
@@ -26,7 +27,7 @@ MEMORY_MB = {"firn-demo": 3, "firn-demo-hybrid": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DemoTurn:
     what: str
     answer: str
     right: bool
@@ -36,16 +37,16 @@ class Row:
     first_s: float
 
 
-class Visitor:
-    """Talks to the server through the official client. One per act."""
+class DemoClient:
+    """Asks through the official client and keeps the results. One per model."""
 
     def __init__(self, model: str, console: Console) -> None:
         self._model = model
         self._console = console
         self._asked: dict[int, int] = {}
-        self.rows: list[Row] = []
+        self.rows: list[DemoTurn] = []
 
-    def ask(self, server: Child, session: Session, what: str) -> None:
+    def ask(self, server: ServerProcess, session: Session, what: str) -> None:
         """The session's next question, streamed to the screen and checked."""
         n = self._asked.get(id(session), 0)
         self._asked[id(session)] = n + 1
@@ -77,15 +78,15 @@ class Visitor:
         mark = "[green]right[/green]" if right else f"[red]wrong[/red]: {question.answer}"
         self._console.print(f"   {mark}", highlight=False)
         tier = _came_from(before, _by_tier(server))
-        self.rows.append(Row(what, answer, right, n_prompt, n_cached, tier, first_s))
+        self.rows.append(DemoTurn(what, answer, right, n_prompt, n_cached, tier, first_s))
 
 
 def main() -> int:
     console = Console()
     console.print("[bold]firn[/bold]: a token is computed once; a hit never changes the answer.\n")
     with tempfile.TemporaryDirectory(prefix="firn-demo-") as folder:
-        acts = [act(model, Path(folder), console) for model in ("firn-demo", "firn-demo-hybrid")]
-    rows = [row for act_rows in acts for row in act_rows]
+        models = ("firn-demo", "firn-demo-hybrid")
+        rows = [row for model in models for row in show(model, Path(folder), console)]
     n_wrong = sum(not row.right for row in rows)
     cold = [r.first_s for r in rows if r.n_cached < r.n_prompt // 2]
     warm = [r.first_s for r in rows if r.n_cached >= r.n_prompt // 2]
@@ -96,33 +97,33 @@ def main() -> int:
     return 1 if n_wrong else 0
 
 
-def act(model: str, folder: Path, console: Console) -> list[Row]:
-    """One model's story: read, reuse, evict, come back, be killed, come back."""
+def show(model: str, folder: Path, console: Console) -> list[DemoTurn]:
+    """One model: read, reuse, evict, restore, kill the server, restore again."""
     kind = "plain attention" if model == "firn-demo" else "recurrent layers with some attention"
     console.rule(f"{model} ({kind})")
     sessions = [_session(seed) for seed in (11, 12, 13)]
     first, second, third = sessions
     log, ssd = folder / f"{model}.log", folder / f"{model}.cache"
     flags = ("--ssd-cache-dir", str(ssd), "--cache-memory-mb", str(MEMORY_MB[model]))
-    visitor = Visitor(model, console)
-    server = Child(model, *flags, log=log)
+    client = DemoClient(model, console)
+    server = ServerProcess(model, *flags, log=log)
     try:
-        visitor.ask(server, first, "a document, never read before")
-        visitor.ask(server, first, "the next question about it")
-        visitor.ask(server, second, "another document")
-        visitor.ask(server, third, "a third: memory is full")
-        visitor.ask(server, first, "back to the first")
+        client.ask(server, first, "a document, never read before")
+        client.ask(server, first, "the next question about it")
+        client.ask(server, second, "another document")
+        client.ask(server, third, "a third: memory is full")
+        client.ask(server, first, "back to the first")
         _settle(server)
         console.print("[yellow]the server is killed (SIGKILL) and started again[/yellow]")
         server.kill()
-        server = Child(model, *flags, log=log)
-        visitor.ask(server, first, "the first, after a restart")
-        visitor.ask(server, second, "the second, after a restart")
+        server = ServerProcess(model, *flags, log=log)
+        client.ask(server, first, "the first, after a restart")
+        client.ask(server, second, "the second, after a restart")
     finally:
         code = server.stop()
-    console.print(_table(visitor.rows))
+    console.print(_table(client.rows))
     console.print(f"[dim]The server stopped with exit code {code}.[/dim]\n")
-    return visitor.rows
+    return client.rows
 
 
 def _session(seed: int) -> Session:
@@ -130,7 +131,7 @@ def _session(seed: int) -> Session:
     return make_session(seed, n_facts=n_facts, n_questions=6, kinds=("fact",), placement="system")
 
 
-def _settle(server: Child) -> None:
+def _settle(server: ServerProcess) -> None:
     """Wait until all that was committed is on the SSD: a kill loses at most the last seconds."""
     written = -1
     for _ in range(40):
@@ -141,9 +142,9 @@ def _settle(server: Child) -> None:
         time.sleep(0.25)
 
 
-def _by_tier(server: Child) -> dict[str, int]:
-    found: dict[str, int] = server.get("/v1/cache/stats")["tokens"]["by_tier"]
-    return found
+def _by_tier(server: ServerProcess) -> dict[str, int]:
+    by_tier: dict[str, int] = server.get("/v1/cache/stats")["tokens"]["by_tier"]
+    return by_tier
 
 
 def _came_from(before: dict[str, int], after: dict[str, int]) -> str:
@@ -151,7 +152,7 @@ def _came_from(before: dict[str, int], after: dict[str, int]) -> str:
     return " + ".join({"memory": "memory", "ssd": "SSD"}[tier] for tier in used) or "computed"
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[DemoTurn]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("", "prompt", "reused", "from", "first token", "answer"):
         table.add_column(

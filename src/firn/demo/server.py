@@ -17,8 +17,8 @@ from typing import Any
 START_S, STOP_S = 60.0, 30.0
 
 
-class Child:
-    """One server process. Owner: the demo, which must end it."""
+class ServerProcess:
+    """One server process. Owner: whoever started it, and must end it."""
 
     def __init__(self, model: str, *flags: str, log: Path, start_s: float = START_S) -> None:
         self.port = _free_port()

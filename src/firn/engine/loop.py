@@ -24,7 +24,7 @@ from firn.engine.chunks import ChunkSizes
 from firn.engine.decode import Decode
 from firn.engine.faults import client_error
 from firn.engine.inflight import InFlight
-from firn.engine.parts import EngineParts
+from firn.engine.parts import EngineLimits, EngineParts
 from firn.engine.prefill import Prefill
 from firn.engine.recovery import Recovery
 from firn.engine.scheduler import PendingWork, Prefilling, StepPlan, Waiting, plan
@@ -58,20 +58,30 @@ class Loop:
             rejoined_queue=rejoined_queue,
             on_end=lambda sequence: self._behind.add(sequence),
         )
-        limits = parts.limits
-        self._sizes = ChunkSizes(
-            limits.prefill_chunk, largest=limits.largest_chunk, max_step_s=limits.max_step_s
-        )
+        self._sizes, self._scorer_sizes = (self._chunk_sizes(parts.limits) for _ in range(2))
         self._behind = ReadBehind(self.inflight)
         self._recovery = Recovery(
-            self.inflight, on_device_fault=self._sizes.shrink, on_doubt=self._behind.forget
+            self.inflight, on_device_fault=self._shrink_chunks, on_doubt=self._behind.forget
         )
         self._decode = Decode(self.inflight, self._recovery)
         self._prefill = Prefill(
-            self.inflight, self._recovery, decode=self._decode, sizes=self._sizes
+            self.inflight,
+            self._recovery,
+            decode=self._decode,
+            sizes=self._sizes,
+            scorer_sizes=self._scorer_sizes,
         )
         self._n_steps = 0
         parts.cache.confirm()
+
+    @staticmethod
+    def _chunk_sizes(limits: EngineLimits) -> ChunkSizes:
+        largest, max_step_s = limits.largest_chunk, limits.max_step_s
+        return ChunkSizes(limits.prefill_chunk, largest=largest, max_step_s=max_step_s)
+
+    def _shrink_chunks(self) -> None:
+        self._sizes.shrink()
+        self._scorer_sizes.shrink()
 
     @property
     def busy(self) -> bool:

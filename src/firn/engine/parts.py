@@ -19,6 +19,9 @@ class EngineLimits:
     """Chunks may grow to this, and shrink, by depth and company; 0: they are all prefill_chunk."""
     max_step_s: float = 0.0
     """The longest that a chunk should hold up those who decode; 0: by what the usual chunk takes."""
+    common_chunk: int = 0
+    """Longer chunks begin and end at multiples of this, shorter ones are padded by the runner: for a
+    device that prefers few shapes. 0: chunks end anywhere."""
     scored_nbytes: int = 128 << 20
     """Logits of a chunk whose every token is scored: where the vocabulary is large it is shorter."""
 

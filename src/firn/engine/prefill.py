@@ -25,14 +25,20 @@ from firn.engine.sparse import SparsePrefill
 
 class Prefill:
     def __init__(
-        self, inflight: InFlight, recovery: Recovery, *, decode: Decode, sizes: ChunkSizes
+        self,
+        inflight: InFlight,
+        recovery: Recovery,
+        *,
+        decode: Decode,
+        sizes: ChunkSizes,
+        scorer_sizes: ChunkSizes,
     ) -> None:
         self._inflight = inflight
         self._runner, self._cache = inflight.runner, inflight.cache
         self._recovery = recovery
         self._decode = decode
         self._sizes = sizes
-        self._sparse = SparsePrefill(inflight, inflight.scorer)
+        self._sparse = SparsePrefill(inflight, inflight.scorer, sizes=scorer_sizes)
         self._batches = PromptBatches(inflight, self.jump)
         self.n_chunks = 0
         """Its parity says whose turn it is."""
@@ -63,9 +69,7 @@ class Prefill:
                 self.begin(sequence)
                 return
             for choice in sequence.open_choices:
-                if (
-                    choice.done or not sequence.admitted
-                ):  # a fault of the choice before took it along
+                if choice.done or not sequence.admitted:  # the choice before has failed
                     return
                 prompt = job.prompt.grown(choice.tokens)
                 cursor = self._cache.open(prompt, job.namespace, job.cache)
@@ -106,6 +110,7 @@ class Prefill:
             stops=self._cache.stops(task.cursor),
             unbroken=task.prompt.unbroken,
             aligned=self._inflight.limits.aligned,
+            common=self._inflight.limits.common_chunk,
         )
         others = self._batches.find(task, most=chunk) if end == task.n_total else []
         task.chunk_began = time.perf_counter()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from firn.core.common_chunks import common_end
 from firn.core.values import RequestId
 
 
@@ -102,6 +103,7 @@ def chunk_end(
     stops: Sequence[int] = (),
     unbroken: Sequence[tuple[int, int]] = (),
     aligned: bool = True,
+    common: int = 0,
 ) -> int:
     """Where the next prefill chunk ends.
 
@@ -115,10 +117,14 @@ def chunk_end(
 
     An end that would fall inside an unbroken range moves to where that begins, or, if the chunk
     begins there too, to where it ends: which depends on nothing but the prompt, again.
+
+    common: as `common_end` takes it, where chunks are not aligned.
     """
     end = min((n_done // chunk + 1) * chunk, n_total)
     if not aligned and n_total - n_done <= chunk + chunk // 2:
         end = n_total
+    if not aligned:
+        end = common_end(n_done, end, multiple=common)
     for stop in stops:
         if n_done < stop < end and not any(first < stop < last for first, last in unbroken):
             end = stop

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from firn.core.events import Advanced
 from firn.core.ports import Cursor, LiveRow, Scorer
 from firn.core.values import Job, Prompt, Scores
+from firn.engine.chunks import ChunkSizes
 from firn.engine.faults import may_be_the_devices
 from firn.engine.inflight import InFlight, RestoreFailed
 from firn.engine.scheduler import chunk_end
@@ -34,9 +35,13 @@ MAX_BEHIND = 8
 
 
 class SparsePrefill:
-    def __init__(self, inflight: InFlight, scorer: Scorer[object] | None) -> None:
+    def __init__(
+        self, inflight: InFlight, scorer: Scorer[object] | None, *, sizes: ChunkSizes
+    ) -> None:
+        """sizes: of the small model's chunks, which takes more tokens in the same time."""
         self._inflight = inflight
         self._scorer = scorer
+        self._sizes = sizes
 
     def begin(self, task: PrefillTask) -> None:
         """The prompt was looked up: score it first, if that is to be."""
@@ -65,17 +70,32 @@ class SparsePrefill:
         return why_not(task.sequence.job, n_expected=near, max_tokens=self._scorer.max_tokens)
 
     def read(self, task: PrefillTask, n_tokens: int) -> None:
-        """Dispatch a slice of the scoring, which may end it: then `task.reading` is None."""
+        """Dispatch a slice of the scoring, which may end it: then `task.reading` is None.
+
+        n_tokens: what the large model would read now, and hold up others with.
+        """
         assert self._scorer is not None
         with self._or_all_of_it(task):
-            self._scorer.read(task.reading, n_tokens, alone=self._inflight.is_one_prefill)
+            alone, task.chunk_start = self._inflight.is_one_prefill, self._n_scored(task)
+            if alone:
+                chunk = self._sizes.choose(task.chunk_start, alone=True)
+                n_tokens = self._inflight.budget.chunk_tokens(task.chunk_start, most=chunk)
+            self._scorer.read(task.reading, n_tokens, alone=alone)
+
+    def _n_scored(self, task: PrefillTask) -> int:
+        """Tokens of the prompt that the small model has read; the lookahead counts as not yet read."""
+        assert self._scorer is not None
+        return max(len(task.prompt) - self._scorer.n_left(task.reading), 0)
 
     def settle(self, task: PrefillTask) -> None:
         """Wait for the slice; after the last, thin the prompt."""
         assert self._scorer is not None
         scores = None
         with self._or_all_of_it(task):
-            if not self._scorer.settle(task.reading):
+            is_over = self._scorer.settle(task.reading)
+            took_s = time.perf_counter() - task.chunk_began
+            self._sizes.saw(task.chunk_start, self._n_scored(task), took_s)
+            if not is_over:
                 return
             scores = self._scorer.scores(task.reading)
             self._inflight.end_scoring(task)
@@ -204,6 +224,7 @@ class ReadBehind:
             chunk=inflight.budget.chunk_tokens(start, most=inflight.limits.prefill_chunk),
             stops=inflight.cache.stops(cursor),
             aligned=inflight.limits.aligned,
+            common=inflight.limits.common_chunk,
         )
         began = time.perf_counter()
         inflight.runner.prefill(row, prompt, end)

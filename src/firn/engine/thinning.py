@@ -1,11 +1,11 @@
-"""Which tokens of a long cold prompt are read, where not all are: pure functions of scores.
+"""Chooses which tokens of a long cold prompt are read: pure functions of scores.
 
     0        n_cached                                             n_prompt
     |--------|==chunk==|--------|==chunk==|---------|=============|
      resumed  essential  skipped  the best            newest message
 
-The unit is a chunk of 32 tokens at absolute positions: a fact is more than its likeliest token, and
-neighbouring prompts choose alike.
+The unit is a chunk of 32 tokens at absolute positions: a fact is longer than its best token, and prompts
+that differ a little choose alike.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from firn.core.values import Job, Prompt, Scores, Thinned, TokenArray
 
 CHUNK = 32
-WORTH_IT = 0.9
-"""Where more than this share of the cold tokens would be read, all of them are."""
+MAX_SHARE = 0.9
+"""If more than this share of the cold tokens would be read, all of them are."""
 KEEP_STEP = 0.01
-BESIDE = 0.5
-"""What a chunk counts for at least, of the score of one beside it: what matters does not end with it."""
+NEIGHBOUR_SHARE = 0.5
+"""A chunk counts at least so much of a neighbour's score: facts lie across chunk borders."""
 
 
 def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
@@ -34,7 +34,7 @@ def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
         return "not asked for"
     if not job.max_tokens:
         return "nothing is to be said"
-    if sparse.keep > WORTH_IT:
+    if sparse.keep > MAX_SHARE:
         return "all of it is to be kept"
     if job.prompt_logprobs:
         return "its tokens are scored"
@@ -69,8 +69,8 @@ def select(
     room = keep * (n - start) - lengths[chosen].sum()
     means = np.add.reduceat(scores, starts) / lengths
     smooth = means.copy()
-    smooth[1:] = np.maximum(smooth[1:], BESIDE * means[:-1])
-    smooth[:-1] = np.maximum(smooth[:-1], BESIDE * means[1:])
+    smooth[1:] = np.maximum(smooth[1:], NEIGHBOUR_SHARE * means[:-1])
+    smooth[:-1] = np.maximum(smooth[:-1], NEIGHBOUR_SHARE * means[1:])
     for i in np.argsort(-smooth, kind="stable"):
         if room < lengths[i]:
             break
@@ -85,7 +85,7 @@ def select(
 def thinned(prompt: Prompt, positions: TokenArray, *, start: int, recipe: str) -> Prompt | None:
     """What is read of the prompt; None where that is not worth it."""
     n_cold = len(prompt) - start
-    if len(positions) - start > WORTH_IT * n_cold:
+    if len(positions) - start > MAX_SHARE * n_cold:
         return None
     return Prompt(prompt.ids[positions], thinned=Thinned(positions, prompt, recipe))
 

@@ -1,1 +1,1 @@
-"""Pictures of requests: fetched, decoded, made ready for the model. No mlx."""
+"""Pictures and documents of requests: fetched, checked, decoded. No mlx."""

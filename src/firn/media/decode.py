@@ -1,7 +1,7 @@
-"""Bytes of a picture file to plain RGB pixels, or a line that says why not. Pure.
+"""Decodes a picture file to RGB pixels, or says why it cannot. Pure.
 
-What comes out is what a viewer would show: turned upright, transparency over white, 16-bit values
-scaled. Structure and sizes are checked before any pixel is decoded.
+The pixels are what a viewer would show: turned upright, transparency over white, 16-bit values scaled.
+Structure and size are checked before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _check(image: Image.Image, max_pixels: int) -> None:
         raise Undecodable(
             f"has {width} x {height} pixels; {max_pixels / 1e6:g} million are the most"
         )
-    # A camera's MPO has views of one scene; the first is the picture. Of GIF and TIFF the structure
-    # has told: counting their frames takes a decoder longer than that.
+    # A camera's MPO has several views of one scene; the first is the picture. GIF and TIFF were
+    # checked by their structure: a decoder takes longer to count their frames.
     if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
         raise Undecodable("is animated or has several pages; send one of them")
 
@@ -75,7 +75,7 @@ def _to_rgb(image: Image.Image) -> Pixels:
 
 
 def _from_wide(image: Image.Image) -> Pixels:
-    """16-bit grey values, of which Pillow's own conversion would keep the darkest 256."""
+    """Scales 16-bit grey values: Pillow's own conversion clips all but the darkest 256."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise Undecodable("has values beyond 16 bits")

@@ -1,6 +1,6 @@
-"""Documents of messages, read as text: PDF, and whatever is plain text.
+"""Documents of messages, read as text: PDF and everything that is plain text.
 
-Owner: the asyncio thread; files are read in threads of our own, and PDF in a process (see `pdf_text`).
+Owner: the asyncio thread. Files are decoded on threads of their own, PDF in a process (see `pdf_text`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_KEPT_CHARS = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class DocumentLimits:
-    """Of one document; count and total_s: of those of one request together."""
+    """Of one document; count and total_s: of all documents of one request."""
 
     nbytes: int = 32 * MIB
     pages: int = 1000
@@ -38,12 +38,12 @@ class DocumentLimits:
     total_s: float = 60.0
 
 
-class Unreadable(Exception):
-    """Why a document has no text here, as the end of a sentence."""
+class UnreadableDocument(Exception):
+    """Why a document cannot be read, as the end of a sentence that begins with "the document"."""
 
 
 class Documents:
-    """Fills in the text of a request's documents. Holds the last texts: later turns send them again."""
+    """Fills in the text of a request's documents. Keeps the newest: later turns send them again."""
 
     def __init__(self, limits: DocumentLimits | None = None) -> None:
         self._limits = limits or DocumentLimits()
@@ -53,16 +53,16 @@ class Documents:
     async def gather(
         self, request: GenerateRequest, owner: Namespace | None = None
     ) -> GenerateRequest:
-        """The request with the text of each document, or with what is wrong with it.
+        """The request with the text of each document, or with the reason why there is none.
 
-        What is kept is kept for its owner: how long it takes tells nobody what others have sent.
+        Texts are kept per owner: the time that reading takes tells nobody what others have sent.
         """
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_unread, _parts(source))):
             return request
         documents = [p for p in _parts(source) if isinstance(p, DocumentPart) and _is_unread(p)]
-        until = asyncio.get_running_loop().time() + self._limits.total_s
-        filled = [self._filled(p, owner, i, until) for i, p in enumerate(documents)]
+        deadline = asyncio.get_running_loop().time() + self._limits.total_s
+        filled = [self._filled(p, owner, i, deadline) for i, p in enumerate(documents)]
         read = dict(zip(map(id, documents), await asyncio.gather(*filled), strict=True))
         messages = tuple(
             replace(m, parts=tuple(read.get(id(p), p) for p in m.parts)) for m in source.messages
@@ -70,22 +70,22 @@ class Documents:
         return replace(request, source=replace(source, messages=messages))
 
     async def _filled(
-        self, part: DocumentPart, owner: Namespace | None, number: int, until: float
+        self, part: DocumentPart, owner: Namespace | None, number: int, deadline: float
     ) -> DocumentPart:
         loop = asyncio.get_running_loop()
         try:
             if number >= self._limits.count:
-                raise Unreadable(f"is one too many: {self._limits.count} are read")
+                raise UnreadableDocument(f"is one too many: {self._limits.count} are read")
             digest, data = await loop.run_in_executor(self._pool, self._bytes, part)
             key = (owner, digest)
             if key not in self._kept:
-                if loop.time() > until:
-                    raise Unreadable("could not be read in time, after the others")
+                if loop.time() > deadline:
+                    raise UnreadableDocument("could not be read in time, after the others")
                 read = await loop.run_in_executor(self._pool, self._text, data, part.media_type)
                 self._keep(key, read)
             self._kept.move_to_end(key)
             return replace(part, data="", text=self._kept[key])
-        except Unreadable as e:
+        except UnreadableDocument as e:
             return replace(part, data="", fault=f"the document {e}.")
 
     def _keep(self, key: tuple[Namespace | None, bytes], text: str) -> None:
@@ -93,15 +93,15 @@ class Documents:
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > MAX_KEPT_CHARS:
             self._kept.popitem(last=False)
 
-    # --- in its threads --------------------------------------------------------------------
+    # --- on the pool's threads --------------------------------------------------------------------
 
     def _bytes(self, part: DocumentPart) -> tuple[bytes, bytes]:
         if len(part.data) * 3 // 4 > self._limits.nbytes + 3:
-            raise Unreadable(f"is over the limit of {self._limits.nbytes / MIB:g} MiB")
+            raise UnreadableDocument(f"is over the limit of {self._limits.nbytes / MIB:g} MiB")
         try:
             data = base64.b64decode("".join(part.data.split()), validate=True)
         except ValueError:
-            raise Unreadable("is no valid base64") from None
+            raise UnreadableDocument("is no valid base64") from None
         kind = part.media_type.encode("utf-8", "replace")
         return hashlib.blake2b(data, person=b"firn-document", key=kind[:64]).digest(), data
 
@@ -109,13 +109,13 @@ class Documents:
         if data[:1024].lstrip().startswith(b"%PDF-"):
             return self._pdf(data)
         if media_type.lower() == PDF:
-            raise Unreadable("is no PDF file")
+            raise UnreadableDocument("is no PDF file")
         if not media_type.lower().startswith(TEXT_TYPES):
-            raise Unreadable(f"is of a kind that is not read here ({media_type[:64]!r})")
+            raise UnreadableDocument(f"is of a kind that is not read here ({media_type[:64]!r})")
         try:
             return data.decode("utf-8-sig")[: self._limits.chars]
         except UnicodeDecodeError:
-            raise Unreadable("is no text in UTF-8") from None
+            raise UnreadableDocument("is no text in UTF-8") from None
 
     def _pdf(self, data: bytes) -> str:
         limits = self._limits
@@ -125,14 +125,14 @@ class Documents:
             done = subprocess.run(
                 command, input=data, capture_output=True, timeout=limits.seconds, check=True
             )
-            found = json.loads(done.stdout)
+            answer = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
-            raise Unreadable(f"could not be read in {limits.seconds} seconds") from None
+            raise UnreadableDocument(f"could not be read in {limits.seconds} seconds") from None
         except (subprocess.CalledProcessError, OSError, ValueError):
-            raise Unreadable("could not be read") from None
-        if "text" not in found:
-            raise Unreadable(f"could not be read: {found.get('fault')}")
-        return str(found["text"])
+            raise UnreadableDocument("could not be read") from None
+        if "text" not in answer:
+            raise UnreadableDocument(f"could not be read: {answer.get('fault')}")
+        return str(answer["text"])
 
 
 def _parts(chat: Chat) -> list[Part]:

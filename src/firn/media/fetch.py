@@ -1,8 +1,8 @@
-"""Images by address: fetched only where the operator allows it, and only from the public internet.
+"""Pictures by URL: fetched only where the operator allows it, and only from the public internet.
 
-A name is resolved once, every address it has must be public, and the connection goes to one of exactly
-those: what was checked is what is used, whatever the name server says a moment later. Each redirect is
-checked like the first address. Nothing of the environment (proxies, .netrc) is used.
+A host name is resolved once, all its addresses must be public, and the connection goes to one of them:
+what was checked is what is used, even if the name resolves to something else a moment later. Each
+redirect is checked like the first URL. Proxies and .netrc of the environment are ignored.
 
 Owner: the asyncio thread.
 """
@@ -27,18 +27,18 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_AT_ONCE = 8
-MAX_ADDRESSES = 256
-"""In one request: no more than a prompt may have pictures."""
+MAX_URLS = 256
+"""Different URLs in one request: as many as a prompt may have pictures."""
 MAX_TOTAL = 8
-"""The images of one request together, in units of the largest that one may be."""
-TOO_MANY = f"more than {MAX_ADDRESSES} images to fetch."
+"""The pictures of one request together may be as large as so many of the largest allowed."""
+TOO_MANY = f"more than {MAX_URLS} images to fetch."
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "firn"}
 
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """plain_http: addresses without TLS are allowed too."""
+    """Of one picture. plain_http: http:// is allowed beside https://."""
 
     nbytes: int
     timeout_s: float = 10.0
@@ -46,7 +46,7 @@ class FetchLimits:
 
 
 class Fetcher:
-    """Replaces the addresses of a request's images by what they lead to."""
+    """Fills in the bytes of the pictures that a request names by URL."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Fetcher:
         resolve: Resolve | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """resolve, transport: the network, where it is not the real one."""
+        """resolve, transport: the network; tests pass their own."""
         self._limits = limits
         self._resolve = resolve or system_resolver
         self._transport = transport
@@ -63,22 +63,24 @@ class Fetcher:
     async def gather(
         self, request: GenerateRequest, owner: Namespace | None = None
     ) -> GenerateRequest:
-        """The request with the bytes of its images, or with why there are none. Nothing is kept.
+        """The request with the bytes of its pictures, or with the reason why there are none. Nothing is
+        kept.
 
-        Raises BadPicture for an image that the user has just sent.
+        Raises BadPicture if a picture of the newest message fails; the conversation goes on without
+        an older one.
         """
         source = request.source
         if not isinstance(source, Chat) or not any(map(_is_remote, _parts(source))):
             return request
-        newest = _addresses_of_newest(source)
-        wanted = _by_address(source, newest)
-        gate = asyncio.Semaphore(MAX_AT_ONCE)
+        newest = _urls_of_newest(source)
+        wanted = _by_url(source, newest)
+        slots = asyncio.Semaphore(MAX_AT_ONCE)
         n_left = MAX_TOTAL * self._limits.nbytes
 
         async def fetched(part: PicturePart) -> bytes | BadPicture:
             nonlocal n_left
             try:
-                async with gate:
+                async with slots:
                     data = await self.fetch(part)
                 n_left -= len(data)
                 if n_left < 0:
@@ -91,16 +93,16 @@ class Fetcher:
 
         try:
             async with asyncio.TaskGroup() as group:
-                found = {url: group.create_task(fetched(part)) for url, part in wanted.items()}
+                tasks = {url: group.create_task(fetched(part)) for url, part in wanted.items()}
         except* BadPicture as faults:
             raise faults.exceptions[0] from None
 
         def filled(part: Part) -> Part:
             if not isinstance(part, PicturePart) or not _is_remote(part):
                 return part
-            if part.url not in found:
+            if part.url not in tasks:
                 return replace(part, fault=TOO_MANY)
-            result = found[part.url].result()
+            result = tasks[part.url].result()
             if isinstance(result, bytes):
                 return replace(part, data=result)
             return replace(part, fault=result.message.removeprefix(f"{result.param}: "))
@@ -121,7 +123,7 @@ class Fetcher:
 
     async def _follow(self, part: PicturePart) -> bytes:
         url = httpx.URL(part.url)
-        # A client for each image: a kept connection would outlive the check of its address.
+        # One client per picture: a connection that is kept alive would outlive the check of its address.
         async with httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
@@ -129,10 +131,10 @@ class Fetcher:
             transport=self._transport,
         ) as client:
             for _ in range(MAX_REDIRECTS + 1):
-                found = await self._get(client, url, part)
-                if isinstance(found, bytes):
-                    return found
-                url = found
+                answer = await self._get(client, url, part)
+                if isinstance(answer, bytes):
+                    return answer
+                url = answer
         raise BadPicture(
             part.param, f"the image's address redirects more than {MAX_REDIRECTS} times."
         )
@@ -140,7 +142,7 @@ class Fetcher:
     async def _get(
         self, client: httpx.AsyncClient, url: httpx.URL, part: PicturePart
     ) -> bytes | httpx.URL:
-        """The body, or where to go on."""
+        """The body, or where the redirect leads."""
         address = await self._checked(url, part)
         host = url.netloc.decode("ascii")
         pinned = url.copy_with(host=str(address), userinfo=b"")
@@ -179,20 +181,21 @@ class Fetcher:
         port = url.port or (443 if url.scheme == "https" else 80)
         if port > 65535:
             raise BadPicture(part.param, "the image's address has no such port.")
-        found = [_parsed(a) for a in await self._resolve(url.host, port)]
-        if not found or not all(map(is_public, found)):
+        addresses = [_parsed(a) for a in await self._resolve(url.host, port)]
+        if not addresses or not all(map(is_public, addresses)):
             raise BadPicture(part.param, "the image's address is not on the public internet.")
-        return found[0]
+        return addresses[0]
 
 
 async def system_resolver(host: str, port: int) -> list[str]:
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
+    entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in entries]
 
 
 def is_public(address: Address) -> bool:
-    """Neither private nor loopback, link-local, shared (CGNAT), multicast, reserved, nor a disguise."""
+    """Neither private, loopback, link-local, shared (CGNAT), multicast nor reserved, and no IPv6 form of
+    such an IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if address in NAT64:
@@ -221,22 +224,22 @@ def _parts(chat: Chat) -> list[Part]:
     return [part for message in chat.messages for part in message.parts]
 
 
-def _addresses_of_newest(chat: Chat) -> frozenset[str]:
+def _urls_of_newest(chat: Chat) -> frozenset[str]:
     """Those that the user has just sent."""
     parts = chat.messages[chat.newest].parts if chat.newest >= 0 else ()
     return frozenset(part.url for part in parts if isinstance(part, PicturePart))
 
 
-def _by_address(chat: Chat, newest: frozenset[str]) -> dict[str, PicturePart]:
-    """The first part with each address: one that is shown twice is fetched once. Raises BadPicture."""
-    found: dict[str, PicturePart] = {}
+def _by_url(chat: Chat, newest: frozenset[str]) -> dict[str, PicturePart]:
+    """The first part with each URL: a picture that occurs twice is fetched once. Raises BadPicture."""
+    firsts: dict[str, PicturePart] = {}
     for part in _parts(chat):
-        if isinstance(part, PicturePart) and _is_remote(part) and part.url not in found:
-            if len(found) < MAX_ADDRESSES:
-                found[part.url] = part
+        if isinstance(part, PicturePart) and _is_remote(part) and part.url not in firsts:
+            if len(firsts) < MAX_URLS:
+                firsts[part.url] = part
             elif part.url in newest:
                 raise BadPicture(part.param, TOO_MANY)
-    return found
+    return firsts
 
 
 def _is_remote(part: Part) -> bool:

@@ -1,8 +1,8 @@
-"""A look at a picture file's structure before anything decodes it: linear time, with limits.
+"""Checks a picture file's structure before anything decodes it: linear time, with limits. Pure.
 
-A file of some megabytes can have a million pages, tags that each hold the whole file, or a thousand
-passes over every pixel, and decoders go through all of it. What no camera and no program writes is
-refused here; what is only damaged is left to the decoder, which says how. Pure.
+A file of a few megabytes can have a million pages, tags that each claim the whole file, or a thousand
+passes over every pixel, and a decoder would go through all of it. What no camera or program writes is
+refused here. A damaged file is left to the decoder, whose message says more.
 """
 
 from __future__ import annotations

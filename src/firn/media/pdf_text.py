@@ -1,7 +1,7 @@
-"""A program of its own: a PDF file on its input, its text as JSON on its output.
+"""A program: reads a PDF file on stdin and prints its text as JSON.
 
-PDF is a language in which small files ask for endless work. So it is read in a process that has little
-memory, writes no files, and is ended when its time is over. Run by path; it imports nothing of ours.
+A small PDF can ask for endless work. So each is read in a process that has little memory, writes no
+files and is killed when its time is over. It is run by its path and imports nothing of firn.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ MEMORY_NBYTES = 1 << 30
 def main(max_pages: int, max_chars: int, max_seconds: int) -> None:
     _limit(max_seconds)
     try:
-        found = {"text": _text(sys.stdin.buffer.read(), max_pages, max_chars)}
+        answer = {"text": _text(sys.stdin.buffer.read(), max_pages, max_chars)}
     except MemoryError:
-        found = {"fault": "needs too much memory"}
-    except Exception as e:  # any file may come, and the library raises whatever it finds
-        found = {"fault": " ".join(str(e).split())[:200] or type(e).__name__}
-    json.dump(found, sys.stdout)
+        answer = {"fault": "needs too much memory"}
+    except Exception as e:  # any file may come, and pypdf raises all kinds of errors
+        answer = {"fault": " ".join(str(e).split())[:200] or type(e).__name__}
+    json.dump(answer, sys.stdout)
 
 
 def _limit(max_seconds: int) -> None:
@@ -43,7 +43,7 @@ def _text(data: bytes, max_pages: int, max_chars: int) -> str:
 
     from pypdf import PdfReader
 
-    logging.disable()  # the library has much to say about odd files
+    logging.disable()  # pypdf warns a lot about odd files
     reader = PdfReader(io.BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         raise ValueError("it is encrypted")

@@ -1,9 +1,9 @@
 """A picture of a message, ready for the prompt: read, decoded, digested, preprocessed.
 
-The digest is over the decoded pixels, their size and kind, the settings of the processor and the owner:
-over what the model sees and who has shown it, and not over how it was sent.
+The digest covers the decoded pixels with their size, the processor's settings and the owner: what the
+model sees and who has sent it, not in which file format.
 
-Used from the tokenize pool, by several threads.
+Called by several threads of the tokenize pool.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ class Processor(Protocol):
     settings: bytes
 
     def process(self, pixels: Pixels) -> Processed:
-        """Whatever it raises says that it cannot take the picture."""
+        """Raises anything for a picture that it cannot take."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class ImageLimits:
+class PictureLimits:
     nbytes: int = 20 * MIB
     pixels: int = 50_000_000
 
 
 class Pictures:
-    """Implements core.ports.Pictures. Holds the last pictures, as later turns send them again."""
+    """Implements core.ports.Pictures. Keeps the newest pictures: later turns send them again."""
 
     def __init__(
         self,
         processor: Processor,
         *,
         whole: bool,
-        limits: ImageLimits,
+        limits: PictureLimits,
         keep_nbytes: int = 128 * MIB,
     ) -> None:
         self.placeholder = processor.placeholder
@@ -92,13 +92,13 @@ class Pictures:
         except Undecodable as e:
             raise BadPicture(part.param, f"the image {e}.") from e
         try:
-            found = self._processor.process(pixels)
+            processed = self._processor.process(pixels)
         except Exception as e:  # any processor of mlx-vlm or transformers may run here
             why = " ".join(str(e).split())[:200] or type(e).__name__
             raise BadPicture(part.param, f"the model's processor refuses the image: {why}") from e
         digest = digest_of(pixels, self._processor.settings, owner=part.owner)
-        prepared = PreparedPicture(digest, found.text, found.ids, found.inputs)
-        self._keep(key, prepared, found.nbytes)
+        prepared = PreparedPicture(digest, processed.text, processed.ids, processed.inputs)
+        self._keep(key, prepared, processed.nbytes)
         return prepared
 
     def _keep(self, key: bytes, prepared: PreparedPicture, nbytes: int) -> None:
@@ -113,9 +113,9 @@ class Pictures:
 
 
 def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
-    """Fields are framed, so that a picture and its transpose differ.
+    """Fields are framed by their lengths, so that a picture and its transpose differ.
 
-    Features are kept by this digest: another owner's are others, though the picture be the same.
+    The vision tower's features are kept by this digest: owners share none, even of the same picture.
     """
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(digest_size=32, person=b"firn-image")

@@ -37,7 +37,9 @@ BUFFER_TOKENS = 256
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048
-"""...but short rows always share a group: padding to this length costs less than a second step."""
+"""...but short rows share a group in any case: padding to this length costs less than a second step."""
+MAX_PADDING_TOKENS = 1 << 20
+"""...as long as there is memory for the padding: cells that rows in one group do not use."""
 MAX_VACANT = 0.5
 """Of a group's seats: a vacant one is computed along for nothing."""
 VACANT_STEPS = 16
@@ -144,7 +146,7 @@ class Group:
     def rows(self) -> list[Row]:
         return [r for r in self.seats if r.group is self]
 
-    def has_room_for(self, row: Row, limit: int) -> bool:
+    def has_room_for(self, row: Row, limit: int, *, max_padding: int = MAX_PADDING_TOKENS) -> bool:
         rows = self.rows
         if len(rows) >= limit or row.alone or rows[0].alone:
             return False
@@ -153,7 +155,9 @@ class Group:
         if 0 in lengths:
             return False
         padded, used = max(lengths) * len(lengths), sum(lengths)
-        return padded <= MAX_WASTE * used or max(lengths) <= SLACK_TOKENS
+        if max(lengths) <= SLACK_TOKENS and padded - used <= max_padding:
+            return True
+        return padded <= MAX_WASTE * used
 
     def join(self, row: Row, token: int, *, n_seats: int = 1) -> None:
         """n_seats: how many it may take for this row and those that follow it soon."""

@@ -1,15 +1,15 @@
-"""Tokens read at places of their own: a prompt of which some is skipped keeps its true positions.
+"""Tokens at positions of their own: a prompt of which some tokens are skipped keeps its true positions.
 
-A layer's cache holds what was read, one cell after another, and knows nothing of gaps; so groups,
-records and taking back work as ever. The model is shown the caches through `Placed`, which say where the
-next tokens stand instead of how many cells there are:
+A layer's cache holds what was read, cell after cell, and knows nothing of gaps; groups, records and
+rewinding work as ever. The model sees the caches through `PositionedCache`, whose offset is the next
+token's position instead of the number of cells:
 
     cells       0 1 2 3 | 4 5 6 | 7 8          contiguous: every earlier one is seen
-    positions   0 1 2 3 | 64 65 66 | 128 129   what the rotary embedding turns by
+    positions   0 1 2 3 | 64 65 66 | 128 129   what the rotary embedding rotates by
 
-A chunk within one run has one offset, as ever. A chunk of several runs has `Positions`, one for each
-token: rotary embeddings take an offset for each row of a batch, so its tokens are turned as the
-rows of one (the rotation knows nothing of its neighbours).
+A chunk without a gap inside has one offset, as ever. A chunk with gaps has `Positions`, one per token.
+Rotary embeddings take one offset per row of a batch, so the chunk's tokens are rotated as if each were a
+row: a token's rotation does not depend on its neighbours.
 
 Owner: the engine thread, through the runner.
 """
@@ -30,50 +30,50 @@ PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 STATES = frozenset({"ArraysCache", "MambaCache"})
 WINDOWS = frozenset({"RotatingKVCache", "ChunkedKVCache"})
 TOLERANCE = 0.05
-"""Of the logits' spread: how far two ways to read the same tokens may differ in 16 bits."""
+"""Of the logits' range: how far two ways to read the same tokens may differ in 16 bits."""
 
 
 class Positions:
-    """One position for each token of a chunk. Deliberately no number: a model that does more with an
-    offset than to turn by it fails at once, and is found out when it is loaded."""
+    """One position for each token of a chunk. Deliberately not a number: a model that uses an offset for
+    anything but rotary embeddings fails when it is tried at load."""
 
     def __init__(self, positions: TokenArray) -> None:
         self.array = mx.array(positions.astype(np.int32))
 
 
-Where = int | mx.array | Positions
+Offset = int | mx.array | Positions
 
 
-class Placed:
-    """A layer's cache as the model sees it: the cache itself, but for where the next tokens stand."""
+class PositionedCache:
+    """A layer's cache as the model sees it: the cache itself with another offset."""
 
-    def __init__(self, layer: Any, where: Callable[[Any], Where]) -> None:
+    def __init__(self, layer: Any, offset_of: Callable[[Any], Offset]) -> None:
         self._layer = layer
-        self._where = where
+        self._offset_of = offset_of
 
     @property
-    def offset(self) -> Where:
-        return self._where(self._layer)
+    def offset(self) -> Offset:
+        return self._offset_of(self._layer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     def __getitem__(self, index: int) -> Any:
-        return Placed(self._layer[index], self._where)
+        return PositionedCache(self._layer[index], self._offset_of)
 
 
-def behind_gaps(layers: list[Any], gaps: Sequence[int]) -> list[Any]:
-    """The caches of rows whose next tokens stand so much further on than there are cells."""
+def shifted(layers: list[Any], gaps: Sequence[int]) -> list[Any]:
+    """The caches of rows whose next positions are ahead of their cells by so much."""
     if not any(gaps):
         return layers
     shifts = mx.array(list(gaps))
 
-    def where(layer: Any) -> Where:
-        # A batched cache has an array of offsets, one a row; a lone one a number.
+    def offset_of(layer: Any) -> Offset:
+        # A batched cache has an array of offsets, one per row; a single row's has a number.
         offset: int | mx.array = layer.offset
         return offset + (gaps[0] if isinstance(offset, int) else shifts)
 
-    return [Placed(layer, where) for layer in layers]
+    return [PositionedCache(layer, offset_of) for layer in layers]
 
 
 @contextmanager
@@ -90,24 +90,24 @@ def at_positions(
     if n_padding:
         positions = np.append(positions, positions[-1] + 1 + np.arange(n_padding))
     if positions[-1] - positions[0] == len(positions) - 1:
-        yield behind_gaps(layers, [int(positions[0]) - start])
+        yield shifted(layers, [int(positions[0]) - start])
         return
     placed = Positions(positions)
     plain = mx.fast.rope
-    mx.fast.rope = _turning(plain)
+    mx.fast.rope = _rope_by_position(plain)
     try:
-        yield [Placed(layer, lambda _: placed) for layer in layers]
+        yield [PositionedCache(layer, lambda _: placed) for layer in layers]
     finally:
         mx.fast.rope = plain
 
 
-def _turning(plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def rope(a: mx.array, *args: Any, offset: Any = 0, **more: Any) -> mx.array:
+def _rope_by_position(plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def rope(x: mx.array, *args: Any, offset: Any = 0, **more: Any) -> mx.array:
         if not isinstance(offset, Positions):
-            return plain(a, *args, offset=offset, **more)
+            return plain(x, *args, offset=offset, **more)
         # (1, heads, tokens, width) to (tokens, heads, 1, width), which costs no copy, and back.
-        turned = plain(a.transpose(2, 1, 0, 3), *args, offset=offset.array, **more)
-        return turned.transpose(2, 1, 0, 3)
+        rotated = plain(x.transpose(2, 1, 0, 3), *args, offset=offset.array, **more)
+        return rotated.transpose(2, 1, 0, 3)
 
     return rope
 

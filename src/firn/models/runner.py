@@ -27,14 +27,14 @@ from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
-from firn.models.batch import Group, Launched, Row, fork
+from firn.models.batch import MAX_PADDING_TOKENS, Group, Launched, Row, fork
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
 from firn.models.inputs import IdsOnly, Inputs
 from firn.models.masks import Masks
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
-from firn.models.placing import at_positions, behind_gaps
+from firn.models.placing import at_positions, shifted
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
@@ -69,11 +69,13 @@ class Runner:
         threads: Threads | None = None,
         speculation: Speculation | None = None,
         shapes: FewShapes | None = None,
+        max_padding: int = MAX_PADDING_TOKENS,
     ) -> None:
         """inputs: what the model takes beside token ids; None for a text model.
 
         threads: of the library that multiplies, where they can be chosen. speculation: who guesses
         tokens; None for one token a step. shapes: for a device that prefers few of them.
+        max_padding: tokens' worth of cells that a group may hold for nobody.
         """
         self.info = info
         self._model = model
@@ -81,6 +83,7 @@ class Runner:
         self._threads = threads
         self.speculation = speculation
         self._shapes = shapes
+        self._max_padding = max_padding
         self._mtp = model if isinstance(model, MtpModel) else None
         self._make_layers = make_layers
         self._max_rows = max_rows if info.batchable else 1
@@ -211,10 +214,15 @@ class Runner:
         n_coming: how many more are to follow; a group makes room for some of them at once.
         """
         for group in self._groups:
-            if group.has_room_for(row, self._max_rows):
+            if group.has_room_for(row, self._max_rows, max_padding=self._max_padding):
                 if self.speculation is not None and not self.speculation.in_groups:
                     self._feed_pending(group)
-                group.join(row, token, n_seats=min(1 + n_coming, self._max_rows - len(group.rows)))
+                n_vacant = min(
+                    n_coming,
+                    self._max_rows - len(group.rows) - 1,
+                    self._max_padding // max(group.width, row.n_tokens),
+                )
+                group.join(row, token, n_seats=1 + n_vacant)
                 return
         self._groups.append(Group.of_one(row, token))
 
@@ -437,7 +445,7 @@ def _picked(taken: Taken) -> list[PickedToken]:
 
 def _seen(group: Group, *, block: int = 1) -> list[Any]:
     """The group's caches as the model sees them; block: columns come in multiples of it."""
-    return behind_gaps(in_blocks(group.layers, block), [row.gap for row in group.seats])
+    return shifted(in_blocks(group.layers, block), [row.gap for row in group.seats])
 
 
 def _picker(row: Row) -> Picker:

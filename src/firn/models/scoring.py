@@ -1,21 +1,24 @@
 """Which tokens of a prompt matter, by the attention of a small model that has the same tokens.
 
-The small model reads the prompt (resuming from the prefixes it has kept under its own root), says the
-first few tokens of a reply, and its queries for these are held against the prompt's keys:
+The small model reads the prompt (resuming from the prefixes in its own cache) and generates a few tokens
+of a reply, the lookahead. At the end the lookahead's queries are compared with the prompt's keys:
 
-    score of a token = mean over the tokens said, of the most that any head of any layer attends to it
+    score of a token = mean over the lookahead, of the largest weight that any head of any layer gives it
 
-Slices: a chunk of the prompt, or one token said; several of them where nobody waits. `read` dispatches
-one, `settle` waits for it.
+The work comes in slices: a chunk of the prompt, one lookahead token (all of them while nobody waits),
+the comparison. `read` dispatches a slice, `settle` waits for it. No slice is dispatched before the last
+one is done: MLX cannot write in place into a buffer that a kernel in flight still reads, and would copy
+the row's keys and values.
 
 Owner: the engine thread.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,32 +31,40 @@ from firn.models.cpu.threads import Threads
 from firn.models.placing import PLAIN
 from firn.models.rewind import kind, leaves
 from firn.models.room import give_room
+from firn.models.shapes import FewShapes
 
-VERSION = 1
-"""Of how tokens are scored and chosen: records of another are not found."""
-N_SAID = 16
-"""A reply often begins by repeating the question: what it looks for comes after that."""
+VERSION = 2
+"""Of how tokens are scored and chosen. A part of the root: records of other versions are not found."""
+N_LOOKAHEAD = 16
+"""A reply often repeats the question first, and looks for the answer after that."""
 
 
-N_AT_ONCE = 4
-"""Chunks that are dispatched together while nobody waits: a small model's are over before the next one
-is made ready."""
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """One layer's queries, (1, heads, tokens, width), and keys, (1, kv heads, keys, width)."""
+
+    queries: mx.array
+    keys: mx.array
+    scale: float
 
 
 @dataclass(eq=False)
 class Reading:
-    """One prompt on its way through the small model.
+    """A prompt on its way through the small model.
 
-    # [0, row.n_tokens) read   [row.n_tokens, n_prompt - 1) to read   then n_said tokens are said
+    # [0, row.n_tokens) read   [row.n_tokens, n_prompt - 1) to read   then the lookahead
     """
 
     prompt: Prompt
     cursor: Cursor
     row: Row
     token: mx.array
-    """What it is fed next, once the prompt is read: the prompt's last token, then its own."""
-    total: mx.array | None = None
-    n_said: int = 0
+    """The model's next input once the prompt is read: the prompt's last token, then its own."""
+    queries: list[dict[int, mx.array]] = field(default_factory=list)
+    """For each lookahead token: those of every layer that attends to the whole prompt, by layer."""
+    attended: dict[int, Attended] = field(default_factory=dict)
+    """What the last lookahead token attended to, by layer."""
+    scores: mx.array | None = None
     pending: list[Any] = field(default_factory=list)
 
     @property
@@ -65,8 +76,8 @@ class Reading:
         return self.row.n_tokens >= self.n_total
 
     @property
-    def is_over(self) -> bool:
-        return self.n_said >= N_SAID
+    def n_generated(self) -> int:
+        return len(self.queries)
 
 
 class AttentionScorer:
@@ -81,27 +92,28 @@ class AttentionScorer:
         cache: PrefixCache[Cursor],
         owns_cache: bool = True,
         threads: Threads | None = None,
+        shapes: FewShapes | None = None,
     ) -> None:
-        """owns_cache: nobody else closes it. threads: of the library that multiplies, as the runner has
-        them.
+        """owns_cache: nobody else closes it. threads, shapes: as the runner has them.
 
-        Raises ValueError for a model whose attention is not heard.
+        Raises ValueError for a model none of whose layers attends to the whole prompt.
         """
         self._model = model
         self._make_layers = make_layers
         self._cache = cache
         self._owns_cache = owns_cache
         self._threads = threads
+        self._shapes = shapes
         self._last_id = info.n_ids - 1
-        self.max_tokens = info.context_length - N_SAID
-        # What others keep by the chunk (states, windows) is cut after each.
-        self._in_runs = all(kind(layer) in PLAIN for layer in leaves(make_layers()))
+        self.max_tokens = info.context_length - N_LOOKAHEAD
+        # The lookahead can be rewound.
+        self._is_rewindable = all(kind(layer) in PLAIN for layer in leaves(make_layers()))
         self.recipe = f"sparse{VERSION};draft {info.fingerprint.hex()}"
-        with _overhearing(2) as heard:
+        with _watching_attention(2) as attended:
             layers = make_layers()
             for _ in range(2):
                 mx.eval(model(mx.array([[1]]), cache=layers))
-        if not heard:
+        if not attended:
             raise ValueError("no layer of it attends to the whole prompt")
 
     def open(self, prompt: Prompt, namespace: Namespace, control: CacheControl) -> Reading:
@@ -120,16 +132,16 @@ class AttentionScorer:
         self._cache.tick(EngineLoad.PREFILLING)
         if not reading.is_read:
             self._jump(reading)
-        n_most = N_AT_ONCE if alone and self._in_runs else 1
-        if reading.is_read:
-            for _ in range(min(N_SAID - reading.n_said, N_SAID if alone else 1)):
-                self._say(reading)
-        while not reading.is_read and n_most and not reading.n_said:
+        if not reading.is_read:
             self._read_chunk(reading, n_tokens)
-            n_most -= 1
+        elif reading.n_generated < N_LOOKAHEAD:
+            for _ in range(N_LOOKAHEAD - reading.n_generated if alone else 1):
+                self._generate(reading)
+        else:
+            self._compare(reading)
 
     def _jump(self, reading: Reading) -> None:
-        """Something longer than what it has read was loaded meanwhile."""
+        """Go on from a longer prefix, if one was loaded meanwhile."""
         ahead = self._cache.advance(reading.cursor, reading.row.n_tokens)
         if ahead is not None:
             layers = self._make_layers()
@@ -140,36 +152,57 @@ class AttentionScorer:
     def _read_chunk(self, reading: Reading, n_tokens: int) -> None:
         row = reading.row
         end = min(row.n_tokens + n_tokens, reading.n_total)
+        if self._shapes is not None:
+            end = self._shapes.end(row.n_tokens, end)
         end = min([end, *(p for p in self._cache.stops(reading.cursor) if p > row.n_tokens)])
-        give_room(row.layers, len(reading.prompt) + N_SAID)
-        self._prepare(end - row.n_tokens)
-        ids = np.minimum(reading.prompt.ids[row.n_tokens : end], self._last_id)
-        self._model(mx.array(ids.astype(np.int32))[None], cache=row.layers)
+        give_room(
+            row.layers, len(reading.prompt) + N_LOOKAHEAD, few_shapes=self._shapes is not None
+        )
+        ids, layers = np.minimum(reading.prompt.ids[row.n_tokens : end], self._last_id), row.layers
+        padded = self._shapes.fit(layers, len(ids)) if self._shapes is not None else None
+        if padded is not None:
+            ids, layers = padded.pad(ids), padded.layers
+        self._prepare(len(ids))
+        self._model(mx.array(ids.astype(np.int32))[None], cache=layers)
         row.n_tokens = end
         reading.pending = [layer.state for layer in row.layers]
         mx.async_eval(reading.pending)
 
-    def _say(self, reading: Reading) -> None:
-        if not reading.n_said and not self._in_runs:
-            # What it says itself is nobody's prefix, and cannot be taken back: what was true of the row
-            # is stored before. Its buffers may be another row's from now on.
+    def _generate(self, reading: Reading) -> None:
+        if not reading.n_generated and not self._is_rewindable:
+            # The lookahead is nobody's prefix, and this model's state cannot be rewound: the row is
+            # stored first. The cache may give its buffers to another row from now on.
             self._cache.close_cursor(reading.cursor, reading.row)
             for layer in leaves(reading.row.layers):
                 if kind(layer) in PLAIN:
                     layer.state = layer.state
         self._prepare(1)
         n_keys = reading.row.n_tokens + 1
-        with _overhearing(n_keys) as heard:
+        with _watching_attention(n_keys) as attended:
             logits = self._model(reading.token[:, None], cache=reading.row.layers)
         reading.row.n_tokens = n_keys
-        most = heard[0]
-        for other in heard[1:]:
-            most = mx.maximum(most, other)
-        most = most[: len(reading.prompt)]
-        reading.total = most if reading.total is None else reading.total + most
+        reading.queries.append({i: layer.queries for i, layer in attended.items()})
+        if reading.n_generated == N_LOOKAHEAD:
+            # Not before: as long as somebody has the keys, the next token cannot be written in place.
+            reading.attended = attended
         reading.token = mx.argmax(logits[:, -1], axis=-1)
-        reading.n_said += 1
-        reading.pending = [reading.total, reading.token]
+        reading.pending = [reading.token]
+        mx.async_eval(reading.pending)
+
+    def _compare(self, reading: Reading) -> None:
+        """Raises ValueError for a prompt that is longer than any layer sees."""
+        self._prepare(N_LOOKAHEAD)
+        largest: mx.array | None = None
+        for i, layer in reading.attended.items():
+            queries = [by_layer[i] for by_layer in reading.queries if i in by_layer]
+            if len(queries) < N_LOOKAHEAD:  # a full window that has as many keys by chance
+                continue
+            of_layer = _weights_of_any_head(replace(layer, queries=mx.concatenate(queries, axis=2)))
+            largest = of_layer if largest is None else mx.maximum(largest, of_layer)
+        if largest is None:
+            raise ValueError("no layer of the draft model attends to all of so long a prompt")
+        reading.scores = mx.mean(largest[:, : len(reading.prompt)], axis=0)
+        reading.pending, reading.attended = [reading.scores], {}
         mx.async_eval(reading.pending)
 
     def _prepare(self, n_tokens: int) -> None:
@@ -179,25 +212,27 @@ class AttentionScorer:
     def settle(self, reading: Reading) -> bool:
         mx.eval(reading.pending)
         reading.pending = []
-        if not reading.n_said:
+        if not reading.n_generated:
             self._cache.commit(reading.cursor, reading.row)
-        return reading.is_over
+        return reading.scores is not None
 
     def scores(self, reading: Reading) -> Scores:
-        assert reading.total is not None
-        mean: Scores = np.array(reading.total / reading.n_said, dtype=np.float32)
-        return mean
+        assert reading.scores is not None
+        scores: Scores = np.array(reading.scores, dtype=np.float32)
+        return scores
 
     def n_left(self, reading: Reading) -> int:
-        return max(reading.n_total - reading.row.n_tokens, 0) + N_SAID - reading.n_said
+        to_read = max(reading.n_total - reading.row.n_tokens, 0)
+        return to_read + N_LOOKAHEAD - reading.n_generated + (reading.scores is None)
 
     def close_reading(self, reading: Reading) -> None:
-        row, n_said = reading.row, reading.n_said
-        if n_said and self._in_runs:
+        row, n_generated = reading.row, reading.n_generated
+        reading.queries, reading.attended = [], {}
+        if n_generated and self._is_rewindable:
             for layer in leaves(row.layers):
-                layer.trim(n_said)
-            row.n_tokens -= n_said
-        mx.eval(reading.pending)  # a step in flight would make the next write copy
+                layer.trim(n_generated)
+            row.n_tokens -= n_generated
+        mx.eval(reading.pending)  # with a step in flight the next write would copy
         self._cache.close_cursor(reading.cursor, row)
         reading.row = Row([])
 
@@ -207,27 +242,36 @@ class AttentionScorer:
 
 
 @contextmanager
-def _overhearing(n_keys: int) -> Iterator[list[mx.array]]:
-    """While the model is called with one token: how much it is to each key, for each layer that has
-    `n_keys` of them. (keys,), the most of any head."""
-    heard: list[mx.array] = []
+def _watching_attention(n_keys: int) -> Iterator[dict[int, Attended]]:
+    """While the model is called with one token: the layers that attend to `n_keys` keys, by number."""
+    attended: dict[int, Attended] = {}
+    numbers = itertools.count()
     plain = mx.fast.scaled_dot_product_attention
 
     def attend(q: mx.array, k: mx.array, v: mx.array, **more: Any) -> mx.array:
+        number = next(numbers)
         if q.shape[2] == 1 and k.shape[2] == n_keys:
-            heard.append(_weights(q, k, float(more["scale"])))
+            attended[number] = Attended(q, k, float(more["scale"]))
         return plain(q, k, v, **more)
 
     mx.fast.scaled_dot_product_attention = attend
     try:
-        yield heard
+        yield attended
     finally:
         mx.fast.scaled_dot_product_attention = plain
 
 
-def _weights(q: mx.array, k: mx.array, scale: float) -> mx.array:
-    n_heads, n_kv = q.shape[1], k.shape[1]
-    # (heads of a kv head, width) @ (width, keys): no key is repeated.
-    grouped = q[0].reshape(n_kv, n_heads // n_kv, q.shape[-1])
-    logits = (grouped @ k[0].swapaxes(-1, -2)).astype(mx.float32) * scale
-    return mx.max(mx.softmax(logits, axis=-1), axis=(0, 1))
+def _weights_of_any_head(layer: Attended) -> mx.array:
+    """(tokens, keys): the largest weight that any head gives each key.
+
+    # the last token sees all keys, the one before it all but one, and so on
+    """
+    n_heads, n_tokens, width = layer.queries.shape[1:]
+    n_kv, n_keys = layer.keys.shape[1:3]
+    # (heads of a kv head and tokens, width) @ (width, keys): no key is repeated.
+    grouped = (layer.queries * layer.scale).reshape(n_kv, n_heads // n_kv * n_tokens, width)
+    logits = (grouped @ layer.keys[0].swapaxes(-1, -2)).reshape(n_kv, -1, n_tokens, n_keys)
+    n_seen = mx.arange(n_keys - n_tokens + 1, n_keys + 1)[:, None]
+    is_seen = mx.arange(n_keys)[None] < n_seen
+    logits = mx.where(is_seen, logits, mx.array(-mx.inf, dtype=logits.dtype))
+    return mx.max(mx.softmax(logits, axis=-1, precise=True), axis=(0, 1)).astype(mx.float32)

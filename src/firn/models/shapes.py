@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from firn.core.common_chunks import common_end
 from firn.core.values import TokenArray
 from firn.models.selfcheck import FAR, apart, prefilled
 
@@ -71,6 +72,10 @@ class FewShapes:
     def __init__(self, dtype: mx.Dtype) -> None:
         """dtype: of the model's keys and values."""
         self._dtype = dtype
+
+    def end(self, start: int, end: int) -> int:
+        """Where a chunk [start, end) ends if it is to have a common shape; the rest is another chunk."""
+        return common_end(start, end, multiple=FULL)
 
     def fit(self, layers: Sequence[Any], n_new: int) -> PaddedPass | None:
         """How the next tokens of a row are read; None: as they are. Its caches have room."""

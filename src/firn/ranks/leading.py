@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firn.cache.io import Io
 from firn.cache.prefix import PrefixTree
 from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror, MirroredLayout
 from firn.cache.ranks.tree import MirroredTree
+from firn.cache.storage.io import Io
 from firn.cache.tiers import TierOptions
 from firn.core.values import ModelInfo
 from firn.models.cpu.dtype import Choice as CpuDtype

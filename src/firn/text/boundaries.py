@@ -10,7 +10,7 @@ import numpy as np
 
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, Prompt, TokenArray
-from firn.text.essential import Opener, essential
+from firn.text.essential import Opener, Ranges, essential
 from firn.text.rendering import Rendered
 
 HEADER_TOKENS = 16
@@ -41,15 +41,13 @@ class Boundaries:
         boundaries = tuple(sorted(p for p in points if 0 < p < len(ids)))
         return replace(prompt, boundaries=boundaries, hints=self._hints(rendered, starts, messages))
 
-    def essential(
-        self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message]
-    ) -> tuple[tuple[int, int], ...]:
+    def essential(self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message]) -> Ranges:
         """The ranges of the prompt that sparse prefill never skips."""
         starts = self._message_starts(prompt.ids)
         typed = {start for start, _ in rendered.typed}
         found = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]
         if len(found) != len(starts):  # a tokenizer that reads them in another way
-            return ()
+            return ((0, len(prompt)),)
         openers = [Opener(*m.span(), int(t)) for m, t in zip(found, starts, strict=True)]
 
         def count(text: str) -> int:

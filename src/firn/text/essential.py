@@ -3,6 +3,9 @@
 Messages begin at openers, and templates differ in what else they put between them: tools in a message of
 their own, before the first user's words or before the last one's. Where it is not clear, more is
 essential rather than less.
+
+A newest message that is long (a pasted file with a question) would leave nothing to skip. Of such a one
+the beginning and the end are essential: that is where people ask.
 """
 
 from __future__ import annotations
@@ -16,6 +19,13 @@ LONG_CHARS = 64
 """More than this between a message's opener and its words is no mere header."""
 SHORT_CHARS = 8
 """A message so short may stand anywhere by chance."""
+LONG_MESSAGE = 2048
+"""Tokens. A newest message that is no longer is read whole."""
+BEGINNING, ENDING = 256, 768
+"""What is read whole of a longer one: in tokens, from its first word and up to its last."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""Of tokens, half-open, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,18 @@ class Opener:
     token: int
 
 
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """Where the newest message is, in tokens.
+
+    # start: with tools that only the newest turn has   words ... end: what its author has written
+    """
+
+    start: int
+    words: int
+    end: int
+
+
 def essential(
     text: str,
     openers: Sequence[Opener],
@@ -34,15 +56,25 @@ def essential(
     *,
     n_tokens: int,
     count: Callable[[str], int],
-) -> tuple[tuple[int, int], ...]:
-    """Ranges of tokens. count: how many tokens a piece of the text is."""
-    if not openers or not messages:
-        return ()
-    head = _head(text, openers, messages, count)
-    newest = _newest(text, openers, messages, count)
-    if head >= newest:
+) -> Ranges:
+    """Of a chat. count: how many tokens a piece of the text is."""
+    if not openers or not messages:  # nobody knows where the system prompt ends
         return ((0, n_tokens),)
-    return (*([(0, head)] if head else []), (newest, n_tokens))
+    head = _head(text, openers, messages, count)
+    newest = _newest(text, openers, messages, n_tokens=n_tokens, count=count)
+    start = 0 if head >= newest.start else newest.start
+    before = ((0, head),) if head and start else ()
+    words = max(head, newest.words)
+    if newest.end - words <= LONG_MESSAGE:
+        return (*before, (start, n_tokens))
+    return (*before, (start, words + BEGINNING), (newest.end - ENDING, n_tokens))
+
+
+def essential_of_text(n_tokens: int) -> Ranges:
+    """Of a text that is no chat."""
+    if n_tokens <= LONG_MESSAGE:
+        return ()
+    return ((0, BEGINNING), (n_tokens - ENDING, n_tokens))
 
 
 def _head(
@@ -68,15 +100,34 @@ def _head(
 
 
 def _newest(
-    text: str, openers: Sequence[Opener], messages: Sequence[Message], count: Callable[[str], int]
-) -> int:
-    """The token at which the newest message begins, with what only the newest turn has before it."""
+    text: str,
+    openers: Sequence[Opener],
+    messages: Sequence[Message],
+    *,
+    n_tokens: int,
+    count: Callable[[str], int],
+) -> Newest:
     last, words = openers[-1], messages[-1].text.strip()
     tail = text[last.end :]
     is_header = words not in tail or (len(words) <= SHORT_CHARS and len(tail) < LONG_CHARS)
-    newest = openers[-2] if is_header and len(openers) > 1 else last
+    opener = openers[-2] if is_header and len(openers) > 1 else last
+    at = text.find(words, opener.end)
+    lead, behind = ("", "") if at < 0 else (text[opener.end : at], text[at + len(words) :])
+    between = _between(text, messages, opener)
+    return Newest(
+        max(opener.token - _more_than_a_header(between, count), 0),
+        opener.token + _more_than_a_header(lead, count),
+        n_tokens - _more_than_a_header(behind, count),
+    )
+
+
+def _between(text: str, messages: Sequence[Message], opener: Opener) -> str:
+    """What stands between the words of the message before the newest and this one's opener."""
     said = messages[-2].text.strip() if len(messages) > 1 else ""
-    end = text.rfind(said, 0, newest.start) if said else -1
-    between = text[end + len(said) : newest.start] if end >= 0 else ""
-    extra = count(between) + 1 if len(between) > LONG_CHARS else 0
-    return max(newest.token - extra, 0)
+    at = text.rfind(said, 0, opener.start) if said else -1
+    return text[at + len(said) : opener.start] if at >= 0 else ""
+
+
+def _more_than_a_header(text: str, count: Callable[[str], int]) -> int:
+    """Its tokens, if it is more than what every message has around it."""
+    return count(text) + 1 if len(text) > LONG_CHARS else 0

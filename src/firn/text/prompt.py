@@ -28,6 +28,7 @@ from firn.core.values import (
 )
 from firn.text.arrange import arrange
 from firn.text.boundaries import Boundaries
+from firn.text.essential import essential_of_text
 from firn.text.formats import markup_tokens, own_markup
 from firn.text.infill import detect_infill
 from firn.text.length import refuse_too_long
@@ -91,11 +92,12 @@ class PromptMaker:
                 text = _well_formed(source.text)
                 typed = () if source.parse_special else self._typed.spans(text)
                 ids = self._encode(Rendered(text, typed), add_special=source.add_special)
-                return Prompt(self._checked_ids(ids, param="prompt"))
+                return _plain(self._checked_ids(ids, param="prompt"))
             case RawTokens():
-                return Prompt(self._checked_ids(self._ids(source.ids), param="prompt"))
+                return _plain(self._checked_ids(self._ids(source.ids), param="prompt"))
             case FillInMiddle():
-                return Prompt(self._checked_ids(self._infilled(source), param="prompt"))
+                ids = self._checked_ids(self._infilled(source), param="prompt")
+                return Prompt(ids, essential=((0, len(ids)),))  # the gap may be anywhere in it
 
     def ends(self, source: Source) -> frozenset[int]:
         """The tokens that end a reply to it, besides those that end every reply."""
@@ -246,6 +248,10 @@ class PromptMaker:
         if len(wrong):
             raise InvalidValue(param, f"the model has no token {int(wrong[0])}")
         return ids
+
+
+def _plain(ids: TokenArray) -> Prompt:
+    return Prompt(ids, essential=essential_of_text(len(ids)))
 
 
 def _well_formed(text: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from firn.traces.simulate import SsdStore, play
+from firn.traces.simulate import SimulatedSsd, play
 from firn.traces.stack import play_all
 from firn.traces.trace import Ints, Trace
 
@@ -125,7 +125,7 @@ def _play_all(
     done: dict[int, Ints] = {}
     if workers == 1 or len(sizes) * len(trace) < ALONE:
         for size in sizes:
-            done[size] = play(SsdStore(trace, n_blocks=size))
+            done[size] = play(SimulatedSsd(trace, n_blocks=size))
             progress(len(done))
         return done
     with tempfile.TemporaryDirectory(prefix="firn-advise-") as folder:
@@ -140,4 +140,4 @@ def _play_all(
 
 
 def _play_saved(folder: str, size: int) -> Ints:
-    return play(SsdStore(Trace.load(Path(folder)), n_blocks=size))
+    return play(SimulatedSsd(Trace.load(Path(folder)), n_blocks=size))

@@ -3,10 +3,10 @@
     python -m firn.traces.agents 20000 > trace.jsonl
 
 People work by day on projects of their own, with a few kinds of agents. A session grows turn by turn
-from a shared prompt of tools and system text; some turns send out sub-agents, which work for a while
-side by side and never come back; a session that has become too long is compacted to a summary and goes
-on from there; at times somebody steps back and goes on from an earlier turn; sessions of earlier days
-are taken up again. Between turns lie seconds, a walk, or a weekend.
+from a shared prompt of tools and system text. Some turns start sub-agents, which run side by side for a
+while and end. A session that has become too long is compacted to a summary and goes on from there; at
+times somebody goes back to an earlier turn; sessions of earlier days are resumed. Pauses between turns
+last from seconds to a weekend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
 from firn.traces.read import line_of
-from firn.traces.trace import Entry
+from firn.traces.trace import TraceEntry
 
 DAY_S = 86_400.0
 WORK_BEGINS_S, WORK_S = 8 * 3600.0, 10 * 3600.0
@@ -28,7 +28,7 @@ N_WORK_DAYS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TrafficShape:
     """Lengths are in tokens, probabilities are of one turn where nothing else is said."""
 
     n_people: int = 6
@@ -62,7 +62,7 @@ class Shape:
 
 
 @dataclass(eq=False)
-class Talk:
+class Conversation:
     """One conversation: its tokens so far, as whole blocks and a rest."""
 
     n_tokens: int
@@ -71,22 +71,24 @@ class Talk:
     """Tokens at the end of each."""
 
 
-USUAL = Shape()
+USUAL = TrafficShape()
 
 
 class AgentTraffic:
     """Requests without end, in the order of their arrival. Owner: whoever iterates."""
 
-    def __init__(self, shape: Shape = USUAL, *, seed: int = 0, block: int = 256) -> None:
+    def __init__(self, shape: TrafficShape = USUAL, *, seed: int = 0, block: int = 256) -> None:
         self._shape = shape
         self._rng = random.Random(seed)
         self._block = block
         self._serial = count(1)
         self._ties = count()
         rng, s = self._rng, shape
-        self._tools = [self._grown(Talk(0, []), rng.randint(*s.tools)) for _ in range(s.n_kinds)]
+        self._tools = [
+            self._grown(Conversation(0, []), rng.randint(*s.tools)) for _ in range(s.n_kinds)
+        ]
         self._sub_tools = [
-            self._grown(Talk(0, []), rng.randint(*s.sub_tools)) for _ in range(s.n_kinds)
+            self._grown(Conversation(0, []), rng.randint(*s.sub_tools)) for _ in range(s.n_kinds)
         ]
         self._projects = [
             [
@@ -96,16 +98,16 @@ class AgentTraffic:
             for _ in range(s.n_people)
         ]
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[TraceEntry]:
         """Days after days; sessions are laid out when their day begins."""
-        waiting: list[tuple[float, int, Iterator[Entry], Entry]] = []
+        waiting: list[tuple[float, int, Iterator[TraceEntry], TraceEntry]] = []
 
-        def push(session: Iterator[Entry]) -> None:
+        def push(session: Iterator[TraceEntry]) -> None:
             entry = next(session, None)
             if entry is not None:
                 heapq.heappush(waiting, (entry.at_s, next(self._ties), session, entry))
 
-        later: dict[int, list[Iterator[Entry]]] = {}
+        later: dict[int, list[Iterator[TraceEntry]]] = {}
         for day in count():
             if day % 7 < N_WORK_DAYS:
                 for session in later.pop(day, []):
@@ -121,87 +123,100 @@ class AgentTraffic:
                 push(session)
 
     def _session(
-        self, person: int, day: int, later: dict[int, list[Iterator[Entry]]]
-    ) -> Iterator[Entry]:
+        self, person: int, day: int, later: dict[int, list[Iterator[TraceEntry]]]
+    ) -> Iterator[TraceEntry]:
         rng = self._rng
         at = day * DAY_S + WORK_BEGINS_S + rng.random() * WORK_S
         project = rng.choice(self._projects[person])
-        talk = self._grown(self._copy(project), rng.randint(50, 400))
-        yield from self._work(talk, project, at)
+        conversation = self._grown(self._copy(project), rng.randint(50, 400))
+        yield from self._work(conversation, project, at)
         if rng.random() < self._shape.resumed:
             gone = 1 + int(rng.expovariate(0.7))
-            later.setdefault(day + gone, []).append(self._again(talk, project, day + gone))
+            later.setdefault(day + gone, []).append(self._again(conversation, project, day + gone))
 
-    def _again(self, talk: Talk, project: Talk, day: int) -> Iterator[Entry]:
+    def _again(
+        self, conversation: Conversation, project: Conversation, day: int
+    ) -> Iterator[TraceEntry]:
         while day % 7 >= N_WORK_DAYS:
             day += 1
         at = day * DAY_S + WORK_BEGINS_S + self._rng.random() * WORK_S
-        yield from self._work(talk, project, at)
+        yield from self._work(conversation, project, at)
 
-    def _work(self, talk: Talk, project: Talk, at: float) -> Iterator[Entry]:
+    def _work(
+        self, conversation: Conversation, project: Conversation, at: float
+    ) -> Iterator[TraceEntry]:
         """Turns until the person is done; what goes on beside them comes in between."""
         rng, s = self._rng, self._shape
-        beside: list[Entry] = []
+        beside: list[TraceEntry] = []
         for _ in range(1 + int(rng.expovariate(1 / s.turns))):
             if rng.random() < s.once:
-                short = self._grown(Talk(0, []), rng.randint(*s.short))
+                short = self._grown(Conversation(0, []), rng.randint(*s.short))
                 beside.append(self._ask(short, at + rng.random()))
-            if talk.n_tokens > s.context:
-                yield self._ask(self._grown(self._copy(talk), 300), at)  # asks for the summary
+            if conversation.n_tokens > s.context:
+                yield self._ask(
+                    self._grown(self._copy(conversation), 300), at
+                )  # asks for the summary
                 at += 20 + rng.expovariate(1 / 20)
                 summary = rng.randint(*s.summary)
                 fresh = self._grown(self._copy(project), summary)
-                talk.n_tokens, talk.blocks, talk.turns = fresh.n_tokens, fresh.blocks, []
-            if talk.turns and rng.random() < s.branch:
-                self._step_back(talk, rng.choice(talk.turns[-8:]))
-            self._grown(talk, 20 + int(rng.expovariate(1 / s.step)))
-            entry = self._ask(talk, at)
+                conversation.n_tokens, conversation.blocks, conversation.turns = (
+                    fresh.n_tokens,
+                    fresh.blocks,
+                    [],
+                )
+            if conversation.turns and rng.random() < s.branch:
+                self._step_back(conversation, rng.choice(conversation.turns[-8:]))
+            self._grown(conversation, 20 + int(rng.expovariate(1 / s.step)))
+            entry = self._ask(conversation, at)
             ready = sorted((e for e in beside if e.at_s <= at), key=lambda e: e.at_s)
             beside = [e for e in beside if e.at_s > at]
             yield from ready
             yield entry
-            talk.turns.append(talk.n_tokens)
+            conversation.turns.append(conversation.n_tokens)
             at += 2 + rng.expovariate(1 / 8)
             if rng.random() < s.sub_agents:
-                found, at = self._sub_agents(at)
-                beside += found
+                requests, at = self._sub_agents(at)
+                beside += requests
             if rng.random() < s.pause:
                 at += rng.lognormvariate(6.5, 1.2)
         yield from sorted(beside, key=lambda e: e.at_s)
 
-    def _sub_agents(self, at: float) -> tuple[list[Entry], float]:
+    def _sub_agents(self, at: float) -> tuple[list[TraceEntry], float]:
         """One to four at once; the session waits for the last of them."""
         rng, s = self._rng, self._shape
-        tools, found, end = rng.choice(self._sub_tools), list[Entry](), at
+        tools, requests, end = rng.choice(self._sub_tools), list[TraceEntry](), at
         for _ in range(rng.randint(1, 4)):
-            talk, now = self._grown(self._copy(tools), rng.randint(*s.task)), at + rng.random()
+            conversation, now = (
+                self._grown(self._copy(tools), rng.randint(*s.task)),
+                at + rng.random(),
+            )
             for _ in range(1 + int(rng.expovariate(1 / s.sub_turns))):
-                found.append(self._ask(talk, now))
-                self._grown(talk, 20 + int(rng.expovariate(1 / s.step)))
+                requests.append(self._ask(conversation, now))
+                self._grown(conversation, 20 + int(rng.expovariate(1 / s.step)))
                 now += 1 + rng.expovariate(1 / 5)
             end = max(end, now)
-        return found, end
+        return requests, end
 
-    def _ask(self, talk: Talk, at: float) -> Entry:
-        """One request: the talk so far, then the reply, which becomes a part of it."""
-        blocks, n_prompt = tuple(talk.blocks), talk.n_tokens
+    def _ask(self, conversation: Conversation, at: float) -> TraceEntry:
+        """One request: the conversation so far, then the reply, which becomes a part of it."""
+        blocks, n_prompt = tuple(conversation.blocks), conversation.n_tokens
         n_reply = 10 + int(self._rng.expovariate(1 / self._shape.reply))
-        self._grown(talk, n_reply)
-        return Entry(at, n_prompt, n_reply, blocks, tuple(talk.blocks[len(blocks) :]))
+        self._grown(conversation, n_reply)
+        return TraceEntry(at, n_prompt, n_reply, blocks, tuple(conversation.blocks[len(blocks) :]))
 
-    def _grown(self, talk: Talk, n_tokens: int) -> Talk:
-        talk.n_tokens += n_tokens
-        while (len(talk.blocks) + 1) * self._block <= talk.n_tokens:
-            talk.blocks.append(next(self._serial))
-        return talk
+    def _grown(self, conversation: Conversation, n_tokens: int) -> Conversation:
+        conversation.n_tokens += n_tokens
+        while (len(conversation.blocks) + 1) * self._block <= conversation.n_tokens:
+            conversation.blocks.append(next(self._serial))
+        return conversation
 
-    def _step_back(self, talk: Talk, n_tokens: int) -> None:
-        talk.n_tokens = n_tokens
-        del talk.blocks[n_tokens // self._block :]
-        talk.turns = [n for n in talk.turns if n <= n_tokens]
+    def _step_back(self, conversation: Conversation, n_tokens: int) -> None:
+        conversation.n_tokens = n_tokens
+        del conversation.blocks[n_tokens // self._block :]
+        conversation.turns = [n for n in conversation.turns if n <= n_tokens]
 
-    def _copy(self, talk: Talk) -> Talk:
-        return Talk(talk.n_tokens, list(talk.blocks))
+    def _copy(self, conversation: Conversation) -> Conversation:
+        return Conversation(conversation.n_tokens, list(conversation.blocks))
 
     def _poisson(self, mean: float) -> int:
         n, total = 0, self._rng.expovariate(1.0)
@@ -210,8 +225,10 @@ class AgentTraffic:
         return n
 
 
-def agent_trace(n_requests: int, *, seed: int = 0, block: int = 256, **shape: float) -> list[Entry]:
-    """The first requests of such traffic. shape: fields of Shape that differ."""
+def agent_trace(
+    n_requests: int, *, seed: int = 0, block: int = 256, **shape: float
+) -> list[TraceEntry]:
+    """The first requests of such traffic. shape: fields of TrafficShape that differ."""
     traffic = AgentTraffic(replace(USUAL, **shape), seed=seed, block=block)  # type: ignore[arg-type]
     return list(islice(traffic, n_requests))
 

@@ -1,40 +1,38 @@
 """A trace played against several servers behind a router, with a store that they share or without.
 
 Each server keeps an SSD's worth of blocks of its own, in the cache's own order (simulate.py). The store
-takes what was used a second time and keeps it for so long after its last use; what a server reads there
-it keeps, too. The router is one of two: whoever's turn it is, or the server that was sent most of the
-prompt before, unless it has more than its share to do. One process, request by request.
+takes what was used a second time and keeps it for `ttl_s` after its last use; what a server reads there
+it keeps, too. The router goes by turns, or prefers the server that was sent most of the prompt before,
+unless that is overloaded. One process, request by request.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Literal
 
 import numpy as np
 
-from firn.traces.simulate import TELL_EVERY, Progress, SsdStore
+from firn.traces.simulate import TELL_EVERY, Progress, SimulatedSsd
 from firn.traces.trace import Ints, Trace
 
 Routing = Literal["round robin", "cache-aware"]
 ROUTINGS: tuple[Routing, ...] = ("round robin", "cache-aware")
 MATCH_SHARE = 0.3
-"""A prompt of which less is known anywhere goes to who has least to do."""
+"""A prompt of which less is known goes to the server with the least load."""
 MAX_LOAD = 1.5
-"""Nobody is sent more while he has so many times the mean to do..."""
+"""A server is passed over while its load is more than so many times the mean ..."""
 MIN_LOAD_BLOCKS = 200
-"""... and this much more than it."""
+"""... and more than so many blocks above it."""
 MEMORY_S = 60.0
-"""What was computed longer ago does not count as load: it fades with this time."""
-Choose = Callable[[int], int]
+"""Load fades with this time constant."""
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """What became of a trace. Rates are shares of the prompt tokens; counts are in blocks."""
+class FleetResult:
+    """Of one trace. Rates are shares of the prompt tokens; counts are in blocks."""
 
     local: float
     """Reused from the server's own tiers."""
@@ -60,10 +58,10 @@ def play_fleet(
     routing: Routing,
     ttl_s: float | None = None,
     progress: Progress = lambda n: None,
-) -> Played:
+) -> FleetResult:
     """n_blocks: of each server. ttl_s: how long the store keeps what nobody uses; None: no store."""
-    servers = [SsdStore(trace, n_blocks=n_blocks) for _ in range(n_servers)]
-    store = SharedStore(trace, ttl_s) if ttl_s is not None else None
+    servers = [SimulatedSsd(trace, n_blocks=n_blocks) for _ in range(n_servers)]
+    store = SimulatedStore(trace, ttl_s) if ttl_s is not None else None
     router = _Router(trace, n_servers)
     turns = cycle(range(n_servers))
     n_local = n_more = 0
@@ -81,9 +79,9 @@ def play_fleet(
             progress(i)
     progress(len(trace))
     if store is not None:
-        store.look(float(trace.at[-1]))
+        store.count(float(trace.at[-1]))
     tokens = max(trace.n_prompt_tokens, 1)
-    return Played(
+    return FleetResult(
         n_local * trace.block / tokens,
         n_more * trace.block / tokens,
         n_read=n_more,
@@ -93,8 +91,8 @@ def play_fleet(
     )
 
 
-class SharedStore:
-    """Blocks that were used again, each for so long after its last use. Owner: one play."""
+class SimulatedStore:
+    """Blocks that were used again, each for so long after its last use. Owner: one `play_fleet`."""
 
     def __init__(self, trace: Trace, ttl_s: float) -> None:
         self._trace = trace
@@ -102,7 +100,7 @@ class SharedStore:
         self._used_at = np.full(trace.n_nodes, -math.inf)
         self.n_written = 0
         self.n_most = 0
-        self._looked_at = -math.inf
+        self._counted_at = -math.inf
 
     def take(self, i: int, n_local: int) -> int:
         """How many blocks it gives to a server that has so many itself; what was used is stored."""
@@ -114,19 +112,19 @@ class SharedStore:
         used = prompt[:n_used]
         self.n_written += int(np.count_nonzero(~there[:n_used]))
         self._used_at[used] = now
-        if now - self._looked_at > self._ttl_s / 8:
-            self.look(now)
+        if now - self._counted_at > self._ttl_s / 8:
+            self.count(now)
         return max(n_there - n_local, 0)
 
-    def look(self, now: float) -> None:
-        """How much there is: now and then, for it costs as much as there is."""
-        self._looked_at = now
-        held = int(np.count_nonzero(now - self._used_at <= self._ttl_s))
-        self.n_most = max(self.n_most, held)
+    def count(self, now: float) -> None:
+        """Update `n_most`. Called now and then: it goes through all blocks."""
+        self._counted_at = now
+        n_stored = int(np.count_nonzero(now - self._used_at <= self._ttl_s))
+        self.n_most = max(self.n_most, n_stored)
 
 
 class _Router:
-    """Knows where it has sent each block last, and what everybody has to do. Owner: one play."""
+    """Knows where it has sent each block last, and every server's load. Owner: one `play_fleet`."""
 
     def __init__(self, trace: Trace, n_servers: int) -> None:
         self._trace = trace

@@ -1,4 +1,4 @@
-"""The forms of traces: firn's own, Mooncake's JSONL, and lists of agents' sessions.
+"""Reads traces: firn's own, Mooncake's JSONL, and lists of agents' sessions.
 
 A line of Mooncake's has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`, one
 for each block of 512 tokens. firn's own lines are of the same form, with more fields, `block_tokens`
@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from firn.traces.trace import Entry, TraceError
+from firn.traces.trace import TraceEntry, TraceError
 
 MOONCAKE_BLOCK = 512
 SESSION_BLOCK = 256
@@ -35,20 +35,20 @@ TIMES = ("timestamp", "created_at", "time", "start_time")
 
 
 @dataclass(frozen=True)
-class Source:
+class TraceSource:
     """A trace as it is read: requests in the order of the file."""
 
     block: int
-    entries: Iterator[Entry]
+    entries: Iterator[TraceEntry]
 
 
-def read(path: Path, *, model: str | None = None) -> Source:
+def read(path: Path, *, model: str | None = None) -> TraceSource:
     """model: only its requests, of a trace with several. Raises TraceError, OSError."""
     with path.open("rb") as file:
         begin = file.read(1)
         whole = _list(begin + file.read()) if begin == b"[" else None
     if whole is not None:
-        return Source(SESSION_BLOCK, _of_sessions(whole, str(path)))
+        return TraceSource(SESSION_BLOCK, _of_sessions(whole, str(path)))
     lines = _objects(path)
     first = next(lines, None)
     if first is None:
@@ -56,13 +56,13 @@ def read(path: Path, *, model: str | None = None) -> Source:
     number, found = first
     if isinstance(found, list) or any(name in found for name in MESSAGES):
         sessions = (one for _, one in chain([first], lines))
-        return Source(SESSION_BLOCK, _of_sessions(sessions, str(path)))
+        return TraceSource(SESSION_BLOCK, _of_sessions(sessions, str(path)))
     if "hash_ids" not in found:
         raise TraceError(
             f"{path}, line {number}: neither hash_ids (a trace) nor messages (a session) are there."
         )
     block = _block(found, path, number)
-    return Source(block, _of_lines(chain([first], lines), path, block, model))
+    return TraceSource(block, _of_lines(chain([first], lines), path, block, model))
 
 
 def _list(raw: bytes) -> list[Any] | None:
@@ -100,7 +100,7 @@ def _block(line: Mapping[str, Any], path: Path, number: int) -> int:
 
 def _of_lines(
     lines: Iterable[tuple[int, Any]], path: Path, block: int, model: str | None
-) -> Iterator[Entry]:
+) -> Iterator[TraceEntry]:
     for number, line in lines:
         if model is not None and line.get("model") != model:
             continue
@@ -115,7 +115,7 @@ def _of_lines(
             raise TraceError(f"{path}, line {number}: {e!r}") from e
 
 
-def _entry(line: Mapping[str, Any], block: int) -> Entry:
+def _entry(line: Mapping[str, Any], block: int) -> TraceEntry:
     n_prompt, n_reply = int(line["input_length"]), int(line.get("output_length") or 0)
     n_whole = n_prompt // block
     names = line["hash_ids"]
@@ -123,7 +123,7 @@ def _entry(line: Mapping[str, Any], block: int) -> Entry:
         raise ValueError(f"{len(names)} hash_ids for {n_prompt} tokens in blocks of {block}")
     reply = line.get("output_hash_ids") or ()
     first_ms = line.get("first_token_ms")
-    return Entry(
+    return TraceEntry(
         at_s=float(line["timestamp"]) / 1000,
         n_prompt=n_prompt,
         n_reply=n_reply,
@@ -136,7 +136,7 @@ def _entry(line: Mapping[str, Any], block: int) -> Entry:
     )
 
 
-def line_of(entry: Entry, *, block: int, rest: int | None = None) -> str:
+def line_of(entry: TraceEntry, *, block: int, rest: int | None = None) -> str:
     """An entry as a line that `read` understands. rest: the hash of a last block that is not whole."""
     first_ms = None if entry.first_s is None else round(entry.first_s * 1000, 1)
     found = {
@@ -171,7 +171,7 @@ def _unsigned(value: Any) -> int:
 # --- sessions ------------------------------------------------------------------------------
 
 
-def _of_sessions(sessions: Iterable[Any], where: str) -> Iterator[Entry]:
+def _of_sessions(sessions: Iterable[Any], where: str) -> Iterator[TraceEntry]:
     for i, session in enumerate(sessions):
         try:
             yield from _of_session(session, start_s=i * SESSION_S)
@@ -179,7 +179,7 @@ def _of_sessions(sessions: Iterable[Any], where: str) -> Iterator[Entry]:
             raise TraceError(f"{where}: session {i + 1} cannot be read: {e!r}") from e
 
 
-def _of_session(session: Any, *, start_s: float) -> Iterator[Entry]:
+def _of_session(session: Any, *, start_s: float) -> Iterator[TraceEntry]:
     about: Mapping[str, Any] = session if isinstance(session, dict) else {}
     messages = session if isinstance(session, list) else _messages(about)
     at = _time(about)
@@ -200,7 +200,7 @@ def _of_session(session: Any, *, start_s: float) -> Iterator[Entry]:
         n_prompt, blocks = text.n_tokens, tuple(text.blocks)
         text.add(f"{role}\n{said}")
         reply = tuple(text.blocks[len(blocks) :])
-        yield Entry(at, n_prompt, text.n_tokens - n_prompt, blocks, reply)
+        yield TraceEntry(at, n_prompt, text.n_tokens - n_prompt, blocks, reply)
         at += TURN_S
 
 

@@ -4,9 +4,8 @@ No text and no token is written: blocks are named by hashes under a salt that li
 folder and never in the trace, so that nobody who has the trace can try whether it holds a prompt.
 Requests with the same model and namespace share names; others never do.
 
-Whoever serves a request hands its facts over and goes on; hashing and writing happen on a thread. What
-does not fit in the queue is dropped and counted. Several processes may append to one file: a line is one
-write.
+`record` only queues; hashing and writing happen on a thread. Requests that do not fit in the queue are
+dropped and counted. Several processes may append to one file: a line is one write.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from firn.core.errors import SetupError
 from firn.core.keys import KeyTokens, key_tokens
 from firn.core.values import ServedRequest
 from firn.traces.read import line_of
-from firn.traces.trace import Entry
+from firn.traces.trace import TraceEntry
 
 log = logging.getLogger("firn.traces")
 
@@ -40,9 +39,9 @@ ID_BITS = 52
 
 
 def open_trace(path: Path) -> int:
-    """A descriptor to append to; made readable for this user alone. Raises SetupError."""
+    """A descriptor to append to. A new file is readable for this user only. Raises SetupError."""
     try:
-        # Not to wait for the other end, where it is a pipe.
+        # O_NONBLOCK: opening a pipe must not wait for its reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         return os.open(path, flags, 0o600)
     except OSError as e:
@@ -100,7 +99,7 @@ class Recorder:
             self._changed.notify()
         self._thread.join(END_S)
         if self.n_dropped:
-            log.warning("%d requests are not in the trace", self.n_dropped)
+            log.warning("--record-trace: %d requests are missing in the trace", self.n_dropped)
 
     def _run(self) -> None:
         with contextlib.closing(_Descriptor(self._fd)):
@@ -137,7 +136,7 @@ class Recorder:
             self._queue.clear()
             self._n_queued = 0
         if is_news:
-            log.warning("the trace goes on no further: %s", why)
+            log.warning("--record-trace: nothing more is written: %s", why)
 
     def _line(self, served: ServedRequest) -> str:
         prompt = key_tokens(served.prompt.ids, served.prompt.picture_spans)
@@ -150,7 +149,7 @@ class Recorder:
             raw = prompt[n_whole * block :].astype("<u8", copy=False).tobytes()
             rest = _number(self._hash(above, raw))
         names = tuple(map(_number, chain))
-        entry = Entry(
+        entry = TraceEntry(
             served.at_s,
             n_prompt,
             served.n_reply,
@@ -166,11 +165,11 @@ class Recorder:
     def _chain(self, root: bytes, tokens: KeyTokens) -> list[bytes]:
         """The digest of every whole block."""
         raw = tokens.astype("<u8", copy=False).tobytes()
-        step, parent, found = 8 * self._block, root, list[bytes]()
+        step, parent, digests = 8 * self._block, root, list[bytes]()
         for start in range(0, len(raw) - step + 1, step):
             parent = self._hash(parent, raw[start : start + step])
-            found.append(parent)
-        return found
+            digests.append(parent)
+        return digests
 
     def _hash(self, *fields: bytes) -> bytes:
         digest = hashlib.blake2b(key=self._salt, digest_size=16)
@@ -193,9 +192,9 @@ def _number(digest: bytes) -> int:
 
 
 def user_salt(folder: Path) -> bytes:
-    """The user's own, made on first use: so that traces of several processes and days go together.
+    """The user's own, made on first use, so that traces of several processes and days can be joined.
 
-    Where it can be neither read nor kept, one for this process.
+    One for this process alone where the folder cannot be used.
     """
     path = folder / "trace.salt"
     fresh = secrets.token_bytes(SALT_NBYTES)
@@ -213,5 +212,5 @@ def user_salt(folder: Path) -> bytes:
         kept = path.read_bytes()
         if len(kept) == SALT_NBYTES:
             return kept
-    log.warning("%s cannot be used: this trace goes together with no other", path)
+    log.warning("%s cannot be used: this trace cannot be joined with others", path)
     return fresh

@@ -26,20 +26,20 @@ Progress = Callable[[int], None]
 TELL_EVERY = 4096
 
 
-def play(store: Store, *, progress: Progress = lambda n: None) -> Ints:
-    """How many blocks of each prompt the store had when it was asked."""
-    n = len(store.trace)
+def play(tier: SimulatedTier, *, progress: Progress = lambda n: None) -> Ints:
+    """How many blocks of each prompt the tier had when the request came."""
+    n = len(tier.trace)
     depths = np.zeros(n, dtype=np.int32)
     for i in range(n):
-        depths[i] = store.take(i)
+        depths[i] = tier.take(i)
         if i % TELL_EVERY == 0:
             progress(i)
     progress(n)
     return depths
 
 
-class Store:
-    """The blocks that a tier holds. A run is the list of blocks that one request added, the deepest
+class SimulatedTier:
+    """The blocks of one tier. A run is the list of blocks that one request added, the deepest
     last; its place in the heap is that of its deepest block, or a lower one: places only rise."""
 
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
@@ -47,18 +47,18 @@ class Store:
         self._cuts = list(zip(trace.starts.tolist(), trace.ends.tolist(), strict=True))
         self._n_asked: list[int] = trace.n_asked.tolist()
         self._n_blocks = n_blocks
-        self._held = np.zeros(trace.n_nodes, dtype=bool)
-        self._n_held = 0
+        self._stored = np.zeros(trace.n_nodes, dtype=bool)
+        self._n_stored = 0
         self._heap: list[tuple[float, int, int, list[int]]] = []
         """(rank, -depth of the deepest, number of the request, run)."""
 
     def take(self, i: int) -> int:
-        """Request i: what is held of its prompt, which is used; then the rest is stored."""
+        """Request i uses what is there of its prompt, so many blocks; then the rest is stored."""
         start, end = self._cuts[i]
         if start == end:
             return 0
         path = self.trace.nodes[start:end]
-        there = self._held[path]
+        there = self._stored[path]
         n_there = int(there.argmin())  # the first that is not, or the first of all
         if there[n_there]:
             n_there = end - start
@@ -80,8 +80,8 @@ class Store:
     def _add(self, i: int, new: Ints, start: int) -> None:
         """A run of blocks that begins at this depth."""
         if len(new):
-            self._held[new] = True
-            self._n_held += len(new)
+            self._stored[new] = True
+            self._n_stored += len(new)
             run = new.tolist()
             entry = (self._rank(run[-1]), 1 - start - len(run), i, run)
             heapq.heappush(self._heap, entry)
@@ -97,16 +97,16 @@ class Store:
 
     def _drop_lowest(self) -> None:
         _, depth, i, run = self._heap[0]
-        self._held[run.pop()] = False
-        self._n_held -= 1
+        self._stored[run.pop()] = False
+        self._n_stored -= 1
         if run:
             heapq.heapreplace(self._heap, (self._rank(run[-1]), depth + 1, i, run))
         else:
             heapq.heappop(self._heap)
 
 
-class MemoryStore(Store):
-    """By the tree's rank; what a request that runs has used or made may not go."""
+class SimulatedMemory(SimulatedTier):
+    """Evicts by the tree's rank; what the running request has used or added may not go."""
 
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         super().__init__(trace, n_blocks=n_blocks)
@@ -124,7 +124,7 @@ class MemoryStore(Store):
     def _store(self, i: int, path: Ints, start: int) -> None:
         new = path[start : max(self._n_blocks, start)]  # all but its own path can go
         leased = []
-        while self._n_held + len(new) > self._n_blocks:
+        while self._n_stored + len(new) > self._n_blocks:
             self._lowest()
             if self._last[self._heap[0][3][-1]] == i:
                 leased.append(heapq.heappop(self._heap))
@@ -135,9 +135,9 @@ class MemoryStore(Store):
         self._add(i, new, start)
 
 
-class SsdStore(Store):
-    """By stamps, which say the rank of the last time that a chain was touched. Nothing goes for a
-    block that ranks below it."""
+class SimulatedSsd(SimulatedTier):
+    """Evicts by stamps, which hold the rank of the last time that a chain was touched. Nothing is
+    evicted for a block that ranks lower."""
 
     def __init__(self, trace: Trace, *, n_blocks: int) -> None:
         super().__init__(trace, n_blocks=n_blocks)
@@ -166,7 +166,7 @@ class SsdStore(Store):
         n = 0
         for depth in range(start, len(path)):
             stamp = now - BLOCK_S * depth
-            if self._n_held + n >= self._n_blocks:
+            if self._n_stored + n >= self._n_blocks:
                 if not self._heap or self._lowest() > stamp:
                     break
                 self._drop_lowest()

@@ -6,7 +6,7 @@ know each block's place. Blocks that the same request used last lie together, fr
 have left its path to its end: a block's place is the number of blocks that were used after that request,
 and of those before it on the path. Sums over requests are kept in a binary indexed tree.
 
-This is what MemoryStore does, for one size at a time; tests compare the two. Requests of the very same
+SimulatedMemory does the same for one size at a time; tests compare the two. Requests of the very same
 moment count as one after the other here.
 """
 

@@ -32,7 +32,7 @@ class TraceError(FirnError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TraceEntry:
     """One request. blocks: hashes of its prompt's whole blocks, each of all tokens up to its end.
 
     reply_blocks: likewise of the blocks that its reply has filled. first_s: until the first token.
@@ -109,7 +109,7 @@ class Trace:
         return cls(**arrays, **numbers)
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], *, block: int) -> Trace:
+    def of(cls, entries: Iterable[TraceEntry], *, block: int) -> Trace:
         """Raises TraceError when there is nothing in it."""
         chains, ends, at = _Chains(), array("q"), array("d")
         n_prompt, n_asked = array("q"), array("i")
@@ -208,13 +208,13 @@ _NOTHING = np.zeros(0, dtype=np.int32)
 _ARRAYS = ("at", "n_prompt", "starts", "ends", "n_asked", "nodes")
 
 
-def coarser(entries: Iterable[Entry], factor: int) -> Iterator[Entry]:
+def coarser(entries: Iterable[TraceEntry], factor: int) -> Iterator[TraceEntry]:
     """The same requests in blocks that are so many times as long: a block's hash covers all before."""
     for e in entries:
         chain = (*e.blocks, *e.reply_blocks)
         kept = chain[factor - 1 :: factor]
         n = len(e.blocks) // factor
-        yield Entry(
+        yield TraceEntry(
             e.at_s, e.n_prompt, e.n_reply, kept[:n], kept[n:], e.cached, e.first_s, e.model,
             e.token_nbytes,
         )  # fmt: skip

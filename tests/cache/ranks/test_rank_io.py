@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.children import Text
-from firn.cache.container import Header, Label, Loaded, Name
-from firn.cache.faults import Damaged, Missing, Refused, TierFault, Unwanted
-from firn.cache.io import Changes, Entry, Fetch, Wanted
 from firn.cache.parts import Part
 from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror
-from firn.cache.threads import Done
+from firn.cache.storage.container import Header, Label, Loaded, Name
+from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwanted
+from firn.cache.storage.io import Changes, Fetch, TierEntry, Wanted
+from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, Stored, Usage
+from firn.cache.tree import PackedTokens
 from firn.core.keys import Key, KeyTokens
 from firn.core.ranks import OnAnswer, RankCall, RankLost
 
@@ -46,10 +46,10 @@ def header(number: int, *, layout: str = LAYOUT) -> Header:
     )
 
 
-def entry(number: int, *, layout: str = LAYOUT) -> Entry:
+def entry(number: int, *, layout: str = LAYOUT) -> TierEntry:
     h = header(number, layout=layout)
     fields = (f for f in Label.__dataclass_fields__ if f not in ("tensors", "places"))
-    return Entry(Label(**{f: getattr(h, f) for f in fields}), 10, 1.0, Text(TOKENS))
+    return TierEntry(Label(**{f: getattr(h, f) for f in fields}), 10, 1.0, PackedTokens(TOKENS))
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class Case:
         self.io.scan(self.seen.extend, self.results.append)
 
     def there(self) -> list[Name]:
-        return [change.name for change in self.seen if isinstance(change, Entry)]
+        return [change.name for change in self.seen if isinstance(change, TierEntry)]
 
     def gone(self) -> list[Name]:
         return [change.name for change in self.seen if isinstance(change, Gone)]

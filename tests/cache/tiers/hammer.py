@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from firn.cache.faults import Refused
-from firn.cache.io import Entry
 from firn.cache.parts import Part
+from firn.cache.storage.faults import Refused
+from firn.cache.storage.io import TierEntry
 from tests.cache.tiers.records import Folder, beside, chain
 
 FAMILIES = [chain(5, first=1000 * i, nbytes=20_000 + 30_000 * (i % 4)) for i in range(12)]
@@ -39,7 +39,7 @@ def main(folder: Path, limit_nbytes: int, seed: int, n_rounds: int) -> int:
             tier.delete(STATES[which])
         if i % 7 == 0:
             known = {r.name for f in FAMILIES for r in f} | {s.name for s in STATES}
-            assert all(e.name in known for e in tier.scan() if isinstance(e, Entry))
+            assert all(e.name in known for e in tier.scan() if isinstance(e, TierEntry))
     usage = tier.usage()
     print(json.dumps({"hits": n_hits, "over": n_over, "drops": usage.drops, **usage.counts}))
     return 0

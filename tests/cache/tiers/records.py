@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.container import Header, Loaded, Name, TensorSpec, derived_key
-from firn.cache.faults import Damaged, Missing, TierError
-from firn.cache.io import Entry, TierIo
 from firn.cache.parts import Part
-from firn.cache.places import places_of
-from firn.cache.seal import Seal
-from firn.cache.threads import IoThreads
+from firn.cache.storage.container import Header, Loaded, Name, TensorSpec, derived_key
+from firn.cache.storage.faults import Damaged, Missing, TierError
+from firn.cache.storage.io import TierEntry, TierIo
+from firn.cache.storage.places import places_of
+from firn.cache.storage.seal import Seal
+from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Gone, Stored, Tier, TierOptions, Usage
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import Key, root_key
@@ -195,8 +195,8 @@ class Direct:
         found: Loaded = _raised(results)
         return found
 
-    def scan(self) -> list[Entry | Gone[Name]]:
-        changes: list[Entry | Gone[Name]] = []
+    def scan(self) -> list[TierEntry | Gone[Name]]:
+        changes: list[TierEntry | Gone[Name]] = []
         results: list[Any] = []
         self.io.scan(changes.extend, results.append)
         _raised(results)
@@ -204,7 +204,7 @@ class Direct:
 
     def names(self) -> set[Name]:
         """What a scan finds."""
-        return {e.name for e in self.scan() if isinstance(e, Entry)}
+        return {e.name for e in self.scan() if isinstance(e, TierEntry)}
 
     def delete(self, one: Record) -> None:
         self.tier.delete(str(one.name))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.faults import Damaged, Missing, Refused, TierFault
+from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault
 from firn.cache.tiers import TierOptions
 from tests.cache.tiers.records import Direct, Folder, chain
 from tests.faulty_tier import READ_FAULTS, WRITE_FAULTS, Fault, FaultyTier, random_plan

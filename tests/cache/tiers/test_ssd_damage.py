@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firn.cache.faults import Damaged, Missing
 from firn.cache.parts import Part
+from firn.cache.storage.faults import Damaged, Missing
 from firn.cache.tiers._folder import path_of
 from tests.cache.tiers.records import Folder, Record, beside, chain, record
 from tests.faulty_tier import FaultyDisk, put

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.faults import TierFault
-from firn.cache.io import Entry
+from firn.cache.storage.faults import TierFault
+from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone
 from firn.cli.cache_work import CacheFolder
 from firn.core.errors import SetupError
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_locked_is_still_read(tmp_path: Path, op: str) -
     clock = Clock(0.0)
     tier, disk = faulty(tmp_path, clock)
     disk.errors[op] = errno.EROFS
-    assert len([e for e in tier.scan() if isinstance(e, Entry)]) == 3
+    assert len([e for e in tier.scan() if isinstance(e, TierEntry)]) == 3
     assert all(tier.holds(r) for r in records)
     assert tier.usage().status.state == "paused"
     disk.errors.clear()

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from firn.cache.faults import Missing, Refused, TierFault
-from firn.cache.io import Entry
 from firn.cache.parts import Part
+from firn.cache.storage.faults import Missing, Refused, TierFault
+from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone, TierOptions
 from firn.cache.tiers._folder import (
     DEFAULT_LIMIT_NBYTES,
@@ -222,7 +222,7 @@ def test_last_use_survives_a_restart(opened: Callable[..., Folder], wall: Clock)
     tier.touch([used])
     wall.step(100)
     fresh = opened(3 * MIB)
-    entries = {e.name: e for e in fresh.scan() if isinstance(e, Entry)}
+    entries = {e.name: e for e in fresh.scan() if isinstance(e, TierEntry)}
     assert entries[used.name].used_at > entries[new.name].used_at > entries[old.name].used_at
     put(fresh, *[of_size(500_000, 10 + i) for i in range(5)])
     assert fresh.holds(used)
@@ -309,7 +309,7 @@ def test_tiers_learn_from_each_other(opened: Callable[..., Folder]) -> None:
     tail = beside(records[3], Part.STATE)
     put(b, tail)
     (found,) = a.scan()
-    assert isinstance(found, Entry)
+    assert isinstance(found, TierEntry)
     assert found.name == tail.name
     b.delete(tail)
     assert a.scan() == [Gone(tail.name)]

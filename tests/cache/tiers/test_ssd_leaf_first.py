@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from firn.cache.container import Name
-from firn.cache.faults import TierFull
-from firn.cache.io import Entry
 from firn.cache.parts import Part
+from firn.cache.storage.container import Name
+from firn.cache.storage.faults import TierFull
+from firn.cache.storage.io import TierEntry
 from firn.cache.tiers._folder import Disk
 from tests.cache.tiers.records import Folder, Record, beside, chain, of_size, record
 from tests.cache.tiers.test_ssd_folder import Clock
@@ -63,7 +63,7 @@ class Server:
 
     def scan(self) -> None:
         for change in self.folder.scan():
-            if isinstance(change, Entry):
+            if isinstance(change, TierEntry):
                 self.stamps[change.name] = change.used_at
             else:
                 self.stamps.pop(change.name, None)

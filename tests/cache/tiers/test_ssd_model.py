@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from firn.cache.container import Name
-from firn.cache.faults import TierFull
-from firn.cache.io import Entry
 from firn.cache.parts import Part
+from firn.cache.storage.container import Name
+from firn.cache.storage.faults import TierFull
+from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone
 from tests.cache.tiers.records import Folder, Record, beside, chain
 from tests.cache.tiers.test_ssd_folder import Clock, du
@@ -84,7 +84,7 @@ class FolderMachine(RuleBasedStateMachine):
             if isinstance(change, Gone):
                 self.heard[side].discard(change.name)
             else:
-                assert isinstance(change, Entry)
+                assert isinstance(change, TierEntry)
                 self.heard[side].add(change.name)
         assert self.heard[side] == self.stored
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from firn.cache.faults import TierFault
+from firn.cache.storage.faults import TierFault
 from firn.cache.tiers._folder import Disk, FolderLock
 from tests.cache.tiers.hammer import FAMILIES
 from tests.cache.tiers.records import Folder

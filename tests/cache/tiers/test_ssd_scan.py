@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firn.cache.container import TensorSpec, pack
-from firn.cache.io import Entry
+from firn.cache.storage.container import TensorSpec, pack
+from firn.cache.storage.io import TierEntry
 from firn.cache.tiers._folder import SHELVES, Disk, path_of
 from tests.cache.tiers.records import Folder, Record, record
 
@@ -58,7 +58,7 @@ def test_ten_thousand_files(full: tuple[Path, dict[str, Record]]) -> None:
     folder, records = full
     disk = Counting(folder)
     tier = Folder(folder, 10 * GIB, disk=disk)
-    found = {path_of(str(e.name)): e for e in tier.scan() if isinstance(e, Entry)}
+    found = {path_of(str(e.name)): e for e in tier.scan() if isinstance(e, TierEntry)}
     assert found.keys() == records.keys()
     assert disk.n_opened == N_FILES
     assert disk.n_read <= N_FILES * 4096, "the tensors are left alone"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from firn.cache.faults import Missing, TierFault
+from firn.cache.storage.faults import Missing, TierFault
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._address import parse_address
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth

@@ -1,4 +1,4 @@
-"""What a record holds, as arrays on the device and as bytes of the host.
+"""The content of records, as arrays on the device and as bytes on the host.
 
-Here and in the codecs alone the cache knows MLX.
+Only this package and the codecs know MLX.
 """

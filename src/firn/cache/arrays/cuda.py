@@ -1,12 +1,12 @@
 """Copies between the host and an NVIDIA GPU at the speed of the bus.
 
-MLX reads and writes arrays of the GPU through managed memory, page fault by page fault: 2 GB/s on an
-H200, where the bus moves 40, and what the host has looked at comes back to the GPU in the same way.
+MLX reads and writes a GPU's arrays through managed memory, page fault by page fault: 2 GB/s on an H200,
+where the bus moves 40. And an array that the host has read comes back to the GPU at the same speed.
 
-    out   the driver copies a packed array to pinned memory, on a stream of its own: nobody waits for it
+    out   the driver copies a packed array to pinned memory, on a stream of its own
     in    an I/O thread copies what it has read to pinned memory, and a kernel fetches it from there
 
-Where the driver is not what is expected here, `device()` is None, and MLX's own way serves.
+Where the driver is not as expected here, `device()` is None, and MLX's own copies are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("firn.cache")
 
 NON_BLOCKING = 1
 PINNED_NBYTES = 1 << 30
-"""For what was read and is not on the GPU yet. More than that goes there by the driver, more slowly."""
+"""The most pinned memory for what was read; beyond it the driver copies, which is slower."""
 ROUND_NBYTES = 1 << 20
 WORD_NBYTES, N_THREADS = 16, 1 << 16
 FETCH = """
@@ -60,7 +60,7 @@ class CudaError(RuntimeError):
 
 
 class Cuda:
-    """The driver's copies. Any thread may call; each has a stream and a pinned buffer of its own."""
+    """Copies by the driver. Any thread may call; each has a stream and a pinned buffer of its own."""
 
     def __init__(self) -> None:
         """Raises OSError, AttributeError or CudaError where there is no such driver."""
@@ -68,7 +68,7 @@ class Cuda:
         self._context = ctypes.c_void_p()
         self._own = threading.local()
         self._free: deque[tuple[int, int]] = deque()
-        """Pinned memory that nobody uses: address, bytes."""
+        """Unused pinned memory: (address, bytes)."""
         self._pinned_at: list[tuple[int, int]] = []
         self._allocating = threading.Lock()
         self._fetch: Any = None
@@ -81,7 +81,7 @@ class Cuda:
         self._capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
     def compile(self) -> None:
-        """Have the kernel that fetches what is pinned."""
+        """Make the kernel that fetches from pinned memory."""
         self._fetch = mx.fast.cuda_kernel(
             name="firn_fetch", input_names=["where"], output_names=["out"], source=FETCH
         )
@@ -100,23 +100,23 @@ class Cuda:
         return memoryview((ctypes.c_uint8 * nbytes).from_address(buffer)).cast("B")
 
     def stage(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        """The same bytes in pinned memory, until nobody holds them; or as they are."""
+        """The same bytes in pinned memory, which is freed with them; or the buffers as they are."""
         sizes = [-(-len(b) // WORD_NBYTES) * WORD_NBYTES for b in buffers]
         pinned = self._take(sum(sizes)) if self._fetch is not None else None
         if pinned is None:
             return list(buffers)
-        found, at = [], 0
+        copies, at = [], 0
         for buffer, size in zip(buffers, sizes, strict=True):
             piece = pinned[at : at + len(buffer)]
             np.copyto(piece, np.frombuffer(buffer, np.uint8))
-            found.append(piece.data)
+            copies.append(piece.data)
             at += size
-        return found
+        return copies
 
     def to_device(
         self, host: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: mx.Dtype
     ) -> mx.array:
-        """A new array with these bytes. They are used up once it is evaluated."""
+        """A new array with these bytes, which are needed until it is evaluated."""
         at = host.ctypes.data
         if self._fetch is not None and any(a <= at < a + n for a, n in self._pinned_at):
             return self._fetched(at, host.nbytes, shape, dtype)
@@ -143,7 +143,7 @@ class Cuda:
         return out[:nbytes].view(dtype).reshape(shape)  # type: ignore[no-any-return]
 
     def _take(self, nbytes: int) -> np.ndarray[Any, Any] | None:
-        """Pinned memory; None where there is enough of it in use."""
+        """Pinned memory; None when as much is in use as may be."""
         nbytes = -(-nbytes // ROUND_NBYTES) * ROUND_NBYTES
         for _ in range(len(self._free)):
             try:
@@ -170,25 +170,25 @@ class Cuda:
         return array
 
     def _address(self, array: mx.array) -> tuple[ctypes.c_uint64, object]:
-        """And what must be kept until it is used."""
+        """The array's address, and an object that keeps it valid."""
         capsule = array.__dlpack__()
         pointer = self._capsule_pointer(capsule, b"dltensor")
         tensor = ctypes.cast(pointer, ctypes.POINTER(_Tensor)).contents
         return ctypes.c_uint64(tensor.data + tensor.byte_offset), capsule
 
     def _stream(self) -> ctypes.c_void_p:
-        """Of this thread, which computes in MLX's context from then on."""
+        """This thread's stream. The thread uses MLX's context from then on."""
         if not hasattr(self._own, "stream"):
             self._call("cuCtxSetCurrent", self._context)
             stream = ctypes.c_void_p()
             self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
             self._own.stream = stream
             self._own.buffer, self._own.nbytes = ctypes.c_void_p(), 0
-        found: ctypes.c_void_p = self._own.stream
-        return found
+        own: ctypes.c_void_p = self._own.stream
+        return own
 
     def _pinned(self, nbytes: int) -> int:
-        """Memory that the GPU writes to by itself; a thread keeps its own, for it takes long to get."""
+        """A pinned buffer. Each thread keeps its own, because allocating one takes long."""
         own = self._own
         if own.nbytes < nbytes:
             if own.buffer:
@@ -207,20 +207,22 @@ class Cuda:
 
 @cache
 def device() -> Cuda | None:
-    """None: arrays lie in the host's memory here, or the driver is not what is expected."""
+    """None: arrays lie in the host's memory, or the driver is not as expected."""
     if mx.default_device() == mx.Device(mx.cpu) or mx.metal.is_available():
         return None
     try:
         cuda = Cuda()
         _check(cuda)
     except (OSError, AttributeError, TypeError, CudaError) as e:
-        log.warning("records go to the GPU and back through MLX, which is slow: %s", e)
+        log.warning(
+            "the cache copies records to and from the GPU through MLX, which is slow: %s", e
+        )
         return None
     return cuda
 
 
 def _check(cuda: Cuda) -> None:
-    """Raises CudaError unless bytes come back as they went."""
+    """Raises CudaError unless bytes come back unchanged."""
     want = np.arange(50_001, dtype=np.uint16)
 
     def is_same(data: np.ndarray[Any, Any]) -> bool:
@@ -239,4 +241,4 @@ def _check(cuda: Cuda) -> None:
             raise CudaError("a kernel's copy came back changed")
     except (RuntimeError, ValueError, AttributeError, TypeError) as e:
         cuda.forget_kernel()
-        log.warning("records go to the GPU by the driver, which is slower: %s", e)
+        log.warning("the cache copies records to the GPU by the driver, which is slower: %s", e)

@@ -1,11 +1,10 @@
-"""Between payloads on the device and plain host bytes, bit for bit.
+"""Payloads to host bytes and back, bit for bit.
 
-Where the device computes in the host's memory (CPU, Metal) nothing is copied on the way out: an array
-never changes once it is computed, and the bytes keep it alive. On CUDA a packed copy is fetched by the
-thread that writes it; the engine's part is to have it made.
+Where the device uses the host's memory (CPU, Metal) nothing is copied on the way out: an array never
+changes once it is computed, and the bytes keep it alive. On CUDA the engine thread makes a packed copy
+on the device, and the thread that writes it fetches that.
 
-NumPy has no bfloat16, so its bits travel as 16-bit integers: two bytes a value, and bfloat16 again after
-loading.
+NumPy has no bfloat16, so its bits travel as 16-bit integers and become bfloat16 again after loading.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import numpy as np
 
 from firn.cache.arrays import cuda
 from firn.cache.arrays.payload import Payload
-from firn.cache.container import TensorSpec
-from firn.cache.places import Places
+from firn.cache.storage.container import TensorSpec
+from firn.cache.storage.places import Places
 
 CODES: dict[mx.Dtype, str] = {
     mx.bool_: "BOOL",
@@ -59,16 +58,16 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
-    """A payload that is about to be written. It must die on the engine thread, as its arrays do."""
+class PayloadBytes:
+    """The bytes of a payload, for a writer. To be dropped on the engine thread, as all arrays are."""
 
     tensors: tuple[TensorSpec, ...]
     places: Places
     _stacks: tuple[mx.array, ...]
-    """As they are; or one packed copy of all of them."""
+    """The payload's stacks, or one packed copy of all of them."""
 
     def fetch(self) -> list[memoryview]:
-        """The bytes of each tensor. On any thread; valid until its next fetch."""
+        """The bytes of each tensor. Any thread; valid until its next fetch."""
         bus = cuda.device()
         if bus is None or not self._stacks:
             return [_bytes(stack) for stack in self._stacks]
@@ -77,11 +76,11 @@ class Lent:
         return [whole[end - s.nbytes : end] for s, end in zip(self.tensors, ends, strict=True)]
 
 
-def lend(payload: Payload) -> Lent:
-    """Engine thread. The payload is computed, if it is not yet."""
+def to_host(payload: Payload) -> PayloadBytes:
+    """Engine thread. Computes the payload, if it is not computed yet."""
     tensors = tuple(TensorSpec(CODES[s.dtype], tuple(s.shape)) for s in payload.stacks)
     pack = _plain if cuda.device() is None else _packed
-    return Lent(tensors, payload.places, pack(payload.stacks))
+    return PayloadBytes(tensors, payload.places, pack(payload.stacks))
 
 
 def _plain(stacks: Sequence[mx.array]) -> tuple[mx.array, ...]:
@@ -91,24 +90,23 @@ def _plain(stacks: Sequence[mx.array]) -> tuple[mx.array, ...]:
 
 
 def _packed(stacks: Sequence[mx.array]) -> tuple[mx.array, ...]:
-    """One copy on the device: what the host has looked at is slow to come back."""
+    """One copy on the device: an array that the host has read is slow for the device afterwards."""
     if not stacks:
         return ()
     flat = [s.reshape(-1).view(mx.uint8) for s in stacks]
-    packed = mx.concatenate(
-        [*flat, mx.zeros((1,), mx.uint8)]
-    )  # of one array alone it would be no copy
+    # With a lone array concatenate would return the array itself, so a byte is added.
+    packed = mx.concatenate([*flat, mx.zeros((1,), mx.uint8)])
     mx.eval(packed)
     return (packed,)
 
 
 def _bytes(array: mx.array) -> memoryview:
-    """C-contiguous, whatever the array is; a copy only if it is not."""
+    """C-contiguous bytes; a copy only if the array is not contiguous."""
     return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
 
 
 def staged(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Where the way to the device is shortest. On any thread."""
+    """The buffers, moved to where the device reads them fastest. Any thread."""
     bus = cuda.device()
     return buffers if bus is None else bus.stage(buffers)
 
@@ -116,7 +114,7 @@ def staged(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
 def from_host(
     tensors: Sequence[TensorSpec], places: Places, buffers: Sequence[memoryview]
 ) -> Payload:
-    """The arrays again, evaluated. Engine thread."""
+    """The payload, evaluated. Engine thread."""
     stacks = [_array(spec, b) for spec, b in zip(tensors, buffers, strict=True)]
     mx.eval(stacks)
     return Payload(tuple(stacks), places)

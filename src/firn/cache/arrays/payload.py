@@ -1,8 +1,8 @@
-"""What a record holds of a row: one part of every layer, arrays of one shape together in one stack.
+"""What a record holds of a row: one part of every layer, arrays of one dtype and shape in one stack.
 
-What a record costs a device is the number of its arrays, not their bytes: a block of 36 layers is one
-copy here, and was 72. So several blocks are cut as one and then copied apart, and a row is filled many
-layers at a time.
+A device is slowed down by the number of a record's arrays, not by their bytes. With stacks a block of
+36 layers is one copy instead of 72; several blocks are cut as one and then copied apart, and a row is
+filled many layers at a time.
 
     places of 3 layers with two slots      stacks
     (0, 0) (0, 1)                          0: keys, values, keys, values   [4, 1, heads, tokens, width]
@@ -19,10 +19,10 @@ from typing import Any
 import mlx.core as mx
 
 from firn.cache.codecs import TOKEN_AXIS, Arrays, nbytes_of
-from firn.cache.places import Places, places_of
+from firn.cache.storage.places import Places, places_of
 
 FILL_NBYTES = 512 << 20
-"""A GPU fills so many bytes of layers at once: twice the memory meanwhile, and far fewer copies."""
+"""How many bytes of layers a GPU fills at once: twice the memory for a moment, far fewer copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Payload:
         return Payload(tuple(s[..., start:end, :] for s in self.stacks), self.places)
 
     def copied(self) -> Payload:
-        """The same as arrays of their own, lazily."""
+        """A lazy copy."""
         return Payload(tuple(array_copy(s) for s in self.stacks), self.places)
 
     def joined(self, others: Sequence[Payload]) -> Payload:
-        """Its tokens, then theirs, lazily. The layers must be alike."""
+        """A lazy copy of its tokens, then theirs. The layers must be alike."""
         stacks = zip(self.stacks, *(p.stacks for p in others), strict=True)
         return Payload(
             tuple(mx.concatenate(list(some), TOKEN_AXIS) for some in stacks), self.places
@@ -60,7 +60,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Likewise, as it lies in a row: views of the row's buffers, which must not outlive a call."""
+    """The same content as it lies in a row: views of its buffers, which must not outlive a call."""
 
     layers: list[Arrays]
 
@@ -77,7 +77,7 @@ class Views:
 
 
 def stacked(layers: Sequence[Arrays]) -> Payload:
-    """Copies of these arrays, lazily."""
+    """A lazy copy of these arrays."""
     places = places_of(
         [[None if a is None else (a.dtype, *a.shape) for a in arrays] for arrays in layers]
     )
@@ -93,17 +93,17 @@ def stacked(layers: Sequence[Arrays]) -> Payload:
 
 
 def array_copy(array: mx.array) -> mx.array:
-    """An array of its own, lazily. `mx.contiguous` gives back a view of a buffer that it may share."""
+    """A lazy copy. `mx.contiguous` would not do: it may return a view of the same buffer."""
     return mx.concatenate([array, array[:0]])
 
 
 def joined(payloads: Sequence[Payload]) -> Payload:
-    """Their tokens one after another, lazily. The layers must be alike."""
+    """A lazy copy of their tokens, one after another. The layers must be alike."""
     return payloads[0].joined(payloads[1:])
 
 
 def by_layer(payloads: Sequence[Payload | Views], *, at_once: int) -> Iterator[list[Arrays]]:
-    """The pieces of each layer in turn; of `at_once` layers they are joined together."""
+    """The pieces of each layer in turn; pieces of `at_once` layers are joined by one operation."""
     alike = [p for p in payloads if isinstance(p, Payload)]
     places = alike[0].places if len(alike) == len(payloads) else ()
     if at_once == 1 or len(alike) == 1 or not places or any(p.places != places for p in alike):
@@ -112,14 +112,14 @@ def by_layer(payloads: Sequence[Payload | Views], *, at_once: int) -> Iterator[l
         return
     for first in range(0, len(places), at_once):
         some, ranges = _some(places, first, first + at_once)
-        slabs = [Payload(tuple(p.stacks[n][a:b] for n, a, b in ranges), some) for p in alike]
-        slab = joined(slabs)
-        for i in range(slab.n_layers):
-            yield [slab.layer(i)]
+        slices = [Payload(tuple(p.stacks[n][a:b] for n, a, b in ranges), some) for p in alike]
+        whole = joined(slices)
+        for i in range(whole.n_layers):
+            yield [whole.layer(i)]
 
 
 def _some(places: Places, start: int, end: int) -> tuple[Places, list[tuple[int, int, int]]]:
-    """Layers [start, end): their places among themselves, and (stack, first, last) of their entries."""
+    """Layers [start, end) alone: their places, and (stack, first, last) of the entries they take."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for stack, entry in (at for slots in places[start:end] for at in slots if at is not None):
@@ -134,24 +134,24 @@ def _some(places: Places, start: int, end: int) -> tuple[Places, list[tuple[int,
 
 
 def evaluate(payloads: Iterable[Payload]) -> None:
-    """Compute copies now: one still pending would make the layer's next write copy its whole buffer."""
+    """Compute copies now: a pending one would make the layer's next write copy its whole buffer."""
     arrays = [stack for payload in payloads for stack in payload.stacks]
     if arrays:
         mx.eval(arrays)
 
 
 def compute(layers: Iterable[Arrays]) -> None:
-    """Likewise, of arrays by layer."""
+    """The same for arrays by layer."""
     mx.eval([a for arrays in layers for a in arrays if a is not None])
 
 
 def settle(layers: Sequence[Any]) -> None:
-    """Compute layers that were filled now: what they were joined from can go then."""
+    """Compute filled layers now, so that what they were joined from can be freed."""
     mx.eval([layer.state for layer in layers])
 
 
 def n_at_once(payloads: Sequence[Payload | Views]) -> int:
-    """Layers to fill together. A CPU has nothing of it: there a copy costs its bytes."""
+    """How many layers to fill together. One on a CPU, where only the bytes of a copy count."""
     if _on_cpu():
         return 1
     nbytes = max(sum(p.nbytes for p in payloads), 1)

@@ -1,10 +1,10 @@
-"""Layer codecs: how a live layer cache is cut into records and filled from them again.
+"""Layer codecs: how a live layer cache is cut into records, and filled from them again.
 
-An extension folder: a codec is a class in a module here, listed in the module's CODECS. It is found
-by the qualified name of the cache class it serves, so mlx-lm's and mlx-vlm's classes of the same name
-are told apart and neither package is imported.
+An extension folder: a codec is a class in a module here, listed in the module's CODECS. It is found by
+the qualified name of the cache class that it serves, so mlx-lm's and mlx-vlm's classes of the same name
+are distinct, and neither package is imported.
 
-Arrays of pages and windows hold tokens on their last axis but one.
+Arrays of pages and windows have their tokens on the last axis but one.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from firn.core.errors import UnknownCacheLayer
 
 TOKEN_AXIS = -2
 Arrays = tuple[mx.array | None, ...]
-"""One layer's arrays in one record; a slot that the layer leaves empty stays empty."""
+"""One layer's arrays in one record; None for a slot that the layer leaves empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where a row lives: its place in the (maybe batched) layer, and how many tokens it holds."""
+    """Where a row lies: its index in the (maybe batched) layer, and how many tokens it holds."""
 
     index: int
     n_tokens: int
 
 
 class Buffers(Protocol):
-    """How a lone row's cache is set aside as it is, and gone on with. Stateless."""
+    """Takes a lone row's buffers without a copy, and gives them to another row. Stateless."""
 
     def is_lone(self, layer: Any) -> bool:
-        """Whether this is a lone row's cache, not one of a group."""
+        """Whether this is a lone row's cache, not a group's."""
         ...
 
     def take(self, layer: Any) -> Arrays:
-        """The layer's own buffers, with whatever room is behind its tokens: no copies."""
+        """The layer's own buffers, with whatever room they have after its tokens."""
         ...
 
     def give(self, layer: Any, arrays: Arrays, n_tokens: int) -> None:
         """Make an empty lone layer hold the first `n_tokens` tokens of buffers that were taken.
 
-        It will write to them in place: nobody else may refer to them any more.
+        It will write to them in place: nobody else may have a reference to them.
         """
         ...
 
@@ -58,33 +58,31 @@ class LayerCodec(Protocol):
 
     part: Part
     buffers: Buffers | None
-    """Of pages that may lie in a row until somebody needs them; None: records are cut at once."""
+    """For pages that may stay in a row; None: they are cut out at once."""
     single: str
-    """Qualified name of the class that a lone row has."""
-    batched: str | None
-    """Qualified name of the class it becomes in a batch."""
+    """Qualified name of the cache class of a lone row."""
 
     def describe(self, layer: Any) -> str | None:
-        """The layer's layout, a part of the root key; None if this instance cannot be restored."""
+        """The layer's kind and shape, a part of the root key; None if it cannot be restored."""
         ...
 
     def reach(self, layer: Any) -> int:
-        """Tokens before the resume point that must be there: 0 for state, all for pages."""
+        """How many tokens before a resume point are needed: all for pages, 0 for a state."""
         ...
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
-        """The row's tokens [start, end), or its state at end == at.n_tokens. Lazy; views will do."""
+        """The row's tokens [start, end), or its state at end == at.n_tokens. Lazy; may be views."""
         ...
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
-        """Make an empty lone layer hold `n_tokens` tokens, of which the pieces are the last ones.
+        """Make an empty lone layer hold `n_tokens` tokens; the pieces are the last of them.
 
-        The layer may write to its arrays in place: it must get handles of its own.
+        The layer may write to its arrays in place: it must not share handles with a record.
         """
         ...
 
     def fixed_nbytes(self, layer: Any) -> int:
-        """Bytes of a live layer that do not grow with the row, seen on one that holds a token."""
+        """Bytes of a live layer that do not grow with the row. The layer must hold a token."""
         ...
 
     def token_nbytes(self, layer: Any) -> int:
@@ -106,7 +104,7 @@ def leaves(layers: Sequence[Any]) -> list[Any]:
     return flat
 
 
-def name_of(layer: Any) -> str:
+def class_name(layer: Any) -> str:
     cls = type(layer)
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -114,33 +112,28 @@ def name_of(layer: Any) -> str:
 @cache
 def registry() -> dict[str, LayerCodec]:
     """Every codec of this folder, by the class it serves."""
-    found: dict[str, LayerCodec] = {}
+    codecs: dict[str, LayerCodec] = {}
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
             for codec in importlib.import_module(f"{__name__}.{module.name}").CODECS:
-                found[codec.single] = codec
-    return found
+                codecs[codec.single] = codec
+    return codecs
 
 
 def codec_for(layer: Any) -> LayerCodec:
     """Raises UnknownCacheLayer when no codec serves this layer."""
-    codec = registry().get(name_of(layer))
+    codec = registry().get(class_name(layer))
     if codec is None:
-        raise UnknownCacheLayer(f"no codec knows the cache class {name_of(layer)}")
+        raise UnknownCacheLayer(f"no codec knows the cache class {class_name(layer)}")
     if codec.describe(layer) is None:
-        raise UnknownCacheLayer(f"this {name_of(layer)} cannot be restored")
+        raise UnknownCacheLayer(f"this {class_name(layer)} cannot be restored")
     return codec
 
 
-def slice_tokens(arrays: Arrays, start: int, end: int) -> Arrays:
-    """Tokens [start, end) of a pages or window record."""
-    return tuple(None if a is None else a[..., start:end, :] for a in arrays)
-
-
 def concat_tokens(pieces: Sequence[Arrays], *, pad: int = 0) -> Arrays:
-    """Pieces one after another, with `pad` zero tokens behind, in one copy per array.
+    """The pieces one after another, then `pad` zero tokens, with one copy per array.
 
-    A lone piece is not copied, but comes as a handle of its own: writing to it leaves the record be.
+    A lone piece is not copied, but gets a handle of its own: writing to it does not change the record.
     """
     out: list[mx.array | None] = []
     for slot in zip(*pieces, strict=True):

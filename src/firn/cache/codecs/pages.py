@@ -1,7 +1,7 @@
-"""Plain attention: keys and values that grow by one entry a token, quantised or not.
+"""Plain attention: keys and values that grow by one entry per token, quantised or not.
 
-MLA and other latent caches are plain attention to mlx-lm (a latent in the place of the keys), and so
-to us.
+MLA and other latent caches are plain attention to mlx-lm, with a latent in place of the keys, and so
+they are here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers, concat_tokens
 from firn.cache.parts import Part
 
 STEP = 256
-"""mlx-lm grows its buffers by this many tokens; a restored buffer leaves room for at least as many."""
+"""mlx-lm grows its buffers by this many tokens; a restored buffer has room for at least as many."""
 
 
 class KVBuffers:
@@ -46,7 +46,6 @@ class KVCodec:
     part = Part.PAGES
     buffers: Buffers | None = KVBuffers()
     single = "mlx_lm.models.cache.KVCache"
-    batched: str | None = "mlx_lm.models.cache.BatchKVCache"
 
     def describe(self, layer: Any) -> str | None:
         return "kv"
@@ -74,7 +73,6 @@ class KVCodec:
 
 class ConcatenateKVCodec(KVCodec):
     single = "mlx_lm.models.cache.ConcatenateKVCache"
-    batched = None
     buffers = None
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
@@ -88,7 +86,6 @@ class QuantizedKVCodec:
     part = Part.PAGES
     buffers: Buffers | None = QuantizedKVBuffers()
     single = "mlx_lm.models.cache.QuantizedKVCache"
-    batched: str | None = None
 
     def describe(self, layer: Any) -> str | None:
         return f"qkv{layer.bits}x{layer.group_size}"
@@ -143,7 +140,7 @@ class QuantizingKVCodec(KVCodec):
 
 
 def quantising(layer: Any, *, bits: int, group_size: int) -> KVCodec:
-    """The codec that keeps this layer's records quantised, or the exact one if its heads are too odd."""
+    """The codec that quantises this layer's records; the exact one if no group size fits its heads."""
     if layer.keys is None:
         return QuantizingKVCodec(bits, group_size)
     widths = (layer.keys.shape[-1], layer.values.shape[-1])
@@ -158,13 +155,13 @@ def _present(arrays: Arrays) -> list[mx.array]:
 
 
 def _padding(layer: Any, at: At) -> int:
-    """Left padding of a batched row: the batch's write position less the row's own length."""
+    """Left padding of a batched row: the batch's write position minus the row's length."""
     write_at = getattr(layer, "_idx", None)
     return 0 if write_at is None else int(write_at) - at.n_tokens
 
 
 def _room(n_tokens: int) -> int:
-    """Space behind the restored tokens, or the next few would copy the whole buffer."""
+    """Room after the restored tokens; without it the next token would copy the whole buffer."""
     return -n_tokens % STEP + STEP
 
 

@@ -1,7 +1,7 @@
-"""Recurrent state: the whole of it at one position, whatever the model keeps in it.
+"""Recurrent state: all of it at one position, whatever the model keeps in it.
 
-Conv and SSM states, gated-delta matrices, token shifts, n-gram contexts; and caches of single models
-that are no window and no pages but can be set from their fields.
+Convolution and SSM states, gated-delta matrices, token shifts, n-gram contexts; and caches of single
+models that are neither pages nor a window, but can be restored from their fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ class ArraysCodec:
     part = Part.STATE
     buffers = None
     single = "mlx_lm.models.cache.ArraysCache"
-    batched: str | None = "mlx_lm.models.cache.ArraysCache"
 
     def describe(self, layer: Any) -> str | None:
         return f"arrays{len(layer.cache)}"
@@ -41,12 +40,11 @@ class ArraysCodec:
 
 
 class DeepseekV41Codec:
-    """Window, compressed groups and the open group of one layer; too entangled to cut by token."""
+    """One layer's window, compressed groups and open group: too entangled to be cut by token."""
 
     part = Part.STATE
     buffers = None
     single = "mlx_lm.models.deepseek_v41.LayerCache"
-    batched: str | None = None
     FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
     def describe(self, layer: Any) -> str | None:
@@ -56,8 +54,7 @@ class DeepseekV41Codec:
         return 0
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
-        found = (getattr(layer, f) for f in self.FIELDS)
-        return tuple(None if a is None else a for a in found)
+        return tuple(getattr(layer, field) for field in self.FIELDS)
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         (arrays,) = pieces

@@ -1,7 +1,7 @@
-"""mlx-vlm's cache classes: the same names and fields as mlx-lm's, another module, another `state`.
+"""mlx-vlm's cache classes: mlx-lm's names and fields, in another module and with another `state`.
 
-Records are cut from the fields, never from `state`, so the codecs are the same; only where a class
-keeps more than its namesake does it need a word of its own.
+Records are cut from the fields, never from `state`, so the codecs are the same; only a class that keeps
+more than its namesake needs code of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ HOME = "mlx_vlm.models.cache"
 
 class VlmKVCodec(KVCodec):
     single = f"{HOME}.KVCache"
-    batched = f"{HOME}.BatchKVCache"
 
 
 class VlmConcatenateKVCodec(ConcatenateKVCodec):
@@ -32,7 +31,6 @@ class VlmQuantizedKVCodec(QuantizedKVCodec):
 
 class VlmRotatingKVCodec(RotatingKVCodec):
     single = f"{HOME}.RotatingKVCache"
-    batched = f"{HOME}.BatchRotatingKVCache"
 
 
 class VlmChunkedKVCodec(ChunkedKVCodec):
@@ -40,10 +38,9 @@ class VlmChunkedKVCodec(ChunkedKVCodec):
 
 
 class VlmArraysCodec(ArraysCodec):
-    """Beside its arrays it can hold a speculative block, which is no part of the state."""
+    """It can also hold a speculative block, which is not part of the state."""
 
     single = f"{HOME}.ArraysCache"
-    batched = f"{HOME}.ArraysCache"
 
     def fill(self, layer: Any, pieces: Sequence[Arrays], n_tokens: int) -> None:
         super().fill(layer, pieces, n_tokens)

@@ -1,9 +1,9 @@
 """Sliding-window and chunked attention: only the last tokens matter.
 
-A record holds the window layer's tokens of its block in temporal order, whatever the order in the live
-ring buffer was. With nothing kept from the front of the sequence, token t of a row that holds n tokens
-lies at (write position - (n - t)) modulo the buffer's length: in a buffer that still grows, in one that
-a prefill chunk has just extended, and in a ring that has wrapped, batched or not.
+A record holds the window layer's tokens of its block in temporal order, whatever their order in the live
+ring buffer. If nothing is kept from the front of the sequence, token t of a row of n tokens lies at
+(write position - (n - t)) modulo the buffer's length: in a buffer that still grows, in one that a
+prefill chunk has just extended, and in a ring that has wrapped, batched or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class RotatingKVCodec:
     part = Part.WINDOW
     buffers = None
     single = "mlx_lm.models.cache.RotatingKVCache"
-    batched: str | None = "mlx_lm.models.cache.BatchRotatingKVCache"
 
     def describe(self, layer: Any) -> str | None:
         return None if layer.keep else f"window{layer.max_size}"
@@ -64,7 +63,6 @@ class ChunkedKVCodec:
     part = Part.WINDOW
     buffers = None
     single = "mlx_lm.models.cache.ChunkedKVCache"
-    batched: str | None = None
 
     def describe(self, layer: Any) -> str | None:
         return f"chunk{layer.chunk_size}"

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from firn.cache.container import Header, Loaded, Name
-from firn.cache.faults import Missing, Refused, TierError, TierFault
-from firn.cache.io import Changes, Entry, Fetch, Io, Wanted
 from firn.cache.ranks.mirror import Mirror
-from firn.cache.threads import Done
+from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
+from firn.cache.storage.io import Changes, Fetch, Io, TierEntry, Wanted
+from firn.cache.storage.threads import Done
 from firn.cache.tiers import Gone, Stored, Usage
 from firn.core.keys import KeyTokens
 from firn.core.ranks import Followers, RankCall
@@ -72,7 +72,7 @@ class RankIo:
         """Reads that all have made, and that the tree has not taken yet."""
         self._have: dict[int, set[Name]] = {rank: set() for rank in self._ranks}
         """What the others have told that they have."""
-        self._found: dict[Name, Entry] = {}
+        self._found: dict[Name, TierEntry] = {}
         """Seen here, but not by all."""
         self._scanning: set[int] = set()
         self._scanned: Done = lambda _: None
@@ -212,7 +212,7 @@ class RankIo:
         self._own.scan(self._seen_here, lambda result: self._was_scanned(0, result))
 
     def _seen_here(self, changes: Changes) -> None:
-        passed: list[Entry | Gone[Name]] = []
+        passed: list[TierEntry | Gone[Name]] = []
         with self._lock:
             for change in changes:
                 if isinstance(change, Gone):
@@ -229,11 +229,11 @@ class RankIo:
         with self._lock:
             self._have[rank].update(there)
             self._have[rank].difference_update(gone)
-            passed: list[Entry | Gone[Name]] = [*self._complete(there), *map(Gone, gone)]
+            passed: list[TierEntry | Gone[Name]] = [*self._complete(there), *map(Gone, gone)]
         if passed:
             self._batch(passed)
 
-    def _complete(self, names: Iterable[Name]) -> list[Entry]:
+    def _complete(self, names: Iterable[Name]) -> list[TierEntry]:
         """Of these, what is known to be everywhere."""
         everywhere = [n for n in names if n in self._found and self._all_have(n)]
         return [self._found.pop(name) for name in everywhere]

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from firn.cache.arrays.host import Lent, from_host, lend, staged
+from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload, evaluate, joined
 from firn.cache.codecs import At
-from firn.cache.container import Header, Loaded, Name
-from firn.cache.faults import Refused, TierError
-from firn.cache.io import Changes, Io
 from firn.cache.layout import Layout
 from firn.cache.parts import Part
 from firn.cache.ranks.io import REFUSED
+from firn.cache.storage.container import Header, Loaded, Name
+from firn.cache.storage.faults import Refused, TierError
+from firn.cache.storage.io import Changes, Io
 from firn.cache.tiers import Gone, Stored
 from firn.core.keys import Key
 from firn.core.ranks import RankCall
@@ -56,7 +56,7 @@ class Slices:
         self._payloads: dict[int, Payload] = {}
         self._fresh: dict[int, Payload] = {}
         """Not computed yet."""
-        self._lent: dict[int, Lent] = {}
+        self._lent: dict[int, PayloadBytes] = {}
         self._loaded: dict[int, Loaded] = {}
 
     def add_tier(self, io: Io) -> None:
@@ -108,7 +108,7 @@ class Slices:
     ) -> None:
         assert self._io is not None
         self.compute()
-        lent = lend(self._payloads[number])
+        lent = to_host(self._payloads[number])
         header = self._header(fields, tokens, lent)
         self._lent[serial] = lent
         taken = self._io.try_write(
@@ -129,7 +129,7 @@ class Slices:
     def on_unlend(self, serial: int) -> None:
         del self._lent[serial]
 
-    def _header(self, fields: dict[str, Any], tokens: bytes, lent: Lent) -> Header:
+    def _header(self, fields: dict[str, Any], tokens: bytes, lent: PayloadBytes) -> Header:
         return Header(
             key=Key(bytes.fromhex(fields["key"])),
             parent=Key(bytes.fromhex(fields["parent"])),

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from firn.cache.container import Name
-from firn.cache.io import Io
 from firn.cache.prefix import PrefixTree
 from firn.cache.ranks.io import RankIo
 from firn.cache.ranks.mirror import Mirror, number_of
+from firn.cache.storage.container import Name
+from firn.cache.storage.io import Io
 from firn.core.ports import EngineLoad
 
 

@@ -1,8 +1,9 @@
 """Storage tiers: places where records live as bytes. One file each, found by its name.
 
 A module here whose name has no leading underscore defines `open_tier(options)`, which returns a `Tier`.
-The contract tests pick it up by themselves. A tier knows names and bytes: no chains, no arrays, no
-namespaces. Checksums, encryption and what a record says of itself belong to cache/io.py, above it.
+That of a store also defines SCHEMES: how the addresses begin that `--tier` takes for it. The contract
+tests pick it up by themselves. A tier knows names and bytes: no chains, no arrays, no namespaces.
+Checksums, encryption and what a record says of itself belong to cache/io.py, above it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from firn.cache.faults import Missing, Refused, TierError, TierFault, TierFull
+from firn.cache.storage.faults import Missing, Refused, TierError, TierFault, TierFull
 
 __all__ = [
     "AHEAD_S",
@@ -34,6 +36,7 @@ __all__ = [
     "TierOptions",
     "Usage",
     "discover",
+    "schemes",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -197,8 +200,17 @@ OpenTier = Callable[[TierOptions], Tier]
 
 def discover() -> dict[str, OpenTier]:
     """How to open each kind of tier."""
+    return {name: module.open_tier for name, module in _modules()}
+
+
+def schemes() -> dict[str, str]:
+    """The kind of tier that each scheme of an address means. Stores name theirs in SCHEMES."""
     return {
-        module.name: importlib.import_module(f"{__name__}.{module.name}").open_tier
-        for module in pkgutil.iter_modules(__path__)
-        if not module.name.startswith("_")
+        scheme: name for name, module in _modules() for scheme in getattr(module, "SCHEMES", ())
     }
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    for module in pkgutil.iter_modules(__path__):
+        if not module.name.startswith("_"):
+            yield module.name, importlib.import_module(f"{__name__}.{module.name}")

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
-from firn.cache.tiers import TierOptions
+from firn.cache.tiers import TierOptions, schemes
 from firn.core.errors import SetupError
-
-KINDS = {"s3": "s3", "redis": "redis", "rediss": "redis"}
-"""The module in this folder that speaks each scheme."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +26,9 @@ def parse_address(text: str) -> Address:
         settings = parse_qsl(parts.query, strict_parsing=bool(parts.query), keep_blank_values=True)
     except ValueError:
         raise SetupError("--tier: that is no address; write s3://bucket/prefix") from None
-    if parts.scheme not in KINDS:
-        known = ", ".join(f"{scheme}://" for scheme in KINDS)
+    kinds = schemes()
+    if parts.scheme not in kinds:
+        known = ", ".join(f"{scheme}://" for scheme in kinds)
         raise SetupError(f"--tier: an address begins with one of {known}")
     if not parts.hostname:
         raise SetupError(f"--tier: {parts.scheme}:// is followed by a name")
@@ -38,7 +36,7 @@ def parse_address(text: str) -> Address:
     host = parts.netloc.rpartition("@")[2]
     extra = dict(settings)
     return Address(
-        KINDS[parts.scheme],
+        kinds[parts.scheme],
         TierOptions(place.geturl(), extra=extra),
         place._replace(netloc=host).geturl(),
         extra.get("spill", "proved"),

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from firn.cache.faults import TierFault
+from firn.cache.storage.faults import TierFault
 from firn.cache.tiers import Status
 
 log = logging.getLogger("firn.cache")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from firn.cache.faults import TierError, TierFault
+from firn.cache.storage.faults import TierError, TierFault
 from firn.cache.tiers._breaker import CircuitBreaker
 
 T = TypeVar("T")

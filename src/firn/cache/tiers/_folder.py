@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from firn.cache.faults import TierFault
+from firn.cache.storage.faults import TierFault
 from firn.cache.tiers import PEEK_NBYTES, Buffer, Seen
 
 log = logging.getLogger("firn.cache")

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from firn.cache.faults import TierFault
+from firn.cache.storage.faults import TierFault
 from firn.cache.tiers import Status
 
 log = logging.getLogger("firn.cache")

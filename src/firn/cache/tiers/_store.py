@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from firn.cache.faults import Missing, Refused, TierFault
+from firn.cache.storage.faults import Missing, Refused, TierFault
 from firn.cache.tiers import Buffer, Found, Gone, Seen, Stored, TierOptions, Usage
 from firn.cache.tiers._bandwidth import Bandwidth
 from firn.cache.tiers._breaker import CircuitBreaker

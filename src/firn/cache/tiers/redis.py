@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from firn.cache.faults import Damaged, Missing, TierFault, TierFull
+from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull
 from firn.cache.tiers import Buffer, Found, TierOptions
 from firn.cache.tiers._breaker import CircuitBreaker
 from firn.cache.tiers._calls import Hopeless
@@ -28,6 +28,7 @@ from firn.cache.tiers._store import StoreSettings, StoreTier, number
 from firn.core.errors import SetupError
 
 T = TypeVar("T")
+SCHEMES = ("redis", "rediss")
 PIECE_NBYTES = 8 << 20
 """Redis answers nobody else while it copies a value: pieces keep that short."""
 READ_NBYTES = 1 << 20

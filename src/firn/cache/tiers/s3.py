@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from firn.cache.faults import Missing, TierFault
+from firn.cache.storage.faults import Missing, TierFault
 from firn.cache.tiers import Buffer, Found, TierOptions
 from firn.cache.tiers._breaker import CircuitBreaker
 from firn.cache.tiers._calls import Hopeless
@@ -30,6 +30,7 @@ from firn.cache.tiers._store import StoreSettings, StoreTier
 from firn.core.errors import SetupError
 
 T = TypeVar("T")
+SCHEMES = ("s3",)
 N_FINDERS = 16
 """Names that are asked for at once: S3 answers one a request."""
 CONNECT_S = 2.0

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from firn.cache.faults import Damaged, Missing, Refused, TierError, TierFault, TierFull
+from firn.cache.storage.faults import Damaged, Missing, Refused, TierError, TierFault, TierFull
 from firn.cache.tiers import AHEAD_S, PEEK_NBYTES, Buffer, Gone, Seen, Stored, TierOptions, Usage
 from firn.cache.tiers._folder import (
     BLOCK_NBYTES,

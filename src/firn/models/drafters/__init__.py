@@ -9,11 +9,16 @@ Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import importlib
+import pkgutil
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from firn.core.values import Job
+
+ON_A_MODEL = frozenset({"model", "mtp"})
+"""Drafters that need a loaded model: who assembles the server makes those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +70,12 @@ class Drafter(Protocol):
     def end(self) -> None:
         """The engine stops: keep what is worth keeping, let go of the rest."""
         ...
+
+
+def discover() -> dict[str, Callable[[], Drafter]]:
+    """How to make each drafter that needs no model, by its name."""
+    return {
+        module.name: importlib.import_module(f"{__name__}.{module.name}").DRAFTER
+        for module in pkgutil.iter_modules(__path__)
+        if not module.name.startswith("_") and module.name not in ON_A_MODEL
+    }

@@ -1,0 +1,163 @@
+"""What the HTTP side of a server is handed, as the configuration wants it."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from firn.api.auth import Keys
+from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
+from firn.api.event_router import EventRouter
+from firn.api.hosts import Hosts, machine_names
+from firn.api.quotas import KeyLimits, Quotas
+from firn.api.services import ApiLimits, Gather, Services
+from firn.api.speculation_metrics import SpeculationMetrics
+from firn.assembly import embeddings, sparse, speculation
+from firn.assembly.model import ServerSpec
+from firn.assembly.parts import ServerParts
+from firn.assembly.text import TextParts
+from firn.cache.admin.control import CacheAdmin, health, snapshot
+from firn.config import Config, default_cache_dir
+from firn.core.memory_plan import MIB
+from firn.core.ports import Tokenizer
+from firn.engine import Engine
+from firn.media.documents import Documents
+from firn.models import device as devices
+from firn.models.grammar import Compiler
+from firn.models.recognise import score_of
+from firn.text import rerank
+from firn.traces.record import Recorder, open_trace, user_salt
+
+log = logging.getLogger("firn")
+
+
+def build_services(
+    spec: ServerSpec,
+    text: TextParts,
+    engine: Engine[ServerParts],
+    *,
+    event_router: EventRouter,
+    pool: Executor,
+    recorder: Recorder | None,
+    n_ranks: int,
+) -> Services:
+    """The engine runs: its model is known."""
+    config, model, parts = spec.config, engine.model, engine.parts
+    grammars = Compiler(text.tokenizer, vocab_size=model.vocab_size)
+    pool.submit(grammars.prepare)
+    return Services(
+        engine=engine,
+        tokenizer=text.tokenizer,
+        prompts=text.prompt_maker(config, model),
+        reply_format=text.reply_format,
+        event_router=event_router,
+        pool=pool,
+        limits=_limits(config),
+        defaults=config.sampling.defaults(),
+        sparse=sparse.rules(config),
+        keys=keys_of(config),
+        hosts=Hosts((*config.server.allowed_hosts, *machine_names(config.server.host))),
+        quotas=_quotas(config),
+        allow_origins=config.server.allow_origins,
+        model_aliases=frozenset({config.model.path}),
+        embedder=embeddings.for_any_thread(
+            parts.embedder, lambda f: engine.call(lambda parts: f())
+        ),
+        reranker=_reranker(spec, text.tokenizer) if model.generates else None,
+        fetch_pictures=_fetcher(config) if model.vision else None,
+        read_documents=Documents().gather,
+        compile_grammar=grammars.compile,
+        softener=grammars.softener,
+        cache_admin=CacheAdmin(
+            lambda f: engine.call(lambda parts: f(parts.tree, parts.budget.view())),
+            pin_cap_nbytes=config.cache.cache_pin_max_mb * MIB,
+        ),
+        recorder=recorder,
+        dashboard=not config.page.no_dashboard,
+        show_text=config.page.show_text,
+        allocated=devices.allocated_nbytes,
+        health_details=lambda: {
+            "cache": health(parts.tree),
+            "speculation": speculation.view(parts.speculation),
+            "ranks": n_ranks,
+        },
+        extra_collectors=(
+            CacheMetrics(lambda: snapshot(parts.tree)),
+            MemoryMetrics(devices.allocated_nbytes),
+            SpeculationMetrics(lambda: speculation.view(parts.speculation)),
+        ),
+    )
+
+
+def keys_of(config: Config) -> Keys:
+    server = config.server
+    return Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
+
+
+def _limits(config: Config) -> ApiLimits:
+    return ApiLimits(
+        max_tokens=config.engine.max_tokens,
+        max_request_tokens=config.engine.max_request_tokens or None,
+        timeout_s=config.server.timeout or None,
+        requests_per_minute=config.server.rate_limit or None,
+        max_rows=config.engine.max_concurrency,
+    )
+
+
+def _quotas(config: Config) -> Quotas:
+    server = config.server
+    limits = KeyLimits(
+        concurrency=server.key_max_concurrency,
+        queue_share=server.key_queue_share,
+        tokens_per_minute=server.key_tokens_per_minute,
+    )
+    return Quotas(limits, max_queue=config.engine.max_queue)
+
+
+def _fetcher(config: Config) -> Gather | None:
+    """None: pictures by address are refused."""
+    options = config.images
+    if not options.allow_image_urls:
+        return None
+    from firn.media.fetch import Fetcher, FetchLimits
+
+    limits = FetchLimits(
+        nbytes=options.max_image_mb * MIB,
+        timeout_s=options.image_fetch_timeout_s,
+        plain_http=options.allow_plain_http_images,
+    )
+    return Fetcher(limits).gather
+
+
+def _reranker(spec: ServerSpec, tokenizer: Tokenizer) -> rerank.Reranker | None:
+    """None: the model does not judge documents."""
+    folder = spec.folder
+    reranker = rerank.detect_reranker(f"{spec.name} {folder.name}", tokenizer, score_of(folder))
+    if reranker is not None:
+        log.info("%s reranks documents (/v1/rerank)", spec.name)
+    return reranker
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """A file that a trace is appended to; opened before the model is loaded, so that a bad path is
+    reported at once."""
+
+    path: Path
+    fd: int
+
+    @classmethod
+    def open(cls, path: Path) -> TraceFile:
+        return cls(path, open_trace(path))
+
+    def recorder(self, config: Config, engine: Engine[ServerParts]) -> Recorder:
+        log.info("recording a trace: %s", self.path)
+        return Recorder(
+            self.fd,
+            model=engine.model.name,
+            block=config.cache.cache_block_tokens,
+            token_nbytes=engine.parts.budget.cost.per_token_nbytes,
+            salt=user_salt(default_cache_dir()),
+        )

@@ -1,0 +1,7 @@
+"""For people.
+
+control.py     questions to a running cache: statistics, probes, pins, clearing
+browse.py      its tree, read in slices
+inventory.py   what a folder contains, with or without a server
+transfer.py    a prefix as one file, to be carried to another machine
+"""

@@ -1,0 +1,336 @@
+"""What people ask of a running cache: how full it is, what would hit, pin this, clear that.
+
+Functions over the cache, run on the engine thread between two steps. They answer with plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from firn.cache.admin import browse
+from firn.cache.off import CacheOff
+from firn.cache.parts import Part
+from firn.cache.planning.match import MEMORY
+from firn.cache.prefix import PrefixTree
+from firn.cache.tiers import Usage
+from firn.cache.tree import Node, PartTotals, Root
+from firn.core.errors import BadRequest, NotFound
+from firn.core.keys import Key
+from firn.core.values import Namespace, Prompt
+
+PIN_SHARE = 0.5
+"""The share of memory that may be pinned in all."""
+Json = dict[str, Any]
+Run = Callable[[Callable[[Any, Json], Any]], "Future[Any]"]
+"""Runs a function on the engine thread; it gets the cache, and how admission by memory stands."""
+
+
+class CacheAdmin:
+    """Implements core.ports.CacheAdmin: each question runs on the engine thread, between two steps."""
+
+    def __init__(self, run: Run, *, pin_cap_nbytes: int) -> None:
+        self._run = run
+        self._pin_cap_nbytes = pin_cap_nbytes
+
+    def stats(self, namespace: Namespace | None) -> Future[Json]:
+        def answer(cache: PrefixTree | CacheOff, admission: Json) -> Json:
+            if isinstance(cache, CacheOff):
+                return {"enabled": False, "why": cache.why, "admission": admission}
+            return {**stats(cache, namespace), "admission": admission}
+
+        return self._run(answer)
+
+    def probe(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
+        return self._ask(lambda cache: probe(cache, prompt, namespace))
+
+    def pin(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
+        cap = self._pin_cap_nbytes
+        return self._ask(lambda cache: pin(cache, prompt, namespace, cap_nbytes=cap))
+
+    def unpin(self, prompt: Prompt, namespace: Namespace) -> Future[Json]:
+        return self._ask(lambda cache: unpin(cache, prompt, namespace))
+
+    def clear(self, namespace: Namespace | None) -> Future[Json]:
+        return self._ask(lambda cache: clear(cache, namespace))
+
+    def browse(
+        self, namespace: Namespace | None, node: str | None, *, limit: int, with_tokens: bool
+    ) -> SlicedTreeQuery:
+        key = None if node is None else key_of(node)
+        reader = browse.TreeReader(namespace, key, limit=limit, with_tokens=with_tokens)
+        return SlicedTreeQuery(self._run, reader)
+
+    def forget_node(self, namespace: Namespace | None, node: str) -> SlicedTreeQuery:
+        return SlicedTreeQuery(self._run, browse.SubtreeRemoval(namespace, key_of(node)))
+
+    def node(self, namespace: Namespace | None, node: str) -> Future[Json]:
+        return self._ask_node(namespace, node, browse.details)
+
+    def pin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
+        def pin(cache: PrefixTree, end: Node) -> Json:
+            pin_end(cache, end, cap_nbytes=self._pin_cap_nbytes)
+            return browse.details(cache, end)
+
+        return self._ask_node(namespace, node, pin)
+
+    def unpin_node(self, namespace: Namespace | None, node: str) -> Future[Json]:
+        def unpin(cache: PrefixTree, top: Node) -> Json:
+            return {"unpinned": browse.unpin_below(cache, top), **browse.details(cache, top)}
+
+        return self._ask_node(namespace, node, unpin)
+
+    def _ask_node(
+        self,
+        namespace: Namespace | None,
+        node: str,
+        question: Callable[[PrefixTree, Node], Json],
+    ) -> Future[Json]:
+        key = key_of(node)
+
+        def answer(cache: PrefixTree) -> Json:
+            known = browse.find(cache, key, namespace)
+            if known is None:
+                raise no_such_node()
+            return question(cache, known)
+
+        return self._ask(answer)
+
+    def _ask(self, question: Callable[[PrefixTree], Json]) -> Future[Json]:
+        def answer(cache: PrefixTree | CacheOff, admission: Json) -> Json:
+            if isinstance(cache, CacheOff):
+                return {"enabled": False, "why": cache.why}
+            return question(cache)
+
+        return self._run(answer)
+
+
+class TreeQuery(Protocol):
+    """Reads or changes the tree a slice at a time."""
+
+    is_known: bool
+    """There is the node that it is about, and the caller may see it."""
+
+    def step(self, cache: PrefixTree) -> bool:
+        """Do a slice; True when there is no more to do."""
+        ...
+
+    def answer(self) -> Json: ...
+
+
+class SlicedTreeQuery:
+    """Implements core.ports.SlicedQuery over a TreeQuery, whose slices run on the engine thread."""
+
+    def __init__(self, run: Run, query: TreeQuery) -> None:
+        self._run = run
+        self._query = query
+        self._off: CacheOff | None = None
+
+    def step(self) -> Future[bool]:
+        def go_on(cache: PrefixTree | CacheOff, admission: Json) -> bool:
+            if isinstance(cache, CacheOff):
+                self._off = cache
+                return True
+            done = self._query.step(cache)
+            if not self._query.is_known:
+                raise no_such_node()
+            return done
+
+        return self._run(go_on)
+
+    def answer(self) -> Json:
+        if self._off is not None:
+            return {"enabled": False, "why": self._off.why}
+        return self._query.answer()
+
+
+def key_of(node: str) -> Key:
+    """Raises NotFound: what is not a key is not a node's."""
+    try:
+        return Key(bytes.fromhex(node))
+    except ValueError:
+        raise no_such_node() from None
+
+
+def no_such_node() -> NotFound:
+    return NotFound("You have no such stored prefix; it may have been evicted since.", param="node")
+
+
+# --- how full it is ------------------------------------------------------------------------
+
+
+def stats(cache: PrefixTree, namespace: Namespace | None) -> Json:
+    """What was counted, for everybody, or for one namespace without a trace of the others.
+
+    Reads totals that are kept up to date: costs the same however much is stored.
+    """
+    everything = namespace is None
+    counted = cache.stats if namespace is None else cache.stats_of(namespace)
+    roots = _roots(cache, namespace)
+    tree = cache.records.tree
+    if namespace is None:
+        in_memory, in_tiers = tree.memory, tree.tiers
+    else:
+        in_memory, in_tiers = _own_totals(cache, roots)
+    memory: Json = {
+        **_totals_view(in_memory),
+        "tokens": sum(root.n_stored_tokens for root in roots),
+        "pinned_bytes": sum(root.pinned_nbytes for root in roots),
+        "parts": {
+            part.value: {"records": in_memory.n_records[part], "bytes": in_memory.nbytes[part]}
+            for part in Part
+        },
+    }
+    tiers: dict[str, Json] = {}
+    for tier, in_tier in zip(cache.records.tiers, in_tiers, strict=True):
+        tiers[tier.name] = {"enabled": True, **_totals_view(in_tier)}
+        if everything:
+            tiers[tier.name]["folder"] = usage_view(tier.usage())
+    if everything:
+        memory["limit_bytes"] = cache.settings.limit_nbytes
+        memory["room_bytes"] = cache.records.memory.limit_nbytes
+        memory["leaving_bytes"] = tree.leaving_nbytes
+        memory |= cache.records.rows.view()
+    view: Json = {
+        "enabled": True,
+        "reuse": "exact" if cache.settings.exact_chunk else "full",
+        "block_tokens": cache.settings.block,
+        "tiers": [MEMORY, *tiers],
+        MEMORY: memory,
+        **tiers,
+        **counted.view(),
+    }
+    if everything:  # learned from everybody's requests
+        view["estimates"] = cache.records.estimates.view()
+    return view
+
+
+def _roots(cache: PrefixTree, namespace: Namespace | None) -> list[Root]:
+    roots = cache.records.tree.roots()
+    return [root for root in roots if namespace in (None, root.namespace)]
+
+
+def _own_totals(cache: PrefixTree, roots: list[Root]) -> tuple[PartTotals, list[PartTotals]]:
+    memory, tiers = PartTotals(), [PartTotals() for _ in cache.records.tiers]
+    for root in roots:
+        memory.add(root.memory)
+        for total, own in zip(tiers, root.tiers, strict=True):
+            total.add(own)
+    return memory, tiers
+
+
+def _totals_view(totals: PartTotals) -> Json:
+    return {"records": totals.total_records, "used_bytes": totals.total_nbytes}
+
+
+def snapshot(cache: object) -> Json:
+    """Counters for a scrape, from any thread: copies that need not agree with each other exactly."""
+    if not isinstance(cache, PrefixTree):
+        return {}
+    tree = cache.records.tree
+    places = {MEMORY: tree.memory}
+    places |= {t.name: totals for t, totals in zip(cache.records.tiers, tree.tiers, strict=True)}
+    nbytes = {
+        place: {p.value: n for p, n in totals.nbytes.items()} for place, totals in places.items()
+    }
+    usages = {t.name: t.usage() for t in cache.records.tiers}
+    limits = {MEMORY: cache.records.memory.limit_nbytes}
+    limits |= {name: usage.limit_nbytes for name, usage in usages.items()}
+    counts = {name: dict(usage.counts) for name, usage in usages.items()}
+    return {**cache.stats.view(), "bytes": nbytes, "limits": limits, "operations": counts}
+
+
+def health(cache: object) -> Json:
+    """Whether reuse is on, and which tiers take writes. From any thread."""
+    if isinstance(cache, CacheOff):
+        return {"reuse": False, "why": cache.why}
+    view: Json = {"reuse": True}
+    if isinstance(cache, PrefixTree):
+        for tier in cache.records.tiers:
+            status = tier.usage().status
+            view[tier.name] = {"state": status.state, "reason": status.reason}
+    return view
+
+
+def usage_view(usage: Usage) -> Json:
+    """A tier as a whole, with all models and processes that share it."""
+    return {
+        "bytes": usage.nbytes,
+        "limit_bytes": usage.limit_nbytes,
+        "state": usage.status.state,
+        "reason": usage.status.reason,
+        "files": dict(usage.n_files),
+        "part_bytes": dict(usage.part_nbytes),
+        "foreign": usage.n_foreign,
+        "quarantined": usage.n_quarantined,
+        "counts": dict(usage.counts),
+        "drops": dict(usage.drops),
+        "day_bytes": usage.day_nbytes,
+        "day_limit_bytes": usage.day_limit_nbytes,
+    }
+
+
+# --- one prompt ----------------------------------------------------------------------------
+
+
+def probe(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
+    """How much would hit, from where, and why not more. Changes nothing."""
+    found = cache.probe(prompt, namespace)
+    return {
+        "prompt_tokens": len(prompt),
+        "cached_tokens": found.match.n_tokens,
+        "shared_tokens": found.n_shared,
+        "tiers": found.tiers,
+        "reason": found.reason,
+    }
+
+
+def pin(cache: PrefixTree, prompt: Prompt, namespace: Namespace, *, cap_nbytes: int) -> Json:
+    """Keep what is stored of this prompt until it is unpinned."""
+    match = cache.probe(prompt, namespace).match
+    if match.segments:
+        pin_end(cache, match.segments[-1].node, cap_nbytes=cap_nbytes)
+    return {"pinned_tokens": match.n_tokens, "pinned_bytes": pinned_nbytes(cache, namespace)}
+
+
+def pin_end(cache: PrefixTree, end: Node, *, cap_nbytes: int) -> None:
+    """Keep the prefix that ends here. Raises BadRequest where that is more than may be pinned."""
+    allowed = _may_pin_nbytes(cache, end.root, cap_nbytes)
+    was_pinned = end in end.root.pinned
+    cache.records.pin(end)
+    if end.root.pinned_nbytes > allowed:
+        more = end.root.pinned_nbytes
+        if not was_pinned:
+            cache.records.unpin(end)
+        raise BadRequest(
+            f"With this prefix {more} bytes would be pinned; at most {allowed} may be."
+        )
+
+
+def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:
+    """What this key may pin: a share of memory, less what others have pinned."""
+    size = cache.records.memory.limit_nbytes
+    all_keys = min(cap_nbytes, int(PIN_SHARE * size))
+    others = sum(r.pinned_nbytes for r in cache.records.tree.roots() if r is not root)
+    return max(min(all_keys - others, all_keys), 0)
+
+
+def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
+    """Unpin what was pinned of this prompt, but for what a longer pinned prompt shares."""
+    n_unpinned = 0
+    for segment in reversed(cache.probe(prompt, namespace).match.segments):
+        node = segment.node
+        cache.records.unpin(node)
+        n_unpinned += 0 if node.n_pins else node.n_tokens
+    return {"unpinned_tokens": n_unpinned, "pinned_bytes": pinned_nbytes(cache, namespace)}
+
+
+def pinned_nbytes(cache: PrefixTree, namespace: Namespace | None = None) -> int:
+    """Of everybody, or of one namespace."""
+    return sum(root.pinned_nbytes for root in _roots(cache, namespace))
+
+
+def clear(cache: PrefixTree, namespace: Namespace | None = None) -> Json:
+    """Forget every record, or one namespace's. Running requests end well, and store nothing more."""
+    return {"freed_bytes": cache.records.clear(namespace)}

@@ -1,0 +1,239 @@
+"""Loading stored records for a prompt, while the prompt is computed from its front.
+
+A load and the computing race (see planning/plan.py). Whatever goes wrong with a load, the request goes
+on: with what is left, or by computing.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from firn.cache.cursor import CacheCursor, Loading, PendingQuestion
+from firn.cache.lookup import Question
+from firn.cache.parts import Needs
+from firn.cache.planning import checkpoints
+from firn.cache.planning.match import Match, Walk, resume_points
+from firn.cache.planning.plan import GRACE_S, UNKNOWN_PATIENCE_S, ResumePlan, make_plan
+from firn.cache.planning.reasons import EVICTED, NOT_YET
+from firn.cache.records import Records
+from firn.cache.storage.client import TierClient
+from firn.cache.storage.events import RecordRead, StoreAnswered
+from firn.cache.storage.faults import Damaged, Missing, TierError
+from firn.cache.tree import Node, Record
+
+MAX_PLANS = 3
+"""How often a prompt's loads are planned, the first time included, while loads fail."""
+ASK_PATIENCE_S = 0.25
+"""Computing waits no longer than this for a store's answer."""
+MIN_DEADLINE_S, DEADLINE_FACTOR = 5.0, 10.0
+
+
+class Loader:
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._needs = records.needs
+
+    # --- beginning -------------------------------------------------------------------------
+
+    def plan(self, cursor: CacheCursor, *, start: int = 0) -> ResumePlan:
+        """start: this many tokens of the prompt are computed already."""
+        return make_plan(
+            cursor.walk(self._records.tree),
+            self._needs,
+            self._records.estimates,
+            lambda record: self._records.tiers.fastest_with(record).name,
+            start=start,
+            available=cursor.has,
+        )
+
+    def begin(self, cursor: CacheCursor, *, start: int = 0) -> None:
+        """Lease what the prompt can resume from now, and load what is worth it."""
+        if not cursor.control.read:
+            return
+        plan = self.plan(cursor, start=start)
+        cursor.n_plans += 1
+        cursor.is_slower = plan.is_slower
+        cursor.n_target = max(cursor.n_target, plan.target.n_tokens)
+        self.unlease(cursor)
+        self._lease(cursor, plan.target if plan.loads else plan.now)
+        if not plan.loads:
+            return
+        cursor.in_memory_before = frozenset(r for r in plan.target.records if r.arrays is not None)
+        now = cursor.clock()
+        loading = cursor.loading = Loading(
+            plan.target.n_tokens,
+            set(plan.loads),
+            now,
+            now + plan.patience_s,
+            now + plan.busy_patience_s,
+            now + max(MIN_DEADLINE_S, DEADLINE_FACTOR * plan.load_s),
+            compute_s=plan.compute_s,
+            start=max(plan.now.n_tokens, start),
+            front=start,
+        )
+        for record in plan.loads:
+            self._records.tiers.fastest_with(record).load(record, _wants(loading, record))
+
+    def _lease(self, cursor: CacheCursor, match: Match) -> None:
+        for record in match.records:
+            self._records.tree.lease_record(record)
+            cursor.leased.append(record)
+
+    def unlease(self, cursor: CacheCursor) -> None:
+        for record in cursor.leased:
+            self._records.tree.unlease_record(record)
+        if cursor.leased:
+            cursor.leased.clear()
+            self._records.memory.let_go()
+
+    # --- what is under way -----------------------------------------------------------------
+
+    def was_read(self, cursor: CacheCursor, tier: TierClient, event: RecordRead) -> None:
+        record = event.record
+        loading = cursor.loading
+        if loading is None or record not in loading.missing:
+            return
+        loading.missing.discard(record)
+        loading.nbytes[tier.name] = loading.nbytes.get(tier.name, 0) + record.nbytes
+        loading.n_arrived += 1
+        loading.last_at, loading.taken_at = event.at, cursor.clock()
+        loading.engine_s += event.array_s
+        cursor.loaded[record] = tier.name, event.arrays
+        if not loading.missing:
+            self.end(cursor)
+
+    def read_failed(self, cursor: CacheCursor, record: Record, error: TierError) -> None:
+        """Plan again without the record."""
+        loading = cursor.loading
+        if loading is None or record not in loading.missing:
+            return
+        self._fail(cursor, _reason(error))
+        if cursor.n_plans < MAX_PLANS:
+            self.begin(cursor, start=loading.front)
+
+    def end_if_late(self, cursor: CacheCursor) -> None:
+        """End a load that takes far longer than it should."""
+        if cursor.loading is not None and cursor.clock() >= cursor.loading.deadline:
+            self._records.stats.faults["read: too slow"] += 1
+            self._fail(cursor, NOT_YET)
+
+    def _fail(self, cursor: CacheCursor, why: str) -> None:
+        self.end(cursor)
+        cursor.load_fault = why
+        if cursor.admission.reason:
+            cursor.admission = replace(cursor.admission, reason=why)
+
+    def computed(self, cursor: CacheCursor, n_tokens: int) -> None:
+        """This many tokens of the prompt are computed: loads for those are not needed any more."""
+        loading = cursor.loading
+        if loading is None:
+            return
+        loading.front = cursor.node.end  # what is computed but not committed cannot be resumed from
+        loading.missing = {r for r in loading.missing if loading.wants(r)}
+        if not loading.missing or n_tokens >= loading.n_tokens:
+            self.end(cursor)
+
+    def stop(self, cursor: CacheCursor) -> None:
+        """Nothing that may still arrive is of use to it."""
+        self.end(cursor)
+        cursor.asking = None
+
+    def end(self, cursor: CacheCursor) -> None:
+        loading, cursor.loading = cursor.loading, None
+        if loading is None:
+            return
+        loading.over = True
+        for tier, nbytes in loading.nbytes.items():
+            self._records.estimates.saw_load(tier, nbytes, loading.last_at - loading.began)
+
+    # --- asking stores ---------------------------------------------------------------------
+
+    def ask(self, cursor: CacheCursor) -> None:
+        """Ask shared stores for what they have of the prompt beyond what the tree knows."""
+        stores = [tier for tier in self._records.tiers if tier.is_store]
+        if not (stores and cursor.control.read):
+            return
+        question, n_now = self._question(cursor)
+        compute_s = self._records.estimates.prefill_s(n_now, len(cursor.prompt))
+        stores = [tier for tier in stores if compute_s > 2 * (tier.ask_s or 0.0)]
+        if question.is_empty or not stores:
+            return
+        known = [tier.ask_s for tier in stores if tier.ask_s is not None]
+        patience = 2 * max(known) + GRACE_S if known else UNKNOWN_PATIENCE_S
+        until = cursor.clock() + min(patience, compute_s / 2, ASK_PATIENCE_S)
+        cursor.asking = PendingQuestion(question, {tier.number for tier in stores}, until)
+        for tier in stores:
+            tier.ask(question)
+
+    def store_answered(self, cursor: CacheCursor, tier: TierClient, event: StoreAnswered) -> None:
+        """The tree knows by now what the store has: plan again with that."""
+        asking = cursor.asking
+        if asking is None or asking.question is not event.question:
+            return
+        asking.tiers.discard(tier.number)
+        if not asking.tiers:
+            cursor.asking = None
+        if event.entries:
+            self.end(cursor)
+            self.begin(cursor, start=cursor.node.end)
+
+    def _question(self, cursor: CacheCursor) -> tuple[Question, int]:
+        """What to ask, and where the prompt could resume without an answer."""
+        walk, identity = cursor.walk(self._records.tree), self._records.identity
+        points = resume_points(walk, self._needs, lambda record: record.obtainable)
+        n_now = next(points).n_tokens
+        limit = walk.before(len(walk.tokens) - 1)
+        question = Question(
+            root=cursor.root.key,
+            fingerprint=identity.fingerprint,
+            layout=identity.layout,
+            namespace=cursor.root.namespace,
+            block=identity.block,
+            needs=self._needs,
+            text=walk.tokens,
+            known=[node.key for node in _obtainable_blocks(walk, self._needs)],
+            limit=limit,
+            states=self._state_positions(cursor, n_now, limit),
+            now=self._records.wall(),
+        )
+        return question, n_now
+
+    def _state_positions(self, cursor: CacheCursor, n_now: int, limit: int) -> Sequence[int]:
+        """Where another server may have kept a state, beyond what can be resumed at now."""
+        if not self._needs.state:
+            return ()
+        grid, ends = self._needs.grid, {*cursor.boundaries, *cursor.hints}
+        ends |= checkpoints.due(
+            cursor.boundaries,
+            len(cursor.prompt),
+            n_restored=0,
+            n_shared=0,
+            hints=cursor.hints,
+            grid=grid,
+        ).keys()
+        return sorted({p - p % grid for p in ends if n_now < p - p % grid <= limit})
+
+
+def _obtainable_blocks(walk: Walk, needs: Needs) -> list[Node]:
+    """The path up to the first block whose carrier nobody here has: a store is asked from there."""
+    carrier = needs.by_block[:1]
+    return list(
+        takewhile(
+            lambda node: all(p in node.records and node.records[p].obtainable for p in carrier),
+            walk.path,
+        )
+    )
+
+
+def _wants(loading: Loading, record: Record) -> Callable[[], bool]:
+    return lambda: loading.wants(record)
+
+
+def _reason(error: TierError) -> str:
+    if isinstance(error, Damaged):
+        return "damaged"
+    return EVICTED if isinstance(error, Missing) else "read failed"

@@ -1,0 +1,6 @@
+"""Records as arrays.
+
+eviction.py   which records memory holds, under a limit
+rows.py       records that stay in the row that computed them
+parking.py    rows that have ended, and the turns that go on in them
+"""

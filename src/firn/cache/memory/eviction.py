@@ -1,0 +1,161 @@
+"""The memory tier: which records are held as arrays, under a limit in bytes.
+
+The record of the lowest rank is evicted first (see tree/order.py). A leaf's rank only grows, so a heap
+holds ranks as they were, and a record whose rank has grown since is put back. Records that are leased or
+pinned are set aside until a lease or a pin ends.
+
+States have a share of memory: beyond it, states are evicted for a new state, and no pages.
+
+Owner: the engine thread, through `Records`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+from firn.cache.memory.rows import LiveRows, RowPages
+from firn.cache.parts import Part
+from firn.cache.tree import Record, Tree
+
+STATE_SHARE = 0.5
+ALONG_S = 60.0
+"""When a parked row gives memory back, blocks go together that were used this close to each other."""
+
+
+class MemoryTier:
+    def __init__(
+        self,
+        tree: Tree,
+        rows: LiveRows,
+        *,
+        limit_nbytes: int,
+        evict: Callable[[Record], None],
+    ) -> None:
+        """evict: takes a record out of memory."""
+        self._tree = tree
+        self._rows = rows
+        self._evict = evict
+        self._all = EvictionQueue(tree.order.rank)
+        self._states = EvictionQueue(tree.order.state_rank)
+        self._set_aside: dict[Record, None] = {}
+        """Records of either queue that may not be evicted for now."""
+        self._try_again = False
+        self.limit_nbytes = limit_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._tree.memory.total_nbytes + self._rows.extra_nbytes
+
+    def added(self, record: Record) -> None:
+        """Memory has the record from now on; room was made before."""
+        self._all.push(record)
+        if record.part is Part.STATE:
+            self._states.push(record)
+        n_held = self._tree.memory.total_records
+        self._all.tidy(n_held)
+        self._states.tidy(n_held)
+
+    def make_room(self, nbytes: int, *, part: Part) -> bool:
+        """Evict until `nbytes` more fit; False when what is left may not be evicted."""
+        if nbytes > self.limit_nbytes:
+            return False
+        if part is Part.STATE:
+            allowed = int(self.limit_nbytes * STATE_SHARE)
+            while self._tree.memory.nbytes[Part.STATE] + nbytes > allowed:
+                if nbytes > allowed or not self._evict_next(self._states):
+                    return False
+        return self.shrink_to(self.limit_nbytes - nbytes)
+
+    def shrink_to(self, nbytes: int) -> bool:
+        """Evict until at most `nbytes` are held. What parked rows hold twice goes first."""
+        fits = self.nbytes <= nbytes
+        if fits:
+            return True
+        while not fits and (self._rows.compact() or self._evict_next(self._all)):
+            fits = self.nbytes <= nbytes
+        self._rows.trim()
+        return fits
+
+    def let_go(self) -> None:
+        """A lease or a pin has ended: some of what was set aside may be evicted now."""
+        self._try_again = True
+
+    def _queue_again(self) -> None:
+        self._try_again = False
+        records, self._set_aside = self._set_aside, {}
+        for record in records:
+            if record.arrays is not None and record.alive:
+                self.added(record)
+
+    def _evict_next(self, queue: EvictionQueue) -> bool:
+        """Evict the record of the lowest rank; False when none may be evicted."""
+        if self._try_again:
+            self._queue_again()
+        while (record := queue.pop()) is not None:
+            if self._may_evict(record):
+                pages = record.arrays
+                self._evict(record)
+                if isinstance(pages, RowPages):
+                    self._evict_along(pages, self._tree.order.rank(record))
+                return True
+            self._set_aside[record] = None
+        return False
+
+    def _may_evict(self, record: Record) -> bool:
+        return self._tree.may_evict(record) and self._rows.may_evict(record)
+
+    def _evict_along(self, pages: RowPages, rank: float) -> None:
+        """Evict more of a parked row: what stays of it is copied, which should not happen often."""
+        n_to_give = self._rows.n_to_give(pages)
+        end = pages.end - n_to_give
+        for record in sorted(pages.records, key=lambda r: -r.node.end):
+            if record.node.end <= end or self._tree.order.rank(record) > rank + ALONG_S:
+                return
+            if record not in pages.records:
+                continue
+            if not self._may_evict(record) or carries(record):
+                return
+            self._evict(record)
+
+
+def carries(record: Record) -> bool:
+    """Whether memory holds a block that needs this one."""
+    below = (r for child in record.node.children for r in child.records.values())
+    return any(r.arrays is not None and not r.leaving for r in below)
+
+
+class EvictionQueue:
+    """Records by rank, the lowest first; of equal ranks the deepest first. May contain one twice."""
+
+    def __init__(self, rank: Callable[[Record], float]) -> None:
+        self._rank = rank
+        self._heap: list[tuple[float, int, int, Record]] = []
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, record: Record) -> None:
+        depth = record.node.start
+        heapq.heappush(self._heap, (self._rank(record), -depth, next(self._serial), record))
+
+    def pop(self) -> Record | None:
+        """The record of the lowest rank that memory still holds; None when there is none."""
+        while self._heap:
+            rank, *_, record = heapq.heappop(self._heap)
+            if record.arrays is None or record.leaving or not record.alive:
+                continue
+            if self._rank(record) <= rank:
+                return record
+            self.push(record)  # its rank has grown since
+        return None
+
+    def tidy(self, n_held: int) -> None:
+        """Drop entries of records that are gone, before they outnumber the others."""
+        if len(self._heap) > 64 + 4 * n_held:
+            live = dict.fromkeys(r for *_, r in self._heap if r.arrays is not None and r.alive)
+            self._heap.clear()
+            for record in live:
+                self.push(record)

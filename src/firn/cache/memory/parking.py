@@ -1,0 +1,205 @@
+"""Rows that end are parked, and the next turn of their conversation goes on in their buffers.
+
+    a row ends            alone: its buffers stay as they are; in a group: they are copied out once;
+                          a row of a few blocks is cut into records instead
+    the next turn         takes the buffers over, cut back to where the two prompts agree: no copy
+    another conversation  copies what it shares; the row stays parked
+    after a copy          the records lie in the new row, and no longer where they were copied from
+
+A row that goes without being parked is not trusted: the records that lay in it are forgotten.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from firn.cache.arrays.payload import compute, evaluate
+from firn.cache.codecs import concat_tokens
+from firn.cache.commit import Cuts
+from firn.cache.cursor import CacheCursor
+from firn.cache.layout import Layout
+from firn.cache.memory.eviction import carries
+from firn.cache.memory.rows import LEAST_BLOCKS, RowPages, Slab
+from firn.cache.parts import Part
+from firn.cache.planning.match import Match
+from firn.cache.records import Records
+from firn.cache.tree import Record
+from firn.core.ports import LiveRow
+
+ROOM_TOKENS = 256
+"""Room behind what is copied out of a group, so that the next turn need not copy it again."""
+
+
+class Parking:
+    def __init__(self, records: Records, layout: Layout, *, in_rows: bool) -> None:
+        """in_rows: whether this cache leaves pages in rows."""
+        self._records = records
+        self._tree = records.tree
+        self._rows = records.rows
+        self._layout = layout
+        self._in_rows = in_rows
+        self._block = records.identity.block
+
+    # --- a row ends ------------------------------------------------------------------------
+
+    def end(self, row: LiveRow) -> None:
+        """Keep the records that lie in the row, which is about to leave."""
+        pages = self._rows.live.pop(row, None)
+        if pages is None:
+            return
+        try:
+            if pages.end >= LEAST_BLOCKS * self._block:
+                self._park(pages, row)
+            elif pages.records:
+                self._cut(pages, row)
+        finally:
+            pages.row = None
+            if pages not in self._rows.parked:  # a fault left records in it
+                self._drop(pages, "in doubt")
+
+    def _park(self, pages: RowPages, row: LiveRow) -> None:
+        end = pages.end
+        if self._layout.is_lone(row.live_layers):
+            buffers = self._layout.take(row.live_layers)
+        else:
+            pad = -end % ROOM_TOKENS + ROOM_TOKENS
+            buffers = [concat_tokens([a], pad=pad) for a in pages.views(0, end).layers]
+            compute(buffers)
+        pages.slab = Slab(buffers, 0, end)
+        self._rows.parked[pages] = self._rows.unconfirmed[pages] = None
+        self._rows.trim()
+
+    def _cut(self, pages: RowPages, row: LiveRow) -> None:
+        """Give its records arrays of their own.
+
+        No room is made first: the row's own memory is free in a moment, and if there is too little
+        even so, the next records that come evict what ranks lowest.
+        """
+        records = list(pages.records)
+        cuts = Cuts(self._layout, row, min(r.node.start for r in records), pages.end)
+        cut = [cuts.cut(Part.PAGES, r.node.start, r.node.end) for r in records]
+        evaluate(cut)
+        for record, payload in zip(records, cut, strict=True):
+            self._tree.move(record, payload)
+
+    def abandon(self, cursor: CacheCursor) -> None:
+        """The cursor's row goes, and must not be kept."""
+        if isinstance(cursor.pages, RowPages) and cursor.pages.row is not None:
+            self._drop(cursor.pages, "in doubt")
+        cursor.pages = None
+
+    # --- faults ----------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Forget the records of rows that have left, were never made, or could not be trimmed."""
+        rows = self._rows
+        gone = [p for r, p in rows.live.items() if not r.is_live]
+        broken = [p for p in rows.parked if p.slab is None]
+        for pages in [*gone, *broken, *rows.moving]:
+            self._drop(pages, "in doubt")
+        for pages in [p for p in rows.parked if not p.records]:
+            rows.forget(pages)
+
+    def doubt(self) -> None:
+        """The device has failed: no row that was written since the last confirmation is trusted."""
+        for pages in [*self._rows.live.values(), *self._rows.moving, *self._rows.unconfirmed]:
+            self._drop(pages, "in doubt")
+
+    def _drop(self, pages: RowPages, why: str) -> None:
+        """Forget the records that lie in it, the last first; not those that another row holds too."""
+        if pages.records:
+            self._move_to_others(pages)
+            self._records.stats.dropped[why] += len(pages.records)
+            self._records.drop(sorted(pages.records, key=lambda r: -r.node.start))
+        self._rows.forget(pages)
+
+    def _move_to_others(self, pages: RowPages) -> None:
+        lost = {r.node: r for r in pages.records}
+        for other in self._rows.every():
+            if other is pages or other.chain is None or not other.is_there:
+                continue
+            for node in other.chain.path():
+                if node in lost and other.holds(node):
+                    self._tree.move(lost.pop(node), other)
+
+    # --- the next turn ---------------------------------------------------------------------
+
+    def to_take(self, match: Match) -> RowPages | None:
+        """The parked row that a match can go on in, if taking it over is cheaper than a copy."""
+        record = match.segments[-1].node.records.get(Part.PAGES)
+        pages = record.arrays if record is not None else None
+        if not isinstance(pages, RowPages) or pages not in self._rows.parked:
+            return None
+        slab, n = pages.slab, match.n_tokens
+        assert slab is not None
+        fits = slab.first == 0 and n <= pages.end
+        return pages if fits and pages.end - n <= n // 2 else None
+
+    def take(self, pages: RowPages, match: Match, layers: Sequence[object]) -> None:
+        """Give the buffers to a new row's layers. Records beyond the match are cut out of them first."""
+        if self.to_take(match) is not pages:
+            raise ValueError("the parked row is gone")
+        n_tokens = match.n_tokens
+        del self._rows.parked[pages]
+        self._rows.moving[pages] = None
+        beyond = [r for r in pages.records if r.node.end > n_tokens]
+        for record in sorted(beyond, key=lambda r: -r.node.end):
+            self._save(record)
+        slab, pages.slab = pages.slab, None
+        assert slab is not None
+        self._layout.give(layers, slab.layers, n_tokens)
+
+    def _save(self, record: Record) -> None:
+        """It is about to be overwritten. What others need gets arrays of its own in any case."""
+        may_go = self._tree.may_evict(record) and not carries(record)
+        if record.stored and may_go:
+            self._tree.release(record)
+        elif self._records.memory.make_room(record.nbytes, part=record.part) or not may_go:
+            self._rows.own(record)
+        else:
+            self._records.drop([record])
+
+    def took(self, cursor: CacheCursor, pages: RowPages, row: LiveRow) -> None:
+        """The row was made: it holds the buffers now."""
+        self._rows.moving.pop(pages, None)
+        self._rows.unconfirmed.pop(pages, None)
+        pages.row, pages.chain = row, cursor.node
+        self._rows.live[row] = pages
+        self._leave_old(cursor, pages)
+
+    # --- after a copy ----------------------------------------------------------------------
+
+    def move_in(self, cursor: CacheCursor, match: Match, row: LiveRow) -> None:
+        """The records that the row was filled from lie in the row from now on."""
+        if not self._in_rows:
+            return
+        pages = self._rows.of(row, self._layout, chain=cursor.node)
+        self._leave_old(cursor, pages)
+        whole = [s.node for s in match.segments if s.n_tokens == s.node.n_tokens]
+        records = [node.records[Part.PAGES] for node in whole if Part.PAGES in node.records]
+        for record in [r for r in records if self._moves(cursor, r)]:
+            if record.arrays is None:
+                self._records.hold(record, pages, nbytes=cursor.loaded[record][1].nbytes)
+            else:
+                self._tree.move(record, pages)
+            cursor.loaded.pop(record, None)
+        self._rows.trim()
+
+    def _leave_old(self, cursor: CacheCursor, pages: RowPages) -> None:
+        """The cursor has a new row, and its old one will leave: the new one holds the same, and more."""
+        old, cursor.pages = cursor.pages, pages
+        if isinstance(old, RowPages) and old is not pages:
+            for record in list(old.records):
+                self._tree.move(record, pages)
+            self._rows.forget(old)
+
+    def _moves(self, cursor: CacheCursor, record: Record) -> bool:
+        """Not pinned records, which must survive a fault of this row, nor those of a row to go on in."""
+        if record.leaving or record.node.n_pins:
+            return False
+        arrays = record.arrays
+        if isinstance(arrays, RowPages):
+            return arrays.slab is not None and arrays.slab.first > 0
+        return arrays is not None or record in cursor.loaded

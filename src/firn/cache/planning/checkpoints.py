@@ -1,0 +1,81 @@
+"""At which positions of a prompt a recurrent model's state is kept. Pure.
+
+States are large, so they are kept where they will be asked for again: at the end of the tools and the
+system prompt, at the start of the last user turns, where the next turn may branch off (before the
+generation prompt, if history will not contain it), at a branch point that a lookup has just found, and
+on a sparse lattice of powers of two in long prompts. The ends of the prompt and of the reply cost
+nothing extra; the caller keeps those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from firn.cache.tree import Mark
+
+N_TURNS = 2
+N_HINTS = 4
+"""As many as Anthropic's API takes."""
+MIN_GAP_TOKENS = 32
+"""Of two states closer than this one is enough: computing that many tokens costs less than a state."""
+LATTICE_FROM_TOKENS = 4096
+
+
+def due(
+    boundaries: Sequence[int],
+    n_prompt: int,
+    *,
+    n_restored: int,
+    n_shared: int,
+    hints: Sequence[int] = (),
+    grid: int = 1,
+) -> dict[int, Mark]:
+    """Ascending positions after n_restored where a state should be kept, with the reason.
+
+    boundaries: ascending positions where messages end.
+    n_shared: how many tokens the prompt shares with something stored; a branch point.
+    hints: ascending positions where the caller expects to resume.
+    grid: positions are rounded down to multiples of this (exact mode's chunk).
+    """
+    wanted: dict[int, Mark] = {}
+
+    def want(position: int, mark: Mark) -> None:
+        position -= position % grid
+        if n_restored < position < n_prompt:
+            wanted[position] = max(mark, wanted.get(position, mark))
+
+    position = LATTICE_FROM_TOKENS
+    while position < n_prompt:
+        want(position, Mark.LATTICE)
+        position *= 2
+    if boundaries:
+        want(boundaries[0], Mark.SHARED)
+        for boundary in boundaries[-1 - N_TURNS :]:
+            want(boundary, Mark.TURN)
+    for hint in hints[-N_HINTS:]:
+        want(hint, Mark.SHARED)
+    if n_shared > n_restored + MIN_GAP_TOKENS:
+        want(n_shared, Mark.BRANCH)
+    kept = _spread(dict(sorted(wanted.items())), n_restored)
+    end = n_prompt - 1 - (n_prompt - 1) % grid
+    if end > n_restored:
+        kept.setdefault(end, Mark.PROMPT_END)  # the chunk ends there anyway
+    return dict(sorted(kept.items()))
+
+
+def _spread(wanted: dict[int, Mark], n_restored: int) -> dict[int, Mark]:
+    """Drop positions that follow a kept one too closely; if their mark is higher, that one goes.
+
+    A branch point stays in any case: a prompt that branches off there can use no later state.
+    """
+    kept: dict[int, Mark] = {}
+    last = n_restored
+    for position, mark in wanted.items():
+        close = position - last < MIN_GAP_TOKENS
+        if close and kept.get(last, Mark.BRANCH) < min(mark, Mark.BRANCH):
+            del kept[last]
+            close = False
+        if not close or mark >= Mark.BRANCH:
+            kept[position] = mark
+            last = position
+    return kept

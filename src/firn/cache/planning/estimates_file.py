@@ -1,0 +1,45 @@
+"""Estimates that survive a restart: a small file beside the records, one for each model and device.
+
+Nothing depends on it: what is lost, damaged or of another version is learned again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from firn.cache.planning.estimates import Estimates
+
+log = logging.getLogger("firn.cache")
+VERSION = 1
+
+
+def load(path: Path, estimates: Estimates) -> bool:
+    """Take over what an earlier process learned; False when there is nothing usable."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["version"] != VERSION:
+            return False
+        estimates.restore(saved)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        log.debug("%s: these estimates cannot be used, and are learned again: %r", path, e)
+        return False
+    return True
+
+
+def save(path: Path, estimates: Estimates) -> None:
+    """Save what was learned. A folder that takes no files is no fault."""
+    if not estimates.knows_prefill:
+        return
+    text = json.dumps({"version": VERSION, **estimates.to_save()})
+    temp = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temp.touch(mode=0o600)
+        temp.write_text(text, encoding="utf-8")
+        temp.replace(path)

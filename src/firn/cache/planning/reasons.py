@@ -1,0 +1,55 @@
+"""Why a prompt resumed where it did and no later. Pure."""
+
+from __future__ import annotations
+
+from firn.cache.parts import Needs, Part
+from firn.cache.planning.match import Walk
+from firn.cache.tree import Tree
+
+SWITCHED_OFF = "reading off"
+NOT_YET = "not yet loaded"
+SLOWER = "slower to load"
+NO_STATE = "no state checkpoint"
+OFF_THE_GRID = "whole chunks only"
+EVICTED = "evicted"
+COLD = "cold"
+
+
+def why_not_more(tree: Tree, walk: Walk, needs: Needs, n_tokens: int) -> str:
+    """Why a prompt cannot resume later than here; '' when only its last token is left.
+
+    Speaks of what memory and tiers have. Whether a load was slow or failed, the caller knows.
+    """
+    n_last = len(walk.tokens) - 1
+    if n_tokens >= n_last:
+        return ""
+    if n_tokens >= n_last - n_last % needs.grid:
+        return OFF_THE_GRID
+    limit = walk.limit
+    if n_tokens < limit:
+        if n_tokens >= limit - limit % needs.grid:
+            return OFF_THE_GRID
+        if needs.state and _has_all_pages(walk, needs):
+            return NO_STATE
+        return EVICTED
+    if _next_was_evicted(tree, walk):
+        return EVICTED
+    return f"diverged at token {walk.n_shared}" if walk.n_shared else COLD
+
+
+def _has_all_pages(walk: Walk, needs: Needs) -> bool:
+    """Only a state is missing."""
+    pages = (node.records.get(Part.PAGES) for node in walk.path if needs.pages)
+    return all(r is not None and r.obtainable for r in pages)
+
+
+def _next_was_evicted(tree: Tree, walk: Walk) -> bool:
+    """Whether the tree once knew more of the prompt than it does now.
+
+    Where another child shares some tokens, only a block that matched as a whole is known to have
+    shared more.
+    """
+    last = walk.node(len(walk.path))
+    n = walk.block if walk.n_shared > last.end else 1
+    tokens = walk.tokens.tokens[last.end : last.end + n]
+    return len(tokens) == n and tree.evicted.had(last, tokens)

@@ -1,0 +1,373 @@
+"""One tier as the engine thread uses it: orders go out, events come back.
+
+The engine thread makes and drops arrays; I/O threads fetch their bytes, hash and write them. Results
+wait in a queue until `poll` takes them between two steps, a few at a time while rows decode.
+
+Owner: the engine thread, through `TierSet`.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
+from firn.cache.arrays.payload import Payload
+from firn.cache.asking import Asked
+from firn.cache.lookup import Question, search
+from firn.cache.memory.rows import payload_of, wait_for_row
+from firn.cache.planning.estimates import FIRST_LATENCY_S, STALE_S, Samples
+from firn.cache.storage.catalogue import RecordCatalogue, name_of
+from firn.cache.storage.container import Loaded, Name
+from firn.cache.storage.events import (
+    ReadFailed,
+    RecordRead,
+    RecordWritten,
+    ScanBatch,
+    ScanEnded,
+    StoreAnswered,
+    TierEvent,
+    WriteFailed,
+)
+from firn.cache.storage.faults import TierError, TierFault, Unwanted
+from firn.cache.storage.io import Changes, Io, Wanted
+from firn.cache.storage.threads import Done
+from firn.cache.tiers import Stored, Usage
+from firn.cache.tree import Record, Tree
+from firn.core.ports import EngineLoad
+
+BUSY_SHARE = 0.02
+"""The share of the engine's time that spilling may take while requests run."""
+MAX_CREDIT_S = 0.05
+"""The most of that time that may be saved up."""
+PATIENCE_S = 2.0
+"""How long a record waits to be spilled while a request waits for its first token."""
+POLL_S = {
+    EngineLoad.NONE: 0.05,
+    EngineLoad.DECODING: 0.005,
+    EngineLoad.PREFILLING: 0.25,
+    EngineLoad.BOTH: 0.03,
+}
+"""How long results are taken between two steps. Long during prefill: the prompt that is read waits for
+them too, and a chunk takes longer than that."""
+RESCAN_S = 10.0
+MAX_BATCHES = 64
+"""Batches of a scan that may wait for the engine."""
+SCAN_CHECK_S = 0.2
+"""How often a scan that waits for the engine checks whether the tier is being closed."""
+
+TakeResult = Callable[[], TierEvent | None]
+"""Turns the result of an order into an event. Called on the engine thread."""
+
+
+class _PendingWrite(NamedTuple):
+    """A write that is under way. Its arrays must be dropped on the engine thread."""
+
+    payload: PayloadBytes
+    stamp: float
+
+
+def takes_all(record: Record) -> bool:
+    return True
+
+
+class TierClient:
+    def __init__(
+        self,
+        name: str,
+        io: Io,
+        tree: Tree,
+        catalogue: RecordCatalogue,
+        *,
+        stamp: Callable[[Record], float],
+        wake: Callable[[], None],
+        takes: Callable[[Record], bool] = takes_all,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """stamp: gives the stamp that a record is written with.
+
+        wake: called on an I/O thread when there is something to poll.
+        takes: which records belong in this tier.
+        """
+        self.name = name
+        self.number = tree.add_tier()
+        self._io = io
+        self._store = io if isinstance(io, Asked) else None
+        self._tree = tree
+        self._catalogue = catalogue
+        self._stamp = stamp
+        self._wake = wake
+        self.takes = takes
+        self._clock = clock
+        self._ask_s = Samples(FIRST_LATENCY_S)
+        self._asked_at = -math.inf
+        self._results: queue.PriorityQueue[tuple[int, int, TakeResult]] = queue.PriorityQueue()
+        """Reads first, because a request waits for them. The rest in the order in which it happened:
+        what a scan saw before a write is not true after it."""
+        self._serial = count()
+        self._scan_room = threading.Semaphore(MAX_BATCHES)
+        """Slows a scan down to what the engine has time for."""
+        self._closing = False
+        self._to_spill: deque[tuple[Record, float]] = deque()
+        """With the time since when each record waits."""
+        self._unwritten: dict[Record, None] = {}
+        """Records that a fault of the tier kept from being written, in their order."""
+        self._pending_writes: dict[Record, _PendingWrite] = {}
+        self._loading: dict[Record, list[Wanted]] = {}
+        """With those who want the record."""
+        self._credit_s = MAX_CREDIT_S
+        self._last_poll = clock()
+        self._last_scan = clock()
+        self.scanning = False
+        self.received: Callable[[Name, Payload], Payload] = lambda name, arrays: arrays
+        """Turns what was read into what memory holds."""
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def spill(self, record: Record) -> None:
+        """Write the record soon."""
+        self._to_spill.append((record, self._clock()))
+
+    def spill_now(self, record: Record) -> None:
+        """Write a record that is about to leave memory as soon as the queue has room."""
+        if not self._has_or_gets(record) and not self._write(record):
+            self._to_spill.appendleft((record, self._clock() - PATIENCE_S))
+
+    def _spill_next(self) -> bool:
+        """Hand one record to the I/O threads; False when their queue is full."""
+        record, since = self._to_spill.popleft()
+        gone = record.arrays is None or not self._tree.is_current(record)
+        if gone or self._has_or_gets(record):
+            return True
+        if self._write(record):
+            return True
+        self._to_spill.appendleft((record, since))
+        return False
+
+    def _has_or_gets(self, record: Record) -> bool:
+        return bool((record.stored | record.writing) >> self.number & 1)
+
+    def _write(self, record: Record) -> bool:
+        if not self._io.has_room(record.nbytes):
+            return False
+        payload, stamp = to_host(payload_of(record)), self._stamp(record)
+        accepted = self._io.try_write(
+            self._catalogue.header(record, payload.tensors, payload.places),
+            payload.fetch,
+            used_at=stamp,
+            done=self._done(partial(self._was_written, record)),
+            wanted=lambda: self._tree.is_current(record),
+        )
+        if accepted:
+            self._tree.set_writing(record, self.number, on=True)
+            self._pending_writes[record] = _PendingWrite(payload, stamp)
+        return accepted
+
+    def _was_written(self, record: Record, result: Any, at: float) -> TierEvent:
+        written = self._pending_writes.pop(record)
+        if isinstance(result, Stored):
+            self._tree.set_stored(record, self.number)
+            self.touch(self._tree.order.note(record, written.stamp))  # it may have been used since
+            return RecordWritten(record, result.evicted)
+        self._tree.set_writing(record, self.number, on=False)
+        if isinstance(result, TierFault):
+            self._unwritten[record] = None
+        return WriteFailed(record, result)
+
+    def _retry(self) -> None:
+        """Spill again what a fault kept back; while the fault lasts only one record, as a trial."""
+        ours = [r for r in self._unwritten if r.alive and r.arrays is not None]
+        ours.sort(key=lambda r: r.node.start)
+        n = len(ours) if self.writes else 1
+        self._unwritten = dict.fromkeys(ours[n:])
+        for record in ours[:n]:
+            self.spill(record)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the tier takes writes at present."""
+        return self._io.usage().status.state == "ok"
+
+    @property
+    def idle(self) -> bool:
+        """Nothing can be spilled now: none is left, or the queue is full and a write will wake us."""
+        return not self._to_spill or not self._io.has_room(self._to_spill[0][0].nbytes)
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def load(self, record: Record, wanted: Wanted) -> None:
+        """Read the record, if it is still wanted when its turn comes; once for all who want it."""
+        wanters = self._loading.setdefault(record, [])
+        wanters.append(wanted)
+        if len(wanters) == 1:
+            self._read(record)
+
+    def _read(self, record: Record) -> None:
+        wanters = self._loading[record]
+        self._io.read(
+            name_of(record),
+            self._catalogue.tokens(record),
+            self._done(partial(self._was_read, record), is_urgent=True),
+            wanted=lambda: any(wanted() for wanted in list(wanters)),
+        )
+
+    def _was_read(self, record: Record, result: Any, at: float) -> TierEvent | None:
+        wanters = self._loading.pop(record, [])
+        if isinstance(result, Loaded):
+            began = self._clock()
+            header = result.header
+            arrays = from_host(header.tensors, header.places, result.buffers)
+            arrays = self.received(name_of(record), arrays)
+            return RecordRead(record, arrays, at, self._clock() - began)
+        if isinstance(result, Unwanted):
+            if any(wanted() for wanted in wanters):  # somebody asked for it meanwhile
+                self._loading[record] = wanters
+                self._read(record)
+            return None
+        self._tree.set_gone(record, self.number)
+        return ReadFailed(record, result)
+
+    # --- asking a store --------------------------------------------------------------------
+
+    @property
+    def is_store(self) -> bool:
+        """Whether records here are found by asking for them, not by a scan."""
+        return self._store is not None
+
+    @property
+    def ask_s(self) -> float | None:
+        """How long a store takes to say what it has of a prompt; None while that is not known."""
+        is_stale = self._clock() - self._asked_at > STALE_S
+        return None if is_stale or not self._ask_s.known else self._ask_s.value
+
+    def ask(self, question: Question) -> None:
+        """Find out what a store has of a prompt."""
+        assert self._store is not None
+        take = partial(self._was_asked, question, self._clock())
+        self._store.ask(partial(search, question), self._done(take, is_urgent=True))
+
+    def _was_asked(self, question: Question, began: float, result: Any, at: float) -> TierEvent:
+        if isinstance(result, TierError):
+            return StoreAnswered(question, ())
+        self._ask_s.see(at - began)
+        self._asked_at = at
+        return StoreAnswered(question, result)
+
+    # --- other orders ----------------------------------------------------------------------
+
+    def delete(self, names: Iterable[Name]) -> None:
+        self._io.delete(names)
+
+    def touch(self, stamps: Mapping[Record, float]) -> None:
+        """Raise the stamps of those records that are stored here."""
+        self._io.touch({name_of(r): stamp for r, stamp in stamps.items() if self.has(r)})
+
+    def has(self, record: Record) -> bool:
+        return bool(record.stored >> self.number & 1)
+
+    def usage(self) -> Usage:
+        return self._io.usage()
+
+    def scan(self) -> None:
+        """Find out what is stored, or what others changed since the last scan."""
+        self.scanning = True
+
+        def batch(changes: Changes) -> None:
+            while not self._closing:
+                if self._scan_room.acquire(timeout=SCAN_CHECK_S):
+                    break
+            self._put(lambda: self._was_found(changes))
+
+        self._io.scan(batch, self._done(self._was_scanned))
+
+    def _was_found(self, changes: Changes) -> TierEvent:
+        self._scan_room.release()
+        return ScanBatch(changes)
+
+    def _was_scanned(self, result: Any, at: float) -> TierEvent:
+        self.scanning = False
+        self._last_scan = self._clock()
+        return ScanEnded()
+
+    def close(self) -> None:
+        self._closing = True
+        self._retry()
+        while self._to_spill and self._spill_next():
+            pass
+        self._io.close()
+
+    # --- results ---------------------------------------------------------------------------
+
+    def poll(self, load: EngineLoad) -> Iterator[TierEvent]:
+        """What happened in the tier; and spill for as long as the engine's load allows."""
+        now, busy = self._clock(), load is not EngineLoad.NONE
+        self._io.defer_writes(load.prefilling and not self._tree.leaving_nbytes)
+        elapsed, self._last_poll = now - self._last_poll, now
+        self._credit_s = min(self._credit_s + BUSY_SHARE * elapsed, MAX_CREDIT_S)
+        yield from self.take_results(now + POLL_S[load])
+        while self._to_spill and (not busy or self._may_spill(load, now)):
+            if not self.idle:
+                wait_for_row(self._to_spill[0][0])
+            began = self._clock()
+            if not self._spill_next():
+                break
+            self._credit_s -= self._clock() - began
+            if not busy and not self._results.empty():
+                break  # a request waits for them: the rest is spilled with the next poll
+        if not self.scanning and now - self._last_scan > RESCAN_S:
+            self._retry()
+            self.scan()
+
+    def _may_spill(self, load: EngineLoad, now: float) -> bool:
+        if load.prefilling and now - self._to_spill[0][1] < PATIENCE_S:
+            return False
+        return self._credit_s > 0
+
+    def take_results(self, until: float, *, wait_s: float = 0.0) -> Iterator[TierEvent]:
+        """What the I/O threads are done with. wait_s: how long to wait for the first result."""
+        while True:
+            try:
+                *_, take = self._results.get(wait_s > 0, wait_s or None)
+            except queue.Empty:
+                return
+            wait_s = 0.0
+            event = take()
+            if event is not None:
+                yield event
+            if self._clock() > until:
+                if not self._results.empty():
+                    self._wake()
+                return
+
+    def take_outdated_writes(self, timeout_s: float) -> Iterator[TierEvent]:
+        """What becomes of writes that nobody wants any more, within this time."""
+        until = time.monotonic() + timeout_s
+        while any(not self._tree.is_current(r) for r in self._pending_writes):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            yield from self.take_results(self._clock(), wait_s=left)
+
+    def _done(
+        self, take: Callable[[Any, float], TierEvent | None], *, is_urgent: bool = False
+    ) -> Done:
+        """The callback of an order: on an I/O thread, it queues the result for the engine thread."""
+
+        def done(result: Any) -> None:
+            if isinstance(result, Loaded):
+                result = Loaded(result.header, list(staged(result.buffers)))
+            at = self._clock()
+            self._put(lambda: take(result, at), is_urgent=is_urgent)
+
+        return done
+
+    def _put(self, take: TakeResult, *, is_urgent: bool = False) -> None:
+        self._results.put((not is_urgent, next(self._serial), take))
+        self._wake()

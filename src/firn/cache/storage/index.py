@@ -1,0 +1,168 @@
+"""Keeps the tree in agreement with what tiers have: stored records take their place, lost ones leave.
+
+A stored record names its parent by key, so it takes its place once the parent has one. Until then it is
+a stray: a scan need not report parents first, and a parent that is gone may be computed again some day.
+
+Owner: the engine thread, through `Records`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from firn.cache.parts import Part
+from firn.cache.storage.catalogue import RecordCatalogue
+from firn.cache.storage.client import TierClient
+from firn.cache.storage.container import Name
+from firn.cache.storage.io import TierEntry
+from firn.cache.storage.tier_set import TierSet
+from firn.cache.tiers import AHEAD_S, Gone
+from firn.cache.tree import Mark, Node, Record, Root, Tree
+from firn.core.keys import Key
+
+N_STRAYS, N_ORPHANS = 1 << 17, 1 << 12
+"""Strays that are remembered during a scan, and after it, when their parents are known to be gone."""
+N_ONLY_IN_STORES = 1 << 16
+"""Records that only stores have and that the tree remembers: a store can be asked again."""
+
+
+class Stray(NamedTuple):
+    tier: int
+    entry: TierEntry
+
+
+class TierIndex:
+    def __init__(
+        self, tree: Tree, catalogue: RecordCatalogue, tiers: TierSet, *, wall: Callable[[], float]
+    ) -> None:
+        self._tree = tree
+        self._catalogue = catalogue
+        self._tiers = tiers
+        self._wall = wall
+        self._strays: dict[Key, list[Stray]] = {}
+        """By the key of the missing parent."""
+        self._n_strays = 0
+        self._only_in_stores: dict[Record, None] = {}
+        """The oldest first; may contain records that memory or another tier has again."""
+
+    # --- a tier has a record ---------------------------------------------------------------
+
+    def learn(self, tier: TierClient, changes: Iterable[TierEntry | Gone[Name]]) -> None:
+        """Take in what a tier reports of its records."""
+        raised: dict[Record, float] = {}
+        for change in changes:
+            if isinstance(change, Gone):
+                self.gone(tier, change.name)
+            else:
+                self._learn([Stray(tier.number, change)], raised)
+        self._tiers.touch(raised)
+
+    def learn_strays(self, parent: Node) -> None:
+        """A node is new in the tree: strays that waited for it take their places."""
+        raised: dict[Record, float] = {}
+        self._learn(self._take_strays(parent.key), raised)
+        self._tiers.touch(raised)
+
+    def _learn(self, todo: list[Stray], raised: dict[Record, float]) -> None:
+        """Give each its place, and then the strays that waited for it. `raised` collects stamps."""
+        while todo:
+            number, entry = todo.pop()
+            tier, label = self._tiers[number], entry.label
+            root = self._catalogue.root_of(label)
+            if root is None:
+                continue
+            if label.created < root.cleared_at:
+                tier.delete([entry.name])
+                continue
+            node = self._catalogue.place(root, entry)
+            if node is None:
+                self._add_stray(Stray(number, entry))
+                self._tree.prune(root)
+                continue
+            record = self._tree.add(node, label.part, nbytes=entry.nbytes, mark=Mark(label.mark))
+            self._tree.set_stored(record, number)
+            if tier.is_store:
+                self._only_in_stores[record] = None
+            stamp = entry.used_at if entry.used_at < self._wall() + AHEAD_S else 0.0
+            self._tree.remember_use(node, self._tree.order.used_at(record, stamp))
+            raised |= self._tree.order.note(record, stamp)
+            self.extend_life(node, None)
+            todo += self._take_strays(node.key)
+
+    def extend_life(self, node: Node, ttl_s: float | None) -> None:
+        """Let the node and all above it live at least this long. What does not expire is spilled."""
+        for freed in self._tree.lifetimes.extend(node, ttl_s):
+            self._tiers.spill(freed.records.values())
+
+    # --- strays ----------------------------------------------------------------------------
+
+    def _add_stray(self, stray: Stray) -> None:
+        if stray.entry.label.start and self._n_strays < N_STRAYS:
+            self._strays.setdefault(stray.entry.label.parent, []).append(stray)
+            self._n_strays += 1
+
+    def _take_strays(self, parent: Key) -> list[Stray]:
+        strays = self._strays.pop(parent, [])
+        self._n_strays -= len(strays)
+        return strays
+
+    def delete_strays(self, root: Root) -> None:
+        """Delete the strays of a namespace that is cleared."""
+        for parent, some in list(self._strays.items()):
+            if some[0].entry.label.root == root.key:
+                for stray in self._take_strays(parent):
+                    self._tiers[stray.tier].delete([stray.entry.name])
+
+    def drop_most_strays(self) -> None:
+        """A scan has ended: nobody will come for them soon."""
+        for parent in list(self._strays):
+            if self._n_strays <= N_ORPHANS:
+                return
+            self._take_strays(parent)
+
+    # --- nobody has a record ---------------------------------------------------------------
+
+    def gone(self, tier: TierClient, name: Name) -> None:
+        """A tier does not have this record any more."""
+        node = self._tree.find(name.key)
+        record = node.records.get(name.part) if node is not None else None
+        if record is not None:
+            self._tree.set_gone(record, tier.number)
+            self.lose_evicted(record)
+
+    def lose_evicted(self, record: Record) -> None:
+        """Remember that a record had to go, if nobody has it now, and lose it."""
+        if record.alive and not record.obtainable and not record.writing:
+            self._tree.evicted.add(record.node)
+            self.lose(record)
+
+    def lose(self, record: Record) -> None:
+        """Nobody has it any more. Without its pages a leaf's other records are of no use."""
+        if not record.alive:
+            return
+        node = record.node
+        self._tree.remove(record)
+        if record.part is Part.PAGES and node.records and not len(node.children):
+            self.forget(list(node.records.values()))
+
+    def forget(self, records: list[Record]) -> None:
+        """Remove records from the tree and from every tier."""
+        self._tiers.delete(records)
+        for record in records:
+            self._tree.remove(record)
+
+    # --- what only stores have -------------------------------------------------------------
+
+    def left_memory(self, record: Record) -> None:
+        if any(tier.is_store for tier in self._tiers):
+            self._only_in_stores[record] = None
+
+    def drop_oldest_of_stores(self) -> None:
+        """Lose the oldest records that only stores have, beyond the number that is remembered."""
+        while len(self._only_in_stores) > N_ONLY_IN_STORES:
+            record = next(iter(self._only_in_stores))
+            del self._only_in_stores[record]
+            is_near = any(not tier.is_store and tier.has(record) for tier in self._tiers)
+            if record.arrays is None and not (is_near or record.n_leases or record.writing):
+                self.lose(record)

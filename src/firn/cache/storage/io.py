@@ -1,0 +1,325 @@
+"""From records to bytes and back: a tier behind I/O threads.
+
+Orders come from the engine thread and never wait for a disk; results go to callbacks, on an I/O thread.
+On the way records are packed, sealed, and checked against their names.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from firn.cache.storage.container import (
+    Header,
+    Label,
+    Loaded,
+    Name,
+    Tag,
+    derived_key,
+    pack,
+    read_header,
+    unpack,
+)
+from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFault, Unwanted
+from firn.cache.storage.seal import Seal
+from firn.cache.storage.threads import Done, IoThreads
+from firn.cache.tiers import Gone, Seen, Stored, Tier, Usage
+from firn.cache.tiers._health import Tally
+from firn.cache.tree import PackedTokens
+from firn.core.keys import KeyTokens
+
+log = logging.getLogger("firn.cache")
+T = TypeVar("T")
+
+BATCH = 64
+"""Records in one order or report: few enough for others to get their turn."""
+Wanted = Callable[[], bool]
+Fetch = Callable[[], Sequence[Any]]
+"""Gives a record's bytes, a buffer for each tensor. Called on an I/O thread."""
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class TierEntry:
+    """A record that a tier has, as a scan or a store reports it."""
+
+    label: Label
+    nbytes: int
+    used_at: float
+    """Unix time."""
+    tokens: PackedTokens
+    """The label's tokens, packed on the I/O thread to save the engine's time."""
+
+    @property
+    def name(self) -> Name:
+        return self.label.name
+
+
+Changes = Sequence[TierEntry | Gone[Name]]
+
+
+class Io(Protocol):
+    """One tier, as the engine thread uses it. Only close() waits."""
+
+    def try_write(
+        self,
+        header: Header,
+        fetch: Fetch,
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Wanted = _always,
+    ) -> bool:
+        """Order a write; done(Stored[Name] | TierError). False: the queue is full.
+
+        wanted: asked on an I/O thread just before the write; if it says no, done(Unwanted).
+        """
+        ...
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a write of this many bytes would be accepted now."""
+        ...
+
+    def defer_writes(self, wanted: bool) -> None:
+        """Begin no writes for now, except those that have waited for long; or begin them again."""
+        ...
+
+    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
+        """Order a read; done(Loaded | TierError). Every byte is verified; a damaged record is set aside.
+
+        expect: the tokens that the record must name. wanted: as above.
+        """
+        ...
+
+    def delete(self, names: Iterable[Name]) -> None: ...
+
+    def touch(self, stamps: Mapping[Name, float]) -> None:
+        """Raise each stamp to at least this."""
+        ...
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        """Report what is stored or, from the second scan on, what others changed since.
+
+        batch: called on an I/O thread with a few at a time. Then done(None | TierError).
+        """
+        ...
+
+    def usage(self) -> Usage: ...
+
+    def close(self) -> object:
+        """Write what is queued, in bounded time."""
+        ...
+
+
+# --- one record in a tier ------------------------------------------------------------------
+
+
+def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
+    """Read and verify a record. Raises Missing, Foreign, Damaged, TierFault."""
+    loaded = unpack(tier.read(str(name)), seal=seal)
+    if loaded.header.name != name:
+        raise Damaged("another record's bytes")
+    return loaded
+
+
+def label_of(seen: Seen, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
+    """What a record's header says: a Label, or only a Tag without the key. Raises Damaged, Foreign."""
+    name = Name.parse(seen.name)
+    if name is None:
+        raise Foreign("a name of another format")
+    tag = read_header(seen.head, seen.nbytes, more=more, seal=seal)
+    if tag.name != name:
+        raise Damaged("another record's bytes")
+    if isinstance(tag, Label) and derived_key(tag, tag.parent) != tag.key:
+        raise Damaged("another record's bytes", "the key does not follow from the tokens")
+    return tag
+
+
+# --- a tier behind threads -----------------------------------------------------------------
+
+
+class TierIo:
+    """Implements Io: a tier behind I/O threads. Owner: the cache, on the engine thread."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        threads: IoThreads,
+        *,
+        seal: Seal | None = None,
+        flush_timeout_s: float = 10.0,
+        progress: Callable[[int, int], None] = lambda n_left, nbytes_left: None,
+    ) -> None:
+        """seal: encrypts what is written. What another key has encrypted is a miss."""
+        self.threads = threads
+        self._tier = tier
+        self._seal = seal
+        self._flush_timeout_s = flush_timeout_s
+        self._progress = progress
+        self._foreign: set[str] = set()
+        """Names of records of another version, or encrypted with another key: ours may replace them."""
+        self._told_foreign = False
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._to_delete: deque[str] = deque()
+        self._is_deleting = False
+
+    def try_write(
+        self,
+        header: Header,
+        fetch: Fetch,
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Wanted = _always,
+    ) -> bool:
+        nbytes = sum(spec.nbytes for spec in header.tensors)
+        is_taken = self.threads.try_write(
+            lambda: self._write(header, fetch, used_at, wanted), done, nbytes=nbytes, tier=self
+        )
+        if not is_taken:
+            self._tally.drop("queue full")
+        return is_taken
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.threads.has_room(nbytes)
+
+    def defer_writes(self, wanted: bool) -> None:
+        self.threads.defer_writes(wanted)
+
+    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
+        self.threads.read(lambda: self._read(name, expect, wanted), done)
+
+    def delete(self, names: Iterable[Name]) -> None:
+        """One thread deletes at a time: there may be 100,000 names, and others have orders, too."""
+        with self._lock:
+            self._to_delete += map(str, names)
+            is_idle, self._is_deleting = not self._is_deleting, True
+        if is_idle:
+            self.threads.delete(self._delete_some)
+
+    def touch(self, stamps: Mapping[Name, float]) -> None:
+        if stamps:
+            named = {str(name): stamp for name, stamp in stamps.items()}
+            self.threads.delete(lambda: self._tier.touch(named))
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        self.threads.delete(lambda: self._scan(batch), done)
+
+    def usage(self) -> Usage:
+        usage = self._tier.usage()
+        return replace(
+            usage,
+            n_foreign=usage.n_foreign + len(self._foreign),
+            counts={**usage.counts, **self._tally.counts},
+            drops={**usage.drops, **self._tally.drops},
+        )
+
+    def close(self) -> None:
+        self.threads.close(timeout_s=self._flush_timeout_s, progress=self._progress)
+
+    # --- on an I/O thread --------------------------------------------------------------------
+
+    def _write(self, header: Header, fetch: Fetch, used_at: float, wanted: Wanted) -> Stored[Name]:
+        if not wanted():
+            raise Unwanted
+        name = str(header.name)
+        packed = pack(header, fetch(), seal=self._seal)
+        if name in self._foreign:
+            self._tier.delete(name)
+            self._foreign.discard(name)
+        stored = self._tier.write(name, packed.pieces, used_at=used_at)
+        self._foreign.difference_update(stored.evicted)
+        return Stored(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
+
+    def _read(self, name: Name, expect: KeyTokens, wanted: Wanted) -> Loaded:
+        if not wanted():
+            raise Unwanted
+        try:
+            loaded = load(self._tier, name, seal=self._seal)
+            if not np.array_equal(loaded.header.tokens, expect):
+                raise Damaged("another record's bytes", "tokens differ")
+        except Foreign as e:
+            self._foreign.add(str(name))
+            raise Missing(e.reason) from e
+        except Damaged as e:
+            self._set_aside(str(name), e)
+            raise
+        return loaded
+
+    def _delete_some(self) -> None:
+        """A batch; then other orders get their turn. All of it before the threads end."""
+        n_done = 0
+        while n_done < BATCH or self.threads.closing:
+            with self._lock:
+                self._is_deleting = bool(self._to_delete)
+                if not self._is_deleting:
+                    return
+                name = self._to_delete.popleft()
+            with suppress(TierFault):  # the tier has counted it; the others may go
+                self._tier.delete(name)
+            n_done += 1
+        self.threads.delete(self._delete_some)
+
+    def _scan(self, batch: Callable[[Changes], None]) -> None:
+        for some in _batches(self._changes()):
+            if self.threads.closing:
+                return
+            batch(some)
+        if self._foreign and not self._told_foreign:
+            self._told_foreign = True
+            log.info(
+                "%d records here are of another version of firn or encrypted with another key: they are "
+                "not used, and go when they are the oldest",
+                len(self._foreign),
+            )
+
+    def _changes(self) -> Iterator[TierEntry | Gone[Name]]:
+        for change in self._tier.scan():
+            if isinstance(change, Gone):
+                self._foreign.discard(change.name)
+                yield from map(Gone, _parsed([change.name]))
+            elif (entry := self._entry(change)) is not None:
+                yield entry
+
+    def _entry(self, seen: Seen) -> TierEntry | None:
+        """None: no record that can be used here."""
+        try:
+            tag = label_of(seen, more=lambda n: self._tier.read(seen.name, n), seal=self._seal)
+            if not isinstance(tag, Label):
+                raise Locked
+            return TierEntry(tag, seen.nbytes, seen.used_at, PackedTokens(tag.tokens))
+        except Foreign:
+            self._foreign.add(seen.name)
+        except Damaged as e:
+            self._set_aside(seen.name, e)
+        except Missing:  # since it was seen
+            pass
+        return None
+
+    def _set_aside(self, name: str, why: Damaged) -> None:
+        self._tally.add(damaged=1)
+        log.warning("a damaged record is set aside, which costs a miss: %s (%s)", name, why.message)
+        with suppress(TierFault):  # the tier will not read it again, even if it cannot move it
+            self._tier.delete(name, keep=True)
+
+
+def _parsed(names: Iterable[str]) -> Iterator[Name]:
+    return (name for name in map(Name.parse, names) if name is not None)
+
+
+def _batches(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
+    left = iter(items)
+    while some := tuple(islice(left, BATCH)):
+        yield some

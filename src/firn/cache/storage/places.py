@@ -1,0 +1,36 @@
+"""Where each layer's arrays lie in a record, which stacks arrays of one dtype and shape. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+Places = tuple[tuple[tuple[int, int] | None, ...], ...]
+"""For each layer and each of its slots: (stack, entry of the stack), or None for an empty slot."""
+
+
+def places_of(kinds: Sequence[Sequence[Hashable | None]]) -> Places:
+    """The places of arrays of these kinds: those of one kind go into one stack, in their order."""
+    numbers: dict[Hashable, int] = {}
+    counts: list[int] = []
+
+    def place(kind: Hashable | None) -> tuple[int, int] | None:
+        if kind is None:
+            return None
+        stack = numbers.setdefault(kind, len(numbers))
+        if stack == len(counts):
+            counts.append(0)
+        counts[stack] += 1
+        return stack, counts[stack] - 1
+
+    return tuple(tuple(place(kind) for kind in slots) for slots in kinds)
+
+
+def to_text(places: Places) -> str:
+    """The stack of each slot, layer by layer; entries count up.  # "0 0;0 0;1 -" """
+    return ";".join(" ".join("-" if at is None else str(at[0]) for at in slots) for slots in places)
+
+
+def from_text(text: str) -> Places:
+    """Raises ValueError."""
+    layers = text.split(";") if text else []
+    return places_of([[None if s == "-" else int(s) for s in slots.split()] for slots in layers])

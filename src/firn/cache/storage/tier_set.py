@@ -1,0 +1,157 @@
+"""All tiers below memory together: which record goes where, and what they report.
+
+Owner: the engine thread, through `Records`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+from firn.cache.parts import Part
+from firn.cache.storage.catalogue import RecordCatalogue, name_of
+from firn.cache.storage.client import TierClient, takes_all
+from firn.cache.storage.events import RecordWritten, TierEvent, WriteFailed
+from firn.cache.storage.io import Io
+from firn.cache.tree import Mark, Record, Tree
+from firn.core.ports import EngineLoad
+
+log = logging.getLogger("firn.cache")
+
+FIRST_SCAN_S = 1.0
+"""How long the start waits for a tier's first scan. Most take milliseconds, and then the first request
+hits; a longer scan goes on while the server runs."""
+CLOSE_S = 2.0
+"""How long closing waits for writes of records that were cleared meanwhile, to delete them again."""
+
+Reported = tuple[TierClient, TierEvent]
+
+
+class TierSet:
+    def __init__(
+        self, tree: Tree, catalogue: RecordCatalogue, *, clock: Callable[[], float]
+    ) -> None:
+        self._tree = tree
+        self._catalogue = catalogue
+        self._clock = clock
+        self._clients: list[TierClient] = []
+        self._postponed: defaultdict[int, list[TierEvent]] = defaultdict(list)
+        """By tier: events that came while the engine waited for a write."""
+
+    def __iter__(self) -> Iterator[TierClient]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def __getitem__(self, number: int) -> TierClient:
+        return self._clients[number]
+
+    def add(
+        self,
+        name: str,
+        io: Io,
+        *,
+        wake: Callable[[], None],
+        takes: Callable[[Record], bool] = takes_all,
+    ) -> Iterator[Reported]:
+        """Put a tier below those that are there; yields what its first scan reports in time."""
+        tier = TierClient(
+            name,
+            io,
+            self._tree,
+            self._catalogue,
+            stamp=self._stamp,
+            wake=wake,
+            takes=takes,
+            clock=self._clock,
+        )
+        self._clients.append(tier)
+        tier.scan()
+        until = time.monotonic() + FIRST_SCAN_S
+        while tier.scanning and (left := until - time.monotonic()) > 0:
+            for event in tier.take_results(until, wait_s=left):
+                yield tier, event
+        if tier.scanning:
+            log.info("%s cache: the first scan takes long, and goes on while the server runs", name)
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def spill(self, records: Iterable[Record]) -> None:
+        """Write these records soon, in every tier that should have them."""
+        for record in records:
+            if record.arrays is not None:
+                for tier in self.without(record):
+                    if not record.writing >> tier.number & 1:
+                        tier.spill(record)
+
+    def without(self, record: Record) -> list[TierClient]:
+        """The tiers that should have a record and do not."""
+        if not self._clients or not self._outlives_memory(record):
+            return []
+        return [tier for tier in self._clients if not tier.has(record) and tier.takes(record)]
+
+    def _outlives_memory(self, record: Record) -> bool:
+        """A state at a prompt's end is worth a file only where no other state comes before it."""
+        if record.node.expires_at != math.inf:
+            return False
+        if record.part is not Part.STATE or record.mark is not Mark.PROMPT_END:
+            return True
+        above = record.node.parent
+        return above is None or not any(Part.STATE in n.records for n in above.path())
+
+    def _stamp(self, record: Record) -> float:
+        """The stamp to write a record with. What it depends on is stamped above it first."""
+        stamp = self._tree.order.stamp(record)
+        raised = self._tree.order.note(record, stamp)
+        stamp = raised.pop(record, stamp)
+        self.touch(raised)
+        return stamp
+
+    def touch(self, stamps: Mapping[Record, float]) -> None:
+        for tier in self._clients:
+            tier.touch(stamps)
+
+    def wait_for_writes(self, is_done: Callable[[], bool], timeout_s: float) -> Iterator[Reported]:
+        """Yield ends of writes until it is done or the time is up. Other events come with `poll`."""
+        until = time.monotonic() + timeout_s
+        for tier in self._clients:
+            while not is_done() and (left := until - time.monotonic()) > 0:
+                for event in tier.take_results(math.inf, wait_s=left):
+                    if isinstance(event, RecordWritten | WriteFailed):
+                        yield tier, event
+                    else:
+                        self._postponed[tier.number].append(event)
+
+    # --- the rest --------------------------------------------------------------------------
+
+    def fastest_with(self, record: Record) -> TierClient:
+        """The first tier that has the record; one must have it."""
+        return next(tier for tier in self._clients if tier.has(record))
+
+    def delete(self, records: Sequence[Record]) -> None:
+        for tier in self._clients:
+            names = [name_of(r) for r in records if tier.has(r)]
+            if names:
+                tier.delete(names)
+
+    def poll(self, load: EngineLoad) -> Iterator[Reported]:
+        for tier in self._clients:
+            for event in chain(self._postponed.pop(tier.number, ()), tier.poll(load)):
+                yield tier, event
+
+    @property
+    def idle(self) -> bool:
+        """Nothing can be spilled at present."""
+        return all(tier.idle for tier in self._clients)
+
+    def close(self) -> Iterator[Reported]:
+        """Write what is to stay; yields what becomes of writes that nobody wants any more."""
+        for tier in self._clients:
+            for event in tier.take_outdated_writes(CLOSE_S):
+                yield tier, event
+            tier.close()

@@ -1,0 +1,36 @@
+"""The tree of all known prefixes. The only package that knows chains, and that writes nodes and records.
+
+    nodes.py      Node (a block), Record (one part of its state), Root (where a namespace begins)
+    children.py   a node's children, sorted: finds what shares most with a prompt
+    tree.py       Tree: nodes and records come, move, are leased and pinned, and go
+    order.py      which record is evicted first, in memory and in tiers
+    lifetimes.py  nodes that expire, and what is remembered of those that were evicted
+    announce.py   what a listener is told of blocks that come and go
+
+No MLX: payloads are opaque here.
+"""
+
+from firn.cache.tree.announce import Announcement, Announcer, Cleared, Removed, StoredBlock
+from firn.cache.tree.children import PackedTokens, unpacked
+from firn.cache.tree.nodes import InRow, Mark, Node, PartTotals, Record, Root
+from firn.cache.tree.order import BLOCK_S, DAY_S
+from firn.cache.tree.tree import Tree
+
+__all__ = [
+    "BLOCK_S",
+    "DAY_S",
+    "Announcement",
+    "Announcer",
+    "Cleared",
+    "InRow",
+    "Mark",
+    "Node",
+    "PackedTokens",
+    "PartTotals",
+    "Record",
+    "Removed",
+    "Root",
+    "StoredBlock",
+    "Tree",
+    "unpacked",
+]

@@ -1,0 +1,82 @@
+"""How long nodes live where a request said so, and which blocks had to go.
+
+Owner: the tree. `Lifetimes` alone writes `Node.expires_at`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from itertools import count
+
+from firn.cache.tree.nodes import Node
+from firn.core.keys import KeyTokens, child_key
+
+RETRY_S = 60.0
+"""A node that expires while it is in use is checked again after this time."""
+N_REMEMBERED = 1 << 16
+"""Evicted blocks that are remembered, so that a miss can name its reason."""
+
+
+class Lifetimes:
+    """A node lives at least as long as every node below it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._queue: list[tuple[float, int, float, Node]] = []
+        """When to look at a node, and the expiry that it had when it was queued."""
+        self._serial = count()
+
+    def begin(self, node: Node) -> None:
+        """A new node has no lifetime until `extend` gives it one."""
+        node.expires_at = -math.inf
+
+    def extend(self, node: Node, ttl_s: float | None) -> list[Node]:
+        """Let the node and all above it live at least this long; None: until there is no room.
+
+        Returns the nodes that were to expire and now are not.
+        """
+        until = math.inf if ttl_s is None else self._clock() + ttl_s
+        freed = []
+        for n in node.path():
+            if n.expires_at >= until:
+                break
+            if until == math.inf:
+                freed += [n] if n.expires_at > -math.inf else []
+            else:
+                heapq.heappush(self._queue, (until, next(self._serial), until, n))
+            n.expires_at = until
+        return freed
+
+    def expired(self) -> Iterator[Node]:
+        """Nodes whose time is over; one that is in use gets another minute."""
+        now = self._clock()
+        while self._queue and self._queue[0][0] <= now:
+            *_, expires_at, node = heapq.heappop(self._queue)
+            if node.expires_at != expires_at or node.parent is None:
+                continue  # it lives longer, or is gone
+            if node.n_leases or node.n_pins:
+                again = (now + RETRY_S, next(self._serial), expires_at, node)
+                heapq.heappush(self._queue, again)
+            else:
+                yield node
+
+
+class EvictedBlocks:
+    """The keys of blocks that were evicted for want of room, the oldest forgotten first."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, None] = {}
+
+    def add(self, node: Node) -> None:
+        if node.parent is None:
+            return
+        for tokens in (node.tokens, node.tokens[:1]):
+            self._keys[child_key(node.parent.key, tokens)[:8]] = None
+        while len(self._keys) > 2 * N_REMEMBERED:
+            del self._keys[next(iter(self._keys))]
+
+    def had(self, parent: Node, tokens: KeyTokens) -> bool:
+        """Whether a child with these tokens was evicted; of one token, a child that began with it."""
+        return bool(self._keys) and child_key(parent.key, tokens)[:8] in self._keys

@@ -1,0 +1,105 @@
+"""The order in which records are evicted, in memory and in every tier: least recently used first.
+
+Memory asks for a record's `rank`. A tier knows no chains and keeps one number with each record, its
+`stamp`, the rank lowered by a step for every block before it. So a tier that simply evicts the lowest
+stamp takes a chain from its end, as memory does:
+
+    blocks of one chain      0        1        2        3
+    stamp of the pages       t        t - 2    t - 4    t - 6
+    of a window or state     t - 2    t - 4    t - 6    t - 8
+
+`Node.stamped` is the highest stamp that tiers were given for a node's chain; only this file writes it.
+
+Owner: the tree.
+"""
+
+from __future__ import annotations
+
+import math
+
+from firn.cache.parts import Part
+from firn.cache.tree.nodes import Mark, Node, Record
+
+DAY_S = 86_400.0
+BLOCK_S = 2.0
+"""The step from a block's stamp to the next. No file system rounds times by more."""
+
+
+class EvictionOrder:
+    def __init__(self, block: int, carrier: Part) -> None:
+        """carrier: the part that every later block of a chain needs; the other parts depend on it."""
+        self._block = block
+        self._carrier = carrier
+
+    def rank(self, record: Record) -> float:
+        """When a record counts as last used, by the wall clock.
+
+        How often it was used does not count: a long conversation that has ended was used more often
+        than a new one. A window or state that only a branch would ask for counts as used a day
+        earlier. The carrier of a chain never ranks below what it carries. Of equal ranks the deeper
+        record goes first, so a chain goes from its end.
+        """
+        at = record.node.used_at
+        if record.part is not self._carrier and _only_for_branches(record):
+            at -= DAY_S
+        return at
+
+    def state_rank(self, record: Record) -> float:
+        """The rank among states, which have a share of memory of their own: shared places go last."""
+        return self.rank(record) + (DAY_S if record.mark >= Mark.LATTICE else 0.0)
+
+    # --- stamps ----------------------------------------------------------------------------
+
+    def stamp(self, record: Record) -> float:
+        return self.rank(record) - BLOCK_S * self._n_steps(record)
+
+    def used_at(self, record: Record, stamp: float) -> float:
+        """When a record with this stamp was last used."""
+        return stamp + BLOCK_S * self._n_steps(record)
+
+    def _n_steps(self, record: Record) -> int:
+        return record.node.start // self._block + (record.part is not self._carrier)
+
+    def note(self, record: Record, stamp: float) -> dict[Record, float]:
+        """Note that a tier has this stamp; returns the records whose stamps must rise, and to what.
+
+        None must rise while stamps are in order. They may not be in a folder that was copied, or that
+        an older version wrote.
+        """
+        raised: dict[Record, float] = {}
+        if record.part is self._carrier:
+            if record.node.stamped > stamp:  # a record that needs this one was noted before it
+                return {record: record.node.stamped}
+            stamp -= BLOCK_S
+        for node in record.node.path():
+            stamp += BLOCK_S
+            if node.stamped >= stamp:
+                break
+            node.stamped = stamp
+            if self._carrier in node.records:
+                raised[node.records[self._carrier]] = stamp
+        raised.pop(record, None)
+        return raised
+
+    def outdated(self, node: Node, by_s: float) -> dict[Record, float]:
+        """The records of the chain that ends here whose stamps are too low, with the right stamps.
+
+        by_s: stamps that are less out of date stay, unless one below them would pass them.
+        """
+        raised: dict[Record, float] = {}
+        least = -math.inf
+        for n in node.path():
+            stamp = n.used_at - BLOCK_S * (n.start // self._block)
+            if stamp - n.stamped >= by_s or n.stamped < least:
+                n.stamped = least = stamp
+                raised.update((r, self.stamp(r)) for r in n.records.values())
+            least += BLOCK_S
+        return raised
+
+
+def _only_for_branches(record: Record) -> bool:
+    """One chain goes on from here, and does not need this record: only a branch would."""
+    n = len(record.node.children)
+    if record.part is Part.STATE:
+        return record.mark is Mark.PROMPT_END or (n == 1 and record.mark < Mark.LATTICE)
+    return n == 1

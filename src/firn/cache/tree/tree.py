@@ -1,0 +1,377 @@
+"""Tree: all known prefixes, and every change to a node or a record.
+
+Leases and pins are counted for a whole branch, and a node counts as used, and lives, at least as long as
+everything below it. So whoever evicts in the tree's order takes leaves before their parents: memory, and
+tiers that know nothing of chains.
+
+Owner: the engine thread, through the prefix cache.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from firn.cache.parts import Part
+from firn.cache.tree.announce import Announcer, Removed, StoredBlock
+from firn.cache.tree.children import NARROW, Children, PackedTokens
+from firn.cache.tree.lifetimes import EvictedBlocks, Lifetimes
+from firn.cache.tree.nodes import NO_CHILDREN, InRow, Mark, Node, PartTotals, Record, Root
+from firn.cache.tree.order import EvictionOrder
+from firn.core.keys import Key, child_key
+from firn.core.values import Namespace
+
+
+class Tree:
+    def __init__(
+        self,
+        block: int,
+        *,
+        carrier: Part = Part.PAGES,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """carrier: the part of a block that every later block of its chain needs.
+
+        clock: for lifetimes. wall: for uses, which outlive the process.
+        """
+        self.block = block
+        self._carrier = carrier
+        self._wall = wall
+        self._roots: dict[Key, Root] = {}
+        self._by_key: dict[Key, Node] = {}
+        """All nodes but roots."""
+        self.order = EvictionOrder(block, carrier)
+        self.lifetimes = Lifetimes(clock)
+        self.evicted = EvictedBlocks()
+        self.memory = PartTotals()
+        self.leaving_nbytes = 0
+        self.tiers: list[PartTotals] = []
+        self.announcer: Announcer | None = None
+        """Hears of every whole block that comes or goes."""
+
+    def add_tier(self) -> int:
+        """Another tier below memory; returns its number."""
+        self.tiers.append(PartTotals())
+        for root in self._roots.values():
+            root.tiers.append(PartTotals())
+        return len(self.tiers) - 1
+
+    # --- roots -----------------------------------------------------------------------------
+
+    def root(self, key: Key, namespace: Namespace) -> Root:
+        """Made on first use."""
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = Root(key, namespace, len(self.tiers))
+        return root
+
+    def roots(self) -> list[Root]:
+        return list(self._roots.values())
+
+    def is_attached(self, root: Root) -> bool:
+        """Whether this root is in the tree; not once it was cleared."""
+        return self._roots.get(root.key) is root
+
+    def detach(self, root: Root) -> Root:
+        """Put an empty root in this one's place, and take it and all below it out of the totals.
+
+        A request that still has a lease on a part of it goes on without the cache.
+        """
+        fresh = Root(root.key, root.namespace, len(self.tiers))
+        fresh.cleared_at = self._wall()
+        self._roots[root.key] = fresh
+        self.memory.add(root.memory, sign=-1)
+        for total, own in zip(self.tiers, root.tiers, strict=True):
+            total.add(own, sign=-1)
+        return root
+
+    # --- nodes -----------------------------------------------------------------------------
+
+    def find(self, key: Key) -> Node | None:
+        """The node of this key, whether or not it has records."""
+        return self._by_key.get(key)
+
+    def walk(self, root: Node, tokens: PackedTokens) -> list[Node]:
+        """The nodes of the whole blocks that the tokens begin with."""
+        path: list[Node] = []
+        node = root
+        for start in range(0, len(tokens) - self.block + 1, self.block):
+            child = node.children.get(tokens, start, start + self.block)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def child(
+        self, parent: Node, tokens: PackedTokens, start: int, end: int, *, key: Key | None = None
+    ) -> Node:
+        """The child with tokens [start, end), made if there is none.
+
+        key: the key that follows from these tokens, where the caller knows it.
+        """
+        child = parent.children.get(tokens, start, end)
+        if child is not None:
+            return child
+        key = key or child_key(parent.key, tokens.tokens[start:end])
+        child = Node(key, parent, parent.end, *tokens.narrowest(start, end))
+        child.root = parent.root
+        child.used_at = parent.used_at
+        self.lifetimes.begin(child)
+        if parent.children is NO_CHILDREN:
+            parent.children = Children()
+        parent.children.add(child)
+        self._by_key[key] = child
+        return child
+
+    def subtree(self, node: Node) -> Iterator[Node]:
+        """The node and all below it; parents before their children."""
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            yield node
+            todo += node.children
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but roots. Takes as long as there are many: not while requests run."""
+        for root in self.roots():
+            for node in self.subtree(root):
+                if node is not root:
+                    yield node
+
+    def prune(self, node: Node) -> None:
+        """Drop the node, and then each above it, while it holds nothing and nobody needs it."""
+        while not (node.records or len(node.children) or node.n_leases):
+            if node in node.root.pinned:
+                self.unpin(node)
+            parent = node.parent
+            if parent is None:
+                if self.is_attached(node.root) and node.root.cleared_at == -math.inf:
+                    del self._roots[node.key]
+                return
+            parent.children.remove(node)
+            if self._by_key.get(node.key) is node:
+                del self._by_key[node.key]
+            node.parent = None
+            node = parent
+
+    # --- records ---------------------------------------------------------------------------
+
+    def add(self, node: Node, part: Part, *, nbytes: int, mark: Mark) -> Record:
+        """The node's record of this part, made if there is none. A new one lies nowhere yet."""
+        record = node.records.get(part)
+        if record is None:
+            if not node.records:
+                node.root.n_stored_tokens += node.n_tokens
+            record = node.records[part] = Record(node, part, nbytes, mark)
+            if self.announcer is not None and self._is_whole_block(record):
+                parent = node.parent
+                above = parent.key if parent is not None and parent.parent is not None else None
+                self.announcer.announce(StoredBlock(node.key, above, node.packed, node.width))
+        return record
+
+    def set_mark(self, record: Record, mark: Mark) -> None:
+        record.mark = mark
+
+    def remove(self, record: Record) -> None:
+        """Forget a record, and every node that is of no use without it."""
+        node = record.node
+        self.release(record)
+        for tier in range(len(self.tiers)):
+            self.set_gone(record, tier)
+        if not record.alive:
+            return
+        del node.records[record.part]
+        if (
+            self.announcer is not None
+            and self._is_whole_block(record)
+            and self._by_key.get(node.key, node) is node  # else it was cleared, and is back
+        ):
+            self.announcer.announce(Removed(node.key))
+        if not node.records:
+            node.root.n_stored_tokens -= node.n_tokens
+        self.prune(node)
+
+    def is_current(self, record: Record) -> bool:
+        """Whether the record is still in the tree. Any thread may ask."""
+        return record.alive and self.is_attached(record.node.root)
+
+    def _is_whole_block(self, record: Record) -> bool:
+        """Whether it carries a chain over a whole block of text."""
+        whole = record.node.n_tokens == self.block and record.node.width == NARROW
+        return whole and record.part is self._carrier
+
+    # --- records in memory -----------------------------------------------------------------
+
+    def hold(self, record: Record, arrays: Any, *, nbytes: int) -> None:
+        """Memory has it from now on."""
+        assert record.arrays is None
+        if record.nbytes != nbytes:
+            self._resize(record, nbytes)
+        record.arrays = arrays
+        if isinstance(arrays, InRow):
+            arrays.add(record)
+        self._count_memory(record, +1)
+
+    def move(self, record: Record, arrays: Any) -> None:
+        """Memory has it elsewhere from now on: in arrays of its own, or in a row."""
+        assert record.arrays is not None
+        assert not record.leaving
+        if isinstance(record.arrays, InRow):
+            record.arrays.discard(record)
+        if isinstance(arrays, InRow):
+            arrays.add(record)
+        record.arrays = arrays
+
+    def start_leaving(self, record: Record) -> None:
+        """Memory does not count it any more, but keeps its arrays until it is written."""
+        assert record.arrays is not None
+        assert not record.leaving
+        self._count_memory(record, -1)
+        record.leaving = True
+        self.leaving_nbytes += record.nbytes
+
+    def stop_leaving(self, record: Record) -> None:
+        """It was about to leave memory, and stays."""
+        assert record.leaving
+        record.leaving = False
+        self.leaving_nbytes -= record.nbytes
+        self._count_memory(record, +1)
+
+    def release(self, record: Record) -> None:
+        """Memory has it no more."""
+        if record.arrays is None:
+            return
+        if record.leaving:
+            record.leaving = False
+            self.leaving_nbytes -= record.nbytes
+        else:
+            self._count_memory(record, -1)
+        if isinstance(record.arrays, InRow):
+            record.arrays.discard(record)
+        record.arrays = None
+
+    # --- records in tiers ------------------------------------------------------------------
+
+    def set_writing(self, record: Record, tier: int, *, on: bool) -> None:
+        record.writing = record.writing | 1 << tier if on else record.writing & ~(1 << tier)
+
+    def set_stored(self, record: Record, tier: int) -> None:
+        """A tier has it from now on."""
+        record.writing &= ~(1 << tier)
+        if not record.stored >> tier & 1:
+            record.stored |= 1 << tier
+            self._count_tier(record, tier, +1)
+
+    def set_gone(self, record: Record, tier: int) -> None:
+        """A tier has it no more."""
+        if record.stored >> tier & 1:
+            record.stored &= ~(1 << tier)
+            self._count_tier(record, tier, -1)
+
+    # --- leases and pins -------------------------------------------------------------------
+
+    def lease(self, node: Node) -> None:
+        """Keep the node and all above it."""
+        for n in node.path_to_root():
+            n.n_leases += 1
+
+    def unlease(self, node: Node) -> None:
+        for n in node.path_to_root():
+            n.n_leases -= 1
+        self.prune(node)
+
+    def move_lease(self, node: Node, descendant: Node) -> None:
+        """Extend a lease on the node to one below it. Costs as many steps as lie between the two."""
+        n: Node | None = descendant
+        while n is not node:
+            assert n is not None
+            n.n_leases += 1
+            n = n.parent
+
+    def lease_record(self, record: Record) -> None:
+        """Keep the record itself: a request is about to resume from it."""
+        record.n_leases += 1
+
+    def unlease_record(self, record: Record) -> None:
+        record.n_leases -= 1
+
+    def pin(self, node: Node) -> None:
+        """Keep the node and all above it until it is unpinned."""
+        if node not in node.root.pinned:
+            node.root.pinned.add(node)
+            for n in node.path_to_root():
+                n.n_pins += 1
+
+    def unpin(self, node: Node) -> None:
+        if node in node.root.pinned:
+            node.root.pinned.discard(node)
+            for n in node.path_to_root():
+                n.n_pins -= 1
+
+    def may_evict(self, record: Record) -> bool:
+        """Whether memory may let go of it. A lease on a node keeps the chain that leads to it."""
+        if record.n_leases or record.node.n_pins:
+            return False
+        return record.part is not self._carrier or not record.node.n_leases
+
+    # --- use -------------------------------------------------------------------------------
+
+    def use(self, node: Node, *, every_s: float = 0.0) -> None:
+        """Note that the node and all above it were used now, unless that was noted recently."""
+        now = self._wall()
+        if now - node.used_at < every_s:
+            return
+        for n in node.path_to_root():
+            n.used_at = max(n.used_at, now)
+
+    def remember_use(self, node: Node, used_at: float) -> None:
+        """Note a use that a tier remembers, perhaps from an earlier process."""
+        for n in node.path_to_root():
+            if n.used_at >= used_at:
+                return
+            n.used_at = used_at
+
+    def set_reused(self, node: Node) -> list[Node]:
+        """Somebody resumed from the chain that ends here; returns the nodes of which that is new.
+
+        Tails inside its blocks that hold a state count as well: the next prompt may branch off there.
+        """
+        new: list[Node] = []
+        for n in node.path():
+            if n.reused:
+                break
+            n.reused = True
+            assert n.parent is not None
+            tails = n.parent.children.prefixes(PackedTokens(n.tokens), 0, n.n_tokens)
+            new += [t for t in tails if Part.STATE in t.records and not t.reused]
+            new.append(n)
+        for n in new:
+            n.reused = True
+        return new[::-1]
+
+    # --- totals ----------------------------------------------------------------------------
+
+    def _count_memory(self, record: Record, sign: int) -> None:
+        root = record.node.root
+        root.memory.count(record, sign)
+        if self.is_attached(root):
+            self.memory.count(record, sign)
+
+    def _count_tier(self, record: Record, tier: int, sign: int) -> None:
+        root = record.node.root
+        root.tiers[tier].count(record, sign)
+        if self.is_attached(root):
+            self.tiers[tier].count(record, sign)
+
+    def _resize(self, record: Record, nbytes: int) -> None:
+        """Bytes on disk and in memory differ a little; all totals count the same number."""
+        stored = [t for t in range(len(self.tiers)) if record.stored >> t & 1]
+        for tier in stored:
+            self._count_tier(record, tier, -1)
+        record.nbytes = nbytes
+        for tier in stored:
+            self._count_tier(record, tier, +1)

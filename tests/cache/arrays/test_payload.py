@@ -1,0 +1,225 @@
+"""Payloads: stacks of arrays, cut, joined, given back layer by layer, and on their way to host bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from firn.cache.arrays import cuda, host, payload
+from firn.cache.arrays.payload import Payload, by_layer, evaluate, joined, stacked
+from firn.cache.codecs import Arrays, At
+from firn.cache.commit import Cuts
+from firn.cache.layout import Layout
+from firn.cache.parts import Part
+from firn.cache.storage import places
+
+QUICK = settings(max_examples=40, deadline=None)
+SHAPES = st.sampled_from([(1, 2, 6, 4), (1, 1, 6, 3), (1, 2, 6, 1)])
+DTYPES = st.sampled_from([mx.float32, mx.bfloat16, mx.uint32])
+SLOTS = st.one_of(st.none(), st.tuples(SHAPES, DTYPES))
+LAYERS = st.lists(st.lists(SLOTS, min_size=1, max_size=3), min_size=1, max_size=6)
+
+
+def arrays_of(kinds: Sequence[Sequence[Any]], *, seed: int = 0) -> list[Arrays]:
+    rng = np.random.default_rng(seed)
+
+    def array(kind: Any) -> mx.array | None:
+        if kind is None:
+            return None
+        shape, dtype = kind
+        return mx.array(rng.integers(0, 200, shape)).astype(dtype)
+
+    return [tuple(array(kind) for kind in slots) for slots in kinds]
+
+
+def same(a: mx.array | None, b: mx.array | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b))
+
+
+def all_same(found: Payload, want: Sequence[Arrays]) -> bool:
+    mine = [found.layer(i) for i in range(found.n_layers)]
+    return len(mine) == len(want) and all(
+        len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        for a, b in zip(mine, want, strict=True)
+    )
+
+
+@QUICK
+@given(kinds=LAYERS)
+def test_layers_come_back_as_they_were(kinds: list[list[Any]]) -> None:
+    layers = arrays_of(kinds)
+    found = stacked(layers)
+    assert all_same(found, layers)
+    n_kinds = len({kind for slots in kinds for kind in slots if kind is not None})
+    assert len(found.stacks) == n_kinds, "what has one shape lies in one stack"
+    assert found.nbytes == sum(a.nbytes for arrays in layers for a in arrays if a is not None)
+
+
+@QUICK
+@given(kinds=LAYERS, cut=st.integers(1, 5))
+def test_tokens_are_cut_and_joined(kinds: list[list[Any]], cut: int) -> None:
+    layers = arrays_of(kinds)
+    whole = stacked(layers)
+    assert all_same(joined([whole.tokens(0, cut), whole.tokens(cut, 6)]), layers)
+    halves = [tuple(None if a is None else a[..., :cut, :] for a in arrays) for arrays in layers]
+    assert all_same(whole.tokens(0, cut).copied(), halves)
+
+
+@QUICK
+@given(kinds=LAYERS, at_once=st.integers(1, 7), n=st.integers(1, 3))
+def test_the_pieces_of_a_layer_are_the_same_however_many_are_joined_at_once(
+    kinds: list[list[Any]], at_once: int, n: int
+) -> None:
+    records = [arrays_of(kinds, seed=i) for i in range(n)]
+    found = list(by_layer([stacked(layers) for layers in records], at_once=at_once))
+    assert len(found) == len(kinds)
+    for i, pieces in enumerate(found):
+        for j, kind in enumerate(kinds[i]):
+            if kind is not None:
+                whole = mx.concatenate([p[j] for p in pieces], -2)
+                assert same(whole, mx.concatenate([layers[i][j] for layers in records], -2))
+
+
+def test_records_whose_layers_are_not_alike_are_not_joined() -> None:
+    kind = ((1, 2, 6, 4), mx.float32)
+    one, other = stacked(arrays_of([[kind], [kind]])), stacked(arrays_of([[kind], [None]]))
+    assert [len(pieces) for pieces in by_layer([one, other], at_once=2)] == [2, 2]
+
+
+def address(array: mx.array) -> int:
+    return int(np.asarray(array).__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+def test_a_payload_shares_nothing_with_the_row_it_was_cut_from(n_layers: int) -> None:
+    """One head: a range of its tokens lies in one piece, and a view of it would hold the whole row."""
+    rows = [mx.random.normal((1, 1, 64, 8)) for _ in range(n_layers)]
+    mx.eval(rows)
+    found = stacked([(row[:, :, 16:32],) for row in rows])
+    part = found.tokens(0, 8).copied()
+    evaluate([found, part])
+    bounds = [(address(row), address(row) + row.nbytes) for row in rows]
+    for stack in (*found.stacks, *part.stacks):
+        assert not any(low <= address(stack) < high for low, high in bounds)
+    assert address(part.stacks[0]) != address(found.stacks[0])
+
+
+# --- rows ----------------------------------------------------------------------------------
+
+
+class Row:
+    def __init__(self, layers: list[Any], n_tokens: int) -> None:
+        self.live_layers, self.n_tokens, self.index = layers, n_tokens, 0
+
+
+def fed(n_tokens: int) -> list[Any]:
+    rng = np.random.default_rng(5)
+    layers: list[Any] = [KVCache(), RotatingKVCache(max_size=512), KVCache()]
+    for layer in layers:
+        keys, values = (mx.array(rng.normal(size=(1, 2, n_tokens, 4))) for _ in range(2))
+        layer.update_and_fetch(keys, values)
+    return layers
+
+
+def test_several_blocks_are_cut_as_one_and_are_what_each_would_be() -> None:
+    layers = fed(48)
+    kinds = Layout.of(layers)
+    cuts = Cuts(kinds, Row(layers, 48), 16, 48)
+    for part in (Part.PAGES, Part.WINDOW):
+        for start in (16, 32):
+            alone = kinds.cut(part, layers, At(0, 48), start, start + 16)
+            want = [alone.layer(i) for i in range(alone.n_layers)]
+            assert all_same(cuts.cut(part, start, start + 16), want)
+
+
+@pytest.mark.parametrize("nbytes", [0, 3000, 1 << 30])
+def test_layers_are_filled_alike_many_at_a_time(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU does it."""
+    live = fed(48)
+    kinds = Layout.of(live)
+    pieces = {
+        part: [kinds.cut(part, live, At(0, 48), s, s + 16) for s in (0, 16, 32)]
+        for part in (Part.PAGES, Part.WINDOW)
+    }
+    monkeypatch.setattr(payload, "FILL_NBYTES", nbytes)
+    monkeypatch.setattr(payload, "_on_cpu", lambda: False)
+    filled: list[Any] = [KVCache(), RotatingKVCache(max_size=512), KVCache()]
+    for part, payloads in pieces.items():
+        kinds.fill(part, filled, payloads, 48)
+    for a, b in zip(live, filled, strict=True):
+        assert a.offset == b.offset
+        assert same(a.keys[..., :48, :], b.keys[..., :48, :])
+        assert same(a.values[..., :48, :], b.values[..., :48, :])
+
+
+# --- bytes ---------------------------------------------------------------------------------
+
+
+@QUICK
+@given(kinds=LAYERS)
+def test_bytes_come_back(kinds: list[list[Any]]) -> None:
+    layers = arrays_of(kinds)
+    found = stacked(layers)
+    evaluate([found])
+    lent = host.to_host(found)
+    copies = [memoryview(bytes(b)) for b in lent.fetch()]
+    again = host.from_host(lent.tensors, lent.places, copies)
+    assert all_same(again, layers)
+    assert again.places == found.places == places.from_text(places.to_text(found.places))
+
+
+@pytest.mark.parametrize("text", ["x", "0 0;?", "0,0"])
+def test_places_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        places.from_text(text)
+
+
+class Bus:
+    """Stands for the driver: copies that are visible."""
+
+    def __init__(self) -> None:
+        self.n_out = self.n_in = 0
+
+    def to_host(self, array: mx.array) -> memoryview:
+        self.n_out += 1
+        return memoryview(np.array(array.view(mx.uint8)).tobytes())
+
+    def stage(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+        return [memoryview(bytes(b)) for b in buffers]
+
+    def to_device(self, data: Any, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        self.n_in += 1
+        flat = mx.array(np.array(data.view(np.uint8)))
+        return flat.view(dtype).reshape(shape)
+
+
+@QUICK
+@given(kinds=LAYERS)
+def test_over_a_bus_a_record_is_one_copy_out_and_one_for_each_stack_in(
+    kinds: list[list[Any]],
+) -> None:
+    layers = arrays_of(kinds)
+    found = stacked(layers)
+    evaluate([found])
+    bus = Bus()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "device", lambda: bus)
+        lent = host.to_host(found)
+        again = host.from_host(lent.tensors, lent.places, host.staged(lent.fetch()))
+    assert all_same(again, layers)
+    assert (bus.n_out, bus.n_in) == (min(len(found.stacks), 1), len(found.stacks))
+
+
+def test_there_is_no_bus_where_arrays_lie_in_the_host_s_memory() -> None:
+    assert cuda.device() is None

@@ -1,0 +1,259 @@
+"""Who leaves memory first, and who never does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import count
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from firn.cache.arrays.payload import Payload
+from firn.cache.memory.eviction import STATE_SHARE
+from firn.cache.parts import Part
+from firn.cache.prefix import PrefixTree
+from firn.cache.tree import Mark, Node, PackedTokens, Record
+from firn.core.values import Namespace
+from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, records_of, tree
+
+BLOCK = 8
+
+
+def memory(shape: Shape, limit_nbytes: int) -> PrefixTree:
+    """A cache whose wall clock goes on by ten minutes whenever somebody looks."""
+    ticks = count(1)
+    return tree(shape, limit_nbytes=limit_nbytes, wall=lambda: next(ticks) * 600.0)
+
+
+def node_of(cache: PrefixTree, blocks: Sequence[int]) -> Node:
+    """The node at the end of a chain of blocks, each full of one number."""
+    node: Node = cache.records.catalogue.root(Namespace(""))
+    for block in blocks:
+        text = PackedTokens(np.full(BLOCK, block, dtype=np.uint64))
+        node = cache.records.tree.child(node, text, 0, BLOCK)
+    return node
+
+
+def put(
+    cache: PrefixTree,
+    blocks: Sequence[int],
+    part: Part = Part.PAGES,
+    *,
+    nbytes: int = 100,
+    mark: Mark = Mark.TURN,
+) -> Record | None:
+    node = node_of(cache, blocks)
+    cache.records.tree.lease(node)
+    try:
+        cache.records.tree.use(node)
+        arrays = Payload((mx.zeros((1, nbytes), dtype=mx.uint8),), (((0, 0),),))
+        return cache.records.keep(node, part, arrays, mark)
+    finally:
+        cache.records.unlease(node)
+
+
+def touch(cache: PrefixTree, blocks: Sequence[int]) -> None:
+    cache.records.used(node_of(cache, blocks))
+
+
+def kept(cache: PrefixTree) -> set[int]:
+    """The last number of each chain that is held."""
+    return {int(r.node.tokens[0]) for r in records_of(cache)}
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = memory(DENSE, 300)
+    for i in (1, 2, 3):
+        put(cache, [i])
+    touch(cache, [1])
+    put(cache, [4])
+    assert kept(cache) == {1, 3, 4}
+    touch(cache, [3])
+    put(cache, [5])
+    put(cache, [6])
+    assert kept(cache) == {3, 5, 6}
+
+
+def test_least_recently_used_as_a_list_would_have_it() -> None:
+    """Records of equal worth, touched at random, against a list in order of use."""
+    rng = random.Random(5)
+    cache, order = memory(DENSE, 20 * 100), []
+    for i in range(1, 400):
+        if order and rng.random() < 0.6:
+            used = rng.choice(order)
+            order.append(order.pop(order.index(used)))
+            touch(cache, [used])
+        else:
+            put(cache, [i])
+            order.append(i)
+            del order[:-20]
+        assert kept(cache) == set(order)
+    check_tree(cache)
+
+
+def test_how_often_something_was_used_counts_for_nothing() -> None:
+    cache = memory(DENSE, 300)
+    put(cache, [1])
+    for _ in range(50):
+        touch(cache, [1])
+    for i in (2, 3, 4):
+        put(cache, [i])
+    assert kept(cache) == {2, 3, 4}, "a long conversation that has ended goes before a new one"
+
+
+def test_a_chain_goes_from_its_end() -> None:
+    cache = memory(DENSE, 500)
+    for i in range(1, 6):
+        put(cache, range(1, i + 1))
+    for i, want in ((6, {1, 2, 3, 4, 6}), (7, {1, 2, 3, 6, 7})):
+        put(cache, [i])
+        assert kept(cache) == want
+        check_tree(cache)
+    assert cache.records.memory.shrink_to(0)
+    assert records_of(cache) == []
+
+
+def test_a_branch_keeps_its_trunk() -> None:
+    cache = memory(DENSE, 600)
+    for chain in ([1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 5]):
+        put(cache, chain)
+    put(cache, [9], nbytes=300)
+    assert kept(cache) == {1, 2, 5, 9}
+    check_tree(cache)
+
+
+@pytest.mark.parametrize("shape", [DENSE, WINDOWED, HYBRID])
+def test_leased_pages_stay_and_so_does_all_above_them(shape: Shape) -> None:
+    cache = memory(shape, 500)
+    for i in range(1, 5):
+        put(cache, range(1, i + 1))
+    leaf = node_of(cache, [1, 2, 3, 4])
+    cache.records.tree.lease(leaf)
+    assert not cache.records.memory.shrink_to(0)
+    assert kept(cache) == {1, 2, 3, 4}
+    assert put(cache, [9], nbytes=101) is None
+    assert put(cache, [9], nbytes=100) is not None
+    assert cache.records.memory.nbytes == 500
+    cache.records.unlease(leaf)
+    assert cache.records.memory.shrink_to(0)
+    check_tree(cache)
+
+
+def test_pinned_records_of_every_part_stay() -> None:
+    cache = memory(HYBRID, 1000)
+    put(cache, [1])
+    put(cache, [1], Part.STATE)
+    node = node_of(cache, [1])
+    cache.records.tree.pin(node)
+    assert not cache.records.memory.shrink_to(0)
+    assert set(node.records) == {Part.PAGES, Part.STATE}
+    assert put(cache, [2], Part.STATE, nbytes=450) is None, "the pinned state takes its share"
+    cache.records.unpin(node)
+    assert cache.records.memory.shrink_to(0)
+
+
+def test_a_leased_record_of_any_part_stays() -> None:
+    cache = memory(HYBRID, 1000)
+    put(cache, [1])
+    put(cache, [1, 2])
+    put(cache, [1, 2], Part.STATE)
+    put(cache, [3])
+    leased = [r for n in node_of(cache, [1, 2]).path() for r in n.records.values()]
+    for record in leased:
+        cache.records.tree.lease_record(record)
+    assert not cache.records.memory.shrink_to(0)
+    assert kept(cache) == {1, 2}
+    assert all(r.arrays is not None for r in leased)
+    check_tree(cache)
+
+
+def test_pages_take_their_node_along() -> None:
+    cache = memory(HYBRID, 1000)
+    put(cache, [1])
+    put(cache, [1], Part.STATE)
+    cache.records.index.lose(node_of(cache, [1]).records[Part.PAGES])
+    assert records_of(cache) == []
+    assert list(cache.records.tree.nodes()) == []
+
+
+# --- states --------------------------------------------------------------------------------
+
+
+def test_states_have_a_share_and_pages_do_not_give_way_to_them() -> None:
+    cache = memory(HYBRID, 1000)
+    for i in range(1, 6):
+        put(cache, [i])
+    for i in range(1, 6):
+        put(cache, [i], Part.STATE, nbytes=200)
+        held = cache.records.tree.memory.nbytes
+        assert held[Part.STATE] <= 1000 * STATE_SHARE
+        assert held[Part.PAGES] == 500
+    assert [n for n in range(1, 6) if Part.STATE in node_of(cache, [n]).records] == [4, 5]
+
+
+def test_a_state_larger_than_its_share_costs_nobody_anything() -> None:
+    cache = memory(HYBRID, 1000)
+    for i in (1, 2, 3):
+        put(cache, [i])
+        put(cache, [i], Part.STATE, nbytes=100)
+    before = set(records_of(cache))
+    assert put(cache, [3, 4], Part.STATE, nbytes=501) is None
+    assert set(records_of(cache)) == before
+
+
+def test_states_that_will_not_be_asked_for_again_are_thinned_first() -> None:
+    cache = memory(HYBRID, 10_000)
+    marks = [Mark.SHARED, Mark.PROMPT_END, Mark.BRANCH, Mark.LATTICE, Mark.TURN, Mark.REPLY_END]
+    for i, mark in enumerate(marks, start=1):
+        put(cache, [i])
+        put(cache, [i], Part.STATE, nbytes=800, mark=mark)
+    order = []
+    for i in range(7, 12):
+        before = {r.mark for r in records_of(cache) if r.part is Part.STATE}
+        put(cache, [i])
+        put(cache, [i], Part.STATE, nbytes=800, mark=Mark.SHARED)
+        after = {r.mark for r in records_of(cache) if r.part is Part.STATE}
+        order += list(before - after)
+    assert order[0] is Mark.PROMPT_END
+    assert set(order[1:3]) == {Mark.TURN, Mark.REPLY_END}
+    assert set(order[3:]) <= {Mark.BRANCH, Mark.LATTICE}
+
+
+# --- the books -----------------------------------------------------------------------------
+
+
+def test_many_uses_do_not_grow_the_heap() -> None:
+    cache = memory(DENSE, 1000)
+    for i in range(1, 2000):
+        put(cache, [i])
+        touch(cache, [max(i - 3, 1)])
+    assert len(cache.records.memory._all) < 500
+    check_tree(cache)
+
+
+def test_a_loaded_chain_with_holes_can_go() -> None:
+    cache = memory(DENSE, 10_000)
+    for i in range(1, 14):
+        put(cache, range(1, i + 1))
+    hole = node_of(cache, range(1, 10)).records[Part.PAGES]
+    cache.records.tree.release(hole)
+    assert cache.records.memory.shrink_to(0)
+    assert cache.records.memory.nbytes == 0
+
+
+def test_the_room_shrinks_and_grows() -> None:
+    cache = memory(DENSE, 1000)
+    for i in range(1, 11):
+        put(cache, [i])
+    cache.set_room(350)
+    assert kept(cache) == {8, 9, 10}
+    cache.set_room(-5)
+    assert kept(cache) == set()
+    assert put(cache, [1]) is None
+    cache.set_room(1 << 60)
+    assert cache.records.memory.limit_nbytes == 1000, "never more than it was given"
+    for i in range(1, 11):
+        assert put(cache, [i])
+    check_tree(cache)

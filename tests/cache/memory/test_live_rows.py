@@ -1,0 +1,376 @@
+"""A conversation's pages lie in its row, once: while it runs, after it ends, and when it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from firn.cache.memory.rows import LEAST_BLOCKS, RowPages
+from firn.cache.parts import Part
+from firn.cache.tiers import TierOptions
+from firn.cache.tiers.ssd import SsdTier
+from firn.cache.tree import InRow
+from firn.core.values import CacheControl, Namespace, Prompt
+from tests.cache.lab import (
+    IN_ROWS,
+    LabEngine,
+    LabLayer,
+    LabRow,
+    prompt_of,
+    records_of,
+    tree,
+)
+from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
+from tests.harness import Harness, Result, running
+from tests.hash_runner import Faults
+from tests.hash_runner import prompt_of as words
+
+BLOCK = 32
+N_LAYERS, N_HEADS, DIM = 16, 1, 64
+DEEP: Build = tiny(
+    "llama",
+    num_hidden_layers=N_LAYERS,
+    hidden_size=32,
+    intermediate_size=32,
+    num_attention_heads=N_HEADS,
+    num_key_value_heads=N_HEADS,
+    head_dim=DIM,
+)
+"""Most of what it takes is its past."""
+TOKEN_NBYTES = N_LAYERS * N_HEADS * DIM * 2 * 4
+
+
+def parked(harness: Harness) -> list[RowPages]:
+    return harness.between_steps(lambda: list(harness.cache.records.rows.parked))
+
+
+def addresses(pages: RowPages) -> list[int]:
+    """Where the buffers lie."""
+    assert pages.slab is not None
+    arrays = [a for layer in pages.slab.layers for a in layer if a is not None]
+    return [np.array(a, copy=False).ctypes.data for a in arrays]
+
+
+def said(result: Result) -> list[int]:
+    assert result.error is None
+    return result.reply
+
+
+# --- memory --------------------------------------------------------------------------------
+
+
+def test_six_turns_take_their_memory_once() -> None:
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        harness.ask(tokens(9, 40), 4)
+        before = harness.between_steps(mx.get_active_memory)
+        ids: list[int] = []
+        for turn in range(6):
+            ids += tokens(turn, 320)
+            mx.reset_peak_memory()
+            result = harness.ask(ids, 20)
+            assert result.n_cached == max(len(ids) - 320, 0)
+            ids += result.reply
+        kv = len(ids) * TOKEN_NBYTES
+        assert mx.get_peak_memory() - before < 1.5 * kv
+        held = harness.between_steps(mx.get_active_memory) - before
+        assert held < 1.3 * kv
+        assert harness.cache.records.memory.nbytes < 1.3 * kv + (1 << 20)
+        assert not harness.cache.stats.faults
+
+
+def test_the_next_turn_goes_on_in_the_same_buffers() -> None:
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        ids = tokens(1, 400)
+        ids += harness.ask(ids, 20).reply
+        (before,) = parked(harness)
+        prompt = Prompt(np.array([*ids, *tokens(2, 10)], dtype=np.int64))
+
+        def take_over() -> list[list[int]]:
+            cache, runner = harness.cache, harness.runner
+            where = addresses(before)
+            cursor = cache.open(prompt, Namespace(""), CacheControl())
+            restored = cache.restore(cursor)
+            assert restored is not None
+            assert (restored.n_tokens, restored.nbytes) == (len(ids), 0)
+            mx.reset_peak_memory()
+            n_before = mx.get_active_memory()
+            row = runner.start(restored)
+            taken = [
+                np.array(a, copy=False).ctypes.data
+                for layer in row.layers
+                for a in (layer.keys, layer.values)
+            ]
+            assert mx.get_peak_memory() <= n_before, "nothing was allocated"
+            cache.close_cursor(cursor, row)
+            runner.leave([row])
+            return [where, taken, addresses(before)]
+
+        first, second, third = harness.between_steps(take_over)
+        assert first == second == third
+        assert harness.ask(prompt, 4).n_cached == len(ids)
+        assert not harness.cache.stats.faults
+
+
+def test_a_row_of_a_group_is_copied_out_of_it_once() -> None:
+    with cold_and_warm(DEEP, chunk=BLOCK, block=BLOCK) as (cold, warm):
+        want = Reference(cold)
+        prompts = [tokens(i, 200 + 30 * i) for i in range(3)]
+        asked = [warm.submit(ids, 12 + 8 * i) for i, ids in enumerate(prompts)]
+        replies = [said(a.wait()) for a in asked]
+        assert len(parked(warm)) == 3
+        for i, (ids, reply) in enumerate(zip(prompts, replies, strict=True)):
+            assert reply == said(want(ids, 12 + 8 * i))
+            again = [*ids, *reply, *tokens(50 + i, 9)]
+            result = warm.ask(again, 6)
+            assert result.n_cached >= len(again) - 10, "the last token may not have been consumed"
+            assert said(result) == said(want(again, 6))
+
+
+def test_a_prompt_given_up_early_leaves_no_room_for_the_rest() -> None:
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        harness.ask(tokens(9, 40), 4)
+        before = harness.between_steps(mx.get_active_memory)
+        result = harness.submit(tokens(1, 6000), 4)
+        while harness.cache.records.rows.live == {}:
+            pass
+        (request,) = [i for i, r in harness.results.items() if r is result]
+        harness.engine.cancel(request)
+        held = harness.between_steps(mx.get_active_memory) - before
+        n_kept = sum(p.end for p in parked(harness))
+        assert held < (n_kept + 12 * BLOCK) * TOKEN_NBYTES
+
+
+# --- who else ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sliding", "qwen3_5", "deepseek_v32"])
+def test_a_second_user_of_a_prefix_that_is_being_decoded(name: str) -> None:
+    shared = tokens(1, 200)
+    with cold_and_warm(tiny(name), chunk=BLOCK, block=BLOCK) as (cold, warm):
+        want = Reference(cold)
+        first = warm.submit([*shared, 5], 60, boundaries=[200])
+        while not first.tokens:
+            pass
+        others = [warm.submit([*shared, 6 + i], 8, boundaries=[200]) for i in range(3)]
+        for i, other in enumerate(others):
+            assert said(other.wait()) == said(want([*shared, 6 + i], 8))
+            assert other.n_cached >= 190
+        assert said(first.wait()) == said(want([*shared, 5], 60))
+        assert not warm.cache.stats.faults
+
+
+def test_a_row_that_is_taken_over_leaves_what_it_said_before() -> None:
+    """The next turn differs in the reply, as where a template drops the thinking."""
+    with cold_and_warm(DEEP, chunk=BLOCK, block=BLOCK) as (cold, warm):
+        want = Reference(cold)
+        ids = tokens(1, 300)
+        reply = said(warm.ask(ids, 60))
+        short = [*ids, *reply[:10], *tokens(2, 15)]
+        result = warm.ask(short, 6)
+        assert result.n_cached == 310
+        assert said(result) == said(want(short, 6))
+        whole = [*ids, *reply, *tokens(3, 15)]
+        result = warm.ask(whole, 6)
+        assert result.n_cached == 360, "it was cut out before it was overwritten"
+        assert said(result) == said(want(whole, 6))
+
+
+def test_a_short_common_prefix_is_copied_and_the_long_row_stays() -> None:
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        system, story = tokens(1, 160), tokens(2, 600)
+        ids = [*system, *story]
+        ids += harness.ask(ids, 10).reply
+        (row,) = parked(harness)
+        where = harness.between_steps(lambda: addresses(row))
+        assert harness.ask([*system, *tokens(3, 40)], 5).n_cached == 160
+        assert row in parked(harness)
+        assert harness.between_steps(lambda: addresses(row)) == where
+        assert harness.ask([*ids, 7, 8], 5).n_cached == len(ids)
+
+
+def test_who_may_not_write_gives_back_what_it_took_over() -> None:
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        ids = tokens(1, 300)
+        ids += harness.ask(ids, 20).reply
+        reader = CacheControl(write=False)
+        assert harness.ask([*ids, *tokens(2, 9)], 6, control=reader).n_cached == len(ids)
+        assert harness.ask([*ids, *tokens(3, 9)], 6).n_cached == len(ids)
+
+
+def test_exact_mode_cuts_records_at_once() -> None:
+    with running(DEEP, chunk=BLOCK, block=BLOCK, exact=True) as harness:
+        harness.ask(tokens(1, 300), 6)
+        held = harness.between_steps(lambda: records_of(harness.cache))
+        assert held
+        assert not any(isinstance(r.arrays, InRow) for r in held)
+
+
+# --- pressure ------------------------------------------------------------------------------
+
+
+def test_parked_rows_give_way_like_everything_else() -> None:
+    limit = 1000 * TOKEN_NBYTES
+    with cold_and_warm(DEEP, chunk=BLOCK, block=BLOCK, cache_nbytes=limit) as (cold, warm):
+        want = Reference(cold)
+        chats = [tokens(i, 260) for i in range(6)]
+        for _ in range(2):
+            for ids in chats:
+                result = warm.ask(ids, 8)
+                assert said(result) == said(want(ids, 8))
+                ids += [*result.reply, *tokens(sum(ids), 12)]
+                held = warm.between_steps(lambda: warm.cache.records.memory.nbytes)
+                assert held <= limit
+        assert sum(warm.cache.stats.evictions.values())
+        assert not warm.cache.stats.faults
+        newest = chats[-1]
+        assert warm.ask(newest, 4).n_cached >= len(newest) - 12, "the last that were used stayed"
+
+
+def test_what_parked_rows_hold_twice_goes_first() -> None:
+    """A long system prompt, and a little of each conversation: together they fit, but not as rows."""
+    system = tokens(1, 10 * BLOCK)
+    limit = (len(system) + 9 * BLOCK + 4 * 6 * BLOCK) * TOKEN_NBYTES
+    with running(DEEP, chunk=BLOCK, block=BLOCK, cache_nbytes=limit) as harness:
+        chats = [[*system, *tokens(10 + i, 3 * BLOCK)] for i in range(4)]
+        for ids in chats:
+            ids += harness.ask(ids, 8).reply
+        for ids in chats:
+            assert harness.ask([*ids, 9], 2).n_cached == len(ids)
+        assert not harness.cache.stats.evictions[Part.PAGES.value]
+
+
+def test_all_is_there_after_a_restart(tmp_path: Path) -> None:
+    def folder() -> SsdTier:
+        return SsdTier(TierOptions(str(tmp_path), 1 << 30))
+
+    options: dict[str, Any] = {"chunk": BLOCK, "block": BLOCK}
+    chats = [tokens(i, 250 + 40 * i) for i in range(3)]
+    with running(DEEP, tier=folder(), **options) as harness:
+        for ids in chats:
+            ids += harness.ask(ids, 20).reply
+        chats[0] += tokens(7, 20)
+        chats[0] += harness.ask(chats[0], 20).reply
+    with running(DEEP, **options) as plain, running(DEEP, tier=folder(), **options) as harness:
+        for ids in chats:
+            result = harness.ask([*ids, 4, 5, 6], 6)
+            assert result.tiers == {"ssd": len(ids)}
+            assert said(result) == said(plain.ask([*ids, 4, 5, 6], 6))
+        held = harness.between_steps(lambda: records_of(harness.cache))
+        alone = [r for r in held if r.part is Part.PAGES and r.arrays is not None]
+        assert all(isinstance(r.arrays, RowPages) for r in alone), "and lies in the rows alone"
+
+
+# --- faults --------------------------------------------------------------------------------
+
+
+def test_what_lay_in_a_row_that_failed_is_not_resumed() -> None:
+    faults = Faults()
+    with LabEngine(IN_ROWS, faults, cache=tree(IN_ROWS), chunk=16) as lab:
+        ids = words(1, 120)
+
+        def fail(rows: Any) -> None:
+            faults.launch = lambda rows: None
+            raise ValueError("a kernel that does not compile")
+
+        faults.launch = fail
+        lab.submit(ids, 8).wait().check()
+        assert lab.tree.stats.dropped["in doubt"]
+        lab.submit([*ids, 3], 8).wait().check()
+        lab.check()
+
+
+def test_a_neighbours_row_takes_over_what_a_failed_one_shared() -> None:
+    """The second has copied the first's prefix, so the chain of its own blocks stays whole."""
+    faults = Faults()
+    with LabEngine(IN_ROWS, faults, cache=tree(IN_ROWS), chunk=16, group_rows=1) as lab:
+        shared = words(1, 80)
+        first = lab.submit([*shared, 1], 400)
+        while len(first.tokens()) < 4:
+            lab.between_steps()
+        second = lab.submit([*shared, 2, *words(2, 40)], 400)
+        while len(second.tokens()) < 20:
+            lab.between_steps()
+
+        def fail(rows: Any) -> None:
+            if rows[0].job.id == first.job.id:
+                faults.launch = lambda rows: None
+                raise ValueError("a kernel that does not compile")
+
+        faults.launch = fail
+        for outcome in (first, second):
+            outcome.wait().check()
+        third = lab.submit([*shared, 3], 4).wait()
+        third.check()
+        assert third.n_cached == 80
+        lab.check()
+
+
+def test_a_row_that_fails_while_it_is_trimmed_is_forgotten() -> None:
+    """Some of its layers are cut back by then, and others are not."""
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        ids = tokens(1, 300)
+        harness.ask(ids, 10)
+        (row,) = parked(harness)
+
+        def fail() -> None:
+            assert row.slab is not None
+            row.slab.layers[5] = (mx.zeros((1,)), mx.zeros((1,)))
+            harness.cache.set_room(harness.cache.records.memory.nbytes // 2)
+            harness.cache.set_room(1 << 30)
+
+        harness.between_steps(fail)
+        assert harness.cache.stats.faults["room"] == 1
+        result = harness.ask(ids, 10)
+        assert result.n_cached == 0
+        assert parked(harness) != [row]
+
+
+def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> None:
+    """A draft model's rows leave no runner: the cache must not keep them alive."""
+    cache = tree(IN_ROWS, block=8)
+    rows = cache.records.rows
+
+    def opened(ids: list[int]) -> tuple[Any, LabRow]:
+        cursor = cache.open(prompt_of(ids), Namespace(""), CacheControl())
+        restored = cache.restore(cursor)
+        row = LabRow(LabLayer([[]], IN_ROWS))
+        if restored is not None:
+            restored.fill([row.layer])
+            row.n_tokens = restored.n_tokens
+            restored.filled(row)
+        return cursor, row
+
+    ids = words(1, 90)
+    slow, slow_row = opened(ids)
+    slow_row.consume(ids[:16])
+    cache.commit(slow, slow_row)
+    fast, fast_row = opened(ids)
+    fast_row.consume(ids[fast_row.n_tokens : 64])
+    cache.commit(fast, fast_row)
+    ahead = cache.advance(slow, slow_row.n_tokens)
+    assert ahead is not None
+    next_row = LabRow(LabLayer([[]], IN_ROWS))
+    ahead.fill([next_row.layer])
+    next_row.n_tokens = ahead.n_tokens
+    ahead.filled(next_row)
+    assert set(rows.live) == {next_row, fast_row}
+    cache.close_cursor(fast, None)
+    assert set(rows.live) == {next_row}
+    cache.close_cursor(slow, next_row)
+    assert rows.live == {}
+    assert rows.parked
+    cursor, row = opened([*ids, 3])
+    assert row.n_tokens == 64, "what the one that was given up had computed, the other had copied"
+    cache.close_cursor(cursor, row)
+
+
+def test_only_long_rows_are_parked() -> None:
+    with running(DEEP, chunk=BLOCK, block=BLOCK) as harness:
+        ids = tokens(1, (LEAST_BLOCKS - 1) * BLOCK)
+        ids += harness.ask(ids, 10).reply
+        assert parked(harness) == []
+        assert harness.ask([*ids, 3], 4).n_cached == len(ids)

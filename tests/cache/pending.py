@@ -1,0 +1,41 @@
+"""What a cache and its tier still have to do, in tests of the whole engine; and waiting for the end."""
+
+from __future__ import annotations
+
+import time
+
+from tests.cache.lab import check_books, n_leases, records_of
+from tests.harness import Harness
+
+DEADLINE_S = 60.0
+
+
+def on_its_way(harness: Harness) -> dict[str, int]:
+    """Everything that must be nought when nobody asks anything. On the engine thread."""
+    cache, health, io = harness.cache, harness.engine.health(), harness.io.threads
+    (tier,) = cache.records.tiers
+    found = {
+        "requests": health.n_waiting + health.n_prefilling + health.n_decoding,
+        "memory of requests": harness.engine.parts.budget.view()["held_bytes"],
+        "cursors that race": len(cache._racing),
+        "loads": len(tier._loading),
+        "records to spill": len(tier._to_spill),
+        "records being written": sum(r.writing != 0 for r in records_of(cache)),
+        "leases": n_leases(cache),
+        "pins": sum(n.n_pins for n in cache.records.tree.nodes()),
+        "orders": io.n_pending,
+        "queued bytes": io.write_nbytes,
+        "records that leave": cache.records.tree.leaving_nbytes,
+        "a scan": int(tier.scanning),
+        "results": tier._results.qsize(),
+    }
+    return {what: n for what, n in found.items() if n}
+
+
+def settle(harness: Harness) -> None:
+    """Wait until all is written and nobody holds on to anything; the books must be right then."""
+    until = time.monotonic() + DEADLINE_S
+    while left := harness.between_steps(lambda: on_its_way(harness)):
+        assert time.monotonic() < until, left
+    harness.between_steps(lambda: check_books(harness.cache))
+    assert harness.io.threads.n_callback_faults == 0

@@ -1,0 +1,116 @@
+"""What is resumed, loaded and computed: the earliest predicted first token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from firn.cache.planning.estimates import Estimates
+from firn.cache.planning.plan import MAX_TARGETS, ResumePlan
+from firn.core.values import CacheControl, Namespace, Prompt
+from tests.cache.lab import DENSE, LabEngine, records_of, tree
+from tests.cache.storage.test_client import SickIo
+from tests.hash_runner import prompt_of as words
+
+BLOCK = 8
+N_BLOCKS = 4 * MAX_TARGETS
+N_SECONDS = BLOCK * N_BLOCKS
+CHUNK_S = 64.0
+EVERYONE = Namespace("")
+
+
+class Told(Estimates):
+    """Computing a token takes a second; loading takes what the test says."""
+
+    def __init__(self, load_s: Callable[[int], float], engine_s: float = 0.0) -> None:
+        super().__init__()
+        self._load_s = load_s
+        self._engine_s = engine_s
+
+    @property
+    def knows_prefill(self) -> bool:
+        return True
+
+    def knows_tier(self, tier: str) -> bool:
+        return True
+
+    def prefill_s(self, start: int, end: int) -> float:
+        return float(end - start)
+
+    def chunk_s(self, start: int) -> float:
+        return CHUNK_S
+
+    def load_s(self, tier: str, nbytes: int) -> float:
+        return self._load_s(nbytes)
+
+    def engine_s(self, nbytes: int) -> float:
+        return self._engine_s * nbytes
+
+
+def planned(
+    load_s: Callable[[float], float], *, engine_s: float = 0.0
+) -> tuple[ResumePlan, list[int]]:
+    """The plan for a long prompt of which all is below memory; the blocks it loads, in order.
+
+    load_s: what loading this share of it takes. engine_s: what the engine does for all of it.
+    """
+    ids = words(1, BLOCK * N_BLOCKS)
+    cache = tree(DENSE, block=BLOCK)
+    cache.add_tier("ssd", SickIo(lambda name: None), namespaces=[EVERYONE], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(ids, 1).wait().check()
+        lab.between_steps(lambda: cache.set_room(0))
+        assert not any(r.arrays is not None for r in records_of(cache))
+        total = sum(r.nbytes for r in records_of(cache))
+        prompt = Prompt(np.array([*ids, *words(2, BLOCK)], dtype=np.int64))
+
+        def look() -> tuple[ResumePlan, list[int]]:
+            cache.records.estimates = Told(lambda nbytes: load_s(nbytes / total), engine_s / total)
+            cursor = cache._cursor(prompt, EVERYONE, CacheControl(write=False))
+            plan = cache._loader.plan(cursor)
+            cache.records.unlease(cursor.node)
+            return plan, [r.node.start // BLOCK for r in plan.loads]
+
+        return lab.between_steps(look)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "share"),
+    [
+        pytest.param(lambda part: 0.0, 1.0, id="all"),
+        pytest.param(lambda part: 0.9 * N_SECONDS * part, 1.0, id="a little faster: all"),
+        pytest.param(lambda part: 2.0 * N_SECONDS * part, 1.0, id="half as fast helps still"),
+        pytest.param(lambda part: 100.0 * N_SECONDS, 0.0, id="it cannot win: nothing"),
+    ],
+)
+def test_how_much_of_a_long_prompt(load_s: Callable[[float], float], share: float) -> None:
+    """It has more resume points than are weighed: those that are lie all over it."""
+    plan, _ = planned(load_s)
+    assert plan.target.n_tokens / N_SECONDS == pytest.approx(share, abs=2 / MAX_TARGETS)
+    assert plan.is_slower == (share == 0.0)
+
+
+def test_blocks_are_loaded_from_the_back() -> None:
+    plan, blocks = planned(lambda part: N_SECONDS * part)
+    assert blocks == list(range(N_BLOCKS))[::-1]
+    assert plan.now.n_tokens == 0
+
+
+def test_loading_that_costs_the_engine_what_computing_does_is_left_alone() -> None:
+    """As on a GPU, where bytes take longer to the device than tokens to compute."""
+    plan, blocks = planned(lambda part: 0.01 * part, engine_s=1.1 * N_SECONDS)
+    assert blocks == []
+    assert plan.is_slower
+
+
+def test_computing_waits_for_a_load_that_wins() -> None:
+    quick, _ = planned(lambda part: 20.0)
+    assert 20.0 < quick.patience_s < 60.0
+    assert quick.busy_patience_s == quick.patience_s
+    long, _ = planned(lambda part: 200.0)
+    assert long.patience_s == CHUNK_S, "by then its pace is known"
+    assert long.busy_patience_s > 200.0, "computing meanwhile would slow others down"
+    slow, _ = planned(lambda part: 0.6 * N_SECONDS)
+    assert slow.patience_s == slow.busy_patience_s == 0.0, "computing meanwhile wins some of it"

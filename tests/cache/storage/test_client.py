@@ -1,0 +1,204 @@
+"""A record that could not be written is not forgotten: it is written when the tier is well again."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from firn.cache.parts import Part
+from firn.cache.storage import client
+from firn.cache.storage.container import Header, Name
+from firn.cache.storage.events import ReadFailed, ScanBatch
+from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
+from firn.cache.storage.io import Changes
+from firn.cache.storage.threads import Done
+from firn.cache.tiers import Status, Stored, Usage
+from firn.cache.tree import Mark, PackedTokens
+from firn.core.keys import KeyTokens
+from firn.core.ports import EngineLoad
+from firn.core.values import Namespace
+from tests.cache.lab import DENSE, LabEngine, records_of, tree
+from tests.hash_runner import prompt_of as words
+
+BLOCK = 8
+
+
+@dataclass
+class SickIo:
+    """Writes fail as told; what does not fail counts as stored. At once, on the caller's thread."""
+
+    fault: Callable[[Name], TierError | None]
+    status: Status = Status()
+    written: list[Name] = field(default_factory=list)
+    n_tries: int = 0
+
+    def try_write(
+        self,
+        header: Header,
+        buffers: Sequence[Any],
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Callable[[], bool],
+    ) -> bool:
+        name = Name(header.key, header.part)
+        self.n_tries += 1
+        fault = self.fault(name)
+        if fault is None:
+            self.written.append(name)
+        done(fault or Stored(1, new=True))
+        return True
+
+    def has_room(self, nbytes: int) -> bool:
+        return True
+
+    def defer_writes(self, wanted: bool) -> None: ...
+
+    def read(
+        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Callable[[], bool]
+    ) -> None:
+        raise AssertionError("nothing is read here")
+
+    def delete(self, names: Iterable[Name]) -> None: ...
+
+    def touch(self, stamps: Mapping[Name, float]) -> None: ...
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        done(None)
+
+    def usage(self) -> Usage:
+        return Usage(0, 1 << 20, self.status)
+
+    def close(self) -> None: ...
+
+
+def settled(lab: LabEngine, now: list[float]) -> None:
+    """Long enough for a retry, and steps enough to hear of it."""
+    now[0] += client.RESCAN_S + 1
+    for _ in range(8):
+        lab.between_steps(partial(lab.cache.tick, EngineLoad.NONE))  # type: ignore[union-attr]
+
+
+def test_a_fault_that_ends() -> None:
+    now, ids = [0.0], words(1, 40)
+    io = SickIo(lambda name: TierFault("disk full"), Status("paused", "disk full"))
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(ids, 4).wait().check()
+        settled(lab, now)
+        before = io.n_tries
+        settled(lab, now)
+        assert io.n_tries == before + 1, "while it lasts, one record finds out"
+        io.fault, io.status = lambda name: None, Status()
+        settled(lab, now)
+        held = [r for r in records_of(cache) if r.arrays is not None]
+        assert {Name(r.node.key, r.part) for r in held} == set(io.written)
+        assert all(r.stored for r in held)
+        starts = {r.node.key: r.node.start for r in held}
+        assert [starts[n.key] for n in io.written] == sorted(starts.values()), "parents first"
+
+
+def test_a_refusal_is_not_asked_for_again_and_again() -> None:
+    now = [0.0]
+    io = SickIo(lambda name: Refused("write budget"))
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(words(1, 40), 4).wait().check()
+        settled(lab, now)
+        n_records = len([r for r in records_of(cache) if r.arrays is not None])
+        settled(lab, now)
+        settled(lab, now)
+        assert io.n_tries == n_records
+
+
+def test_what_left_memory_meanwhile_is_not_held_on_to() -> None:
+    now = [0.0]
+    io = SickIo(lambda name: TierFault("disk full"))
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(words(1, 40), 4).wait().check()
+        settled(lab, now)
+        lab.between_steps(partial(cache.set_room, 0))
+        lab.between_steps(partial(cache.set_room, 1 << 40))
+        settled(lab, now)
+        before = io.n_tries
+        io.fault = lambda name: None
+        settled(lab, now)
+        assert io.n_tries == before
+        assert records_of(cache) == []
+
+
+# --- scans that are faster than the engine -------------------------------------------------
+
+
+class ManyIo(SickIo):
+    """A scan of a thousand batches, on a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda name: None)
+        self.n_told = 0
+        self.is_held_up = threading.Event()
+        self.thread = threading.Thread(target=lambda: None)
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        def tell() -> None:
+            for _ in range(N_BATCHES):
+                if self.n_told == client.MAX_BATCHES:
+                    self.is_held_up.set()
+                batch([])
+                self.n_told += 1
+            done(None)
+
+        self.thread = threading.Thread(target=tell)
+        self.thread.start()
+
+
+N_BATCHES = 1000
+
+
+def opened() -> tuple[ManyIo, client.TierClient]:
+    cache, io = tree(DENSE, block=BLOCK), ManyIo()
+    inner = cache.records
+    made = client.TierClient(
+        "many", io, inner.tree, inner.catalogue, stamp=inner.tree.order.stamp, wake=lambda: None
+    )
+    made.scan()
+    assert io.is_held_up.wait(20.0)
+    return io, made
+
+
+def test_a_scan_waits_for_an_engine_that_has_no_time() -> None:
+    io, made = opened()
+    assert io.n_told <= client.MAX_BATCHES, "the rest would lie about in memory"
+    n_seen = 0
+    while made.scanning:
+        n_seen += sum(isinstance(n, ScanBatch) for n in made.take_results(math.inf, wait_s=5.0))
+    assert n_seen == N_BATCHES
+    io.thread.join()
+
+
+def test_a_stop_ends_a_scan_that_waits() -> None:
+    io, made = opened()
+    made.close()
+    io.thread.join(20.0)
+    assert not io.thread.is_alive()
+
+
+def test_what_was_read_comes_before_what_a_scan_tells() -> None:
+    io, made = opened()
+    root = made._catalogue.root(Namespace(""))
+    node = made._tree.child(root, PackedTokens(np.zeros(8, np.uint64)), 0, 8)
+    record = made._tree.add(node, Part.PAGES, nbytes=1, mark=Mark.TURN)
+    made._done(partial(made._was_read, record), is_urgent=True)(Missing())
+    assert isinstance(next(made.take_results(math.inf)), ReadFailed)
+    made.close()
+    io.thread.join(20.0)

@@ -1,0 +1,167 @@
+"""The documentation against the tree: links and anchors lead somewhere, flags and commands exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from firn.config import OPTIONS
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
+HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*$", re.MULTILINE)
+SCRIPT = re.compile(r"(?:benchmarks|tools|tests)/[\w/.-]+\.(?:py|sh|md)\b")
+FLAG = re.compile(r"`(--[a-z0-9-]+)[`= ]")
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[str]:
+    """Every Markdown file that git knows or would add."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = listed.stdout.split() if listed.returncode == 0 else []
+    found = names or [
+        str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+    ]
+    return sorted(name for name in found if (ROOT / name).exists())
+
+
+every_page = pytest.mark.parametrize("page", pages())
+
+
+@cache
+def text_of(path: Path) -> str:
+    """A page without its code blocks, in which brackets are not links."""
+    return CODE_BLOCK.sub("", path.read_text(encoding="utf-8"))
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    seen: dict[str, int] = {}
+    out = set[str]()
+    for heading in HEADING.findall(text_of(path)):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        n = seen[slug] = seen.get(slug, -1) + 1
+        out.add(f"{slug}-{n}" if n else slug)
+    return frozenset(out)
+
+
+@every_page
+def test_links_lead_somewhere(page: str) -> None:
+    here = ROOT / page
+    broken = []
+    for link in LINK.findall(text_of(here)):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = unquote(link).partition("#")
+        there = (here.parent / name).resolve() if name else here
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(link)
+    assert broken == []
+
+
+@every_page
+def test_scripts_that_are_named_exist(page: str) -> None:
+    named = set(SCRIPT.findall((ROOT / page).read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    readme = ROOT / "README.md"
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 200
+    linked = {link.partition("#")[0] for link in LINK.findall(text_of(readme))}
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= linked
+
+
+def test_every_flag_has_its_line_and_every_line_its_flag() -> None:
+    page = ROOT / "docs" / "configuration.md"
+    rows = [line for line in text_of(page).splitlines() if line.startswith("| `--")]
+    named = {flag for row in rows for flag in FLAG.findall(row.split(" | ")[0])}
+    known = {option.flag for option in OPTIONS if option.flag is not None}
+    assert named == known | {"--config"}
+
+
+# --- ARCHITECTURE.md -----------------------------------------------------------------------
+
+ARCHITECTURE = ROOT / "docs" / "ARCHITECTURE.md"
+SOURCES = ROOT / "src" / "firn"
+MODULE = re.compile(r"`([a-z_0-9/]+/[a-z_0-9]+\.py)[:`]")
+STOP = re.compile(r"`([a-z_0-9/]+\.py):([A-Za-z_0-9.]+)`")
+
+
+def section(heading: str) -> str:
+    """The text below this heading, up to the next one of its level or above."""
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    level = heading.split(" ")[0]
+    after = text.split(f"\n{heading}\n", 1)[1]
+    return re.split(rf"^#{{1,{len(level)}}} ", after, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@cache
+def definitions(module: str) -> frozenset[str]:
+    """Functions, classes and methods of a module, as `name` and `Class.name`."""
+    tree = ast.parse((SOURCES / module).read_text(encoding="utf-8"))
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    out = set[str]()
+    for node in tree.body:
+        if isinstance(node, defined):
+            out.add(node.name)
+            inner = [each for each in node.body if isinstance(each, defined)]
+            out |= {f"{node.name}.{each.name}" for each in inner}
+    return frozenset(out)
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        "### A chat, from the socket and back",
+        "### A record, from the row to the disk and back",
+        "### A picture, from the request into the cache",
+    ],
+)
+def test_every_stop_of_a_walk_exists(walk: str) -> None:
+    stops = STOP.findall(section(walk))
+    assert len(stops) >= 8
+    missing = [
+        f"{module}:{name}"
+        for module, name in stops
+        if not (SOURCES / module).exists() or name not in definitions(module)
+    ]
+    assert missing == []
+
+
+def test_modules_that_are_named_exist() -> None:
+    named = set(MODULE.findall(ARCHITECTURE.read_text(encoding="utf-8")))
+    named = {name for name in named if not name.startswith(("tests/", "benchmarks/"))}
+    assert [name for name in sorted(named) if not (SOURCES / name).exists()] == []
+
+
+def test_every_package_is_described() -> None:
+    folders = {f"{path.parent.relative_to(SOURCES)}/" for path in SOURCES.rglob("__init__.py")}
+    described = set(re.findall(r"^\| `([a-z_/]+/)` \|", section("## Packages"), re.MULTILINE))
+    assert described == (folders - {"./"}) | {"dashboard/"}
+
+
+def test_every_module_at_the_top_is_described() -> None:
+    text = section("## Packages")
+    modules = {path.name for path in SOURCES.glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert [name for name in sorted(modules) if f"`{name}`" not in text] == []
+
+
+def test_the_glossary_is_short() -> None:
+    words = re.findall(r"^\| ([a-z ]+) \|", section("## Glossary"), re.MULTILINE)
+    assert "cursor" in words
+    assert len(words) - words.count("word") <= 25
