@@ -14,7 +14,7 @@ from firn.cache.tiers import (
     Buffer,
     Gone,
     Missing,
-    Seen,
+    ScannedRecord,
     TierFull,
     TierOptions,
     TierUsage,
@@ -34,14 +34,16 @@ class DictTier:
         self._counts: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         with self._lock:
             there = set(self._records)
             new, gone, self._told = there - self._told, self._told - there, there
         yield from map(Gone, gone)
         for name in new:
             raw = self._records[name]
-            yield Seen(name, raw[:PEEK_NBYTES], len(raw), self._stamps.setdefault(name, 0.0))
+            yield ScannedRecord(
+                name, raw[:PEEK_NBYTES], len(raw), self._stamps.setdefault(name, 0.0)
+            )
 
     def read(self, name: str, n: int | None = None) -> memoryview:
         raw = self._records.get(name)

@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from firn.cache.tiers import Buffer, Gone, Seen, TierOptions, TierUsage, WriteResult
+from firn.cache.tiers import Buffer, Gone, ScannedRecord, TierOptions, TierUsage, WriteResult
 from firn.cache.tiers._folder import Disk, path_of
 from firn.cache.tiers.ssd import SsdTier
 
@@ -144,7 +144,7 @@ class FaultyTier:
 
     # --- the contract ------------------------------------------------------------------------
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         return self.inner.scan()
 
     def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:

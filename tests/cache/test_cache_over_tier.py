@@ -19,7 +19,7 @@ from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull, Unwanted
 from firn.cache.storage.io import Changes, Fetch, TierEntry
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Gone, Status, TierUsage, WriteResult
+from firn.cache.tiers import Gone, TierStatus, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
@@ -145,7 +145,7 @@ class DictIo:
         done(None)
 
     def usage(self) -> TierUsage:
-        return TierUsage(0, 1 << 20, Status("paused" if self.paused else "ok"))
+        return TierUsage(0, 1 << 20, TierStatus("paused" if self.paused else "ok"))
 
     def close(self) -> None: ...
 

@@ -32,7 +32,7 @@ from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFau
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.tally import Tally
 from firn.cache.storage.threads import Done, IoThreads
-from firn.cache.tiers import Gone, Seen, Tier, TierUsage, WriteResult
+from firn.cache.tiers import Gone, ScannedRecord, Tier, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 
@@ -133,7 +133,7 @@ def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
     return loaded
 
 
-def label_of(seen: Seen, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
+def label_of(seen: ScannedRecord, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
     """What a record's header says: a Label, or only a Tag without the key. Raises Damaged, Foreign."""
     name = Name.parse(seen.name)
     if name is None:
@@ -295,7 +295,7 @@ class TierIo:
             elif (entry := self._entry(change)) is not None:
                 yield entry
 
-    def _entry(self, seen: Seen) -> TierEntry | None:
+    def _entry(self, seen: ScannedRecord) -> TierEntry | None:
         """None: no record that can be used here."""
         try:
             tag = label_of(seen, more=lambda n: self._tier.read(seen.name, n), seal=self._seal)

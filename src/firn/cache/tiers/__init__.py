@@ -25,14 +25,14 @@ __all__ = [
     "Gone",
     "Missing",
     "Refused",
-    "Seen",
-    "Status",
+    "ScannedRecord",
     "Store",
     "Tier",
     "TierError",
     "TierFault",
     "TierFull",
     "TierOptions",
+    "TierStatus",
     "TierUsage",
     "WriteResult",
     "discover",
@@ -61,7 +61,7 @@ class TierOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ScannedRecord:
     """A record that a scan found."""
 
     name: str
@@ -102,7 +102,7 @@ class WriteResult(Generic[N]):
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class TierStatus:
     """Whether the tier takes writes. Reads go on as far as they can in any state."""
 
     state: Literal["ok", "paused"] = "ok"
@@ -118,7 +118,7 @@ class TierUsage:
     nbytes: int
     """Real bytes taken up, with what is being written and what is set aside."""
     limit_nbytes: int
-    status: Status = Status()
+    status: TierStatus = TierStatus()
     n_files: Mapping[str, int] = field(default_factory=dict)
     """By what follows the dot in their names; as far as has been scanned."""
     part_nbytes: Mapping[str, int] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Tier(Protocol):
     The caller sees to it that a record on which others depend has a higher stamp than they have.
     """
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         """The first time everything that is stored, later what others added or removed since.
 
         Yields as it finds, the highest stamps first, and may take minutes. What the caller itself wrote,

@@ -15,7 +15,15 @@ from typing import Protocol
 
 from firn.cache.storage.faults import Missing, Refused, TierFault
 from firn.cache.storage.tally import Tally
-from firn.cache.tiers import Buffer, FoundRecord, Gone, Seen, TierOptions, TierUsage, WriteResult
+from firn.cache.tiers import (
+    Buffer,
+    FoundRecord,
+    Gone,
+    ScannedRecord,
+    TierOptions,
+    TierUsage,
+    WriteResult,
+)
 from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._bandwidth import Bandwidth
 from firn.cache.tiers._calls import RetriedCalls
@@ -109,7 +117,7 @@ class StoreTier:
         """Damaged, and perhaps still there: not to be read until they are written anew."""
         self._nbytes = 0
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         """Nothing: there may be a million records, of other models and other tenants."""
         return iter(())
 

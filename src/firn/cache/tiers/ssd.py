@@ -30,7 +30,7 @@ from firn.cache.tiers import (
     PEEK_NBYTES,
     Buffer,
     Gone,
-    Seen,
+    ScannedRecord,
     TierOptions,
     TierUsage,
     WriteResult,
@@ -113,7 +113,7 @@ class SsdTier:
 
     # --- the contract ------------------------------------------------------------------------
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         """As the contract says. A folder that cannot be locked or changed is still read."""
         counters = None
         try:
@@ -253,7 +253,7 @@ class SsdTier:
                 raise fault_of(e) from e
         return measured
 
-    def _heads(self, names: Sequence[str]) -> Iterator[Seen]:
+    def _heads(self, names: Sequence[str]) -> Iterator[ScannedRecord]:
         """One thread is fastest for what lies in the page cache, several are for what does not."""
         is_slow = False
         with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="firn-scan") as pool:
@@ -265,7 +265,7 @@ class SsdTier:
                 is_slow = is_slow or waited > SLOW_S * len(some)
                 yield from (seen for seen in found if seen is not None)
 
-    def _head(self, name: str) -> Seen | None:
+    def _head(self, name: str) -> ScannedRecord | None:
         """None: it is gone, or not for us, or to be tried again at the next scan."""
         try:
             fd = self._disk.open(path_of(name))
@@ -281,9 +281,9 @@ class SsdTier:
         try:
             x = self._disk.stat_open(fd)
             head = self._disk.read_first(fd, min(x.size, PEEK_NBYTES))
-            return Seen(name, head, x.size, x.mtime)
+            return ScannedRecord(name, head, x.size, x.mtime)
         except OSError:
-            return Seen(name, b"", 0, 0.0)  # what cannot be read is no record
+            return ScannedRecord(name, b"", 0, 0.0)  # what cannot be read is no record
         finally:
             self._disk.close(fd)
 
