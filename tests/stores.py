@@ -98,6 +98,13 @@ class Served:
             assert time.monotonic() < until, f"it does not answer: {self.command}"
             time.sleep(0.02)
 
+    def __enter__(self) -> Served:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()

@@ -355,7 +355,7 @@ def test_rclone_is_as_bad_as_it_is_taken_for(tmp_path: Path) -> None:
     """Else the tests below prove less than they say. The tier gets on with it all the same."""
     import obstore
 
-    with running(stores.rclone_server(tmp_path / "s3")) as server:
+    with stores.rclone_server(tmp_path / "s3") as server:
         address = parse_address(address_of("s3", server.port))
         tier = discover()["s3"](address.options)
         assert isinstance(tier, StoreTier)
@@ -376,7 +376,7 @@ def test_rclone_is_as_bad_as_it_is_taken_for(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("rclone")
 def test_rclone_two_servers_a_kill_and_a_torn_object(tmp_path: Path) -> None:
     talks = sessions(3, first=80)
-    with running(stores.rclone_server(tmp_path / "s3")) as server:
+    with stores.rclone_server(tmp_path / "s3") as server:
         address = address_of("s3", server.port, "spill=all", QUICK)
         with machine(None, address) as first, machine(None, address) as second:
             assert first.ask(talks[0], 0).right
@@ -417,7 +417,7 @@ def test_rclone_refuses_a_wrong_secret(
     """moto takes any signature; this one does not."""
     (talk,) = sessions(1, first=90)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
-    with running(stores.rclone_server(tmp_path / "s3")) as server:
+    with stores.rclone_server(tmp_path / "s3") as server:
         address = address_of("s3", server.port, "spill=all", QUICK)
         with machine(None, address) as one:
             assert one.ask(talk, 0).right
@@ -426,15 +426,6 @@ def test_rclone_refuses_a_wrong_secret(
     warnings = [r for r in caplog.records if "is left alone" in r.getMessage()]
     assert len(warnings) == 1
     assert "not-the-secret" not in caplog.text
-
-
-@contextmanager
-def running(server: stores.Served) -> Iterator[stores.Served]:
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 # --- addresses -----------------------------------------------------------------------------

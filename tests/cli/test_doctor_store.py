@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,15 +30,6 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@contextmanager
-def running(server: stores.Served) -> Iterator[stores.Served]:
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
 def look(address: str) -> list[Finding]:
     return list(look_at_stores([address]))
 
@@ -49,7 +38,7 @@ def look(address: str) -> list[Finding]:
 def test_redis() -> None:
     import redis
 
-    with running(stores.redis_server("--requirepass", "secret-word")) as server:
+    with stores.redis_server("--requirepass", "secret-word") as server:
         place = f"127.0.0.1:{server.port}/0"
         (well,) = look(f"redis://:secret-word@{place}")
         assert (well.topic, well.mark) == ("store", "ok")
@@ -67,7 +56,7 @@ def test_redis() -> None:
 
 @needs_redis
 def test_a_full_redis() -> None:
-    with running(stores.redis_server("--maxmemory", "1mb")) as server:
+    with stores.redis_server("--maxmemory", "1mb") as server:
         (full,) = look(f"redis://127.0.0.1:{server.port}/0")
         assert full.mark == "problem"
         assert "cannot be written to: full" in full.text
@@ -75,7 +64,7 @@ def test_a_full_redis() -> None:
 
 @needs_s3
 def test_s3_without_a_bucket_and_with_one() -> None:
-    with running(stores.s3_server()) as server:
+    with stores.s3_server() as server:
         address = f"s3://{stores.BUCKET}/x?endpoint=http://127.0.0.1:{server.port}"
         (no_bucket,) = look(address)
         assert no_bucket.mark == "problem"
@@ -121,7 +110,7 @@ def test_words() -> None:
 
 @needs_redis
 def test_the_command(tmp_path: Path) -> None:
-    with running(stores.redis_server()) as server:
+    with stores.redis_server() as server:
         address = f"redis://127.0.0.1:{server.port}/0"
         environ = os.environ | {"COLUMNS": "300", "FIRN_TIER": address}
         command = [sys.executable, "-m", "firn", "doctor", "--ssd-cache-dir", str(tmp_path)]

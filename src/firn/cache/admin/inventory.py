@@ -18,7 +18,7 @@ from firn.cache.storage.faults import Damaged, Foreign, Missing
 from firn.cache.storage.io import label_of
 from firn.cache.storage.seal import Seal
 from firn.cache.tiers import ScannedRecord, TierOptions
-from firn.cache.tiers._folder import MODELS, look, path_of
+from firn.cache.tiers._folder import MODELS, path_of, read_heads
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.errors import FirnError
 from firn.core.keys import Key
@@ -187,7 +187,7 @@ class Inventory:
 def take_inventory(folder: Path, *, seal: Seal | None = None) -> Inventory:
     """Raises OSError when the folder cannot be read."""
     tier = SsdTier(TierOptions(str(folder), 0), guest=True)
-    files = tuple(_file(seen, tier, seal) for seen in look(folder))
+    files = tuple(_file(seen, tier, seal) for seen in read_heads(folder))
     parts: dict[Key, dict[Part, RecordFile]] = {}
     for file in files:
         if file.tag is not None:

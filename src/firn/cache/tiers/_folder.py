@@ -424,7 +424,7 @@ def _fresh() -> Words:
 # --- without the lock ----------------------------------------------------------------------
 
 
-def look(folder: Path) -> Iterator[ScannedRecord]:
+def read_heads(folder: Path) -> Iterator[ScannedRecord]:
     """Every record file that may be opened, foreign ones too. Takes no lock and changes nothing."""
     disk = Disk(folder)
     for sub in SUBFOLDERS:
