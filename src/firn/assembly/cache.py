@@ -1,4 +1,4 @@
-"""The prefix cache of a model and the tiers below it, as the configuration wants them."""
+"""The prefix cache of a model and the tiers below it, as configured."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from firn.ranks.leading import Leading
 log = logging.getLogger("firn")
 
 FLUSH_S = 15.0
-"""How long a stopping server writes what is still in memory only."""
+"""How long a stopping server writes records that are only in memory."""
 STORE_FLUSH_S = 5.0
 """Likewise, to a store."""
 N_STORE_THREADS = 8
-"""A store that hangs must not keep the disk's threads; many wait for answers at once."""
+"""A store has its own threads, so that one that hangs does not block the disk; many wait at once."""
 STORE_QUEUE_NBYTES = 64 << 20
 
 
@@ -50,12 +50,12 @@ def build_cache(
     """leading: the ranks that each hold a slice of every record, if there are several."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
-        log.info("the prefix cache is off")
+        log.info("prefix cache: off (--disable-prefix-cache)")
         return CacheOff()
     try:
         layout = layout_of(config, loaded)
     except UnknownCacheLayer as e:
-        log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
+        log.warning("%s is served without a prefix cache: %s", loaded.info.name, e)
         return CacheOff(str(e))
     limit = cache_nbytes(config, capacity_nbytes)
     settings = CacheSettings(
@@ -78,19 +78,21 @@ def layout_of(config: Config, loaded: LoadedModel) -> Layout:
     wanted = config.cache
     bits = wanted.kv_cache_quantization_bits if wanted.kv_cache_quantization else 0
     if bits and wanted.reuse == "exact":
-        raise SetupError("--kv-cache-quantization changes what is restored: not with --reuse exact")
+        raise SetupError(
+            "--kv-cache-quantization changes restored values: it cannot be used with --reuse exact"
+        )
     return Layout.of(
         loaded.probe, kv_bits=bits, kv_group_size=wanted.kv_cache_quantization_group_size
     )
 
 
 def computed_in(loaded: LoadedModel, *more: str) -> str:
-    """A part of every record's key: the type of numbers, and what else their bits depend on."""
+    """A part of every root: the number type, and what else the bits depend on."""
     return " ".join((loaded.info.dtype, *filter(None, more)))
 
 
 def cache_nbytes(config: Config, capacity_nbytes: int) -> int:
-    """Memory for prefixes."""
+    """Memory for stored prefixes."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
         return 0
@@ -99,7 +101,7 @@ def cache_nbytes(config: Config, capacity_nbytes: int) -> int:
 
 
 def tiers_of(config: CacheConfig) -> dict[str, TierOptions]:
-    """What lies below memory, by the names of the modules in cache/tiers."""
+    """The tiers below memory, by the names of the modules in cache/tiers."""
     if config.no_ssd_cache:
         return {}
     return {
@@ -122,7 +124,7 @@ def add_tiers(
     wake: Callable[[], None],
     leading: Leading | None = None,
 ) -> None:
-    """Put a cache on the tiers below memory. namespaces: whose records are looked for there."""
+    """Put a cache on the tiers below memory. namespaces: whose records to look for there."""
     seal = seal_of(config)
     kinds, tiers = discover(), tiers_of(config.cache)
     if not tiers:
@@ -158,4 +160,4 @@ def seal_of(config: Config) -> Seal | None:
 
 
 def _flushing(n_left: int, nbytes_left: int) -> None:
-    log.info("writing the cache: %d records, %d MiB left", n_left, nbytes_left // MIB)
+    log.info("writing records before exit: %d left, %d MiB", n_left, nbytes_left // MIB)

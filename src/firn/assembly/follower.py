@@ -1,4 +1,4 @@
-"""A process that computes its slice of a model and does as rank 0 tells it. It has no clients.
+"""A process that computes its slice of a sharded model on rank 0's orders. It has no clients.
 
 Its main thread owns every array: it loads the model, and then makes one call after the other.
 """
@@ -41,9 +41,9 @@ from firn.ranks.team import Team, check_options, form, options_digest
 log = logging.getLogger("firn.ranks")
 
 END_S = FLUSH_S + 10.0
-"""How long it has to end, once it is told to."""
+"""How long it has to end once it is told to."""
 PAYLOADS = frozenset({"cut", "tokens", "copied", "joined", "drop", "arrive", "touch", "defer"})
-"""Calls after which what was cut may still wait to be computed."""
+"""Calls after which lazily cut payloads need not be evaluated yet."""
 
 
 def join_ranks(config: Config) -> tuple[Config, Team]:

@@ -1,4 +1,4 @@
-"""Sparse prefill: the part of the composition root that is about it."""
+"""The scorer of a server, if it may thin prompts (sparse prefill)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build(
     if small is None:
         raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
     if setup.exact:
-        raise SetupError("--sparse-prefill is approximate: not where reuse is exact")
+        raise SetupError("--sparse-prefill is approximate: it cannot be used where reuse is exact")
     why = _why_not(loaded)
     if why:
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")

@@ -1,4 +1,4 @@
-"""Who guesses tokens: the part of the composition root that is about speculation."""
+"""The drafters of a server: which ones it has, and the draft model they share with sparse prefill."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from firn.models.traits import TRAITS
 log = logging.getLogger("firn")
 
 DRAFT_CACHE_SHARE = 8
-"""One part in so many of the memory for prefixes is for those of the small model."""
+"""The draft model's prefixes get this fraction (1 / N) of the memory for prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A small model with the same tokens, and the prefixes that it keeps."""
+    """A draft model, which has the same tokens, and its prefix cache."""
 
     model: loader.LoadedModel
     cache: PrefixTree | CacheOff
     row_cost: RowCost
     guesses: bool = False
-    """A drafter has it, and ends what it keeps."""
+    """A drafter uses it, and closes its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,16 @@ class DraftSetup:
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """Who guesses, and what it takes of the device's memory."""
+    """The drafters, and what they take of the device's memory."""
 
     speculation: Speculation | None = None
     weights_nbytes: int = 0
     row_cost: RowCost = RowCost(0, 0)
     draft: Draft | None = None
-    """The small model, where one is loaded."""
+    """The draft model, if one is loaded."""
 
     def with_rows(self, cost: RowCost) -> RowCost:
-        """What a row takes, its double in the small model included."""
+        """What a row takes, including its counterpart in the draft model."""
         own = self.row_cost
         return RowCost(
             cost.per_token_nbytes + own.per_token_nbytes, cost.fixed_nbytes + own.fixed_nbytes
