@@ -43,17 +43,17 @@ class Followers(Protocol):
         ...
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
-        """Send a call to all followers, after the calls noted before. Any thread. Raises RankLost."""
+        """Send a call to all followers, after those that wait (`tell_later`). Any thread. Raises RankLost."""
         ...
 
-    def note(self, name: str, *args: Any) -> None:
+    def tell_later(self, name: str, *args: Any) -> None:
         """Keep a call until the next one is sent."""
         ...
 
-    def hear(self, name: str, take: OnAnswer) -> None:
+    def on_answer(self, name: str, take: OnAnswer) -> None:
         """Set what is called with answers of this name."""
         ...
 
-    def lose(self, why: str) -> RankLost:
+    def end_group(self, why: str) -> RankLost:
         """Something happened that the followers do not know of: end the group. Returns what to raise."""
         ...
