@@ -43,7 +43,7 @@ class Followers(Protocol):
         ...
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
-        """Send a call to all followers, after those that wait (`tell_later`). Any thread. Raises RankLost."""
+        """Send a call to all, after those that wait (`tell_later`). Any thread. Raises RankLost."""
         ...
 
     def tell_later(self, name: str, *args: Any) -> None:
