@@ -1,4 +1,4 @@
-"""What `firn cache` shows of a folder: ls, show, stats. Looks only; takes no lock."""
+"""What `firn cache` shows of a folder: ls, show, stats. Only reads, and takes no lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from firn.cli.doctor import size
 from firn.core.errors import FirnError
 
 SHORT = 12
-"""Digits of a key that tell records apart for people."""
+"""Digits of a key that people need to tell records apart."""
 IMAGE_BIT = 1 << 63
 N_TOKENS_SHOWN = 32
 
@@ -55,7 +55,7 @@ def ls(location: CacheFolder, *, top: int) -> None:
         console.print()
         console.print(_tree(group, top))
     others = [
-        f"{len(inventory.faulty)} files of no use",
+        f"{len(inventory.faulty)} unusable files",
         f"{inventory.n_locked} encrypted with another key",
     ]
     shown = [text for text in others if not text.startswith("0 ")]
@@ -158,7 +158,7 @@ def _facts(inventory: Inventory, block: BlockFiles) -> list[tuple[str, str]]:
 
 
 def _layer_lines(header: Header) -> list[str]:
-    """Equal layers drawn together."""
+    """Equal layers are shown as one line."""
 
     def text(at: tuple[int, int] | None) -> str:
         if at is None:
@@ -193,7 +193,7 @@ def _recorded_model(inventory: Inventory, block: BlockFiles) -> str | None:
 
 
 def _text_of(tokens: list[int], model: str | None) -> str:
-    """The text, where a tokenizer can be had; else the first token ids."""
+    """The text if a tokenizer can be loaded, otherwise the first token ids."""
     ids = ", ".join(map(str, tokens[:N_TOKENS_SHOWN]))
     numbers = f"tokens: {ids}{', ...' if len(tokens) > N_TOKENS_SHOWN else ''}"
     if model is None:

@@ -1,4 +1,4 @@
-"""What `firn models` and `firn pull` do: ask the running server, or look at this machine's disk."""
+"""What `firn models` and `firn pull` do: ask the running server, or search this machine's disk."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def change(
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """revisions: of the hub's cache, by which it is removed there. owner: whose folder it is."""
+    """revisions: in the hub's cache, to remove it there. owner: the program whose folder it is in."""
 
     name: str
     folder: Path
@@ -147,7 +147,7 @@ def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes
 
 
 def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
-    """A server that has it loaded would go on with files that are no longer there."""
+    """A server that has it loaded would read files that are no longer there. Raises SetupError."""
     try:
         with ChatClient(url, api_key=api_key) as client:
             served = client.served_models()
