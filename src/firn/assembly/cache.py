@@ -47,8 +47,8 @@ def build_cache(
     leader_parts: LeaderParts | None = None,
 ) -> PrefixTree | CacheOff:
     """leader_parts: the ranks that each hold a slice of every record, if there are several."""
-    wanted = config.cache
-    if wanted.disable_prefix_cache:
+    options = config.cache
+    if options.disable_prefix_cache:
         log.info("prefix cache: off (--disable-prefix-cache)")
         return CacheOff()
     try:
@@ -59,7 +59,7 @@ def build_cache(
     limit = cache_nbytes(config, capacity_nbytes)
     settings = CacheSettings(
         limit_nbytes=limit,
-        block=wanted.cache_block_tokens,
+        block=options.cache_block_tokens,
         exact_chunk=compute.exact_chunk,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
@@ -74,14 +74,14 @@ def build_cache(
 
 def layout_of(config: Config, loaded: LoadedModel) -> Layout:
     """How records are cut. Raises UnknownCacheLayer, SetupError."""
-    wanted = config.cache
-    bits = wanted.kv_cache_quantization_bits if wanted.kv_cache_quantization else 0
-    if bits and wanted.reuse == "exact":
+    options = config.cache
+    bits = options.kv_cache_quantization_bits if options.kv_cache_quantization else 0
+    if bits and options.reuse == "exact":
         raise SetupError(
             "--kv-cache-quantization changes restored values: it cannot be used with --reuse exact"
         )
     return Layout.of(
-        loaded.probe, kv_bits=bits, kv_group_size=wanted.kv_cache_quantization_group_size
+        loaded.probe, kv_bits=bits, kv_group_size=options.kv_cache_quantization_group_size
     )
 
 
@@ -92,11 +92,11 @@ def computed_in(loaded: LoadedModel, *more: str) -> str:
 
 def cache_nbytes(config: Config, capacity_nbytes: int) -> int:
     """Memory for stored prefixes."""
-    wanted = config.cache
-    if wanted.disable_prefix_cache:
+    options = config.cache
+    if options.disable_prefix_cache:
         return 0
-    share = int(capacity_nbytes * wanted.cache_memory_percent)
-    return min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
+    share = int(capacity_nbytes * options.cache_memory_percent)
+    return min(options.cache_memory_mb * MIB or share, capacity_nbytes)
 
 
 def tiers_of(config: CacheConfig) -> dict[str, TierOptions]:

@@ -154,19 +154,19 @@ def _slices(
     write_queue_nbytes: int,
 ) -> Slices | None:
     """None: the cache is off."""
-    wanted = config.cache
-    if wanted.disable_prefix_cache:
+    options = config.cache
+    if options.disable_prefix_cache:
         return None
     try:
         layout = layout_of(config, loaded)
     except UnknownCacheLayer:
         return None
-    settings = CacheSettings(0, wanted.cache_block_tokens, compute.exact_chunk)
+    settings = CacheSettings(0, options.cache_block_tokens, compute.exact_chunk)
     text = settings.layout(layout, computed_in(loaded, compute.arithmetic, member.text))
     identity = Identity(loaded.info.fingerprint, text)
     slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
-    for name, options in tiers_of(wanted).items():
-        slices.add_tier(_tier(config, member, name, options, write_queue_nbytes))
+    for name, tier in tiers_of(options).items():
+        slices.add_tier(_tier(config, member, name, tier, write_queue_nbytes))
     return slices
 
 

@@ -139,15 +139,15 @@ def beside_others(
 
     group: servers of this group share one budget and do not count; None: this server alone.
     """
-    found = others(
+    servers = others(
         folder or reservations_folder(),
         device=now.kind,
         group=os.getpid() if group is None else group,
     )
     return replace(
         now,
-        reserved_nbytes=sum(r.reserved_nbytes for r in found),
-        unclaimed_nbytes=sum(r.unclaimed_nbytes for r in found),
+        reserved_nbytes=sum(r.reserved_nbytes for r in servers),
+        unclaimed_nbytes=sum(r.unclaimed_nbytes for r in servers),
     )
 
 
@@ -199,14 +199,14 @@ class MemoryWatch:
             return
         capacity = self._capacity_nbytes()
         now = beside_others(now, folder=self._folder, group=self._group)
-        wanted = self._planned.capacity_nbytes(now)
-        if abs(wanted - capacity) > WORTH_TELLING * capacity:
-            if wanted < SHORT * capacity:
+        new_capacity = self._planned.capacity_nbytes(now)
+        if abs(new_capacity - capacity) > WORTH_TELLING * capacity:
+            if new_capacity < SHORT * capacity:
                 log.info(
                     "memory is short: requests and cache get %d MiB less, other programs use more",
-                    (capacity - wanted) // MIB,
+                    (capacity - new_capacity) // MIB,
                 )
-            self._set_capacity(wanted)
+            self._set_capacity(new_capacity)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):

@@ -23,11 +23,11 @@ log = logging.getLogger("firn")
 
 def rules(config: Config) -> SparseRules:
     """What the server does about it. Raises SetupError."""
-    wanted = config.sparse
-    if wanted.sparse_prefill_over and not wanted.sparse_prefill:
+    options = config.sparse
+    if options.sparse_prefill_over and not options.sparse_prefill:
         raise SetupError("--sparse-prefill-over needs --sparse-prefill")
-    keep = round(wanted.sparse_prefill_keep, 2)
-    return SparseRules(wanted.sparse_prefill, keep, over=wanted.sparse_prefill_over)
+    keep = round(options.sparse_prefill_keep, 2)
+    return SparseRules(options.sparse_prefill, keep, over=options.sparse_prefill_over)
 
 
 def build(

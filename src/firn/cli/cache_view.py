@@ -246,14 +246,14 @@ def stats(location: CacheFolder) -> dict[str, Any]:
 
 
 def show_stats(location: CacheFolder, *, as_json: bool) -> None:
-    found = stats(location)
+    numbers = stats(location)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(numbers, indent=2))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in _stat_lines(found):
+    for name, text in _stat_lines(numbers):
         table.add_row(name, Text(text))
     out().print(table)
 

@@ -96,14 +96,14 @@ def _hub_models() -> list[LocalModel]:
         repos = scan_cache_dir().repos
     except CacheNotFound:
         return []
-    found = []
+    models = []
     for repo in sorted(repos, key=lambda repo: str(repo.repo_id)):
         names = {str(file.file_name) for rev in repo.revisions for file in rev.files}
         if repo.repo_type == "model" and any(name.endswith(".safetensors") for name in names):
             revisions = tuple(rev.commit_hash for rev in repo.revisions)
             path = Path(repo.repo_path)
-            found.append(LocalModel(repo.repo_id, path, repo.size_on_disk, revisions))
-    return found
+            models.append(LocalModel(repo.repo_id, path, repo.size_on_disk, revisions))
+    return models
 
 
 def _lm_studio_models() -> list[LocalModel]:
@@ -125,24 +125,24 @@ def _show_local(models: list[LocalModel]) -> None:
 def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes: bool) -> int:
     if builtin_folder(name):
         raise SetupError(f"{name} is built in.")
-    found = next((model for model in local_models(models_dir) if model.name == name), None)
-    if found is None:
+    model = next((model for model in local_models(models_dir) if model.name == name), None)
+    if model is None:
         where = f"in {models_dir}" if models_dir else "in the hub's cache"
         raise SetupError(f"There is no model {name} {where}; `firn models ls` lists them.")
-    if found.owner:
-        raise SetupError(f"{name} belongs to {found.owner}: remove it there ({found.folder}).")
+    if model.owner:
+        raise SetupError(f"{name} belongs to {model.owner}: remove it there ({model.folder}).")
     _refuse_in_use(name, url, api_key)
-    question = f"Remove {found.name} ({_size(found.nbytes)}, {found.folder})?"
+    question = f"Remove {model.name} ({_size(model.nbytes)}, {model.folder})?"
     if not yes and not typer.confirm(question):
         typer.echo("Nothing was removed.")
         return 1
-    if found.revisions:
+    if model.revisions:
         from huggingface_hub import scan_cache_dir
 
-        scan_cache_dir().delete_revisions(*found.revisions).execute()
+        scan_cache_dir().delete_revisions(*model.revisions).execute()
     else:
-        shutil.rmtree(found.folder)
-    typer.echo(f"{found.name} is removed: {_size(found.nbytes)} are free again")
+        shutil.rmtree(model.folder)
+    typer.echo(f"{model.name} is removed: {_size(model.nbytes)} are free again")
     return 0
 
 

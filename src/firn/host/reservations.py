@@ -68,14 +68,14 @@ class Reservation:
 
 def others(folder: Path, *, device: str, group: int, pid: int | None = None) -> list[Reserved]:
     """What other living servers have reserved on this device, without those of the same group."""
-    found = []
+    living = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if path.stem == str(pid or os.getpid()):
             continue
         reserved = _read(path)
         if reserved is not None and reserved.device == device and reserved.group != group:
-            found.append(reserved)
-    return found
+            living.append(reserved)
+    return living
 
 
 def _read(path: Path) -> Reserved | None:
