@@ -108,7 +108,7 @@ def test_exact_reuse_guesses_nothing_and_says_so(
             ask(real)
             assert accepted(ask(real)) == 0
             assert health(real) == {}
-    assert "no tokens are guessed" in caplog.text
+    assert "no tokens are drafted" in caplog.text
 
 
 def test_a_draft_model_guesses(real: Real, folder: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_draft_model_guesses(real: Real, folder: Path) -> None:
     ("engine", "why"),
     [
         ({"speculation": "model"}, "needs --draft-model"),
-        ({"speculation": "lookup", "draft_model": "x"}, "guesses nothing"),
+        ({"speculation": "lookup", "draft_model": "x"}, "has no use with"),
         ({"speculation": "mtp"}, "no prediction head"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from firn.assembly import speculation
 from firn.assembly.handles import any_cursors
-from firn.assembly.speculation import DraftSetup, Guessing
+from firn.assembly.speculation import Drafting, DraftSetup
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.core.sparse import SparseRules
@@ -33,17 +33,17 @@ def rules(config: Config) -> SparseRules:
 def build(
     config: Config,
     loaded: loader.LoadedModel,
-    guessing: Guessing,
+    drafting: Drafting,
     *,
     setup: DraftSetup,
     threads: Threads | None,
     shapes_of: Callable[[loader.LoadedModel], FewShapes | None],
-) -> tuple[AttentionScorer | None, Guessing]:
+) -> tuple[AttentionScorer | None, Drafting]:
     """On the engine thread. Raises SetupError. Who scores prompts, where they may be thinned, and
     the draft model's memory: it is loaded once, whether it guesses or scores or both."""
     small = config.engine.draft_model
     if not rules(config).allowed:
-        return None, guessing
+        return None, drafting
     if small is None:
         raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
     if setup.exact:
@@ -51,25 +51,25 @@ def build(
     why = _why_not(loaded)
     if why:
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
-    draft = guessing.draft
+    draft = drafting.draft
     if draft is None:
         draft = speculation.open_draft(config, loaded, setup)
-        nbytes = guessing.weights_nbytes + draft.model.info.weights_nbytes
-        guessing = replace(guessing, weights_nbytes=nbytes, row_cost=draft.row_cost)
+        nbytes = drafting.weights_nbytes + draft.model.info.weights_nbytes
+        drafting = replace(drafting, weights_nbytes=nbytes, row_cost=draft.row_cost)
     try:
         scorer = AttentionScorer(
             draft.model.model,
             draft.model.info,
             make_layers=draft.model.make_layers,
             cache=any_cursors(draft.cache),
-            owns_cache=not draft.guesses,
+            owns_cache=not draft.is_drafter,
             threads=threads,
             shapes=shapes_of(draft.model),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e
     log.info("long prompts of %s may be read sparsely, as %s scores them", loaded.info.name, small)
-    return scorer, guessing
+    return scorer, drafting
 
 
 def _why_not(loaded: loader.LoadedModel) -> str | None:

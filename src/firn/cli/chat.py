@@ -50,7 +50,7 @@ def chat(
     """Returns the exit code; raises RequestFailed where there is no conversation to go on with."""
     shown = [image_url(path) for path in images]
     model = options.model or client.served_model()
-    conversation = Conversation(client, replace(options, model=model), Screen())
+    conversation = TerminalChat(client, replace(options, model=model), Screen())
     conversation.show(shown)
     if sys.stdin.isatty() and prompt is None:
         return _talk(conversation)
@@ -61,7 +61,7 @@ def chat(
     return INTERRUPTED if conversation.ask(question).stopped else 0
 
 
-def _talk(conversation: Conversation) -> int:
+def _talk(conversation: TerminalChat) -> int:
     """Until Ctrl-D, /exit, or Ctrl-C when the last thing was a Ctrl-C too."""
     screen = conversation.screen
     with contextlib.suppress(ImportError):
@@ -106,7 +106,7 @@ class ChatReply:
     reason: str | None
 
 
-class Conversation:
+class TerminalChat:
     """The turns so far. Owner: the chat loop."""
 
     def __init__(self, client: ChatClient, options: ChatOptions, screen: Screen) -> None:

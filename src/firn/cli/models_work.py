@@ -67,7 +67,7 @@ def change(
 
 
 @dataclass(frozen=True, slots=True)
-class LocalModel:
+class ModelOnDisk:
     """revisions: in the hub's cache, to remove it there. owner: the program whose folder it is in."""
 
     name: str
@@ -77,7 +77,7 @@ class LocalModel:
     owner: str = ""
 
 
-def local_models(models_dir: Path | None) -> list[LocalModel]:
+def local_models(models_dir: Path | None) -> list[ModelOnDisk]:
     """Those of the folder, or else those of the hub's cache that hold weights, and LM Studio's."""
     if models_dir is None:
         return [*_hub_models(), *_lm_studio_models()]
@@ -85,10 +85,10 @@ def local_models(models_dir: Path | None) -> list[LocalModel]:
 
     if not models_dir.is_dir():
         raise SetupError(f"There is no folder {models_dir}.")
-    return [LocalModel(name, folder, _nbytes(folder)) for name, folder in folders(models_dir)]
+    return [ModelOnDisk(name, folder, _nbytes(folder)) for name, folder in folders(models_dir)]
 
 
-def _hub_models() -> list[LocalModel]:
+def _hub_models() -> list[ModelOnDisk]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -102,20 +102,20 @@ def _hub_models() -> list[LocalModel]:
         if repo.repo_type == "model" and any(name.endswith(".safetensors") for name in names):
             revisions = tuple(rev.commit_hash for rev in repo.revisions)
             path = Path(repo.repo_path)
-            models.append(LocalModel(repo.repo_id, path, repo.size_on_disk, revisions))
+            models.append(ModelOnDisk(repo.repo_id, path, repo.size_on_disk, revisions))
     return models
 
 
-def _lm_studio_models() -> list[LocalModel]:
+def _lm_studio_models() -> list[ModelOnDisk]:
     from firn.models.local import lm_studio_models
 
     return [
-        LocalModel(found.name, found.folder, _nbytes(found.folder), owner="LM Studio")
+        ModelOnDisk(found.name, found.folder, _nbytes(found.folder), owner="LM Studio")
         for found in lm_studio_models()
     ]
 
 
-def _show_local(models: list[LocalModel]) -> None:
+def _show_local(models: list[ModelOnDisk]) -> None:
     table = _table("model", "size", "folder")
     for model in models:
         table.add_row(Text(model.name), Text(_size(model.nbytes)), Text(str(model.folder)))
