@@ -20,7 +20,9 @@ from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.threads import IoThreads
+from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
+from firn.core.values import ModelInfo
 from firn.engine import Budget, EngineParts, RowCost, recipes_of
 from firn.kv_events import EventPublisher
 from firn.models import device as devices
@@ -106,19 +108,13 @@ def _decoder_parts(
     wake: Callable[[], None],
 ) -> ServerParts:
     config, info, device = spec.config, loaded.info, compute.device.kind
-    put_on_tiers = partial(
-        add_tiers,
-        config,
-        device=device,
-        namespaces=spec.namespaces,
-        wake=wake,
-        leader_parts=spec.leader_parts,
-    )
+    put_on_tiers = _tiers(spec, device=device, wake=wake)
     cost, threads = row_cost(loaded), threads_of(loaded, compute)
+    alone_nbytes = planner.plan(cost, info.weights_nbytes).alone_nbytes
     setup = speculation.DraftSetup(
         exact=compute.exact,
         cpu_dtype=compute.cpu_dtype,
-        cache_nbytes=cache_nbytes(config, planner.plan(cost, info.weights_nbytes).alone_nbytes),
+        cache_nbytes=cache_nbytes(config, alone_nbytes),
         add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     )
     guessing = speculation.build(config, loaded, setup)
@@ -142,12 +138,9 @@ def _decoder_parts(
         config, loaded, alone_nbytes, compute=compute, leader_parts=spec.leader_parts
     )
     if isinstance(tree, PrefixTree):
-        if config.cache.kv_events is not None:
-            tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
-        if scorer is not None:
-            tree.expect(recipes_of(scorer.recipe))
+        _prepare_tree(config, tree, recipe=scorer.recipe if scorer else None)
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
-        tree.set_room(budget.free_nbytes())
+    tree.set_room(budget.free_nbytes())
     shapes = padding(loaded)
     runner = _runner(
         spec,
@@ -167,6 +160,28 @@ def _decoder_parts(
         speculation=guessing.speculation,
         planned=planned,
     )
+
+
+def _tiers(
+    spec: ServerSpec, *, device: str, wake: Callable[[], None]
+) -> Callable[[PrefixTree, ModelInfo, IoThreads], None]:
+    """Puts a cache on the tiers below memory."""
+    return partial(
+        add_tiers,
+        spec.config,
+        device=device,
+        namespaces=spec.namespaces,
+        wake=wake,
+        leader_parts=spec.leader_parts,
+    )
+
+
+def _prepare_tree(config: Config, tree: PrefixTree, *, recipe: str | None) -> None:
+    """recipe: of the scorer by which prompts may be thinned; their roots are looked for in the tiers."""
+    if config.cache.kv_events is not None:
+        tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
+    if recipe is not None:
+        tree.expect(recipes_of(recipe))
 
 
 def _capacity(
