@@ -22,7 +22,7 @@ import firn
 from firn.api import dialects
 from firn.cache import codecs, tiers
 from firn.cache.tiers import TierOptions
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from firn.models import drafters
 from firn.text import parsers
 from tests.api.live import GREETING, serve
@@ -219,7 +219,7 @@ def test_a_server_runs_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTHONPATH", str(copy.parent))
     records = tmp_path / "records.db"
     tier = ("--no-ssd-cache", "--tier", f"sqlite://localhost{records}?spill=all")
-    server = Child(
+    server = ServerProcess(
         "firn-demo",
         *tier,
         "--speculation",
