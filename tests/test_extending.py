@@ -126,7 +126,9 @@ def test_the_codec_keeps_the_contract(contract: Any) -> None:
 
     def feed(layer: Any, rows: Any, starts: Any, n: int) -> None:
         (row,), (start,) = rows, starts
-        mx.eval(layer.update(table(row, 64)[0, 0, start : start + n]))
+        for token in table(row, 64)[0, 0, start : start + n]:
+            layer.update(token[None])
+        mx.eval(layer.average)
 
     codec = codecs.registry()["decay_model.DecayCache"]
     kind = Specimen("decay", codec, lambda: cache(0.1), feed, lambda layer, n: (layer.average,))

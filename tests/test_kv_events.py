@@ -13,7 +13,7 @@ from firn import kv_events
 from firn.core.errors import SetupError
 from firn.core.values import Namespace
 from firn.kv_events import END_SEQ, TOPIC, EventPublisher
-from tests.cache.lab import DENSE, LabEngine, tree
+from tests.cache.lab import DENSE, LabEngine, nodes_of, tree
 
 zmq = pytest.importorskip("zmq", reason="the package pyzmq is not installed")
 msgpack = pytest.importorskip("msgpack", reason="the package msgpack is not installed")
@@ -146,7 +146,7 @@ def test_what_is_evicted_is_told() -> None:
         stored = lab.between_steps(
             lambda: {
                 int.from_bytes(n.key[:8], "big")
-                for n in lab.tree.records.tree.nodes()
+                for n in nodes_of(lab.tree.records.tree)
                 if n.n_tokens == BLOCK
             }
         )

@@ -18,7 +18,7 @@ import uvloop
 from firn import __version__
 from firn.api import warm
 from firn.api.connections import http_config
-from firn.api.mailroom import Mailroom
+from firn.api.event_router import EventRouter
 from firn.api.server import create_app
 from firn.api.services import Services
 from firn.assembly.cache import FLUSH_S
@@ -37,9 +37,9 @@ from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import leave, no_later_than
 from firn.listener import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
+from firn.ranks.joining import RankMember, end_start, options_digest
 from firn.ranks.leader import Leader
-from firn.ranks.leading import Leading
-from firn.ranks.team import Team, end_start, options_digest
+from firn.ranks.leader_parts import LeaderParts
 from firn.traces.record import Recorder
 
 log = logging.getLogger("firn")
@@ -58,17 +58,17 @@ def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
-    team = None
+    member = None
     if config.model.tensor_parallel:
-        config, team = join_ranks(config)
-        if team.follower is not None:
-            return leave(follow(config, team))
+        config, member = join_ranks(config)
+        if member.follower is not None:
+            return leave(follow(config, member))
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
     try:
-        server = build(config, team=team)
+        server = build(config, member=member)
     except SetupError as e:
-        if team is not None:
+        if member is not None:
             end_start(e)
         raise
     server.own_process()
@@ -90,7 +90,7 @@ class Server:
 
     services: Services
     engine: Engine[ServerParts]
-    mailroom: Mailroom
+    event_router: EventRouter
     pool: ThreadPoolExecutor
     died: list[str]
     memory: MemoryWatch | None = None
@@ -106,8 +106,8 @@ class Server:
 
     def lose_rank(self) -> None:
         """The engine may hang in what the lost one has no part in any more: clients are told here."""
-        self.mailroom.drain()
-        self.mailroom.fail_all(EngineDead())
+        self.event_router.drain()
+        self.event_router.fail_all(EngineDead())
         self.died.append("rank")
 
     def close(self) -> None:
@@ -122,27 +122,27 @@ class Server:
         self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
-def build(config: Config, *, front: int | None = None, team: Team | None = None) -> Server:
+def build(config: Config, *, front: int | None = None, member: RankMember | None = None) -> Server:
     """Load the model and wire everything to it. Raises SetupError.
 
-    front: the process that shares memory out among its models, if there is one. team: the ranks that
-    serve the model together; this one speaks for all.
+    front: the process that shares memory out among its models, if there is one. member: this process
+    among the ranks that serve the model together; it speaks for all.
     """
-    leading = None
-    if team is not None and team.leader is not None:
-        leading = Leading(team, team.leader, options=options_digest(config))
+    leader_parts = None
+    if member is not None and member.leader is not None:
+        leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
     folder = find_folder(config.model)
     config = with_model_defaults(config, folder)
     trace_path = config.log.record_trace
     trace = None if trace_path is None else TraceFile.open(trace_path)
     name, namespaces = served_name(config), keys_of(config).namespaces
-    text = load_text(config, folder, with_pictures=leading is None)
-    spec = ServerSpec(config, folder, name, namespaces, text.processor, front, leading)
-    mailroom = Mailroom()
+    text = load_text(config, folder, with_pictures=leader_parts is None)
+    spec = ServerSpec(config, folder, name, namespaces, text.processor, front, leader_parts)
+    event_router = EventRouter()
     died: list[str] = []
     engine: Engine[ServerParts] = Engine(
         lambda: build_parts(spec, lambda: engine.wake()),
-        mailroom.publish,
+        event_router.publish,
         on_death=lambda: died.append("engine"),
     )
     log.info("loading %s", config.model.path)
@@ -155,14 +155,16 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         spec,
         text,
         engine,
-        mailroom=mailroom,
+        event_router=event_router,
         pool=pool,
         recorder=recorder,
-        n_ranks=1 if team is None else team.group.size,
+        n_ranks=1 if member is None else member.group.size,
     )
-    memory = watch_engine(engine, front=front, is_sharded=team is not None)
-    ranks = leading.leader if leading else None
-    return Server(services, engine, mailroom, pool, died, memory, recorder=recorder, ranks=ranks)
+    memory = watch_engine(engine, front=front, is_sharded=member is not None)
+    ranks = leader_parts.leader if leader_parts else None
+    return Server(
+        services, engine, event_router, pool, died, memory, recorder=recorder, ranks=ranks
+    )
 
 
 # --- running -------------------------------------------------------------------------------
@@ -184,8 +186,8 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
             os._exit(130)  # asked twice: at once, whatever is lost
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
-        server.mailroom.drain()
-        loop.call_later(DRAIN_S, server.mailroom.fail_all, ShuttingDown())
+        server.event_router.drain()
+        loop.call_later(DRAIN_S, server.event_router.fail_all, ShuttingDown())
         web.should_exit = True
 
     def stop_once() -> None:
@@ -214,6 +216,6 @@ async def watch(server: Server, web: uvicorn.Server) -> None:
     """
     while not server.died:
         await asyncio.sleep(0.2)
-        server.awake.note(busy=server.mailroom.n_calls > 0)
+        server.awake.note(busy=server.event_router.n_calls > 0)
     log.critical("the engine is gone: exiting")
     web.force_exit = web.should_exit = True

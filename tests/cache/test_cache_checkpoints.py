@@ -18,6 +18,7 @@ from tests.cache.lab import (
     WINDOW_AND_STATE,
     LabEngine,
     Shape,
+    nodes_of,
     tree,
 )
 from tests.hash_engine import Outcome
@@ -320,6 +321,6 @@ def test_exact_mode_keeps_states_on_chunks_only(shape: Shape) -> None:
         assert Chat(lab, 3, system).turn().n_cached == 128
         ids = prompt_of(5, 200)
         assert [ask(lab, ids, [100], 8).n_cached for _ in range(2)] == [0, 192]
-        ends = {n.end for n in cache.records.tree.nodes() if n.records}
+        ends = {n.end for n in nodes_of(cache.records.tree) if n.records}
         assert all(e % 16 == 0 for e in ends)
         lab.check()

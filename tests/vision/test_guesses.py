@@ -13,7 +13,7 @@ import pytest
 
 from firn.models import loader
 from firn.models.drafters.mtp import MtpDrafter
-from firn.models.mtp import Head, MtpModel, with_head_layer
+from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.mtp_load import has_head, read_head
 from firn.models.raggedcheck import ragged_fault, rewind_fault
 from tests.harness import running
@@ -57,7 +57,7 @@ def test_a_prediction_head_of_the_text_part(tmp_path: Path) -> None:
     blind = loader.load(gallery.folder(name), served_name="tiny").model
     layer = next(x for x in blind.model.layers[::-1] if hasattr(x, "self_attn"))
     size = int(blind.model.embed_tokens.weight.shape[-1])
-    head = Head(layer, hidden_size=size, eps=1e-5)
+    head = PredictionHead(layer, hidden_size=size, eps=1e-5)
     weights.fill(head, seed=1, dtype=mx.float32, gains={})
     published = as_published(head, "qwen3_5", config=config)
     mx.save_safetensors(str(tmp_path / "model-00002.safetensors"), published)

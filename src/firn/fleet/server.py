@@ -1,4 +1,4 @@
-"""The front process: builds and wires its parts, and runs them. No MLX in here, and no model."""
+"""The front process: builds and wires its parts, and runs them. It loads neither MLX nor a model."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from pathlib import Path
 
 import uvloop
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from firn import __version__
 from firn.api.auth import Keys
+from firn.api.body_reader import BodyReader
 from firn.api.connections import http_config
 from firn.api.dashboard import add_page
 from firn.api.dialects import discover
-from firn.api.exchange import Shapes
-from firn.api.front import Front, Gate, HostGate
+from firn.api.errors import ErrorShapes
 from firn.api.hosts import Hosts, machine_names
-from firn.api.intake import Intake
+from firn.api.layers import add_layers
 from firn.api.openapi import describe
 from firn.api.quotas import KeyLimits, Quotas
-from firn.api.rate import RateLimit
-from firn.api.rerank_routes import PATHS as RERANK_PATHS
-from firn.api.server import add_error_shapes
-from firn.api.services import Limits
+from firn.api.routes.rerank import PATHS as RERANK_PATHS
+from firn.api.server import add_error_shapes, new_app
+from firn.api.services import ApiLimits
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.fleet import routes
@@ -43,11 +41,11 @@ from firn.fleet.activity import add_activity
 from firn.fleet.catalogue import ModelCatalogue
 from firn.fleet.files import check, folder_of
 from firn.fleet.fleet import Fleet
+from firn.fleet.placement import PlacementRules
 from firn.fleet.process import Launch, launch
 from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
-from firn.fleet.turns import PlacementRules
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import leave, no_later_than
 from firn.listener import Uvicorn, address, bind, connections
@@ -57,9 +55,9 @@ log = logging.getLogger("firn.fleet")
 
 GIB = 1 << 30
 DRAIN_S = 20.0
-"""How long a stopping server lets running requests go on before it cuts them."""
+"""How long running requests may go on when the server stops, before they are cut."""
 LEAVE_S = 75.0
-"""When the front is ended, if it has not ended by itself: children have their time before."""
+"""When the front is killed if it has not ended by itself; models' processes have ended before."""
 SOCKET_PATH_NBYTES = 103
 """macOS's limit of a Unix socket's path; Linux has 107."""
 SOCKET_NAME_NBYTES = len("/firn-12345678/99999.sock")
@@ -69,7 +67,7 @@ BY_BODY = (
     "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin", "/api/embed",
     "/api/embeddings", *RERANK_PATHS,
 )  # fmt: skip
-"""Besides those of the dialects: a POST whose body names its model."""
+"""Besides the dialects' paths: a POST whose body names its model."""
 BY_ID = (
     ("/v1/responses/{response_id}", ("GET", "DELETE")),
     ("/v1/responses/{response_id}/input_items", ("GET",)),
@@ -91,7 +89,7 @@ def serve(config: Config) -> int:
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
-    """For the sockets: nobody else's (0700), with a short path, for that of a socket is bounded."""
+    """For the sockets: private (0700), with a short path, since a socket's path has a length limit."""
     folder = Path(tempfile.mkdtemp(prefix="firn-", dir=socket_base(os.environ)))
     try:
         yield folder
@@ -100,18 +98,21 @@ def _private_folder() -> Iterator[Path]:
 
 
 def socket_base(environ: Mapping[str, str]) -> str:
-    """A folder that can be written and whose sockets' paths are short enough for every system."""
+    """A writable folder whose sockets' paths are short enough for every system."""
     places = (environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")
     for place in places:
         fits = len(os.fsencode(place)) + SOCKET_NAME_NBYTES <= SOCKET_PATH_NBYTES
         if place and fits and os.path.isdir(place) and os.access(place, os.W_OK):
             return place
-    raise SetupError(f"None of {', '.join(filter(None, places))} can hold a socket: set TMPDIR.")
+    raise SetupError(
+        f"No socket can be made in any of {', '.join(filter(None, places))}: set TMPDIR to a writable "
+        "folder with a short path."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class FrontParts:
-    """Of a front. The pool decodes large bodies."""
+    """What a front consists of. The pool decodes large bodies."""
 
     fleet: Fleet
     relay: Relay
@@ -128,7 +129,7 @@ def build(
     rules: PlacementRules | None = None,
     waits: WaitLimits | None = None,
 ) -> FrontParts:
-    """On the asyncio thread. `start` stands for a real process where it is given."""
+    """On the asyncio thread. start: how to start a model's process."""
     server = config.server
     quotas = Quotas(
         KeyLimits(
@@ -148,23 +149,23 @@ def build(
     )
     _check_pinned(fleet)
     dialects = discover(config.sampling.defaults())
-    limits = Limits()
-    intake = Intake(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
+    limits = ApiLimits()
+    bodies = BodyReader(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
     pool = ThreadPoolExecutor(N_DECODERS, thread_name_prefix="firn-decode")
     waits = waits or WaitLimits(wait_s=config.fleet.model_wait_s)
-    relay = Relay(fleet, dialects, intake, pool, quotas=quotas, limits=waits)
+    relay = Relay(fleet, dialects, bodies, pool, quotas=quotas, limits=waits)
     keys = Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
-    shapes = Shapes(dialects)
-    app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
+    shapes = ErrorShapes(dialects)
+    app = new_app()
     metrics = routes.FrontMetrics(fleet)
     for path in (*(dialect.path for dialect in dialects), *BY_BODY):
         app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_body), methods=["POST"]))
     for path, methods in BY_ID:
         app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_id), methods=list(methods)))
     catalog = routes.ModelListing(fleet)
-    routes.add_loading(app, fleet, catalog, relay, intake, keys, server.allow_origins)
+    routes.add_loading(app, fleet, catalog, relay, bodies, keys, server.allow_origins)
     routes.add_models(app, catalog, relay)
-    routes.add_ollama(app, catalog, relay, intake)
+    routes.add_ollama(app, catalog, relay, bodies)
     add_page(app, shown=not config.page.no_dashboard)
     routes.add_probes(app, fleet, relay, keys)
     routes.add_metrics(app, fleet, metrics)
@@ -173,7 +174,16 @@ def build(
     add_router(app, fleet, relay)
     add_activity(app, fleet, relay)
     add_error_shapes(app, shapes)
-    _add_layers(app, config, keys, shapes, metrics, intake)
+    add_layers(
+        app,
+        shapes=shapes,
+        metrics=metrics,
+        bodies=bodies,
+        keys=keys,
+        hosts=Hosts((*server.allowed_hosts, *machine_names(server.host))),
+        allow_origins=server.allow_origins,
+        requests_per_minute=server.rate_limit,
+    )
     describe(app, dialects, with_keys=keys.required)
     return FrontParts(fleet, relay, app, pool)
 
@@ -190,40 +200,13 @@ def _check_pinned(fleet: Fleet) -> None:
 
 
 class _AsgiEndpoint:
-    """An endpoint that is an ASGI app: Starlette takes a plain function for a request handler."""
+    """An endpoint that is an ASGI app: Starlette would take a plain function for a request handler."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
-
-
-def _add_layers(
-    app: FastAPI,
-    config: Config,
-    keys: Keys,
-    shapes: Shapes,
-    metrics: routes.FrontMetrics,
-    intake: Intake,
-) -> None:
-    """The same as around one model, and in the same order. The last one added is the outermost."""
-    server = config.server
-    if server.rate_limit:
-        app.add_middleware(RateLimit, per_minute=server.rate_limit, shapes=shapes)
-    app.add_middleware(Gate, keys=keys, shapes=shapes)
-    if server.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(server.allow_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
-        )
-    hosts = Hosts((*server.allowed_hosts, *machine_names(server.host)))
-    app.add_middleware(HostGate, hosts=hosts, shapes=shapes)
-    known = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(Front, shapes=shapes, metrics=metrics, intake=intake, routes=known)
 
 
 async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: socket.socket) -> int:
@@ -237,7 +220,7 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(130)  # asked twice: at once, and the children notice
+            os._exit(130)  # asked twice: at once; models' processes notice and end
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         parts.relay.draining = True

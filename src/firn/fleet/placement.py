@@ -1,0 +1,246 @@
+"""Which models to load, unload or close next: a pure function of all models' states.
+
+To make room, idle, unpinned models are unloaded, least recently used first, after a minimum stay. Where
+requests alternate between models that do not fit together, an idle one keeps its place for a while: at
+most as long as loading it again would take, so that waiting costs at most twice the best that could be
+done. One that is never idle keeps its place for a turn; then it is closed: new requests for it wait,
+running replies end, and the other model is loaded. A reply is never cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from firn.fleet.memory import Room
+
+NEVER = math.inf
+
+
+class ModelState(Enum):
+    """As /v1/models shows them."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    DRAINING = "draining"
+    """Told to end; its memory is not free yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One model now. Times are those of one clock; NEVER: there is none.
+
+    need_nbytes: while it is loaded. n_active: running replies. waiting_since: when the oldest
+    waiting request came, or since when a pinned model is not loaded. load_s: how long loading took,
+    or may take. not_before: earliest next start after a failure. displaced_at: when it last made
+    room for another.
+    """
+
+    name: str
+    state: ModelState = ModelState.UNLOADED
+    pinned: bool = False
+    need_nbytes: int = 0
+    n_active: int = 0
+    waiting_since: float = NEVER
+    loaded_at: float = NEVER
+    last_used: float = NEVER
+    expires_at: float = NEVER
+    load_s: float = 5.0
+    not_before: float = 0.0
+    displaced_at: float = -NEVER
+
+    @property
+    def is_idle(self) -> bool:
+        return self.n_active == 0 and self.waiting_since == NEVER
+
+    @property
+    def holds_memory(self) -> bool:
+        return self.state is not ModelState.UNLOADED
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRules:
+    """min_stay_s: of a loaded model. A turn is `turn_loads` times as long as loading takes, within
+    bounds. contest_s: a model that made room and gets a request again within this time is
+    contested. hold_max_s: how long an idle model keeps a contested place at most."""
+
+    min_stay_s: float = 2.0
+    turn_loads: float = 10.0
+    turn_min_s: float = 10.0
+    turn_max_s: float = 120.0
+    contest_s: float = 60.0
+    hold_max_s: float = 15.0
+
+    def turn_s(self, model: ModelView) -> float:
+        return min(max(self.turn_loads * model.load_s, self.turn_min_s), self.turn_max_s)
+
+
+Reason = Literal["idle", "room"]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """close: these take no new requests for now. contested: pairs (waiting, loaded) that take turns.
+    look_at: when to plan again if nothing happens before."""
+
+    load: tuple[str, ...] = ()
+    unload: tuple[tuple[str, Reason], ...] = ()
+    close: tuple[str, ...] = ()
+    contested: tuple[tuple[str, str], ...] = ()
+    look_at: float = NEVER
+
+
+def make_plan(
+    models: Sequence[ModelView], room: Room, rules: PlacementRules, *, now: float
+) -> FleetPlan:
+    work = _Planner(models, room, rules, now)
+    work.expire()
+    work.relieve()
+    for wanted in sorted(_wanted(models), key=lambda v: v.waiting_since):
+        if wanted.not_before > now:
+            work.look(wanted.not_before)
+        elif not work.place(wanted):
+            break  # first come, first served: nobody else takes the room that is being made
+    return work.plan()
+
+
+def _wanted(models: Sequence[ModelView]) -> list[ModelView]:
+    return [v for v in models if v.state is ModelState.UNLOADED and v.waiting_since < NEVER]
+
+
+class _Planner:
+    """One plan in the making."""
+
+    def __init__(
+        self, models: Sequence[ModelView], room: Room, rules: PlacementRules, now: float
+    ) -> None:
+        self._models, self._room, self._rules, self._now = models, room, rules, now
+        self._held = sum(v.need_nbytes for v in models if v.holds_memory)
+        self._free = room.free_nbytes
+        self._going = {v.name for v in models if v.state is ModelState.DRAINING}
+        self._load: list[str] = []
+        self._unload: list[tuple[str, Reason]] = []
+        self._close: list[str] = []
+        self._contested: list[tuple[str, str]] = []
+        self._look_at = NEVER
+
+    def plan(self) -> FleetPlan:
+        return FleetPlan(
+            tuple(self._load),
+            tuple(self._unload),
+            tuple(self._close),
+            tuple(self._contested),
+            self._look_at,
+        )
+
+    def look(self, at: float) -> None:
+        if at > self._now:
+            self._look_at = min(self._look_at, at)
+
+    def expire(self) -> None:
+        for v in self._models:
+            if v.state is ModelState.LOADED and v.is_idle and not v.pinned:
+                if v.expires_at <= self._now:
+                    self._send_off(v, "idle")
+                else:
+                    self.look(v.expires_at)
+
+    def relieve(self) -> None:
+        """Models use more than expected: unload idle ones until the rest fits."""
+        over = self._held - self._freed() - self._room.budget_nbytes
+        for v in self._idle():
+            if over <= 0:
+                return
+            if self._may_go_at(v, None) <= self._now:
+                self._send_off(v, "room")
+                over -= v.need_nbytes
+
+    def place(self, wanted: ModelView) -> bool:
+        """Load it, or make room for it. False: room is being made, and free memory is a part of it.
+
+        While nothing can be unloaded yet, models that fit beside the loaded ones need not wait for it.
+        """
+        lacking = wanted.need_nbytes - min(self._room.budget_nbytes - self._held, self._free)
+        if lacking <= 0:
+            self._load.append(wanted.name)
+            self._held += wanted.need_nbytes
+            self._free -= wanted.need_nbytes
+            return True
+        lacking -= self._freed()
+        return lacking > 0 and not self._make_room(wanted, lacking)
+
+    def _make_room(self, wanted: ModelView, lacking: float) -> bool:
+        """Whether there will be enough once those that are unloaded now have ended."""
+        ready = [v for v in self._idle() if self._may_go_at(v, wanted) <= self._now]
+        chosen = _enough(ready, lacking)
+        if chosen is not None:
+            for v in chosen:
+                self._send_off(v, "room")
+            return True
+        # Not yet: close those whose turn is over, if that will be enough.
+        others = [v for v in self._models if self._could_go(v) and v not in ready]
+        over = [v for v in others if self._turn_ends_at(v, wanted) <= self._now]
+        over.sort(key=lambda v: v.last_used)
+        chosen = _enough([*ready, *over], lacking)
+        if chosen is not None:
+            for v in chosen:
+                self._note_contest(wanted, v)
+                if v.is_idle or v.n_active == 0:
+                    self._send_off(v, "room")
+                else:
+                    self._close.append(v.name)
+        for v in others:
+            if v.is_idle:
+                self.look(self._may_go_at(v, wanted))
+            self.look(self._turn_ends_at(v, wanted))
+            if self._is_contested(wanted):
+                self._note_contest(wanted, v)
+        return chosen is not None
+
+    def _idle(self) -> list[ModelView]:
+        found = [v for v in self._models if self._could_go(v) and v.is_idle]
+        return sorted(found, key=lambda v: v.last_used)
+
+    def _could_go(self, v: ModelView) -> bool:
+        return v.state is ModelState.LOADED and not v.pinned and v.name not in self._going
+
+    def _may_go_at(self, v: ModelView, wanted: ModelView | None) -> float:
+        """When an idle model may be unloaded."""
+        hold_s = 0.0
+        if wanted is not None and self._is_contested(wanted):
+            hold_s = min(v.load_s, self._rules.hold_max_s)
+        return max(v.loaded_at + self._rules.min_stay_s, v.last_used + hold_s)
+
+    def _is_contested(self, wanted: ModelView) -> bool:
+        """It made room not long ago and has requests again."""
+        return wanted.waiting_since - wanted.displaced_at < self._rules.contest_s
+
+    def _turn_ends_at(self, v: ModelView, wanted: ModelView) -> float:
+        return max(v.loaded_at, wanted.waiting_since) + self._rules.turn_s(v)
+
+    def _note_contest(self, wanted: ModelView, v: ModelView) -> None:
+        if (wanted.name, v.name) not in self._contested:
+            self._contested.append((wanted.name, v.name))
+
+    def _send_off(self, v: ModelView, reason: Reason) -> None:
+        self._unload.append((v.name, reason))
+        self._going.add(v.name)
+
+    def _freed(self) -> int:
+        """Memory that is about to be freed."""
+        return sum(v.need_nbytes for v in self._models if v.name in self._going)
+
+
+def _enough(models: Sequence[ModelView], lacking: float) -> list[ModelView] | None:
+    """The first of them that free enough together; None: not even all do."""
+    chosen: list[ModelView] = []
+    for v in models:
+        if lacking <= 0:
+            break
+        chosen.append(v)
+        lacking -= v.need_nbytes
+    return chosen if lacking <= 0 else None

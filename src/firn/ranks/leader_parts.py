@@ -1,0 +1,111 @@
+"""What rank 0 is built of, where a model is shared out: the parts of a server of one process, each with
+the others told of what it does.
+
+Owner: the engine thread, once it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from firn.cache.prefix import PrefixTree
+from firn.cache.ranks.io import RankIo
+from firn.cache.ranks.mirror import Mirror, MirroredLayout
+from firn.cache.ranks.tree import MirroredTree
+from firn.cache.storage.io import Io
+from firn.cache.tiers import TierOptions
+from firn.core.values import ModelInfo
+from firn.models.cpu.dtype import Choice as CpuDtype
+from firn.models.ranks.group import check
+from firn.models.ranks.runner import LeaderRunner
+from firn.ranks.joining import RankMember, agree
+from firn.ranks.leader import Leader
+
+log = logging.getLogger("firn.ranks")
+
+CHECK_S = 600.0
+"""How long the others have to find the model, which may mean a download."""
+LOAD_S = 7200.0
+
+
+class LeaderParts:
+    def __init__(self, member: RankMember, leader: Leader, *, options: str) -> None:
+        """options: a digest of those that all ranks must have been started with."""
+        self._options = options
+        self._member = member
+        self.leader = leader
+        self._mirror = Mirror(leader)
+        self._nodes: Counter[str] = Counter([platform.node()])
+        self._node_of: dict[int, str] = {}
+
+    @property
+    def text(self) -> str:
+        return self._member.text
+
+    def shard(self, model: Any) -> None:
+        self._member.group.shard(model)
+
+    # --- the start -------------------------------------------------------------------------
+
+    def prepare(
+        self, settings: Mapping[str, Any], name: str, *, text_only: bool, cpu_dtype: str
+    ) -> None:
+        """All ranks can load this, and are about to. Raises SetupError."""
+        check(settings, self._member.group.size, name=name, text_only=text_only)
+        told = self.leader.gather("checked", timeout_s=CHECK_S)
+        others = {rank: call.args[0] for rank, call in told.items()}
+        agree({"error": "", "options": self._options}, others)
+        self._node_of = {rank: str(said["node"]) for rank, said in others.items()}
+        self._nodes.update(self._node_of.values())
+        self.leader.tell("load", cpu_dtype)
+
+    def dtype_for(self, wanted: CpuDtype) -> CpuDtype:
+        """Ranks that see different amounts of free memory must not come to different numbers."""
+        return "float32" if wanted == "auto" else wanted
+
+    def begin(self, info: ModelInfo, capacity_nbytes: int, *, device: str) -> int:
+        """All have loaded it. Returns what a rank may hold, by the one with least. Raises SetupError."""
+        told = self.leader.gather("ready", timeout_s=LOAD_S)
+        others = {rank: call.args[0] for rank, call in told.items()}
+        agree({"weights": info.fingerprint.hex(), "number types": info.dtype}, others)
+        capacities = [capacity_nbytes // self._n_here(platform.node(), device)]
+        for rank, said in others.items():
+            capacities.append(int(said["capacity"]) // self._n_here(self._node_of[rank], device))
+        self.leader.tell("begin", info.batchable)
+        least = min(capacities)
+        log.info("%d ranks: %d MiB for requests and cache on each", len(capacities), least >> 20)
+        return least
+
+    def _n_here(self, node: str, device: str) -> int:
+        """How many ranks share a machine's memory. A GPU of its own has each its own."""
+        return 1 if device == "cuda" else self._nodes[node]
+
+    # --- the parts -------------------------------------------------------------------------
+
+    def make_runner(self, *args: Any, **kwargs: Any) -> LeaderRunner:
+        runner = LeaderRunner(*args, **kwargs)
+        self._mirror.row_of = runner.number_of
+        return runner.lead(self._member.group, self.leader, self._mirror.take_fills)
+
+    def make_tree(self, layout: Any, *args: Any, **kwargs: Any) -> MirroredTree:
+        tree = MirroredTree(MirroredLayout.over(layout, self._mirror), *args, **kwargs)
+        return tree.lead(self._mirror, self.leader.flush)
+
+    def options_of(self, options: TierOptions) -> TierOptions:
+        return replace(options, location=str(self._member.folder(Path(options.location))))
+
+    def io_over(self, own: Io, tree: PrefixTree) -> RankIo:
+        assert isinstance(tree, MirroredTree)
+        return RankIo(
+            own,
+            self.leader,
+            self._mirror,
+            layout=tree.records.identity.layout,
+            number_of=tree.number_of,
+        )

@@ -1,0 +1,324 @@
+"""What a server finds in a store that others wrote to, by names alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from firn.cache.parts import Needs, Part
+from firn.cache.storage.container import Name
+from firn.cache.storage.spill_policy import spill_policy
+from firn.cache.storage.store_io import StoreIo
+from firn.cache.storage.store_search import N_ROUND, StoreQuestion, search
+from firn.cache.storage.threads import IoThreads
+from firn.cache.tiers import FoundRecord
+from firn.cache.tree import PackedTokens
+from firn.core.errors import SetupError
+from firn.core.keys import Key, block_keys
+from firn.core.values import Namespace
+from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
+from tests.dict_store import DictStore
+from tests.harness import Eager
+
+BLOCK = 8
+WAIT_S = 60.0
+PROMPT = [(7 * i) % 89 + 1 for i in range(101)]
+ENDS = (13, 40, 77, 90)
+"""Where messages end."""
+
+
+# --- the search ----------------------------------------------------------------------------
+
+
+def question(n_tokens: int, *, n_known: int = 0) -> StoreQuestion:
+    text = PackedTokens(np.arange(n_tokens, dtype=np.uint64))
+    root = Key(b"r" * 32)
+    return StoreQuestion(
+        root=root,
+        fingerprint=b"f",
+        layout=f"lab;block{BLOCK}",
+        namespace=Namespace(""),
+        block=BLOCK,
+        needs=Needs(True, 0, False),
+        text=text,
+        known=block_keys(root, text.tokens, BLOCK)[:n_known],
+        limit=n_tokens - 1,
+        states=(),
+        now=1e9,
+    )
+
+
+class CountedFind:
+    def __init__(self, there: set[Name]) -> None:
+        self.there = there
+        self.rounds: list[int] = []
+
+    def __call__(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
+        self.rounds.append(len(names))
+        return {n: FoundRecord(str(n), 100, 1e9) for n in names if n in self.there}
+
+
+def chain_names(asked: StoreQuestion) -> list[Name]:
+    return [Name(key, Part.PAGES) for key in asked.keys]
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2, 3, 17, 100])
+def test_a_chain_of_any_length_is_found_to_its_end(n_blocks: int) -> None:
+    asked = question(n_blocks * BLOCK + 1)
+    names = chain_names(asked)
+    for n_there in range(n_blocks + 1):
+        found = search(asked, CountedFind(set(names[:n_there])))
+        assert [entry.name for entry in found] == names[:n_there]
+        assert [entry.label.start for entry in found] == [i * BLOCK for i in range(n_there)]
+
+
+def test_a_long_prompt_costs_a_few_dozen_names() -> None:
+    """100,000 tokens in blocks of 256 are 390 blocks."""
+    asked = question(390 * BLOCK + 1)
+    names = chain_names(asked)
+    most_names = most_rounds = 0
+    for n_there in range(0, 391, 7):
+        find = CountedFind(set(names[:n_there]))
+        assert len(search(asked, find)) == n_there
+        most_names, most_rounds = (
+            max(most_names, sum(find.rounds)),
+            max(most_rounds, len(find.rounds)),
+        )
+    assert most_rounds <= 4
+    assert most_names <= 11 + 2 * N_ROUND + 1
+    cold = CountedFind(set())
+    assert search(asked, cold) == []
+    assert cold.rounds == [11], "a prompt that nobody knows costs one round"
+
+
+def test_what_lies_behind_a_hole_is_not_reached() -> None:
+    asked = question(30 * BLOCK + 1)
+    names = chain_names(asked)
+    assert search(asked, CountedFind(set(names[1:]))) == []
+    found = search(asked, CountedFind(set(names) - {names[16]}))
+    assert len(found) == 16
+
+
+def test_only_what_is_not_known_is_asked_for() -> None:
+    asked = question(30 * BLOCK + 1, n_known=10)
+    assert asked.keys == block_keys(asked.root, asked.text.tokens, BLOCK)[10:]
+    find = CountedFind(set(chain_names(asked)[:4]))
+    assert [entry.label.start for entry in search(asked, find)] == [80, 88, 96, 104]
+    assert question(30 * BLOCK, n_known=29).is_empty
+
+
+# --- servers on one store ------------------------------------------------------------------
+
+
+@contextmanager
+def server(
+    shape: Shape,
+    store: DictStore,
+    *,
+    spill: str = "all",
+    clock: Callable[[], float] = lambda: 0.0,
+    **options: Any,
+) -> Iterator[LabEngine]:
+    """clock: a time that stands still lets everybody wait for what is on its way."""
+    cache = tree(shape, block=BLOCK, clock=clock, **options)
+    cache.records.estimates = Eager()
+    with LabEngine(shape, cache=cache) as lab:
+        io = StoreIo(store, IoThreads(4))
+        lab.between_steps(
+            lambda: cache.add_tier(
+                "store",
+                io,
+                namespaces=[Namespace("")],
+                wake=lab.engine.wake,
+                takes=spill_policy(spill, BLOCK),
+            )
+        )
+        lab.io = io  # type: ignore[attr-defined]
+        yield lab
+
+
+def settle(lab: LabEngine) -> None:
+    """Until everything that is to be read or written is."""
+    (tier,) = lab.tree.records.tiers
+    until = time.monotonic() + WAIT_S
+
+    def is_busy() -> bool:
+        writing = any(
+            r.writing for n in nodes_of(lab.tree.records.tree) for r in n.records.values()
+        )
+        return bool(tier._to_spill or tier._loading or writing or tier._results.qsize())
+
+    while lab.between_steps(is_busy):
+        assert time.monotonic() < until
+
+
+def ask(lab: LabEngine, prompt: Sequence[int], **options: Any) -> Any:
+    outcome = lab.submit(prompt, 4, boundaries=ENDS, **options).wait()
+    assert outcome.error is None
+    assert outcome.tokens() == outcome.expected()
+    return outcome
+
+
+@pytest.mark.parametrize("kind", sorted(SHAPES))
+def test_what_one_server_computed_another_resumes(kind: str) -> None:
+    shape, shared = SHAPES[kind], dict[str, bytes]()
+    with server(shape, DictStore(shared)) as first:
+        ask(first, PROMPT)
+        settle(first)
+        first.check()
+    store = DictStore(shared)
+    with server(shape, store) as second:
+        outcome = ask(second, PROMPT)
+        least = ENDS[2] if shape.state else len(PROMPT) - 1 - BLOCK
+        assert least <= outcome.n_cached < len(PROMPT)
+        assert second.runner.n_prefilled <= len(PROMPT) - outcome.n_cached
+        settle(second)
+        second.check()
+        assert ask(second, [*PROMPT, 5, 6, 7]).n_cached >= outcome.n_cached, (
+            "by then it is in memory"
+        )
+    assert sum(map(len, store.rounds)) <= 64
+
+
+def test_others_tokens_are_nobodys_hit() -> None:
+    """Another tenant, another model, another prompt: other names, each of them."""
+    shared = dict[str, bytes]()
+    with server(DENSE, DictStore(shared)) as first:
+        ask(first, PROMPT)
+        settle(first)
+    with server(DENSE, DictStore(shared)) as second:
+        assert ask(second, PROMPT, namespace="somebody else").n_cached == 0
+        assert ask(second, [99, *PROMPT]).n_cached == 0
+    with server(DENSE, DictStore(shared), fingerprint=b"other") as third:
+        assert ask(third, PROMPT).n_cached == 0
+
+
+def test_only_what_was_used_again_goes_to_the_store() -> None:
+    store = DictStore()
+    with server(DENSE, store, spill="proved") as lab:
+        ask(lab, PROMPT)
+        settle(lab)
+        assert store.written == [], "it may never be asked for again"
+        ask(lab, [*PROMPT[:64], *range(200, 240)])
+        settle(lab)
+        keys = block_keys(lab.tree.records.identity.root(Namespace("")), _tokens(PROMPT), BLOCK)
+        assert sorted(store.written) == sorted(f"{key.hex()}.pages" for key in keys[:8])
+        ask(lab, [*PROMPT, 3, 4])
+        settle(lab)
+        assert len(store.written) == len(set(store.written)) == 13, "whole blocks, each once"
+
+
+def _tokens(ids: Sequence[int]) -> Any:
+    return np.array(ids, dtype=np.uint64)
+
+
+def test_a_policy_has_one_of_two_names() -> None:
+    with pytest.raises(SetupError, match="neither proved nor all"):
+        spill_policy("some", BLOCK)
+
+
+@pytest.mark.parametrize("shape", [DENSE, HYBRID, ALL_KINDS])
+def test_a_store_with_holes_gives_what_it_has(shape: Shape) -> None:
+    """A server with little memory evicts as it likes: the head of a chain before its end."""
+    shared = dict[str, bytes]()
+    with server(shape, DictStore(shared)) as first:
+        ask(first, PROMPT)
+        settle(first)
+    names = sorted(shared)
+    for i in range(0, len(names), 3):
+        less = {name: raw for name, raw in shared.items() if name != names[i]}
+        with server(shape, DictStore(less)) as second:
+            ask(second, PROMPT)
+            settle(second)
+            second.check()
+
+
+def test_damaged_and_exchanged_records_are_misses() -> None:
+    shared = dict[str, bytes]()
+    with server(DENSE, DictStore(shared)) as first:
+        ask(first, PROMPT)
+        settle(first)
+    names = sorted(shared)
+    spoilt = dict(shared)
+    spoilt[names[0]] = spoilt[names[0]][:-1] + b"\xff"
+    spoilt[names[1]], spoilt[names[2]] = spoilt[names[2]], spoilt[names[1]]
+    spoilt[names[3]] = b""
+    with server(DENSE, DictStore(spoilt)) as second:
+        ask(second, PROMPT)
+        settle(second)
+        second.check()
+        assert second.io.usage().counts["damaged"] >= 1  # type: ignore[attr-defined]
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
+    store = DictStore()
+    store.gate = threading.Event()
+    with server(DENSE, store, clock=time.monotonic) as lab:
+        assert ask(lab, PROMPT).n_cached == 0
+        assert store.rounds, "it was asked"
+        store.gate.set()
+        settle(lab)
+        lab.check()
+
+
+def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
+    store = DictStore()
+    store.is_down = True
+    with server(DENSE, store) as lab:
+        assert ask(lab, PROMPT).n_cached == 0
+        store.is_down = False
+        ask(lab, [5, *PROMPT])
+        settle(lab)
+        assert len(store.written) >= len(PROMPT) // BLOCK
+    with server(DENSE, store) as other:
+        assert ask(other, [5, *PROMPT]).n_cached > 90
+        store.is_down = True
+        assert ask(other, [6, *PROMPT]).n_cached == 0
+
+
+def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("firn.cache.storage.index.N_ONLY_IN_STORES", 20)
+    store = DictStore()
+    with server(DENSE, store, limit_nbytes=1 << 12) as lab:
+        for i in range(12):
+            ask(lab, [i + 200, *PROMPT])
+            settle(lab)
+        nodes = lab.between_steps(lambda: sum(1 for _ in nodes_of(lab.tree.records.tree)))
+        assert nodes < 100 < len(store.written)
+        assert ask(lab, [200, *PROMPT]).n_cached > 90, "the store still has it"
+        lab.check()
+
+
+def test_what_turns_out_damaged_while_it_is_computed_is_written_anew() -> None:
+    """It was thought to be there, so nobody wrote it; then its read failed. How many are read before the
+    prompt is computed is a matter of time."""
+    shared = dict[str, bytes]()
+    with server(DENSE, DictStore(shared)) as first:
+        ask(first, PROMPT)
+        settle(first)
+    bad = b"?" * 100
+    damaged = set(shared)
+    shared |= dict.fromkeys(damaged, bad)
+
+    def n_bad() -> int:
+        return sum(shared[name] == bad for name in damaged)
+
+    until = time.monotonic() + WAIT_S
+    while n_bad() > 1:  # the last is of another reply, and nobody asks for it
+        assert time.monotonic() < until
+        with server(DENSE, DictStore(shared), clock=time.monotonic) as other:
+            n_before = n_bad()
+            ask(other, PROMPT)
+            settle(other)
+            n_found = other.tree.records.stats.faults["read: unreadable header"]
+            assert n_before - n_bad() == n_found
+    with server(DENSE, DictStore(shared)) as last:
+        assert ask(last, PROMPT).n_cached == 96
