@@ -390,6 +390,25 @@ def test_a_live_row_is_not_evicted() -> None:
     cache.close_cursor(cursor, None)
 
 
+def test_what_others_need_of_a_row_that_is_taken_over_stays() -> None:
+    """Pinned blocks beyond the place where a shorter turn goes on: they are cut out, room or not."""
+    cache, ids = tree(IN_ROWS, block=8), words(1, 162)
+    cursor, row = opened_row(cache, ids)
+    row.consume(ids[:161])
+    cache.commit(cursor, row)
+    cache.close_cursor(cursor, row)
+    (end,) = [r.node for r in records_of(cache) if r.node.end == 152]
+    cache.records.pin(end)
+    cache.set_room(0)
+    assert cache.records.rows.parked
+    cursor, row = opened_row(cache, [*ids[:130], *words(2, 20)])
+    assert row.n_tokens == 130
+    cache.close_cursor(cursor, row)
+    blocks = [n for n in end.path() if n.n_tokens == 8]
+    assert len(blocks) == 19
+    assert all(n.records[Part.PAGES].arrays is not None for n in blocks)
+
+
 def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> None:
     """A draft model's rows leave no runner: the cache must not keep them alive."""
     cache = tree(IN_ROWS, block=8)
