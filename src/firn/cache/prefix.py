@@ -236,7 +236,7 @@ class PrefixTree:
         restored = self._restorer.resume(cursor, match)
         self._loader.computed(cursor, match.n_tokens)
         self._loader.unlease(cursor)
-        self._restorer.jumped(cursor, match, n_tokens)
+        cursor.admission = self._restorer.jumped(cursor, match, n_tokens)
         return restored
 
     def stops(self, cursor: AnyCursor) -> Sequence[int]:
@@ -303,9 +303,8 @@ class PrefixTree:
             else:
                 self._parking.abandon(cursor)
         with self._counting_faults("close"):
-            self._loader.unlease(cursor)
+            self._loader.release(cursor)
         with self._counting_faults("close"):
-            cursor.loaded.clear()
             if cursor.node.parent is not None:
                 self.records.used(cursor.node)
         with self._counting_faults("close"):
@@ -431,9 +430,7 @@ class PrefixTree:
         self._parking.sweep()
         cursor = self._cursor(prompt, namespace, CacheControl(write=False))
         try:
-            plan = self._loader.plan(cursor)
-            cursor.is_slower = plan.is_slower
-            match = plan.target if plan.loads else plan.now
+            match = self._loader.preview(cursor)
             return Probe(
                 match,
                 self._restorer.shared(cursor),
