@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from firn import kv_events
 from firn.core.errors import SetupError
 from firn.core.values import Namespace
 from firn.kv_events import END_SEQ, TOPIC, EventPublisher
@@ -165,6 +166,27 @@ def test_a_subscriber_that_missed_something_asks_again() -> None:
             late.replay(0)
         assert late.chains() == [PROMPT[:48]]
         assert late.replay(10**6) == 0
+
+
+def test_after_a_flood_subscribers_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was dropped is not known any more: an index that misses some of it would be wrong."""
+    with publishing() as (lab, router):
+        lab.submit(PROMPT, 1).wait()
+        until(router, [PROMPT[:48]])
+        monkeypatch.setattr(kv_events, "MAX_QUEUE", 0)
+        lab.submit([7, *PROMPT], 1).wait()
+        until(router, [])
+        monkeypatch.undo()
+        lab.submit([8, *PROMPT], 1).wait()
+        until(router, [[8, *PROMPT][:48]])
+
+
+def test_a_replay_begins_with_the_batch_that_is_asked_for() -> None:
+    with publishing() as (lab, router):
+        lab.submit(PROMPT, 1).wait()
+        until(router, [PROMPT[:48]])
+        router.blocks.clear()
+        assert router.replay(router.seqs[-1]) == 1
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1", "ipc:///tmp/x", "nonsense"])

@@ -24,7 +24,8 @@ from firn.cache.tree import InRow, Node, PartTotals, Record, Tree
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.ports import Restored
 from firn.core.values import Job, Prompt
-from tests.hash_runner import GARBAGE, Faults, HashEngine, HashGroup, HashLayer, HashRow, HashRunner
+from tests.hash_engine import HashEngine
+from tests.hash_runner import GARBAGE, Faults, HashGroup, HashLayer, HashRow, HashRunner
 
 
 def _nothing(where: str) -> None:

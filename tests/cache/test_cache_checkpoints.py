@@ -21,7 +21,8 @@ from tests.cache.lab import (
     nodes_of,
     tree,
 )
-from tests.hash_runner import Outcome, prompt_of
+from tests.hash_engine import Outcome
+from tests.hash_runner import prompt_of
 
 # A chat: system [0, 700), user [.., 900), assistant [.., 1500), user [.., 1800), generation prompt.
 CHAT = (700, 900, 1500, 1800)

@@ -161,6 +161,28 @@ TEXTS: dict[str, list[str]] = {
 NATIVE = NativeParser("fake", "<call>", "</call>", lambda text, tools: json.loads(text))
 
 
+BROKEN: dict[str, tuple[str, str]] = {
+    "deepseek": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{"a" 1}<｜tool▁call▁end｜>',
+        '<｜tool▁call▁begin｜>other<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>other<|tool_call_argument_begin|>"
+        '{"a" 1}<|tool_call_end|>',
+        '<|tool_call_begin|>other<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+    ),
+}
+"""Two calls of a section each, the first of which is no JSON: what was said of it stands."""
+
+
+@pytest.mark.parametrize("format", BROKEN)
+def test_a_broken_call_takes_no_good_one_along(format: str) -> None:
+    reply = read_at_every_split(ReplyFormat(tool=format), "".join(BROKEN[format]))
+    assert [(c.name, c.text) for c in reply.calls] == [("other", '{"a" 1}'), ("other", '{"a": 1}')]
+    assert reply.text == ""
+
+
 @pytest.mark.parametrize(
     ("format", "text"), [(f, text) for f, cases in TEXTS.items() for text in cases]
 )

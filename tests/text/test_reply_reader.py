@@ -271,6 +271,12 @@ def test_tokens_behind_a_stop_are_not_shown() -> None:
     assert (inside.text, shown(inside)) == ("The quick b", b"The quick brown")
 
 
+def test_text_behind_a_stop_shifts_nothing() -> None:
+    """What might have been a tag comes at once, with several tokens behind the stop."""
+    seen = run(by_byte("ab<thixyz"), format=BOTH, logprobs=True, stop=("t",))
+    assert (seen.text, shown(seen)) == ("ab<", b"ab<")
+
+
 def test_hidden_tokens_are_not_shown() -> None:
     end = byte_level().token_id("<|im_end|>")
     assert end is not None

@@ -206,7 +206,7 @@ def describe_model(
 def time_model(name: str) -> Iterator[Finding]:
     """Loads it as a server would, and says where the time of a chunk and of a step goes."""
     from firn.assembly import model_names
-    from firn.models import cpu, loader
+    from firn.models import cpu, cuda, loader
     from firn.models import device as devices
     from firn.models.timing import measure
 
@@ -215,6 +215,8 @@ def time_model(name: str) -> Iterator[Finding]:
     if device.kind == "cpu":
         blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
         cpu_dtype = "auto" if blas.library else "model"
+    elif device.kind == "cuda":
+        cuda.tune()
     try:
         folder = model_names.resolve(name)
         loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)

@@ -26,6 +26,7 @@ from mlx_lm.models.cache import KVCache
 
 from firn.core.common_chunks import common_end
 from firn.core.values import TokenArray
+from firn.models.faults import first_line
 from firn.models.selfcheck import FAR, apart, prefilled
 
 WIDTHS = (16, 64, *range(256, 2049, 256))
@@ -155,7 +156,7 @@ def few_shapes(model: Any, make_layers: Callable[[], list[Any]]) -> FewShapes:
         last = mx.array([ids[-1:].tolist()])
         far = apart(*(model(last, cache=layers)[0, -1] for layers in (plain, padded)))
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
-        raise ValueError(f"a padded pass fails: {str(e).splitlines()[0]}") from e
+        raise ValueError(f"a padded pass fails: {first_line(e)}") from e
     if far > FAR:
         raise ValueError(f"tokens come out different of a padded pass ({far:.1f})")
     return shapes
