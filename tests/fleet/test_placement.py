@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.fleet.memory import Room
-from firn.fleet.turns import NEVER, FleetPlan, ModelState, ModelView, PlacementRules, make_plan
+from firn.fleet.placement import NEVER, FleetPlan, ModelState, ModelView, PlacementRules, make_plan
 
 RULES = PlacementRules(min_stay_s=2, turn_loads=10, turn_min_s=10, turn_max_s=120, hold_max_s=15)
 NOW = 1000.0
