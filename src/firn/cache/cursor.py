@@ -113,7 +113,7 @@ class CacheCursor:
     """Tokens between two commits."""
     clock: Callable[[], float]
     patient_until: float = math.inf
-    """Nothing is waited for after this, but what arrives faster than it could be computed."""
+    """The end of all waiting, except for a load that arrives faster than it could be computed."""
     unbroken: Sequence[tuple[int, int]] = ()
     """Ranges of the prompt inside which it cannot resume."""
     reply: Sequence[int] = ()
