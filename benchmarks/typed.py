@@ -22,8 +22,9 @@ from firn.demo.builtin import builtin_folder
 from firn.models.loader import load_tokenizer
 from firn.text.formats import markup_tokens, own_markup
 from firn.text.messages import settled, to_template
+from firn.text.rendering import Content
 from firn.text.template import MESSAGE_OPENERS, Template
-from firn.text.typed import Content, TypedControl, control_texts
+from firn.text.typed_control import TypedControl, control_texts
 
 FILE_CHARS = 20_000
 

@@ -93,12 +93,7 @@ REACHES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Names with an underscore that may be read from outside, by reason."""
 BORROWS: dict[str, tuple[tuple[str, str], ...]] = {
-    "helpers of the dialects that other routes share": (
-        ("api", "firn.api.dialects._fields"),
-        ("api", "firn.api.dialects._ollama"),
-        ("api", "firn.api.dialects._openai"),
-    ),
-    "the folder's layout, for what people ask of it": (
+    "the folder's layout and health, for what people ask of it": (
         ("cache", "firn.cache.tiers._folder"),
         ("cli", "firn.cache.tiers._folder"),
     ),

@@ -18,7 +18,7 @@ import uvloop
 from firn import __version__
 from firn.api import warm
 from firn.api.connections import http_config
-from firn.api.mailroom import Mailroom
+from firn.api.event_router import EventRouter
 from firn.api.server import create_app
 from firn.api.services import Services
 from firn.assembly.cache import FLUSH_S
@@ -90,7 +90,7 @@ class Server:
 
     services: Services
     engine: Engine[ServerParts]
-    mailroom: Mailroom
+    event_router: EventRouter
     pool: ThreadPoolExecutor
     died: list[str]
     memory: MemoryWatch | None = None
@@ -106,8 +106,8 @@ class Server:
 
     def lose_rank(self) -> None:
         """The engine may hang in what the lost one has no part in any more: clients are told here."""
-        self.mailroom.drain()
-        self.mailroom.fail_all(EngineDead())
+        self.event_router.drain()
+        self.event_router.fail_all(EngineDead())
         self.died.append("rank")
 
     def close(self) -> None:
@@ -138,11 +138,11 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     name, namespaces = served_name(config), keys_of(config).namespaces
     text = load_text(config, folder, with_pictures=leader_parts is None)
     spec = ServerSpec(config, folder, name, namespaces, text.processor, front, leader_parts)
-    mailroom = Mailroom()
+    event_router = EventRouter()
     died: list[str] = []
     engine: Engine[ServerParts] = Engine(
         lambda: build_parts(spec, lambda: engine.wake()),
-        mailroom.publish,
+        event_router.publish,
         on_death=lambda: died.append("engine"),
     )
     log.info("loading %s", config.model.path)
@@ -155,14 +155,16 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
         spec,
         text,
         engine,
-        mailroom=mailroom,
+        event_router=event_router,
         pool=pool,
         recorder=recorder,
         n_ranks=1 if member is None else member.group.size,
     )
     memory = watch_engine(engine, front=front, is_sharded=member is not None)
     ranks = leader_parts.leader if leader_parts else None
-    return Server(services, engine, mailroom, pool, died, memory, recorder=recorder, ranks=ranks)
+    return Server(
+        services, engine, event_router, pool, died, memory, recorder=recorder, ranks=ranks
+    )
 
 
 # --- running -------------------------------------------------------------------------------
@@ -184,8 +186,8 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
             os._exit(130)  # asked twice: at once, whatever is lost
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
-        server.mailroom.drain()
-        loop.call_later(DRAIN_S, server.mailroom.fail_all, ShuttingDown())
+        server.event_router.drain()
+        loop.call_later(DRAIN_S, server.event_router.fail_all, ShuttingDown())
         web.should_exit = True
 
     def stop_once() -> None:
@@ -214,6 +216,6 @@ async def watch(server: Server, web: uvicorn.Server) -> None:
     """
     while not server.died:
         await asyncio.sleep(0.2)
-        server.awake.note(busy=server.mailroom.n_calls > 0)
+        server.awake.note(busy=server.event_router.n_calls > 0)
     log.critical("the engine is gone: exiting")
     web.force_exit = web.should_exit = True

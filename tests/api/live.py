@@ -17,9 +17,9 @@ import openai
 import uvicorn
 
 from firn.api.connections import Connections, http_config
-from firn.api.mailroom import Mailroom
+from firn.api.event_router import EventRouter
 from firn.api.server import create_app
-from firn.api.services import Limits, Services
+from firn.api.services import ApiLimits, Services
 from firn.core.values import Job
 from firn.text.formats import PLAIN, ReplyFormat
 from firn.text.prompt import PromptMaker
@@ -64,7 +64,7 @@ class Live:
 
     engine: FakeEngine
     tokenizer: Any
-    mailroom: Mailroom
+    event_router: EventRouter
     log: LogLines
     port: int
     server: _Server
@@ -95,7 +95,7 @@ class Live:
 
     def n_calls(self) -> int:
         seen: list[int] = []
-        self.on_loop(lambda: seen.append(self.mailroom.n_calls))
+        self.on_loop(lambda: seen.append(self.event_router.n_calls))
         return seen[0]
 
     def on_loop(self, work: Any, *args: Any) -> None:
@@ -116,7 +116,7 @@ def serve(
     *,
     reply: Any = None,
     tokenizer: Any = None,
-    limits: Limits | None = None,
+    limits: ApiLimits | None = None,
     context_length: int = 4096,
     wrap_prompts: Any = lambda prompts: prompts,
     reply_format: ReplyFormat = PLAIN,
@@ -126,13 +126,13 @@ def serve(
 ) -> Iterator[Live]:
     """port: 0 takes any that is free."""
     tokenizer = tokenizer or FakeTokenizer()
-    mailroom = Mailroom()
+    event_router = EventRouter()
 
     def greet(job: Job, choice: int) -> list[int]:
         return tokenizer.encode(GREETING, add_special=False)
 
     engine = FakeEngine(
-        mailroom.publish,
+        event_router.publish,
         reply or greet,
         vocab_size=getattr(tokenizer, "vocab_size", 0) or tokenizer.n_ids,
         context_length=context_length,
@@ -154,9 +154,9 @@ def serve(
                 tokenizer=tokenizer,
                 prompts=wrap_prompts(prompts),
                 reply_format=reply_format,
-                mailroom=mailroom,
+                event_router=event_router,
                 pool=pool,
-                limits=limits or Limits(),
+                limits=limits or ApiLimits(),
                 **options,
             )
         )
@@ -166,7 +166,7 @@ def serve(
         try:
             assert server.up.wait(30)
             port = server.servers[0].sockets[0].getsockname()[1]
-            yield Live(engine, tokenizer, mailroom, log, port, server)
+            yield Live(engine, tokenizer, event_router, log, port, server)
         finally:
             server.should_exit = True
             server.force_exit = True

@@ -16,11 +16,11 @@ import openai
 from firn import app
 from firn.api.connections import Connections, http_config
 from firn.api.server import create_app
-from firn.config import CacheConfig, Config, ModelConfig
+from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
 from firn.models.tokenizer import HfTokenizer
 from tests import families, zoo
 from tests.api.live import _Server
-from tests.text import held
+from tests.text import grammar_walks
 from tests.zoo import folder as zoo_folder
 
 
@@ -48,11 +48,11 @@ class Real:
 
 def write_model(path: Path, *, format: str, template: str) -> None:
     """A tiny model that speaks one tool format: its control tokens, and a template that shows it."""
-    tokenizer = held.tokenizer(format)
+    tokenizer = grammar_walks.tokenizer(format)
     config = _write_weights(path, tokenizer)
     definition = tokenizer.definition
     assert definition is not None
-    held.write(path, definition, chat_template=template)
+    grammar_walks.write(path, definition, chat_template=template)
     (path / "config.json").write_text(json.dumps(config))
 
 
@@ -68,6 +68,19 @@ def _write_weights(path: Path, tokenizer: HfTokenizer) -> dict[str, Any]:
     config = {**entry.config, "vocab_size": tokenizer.n_ids + 9, "eos_token_id": min(tokenizer.eos)}
     zoo_folder.write(zoo.build_entry(replace(entry, config=config)), config, path)
     return config
+
+
+ELSEWHERE = {"x-forwarded-for": "203.0.113.9"}
+"""As a proxy passes a caller on: not a program on this machine."""
+
+
+def demo_config(**server: Any) -> Config:
+    """The built-in model, with a cache in memory."""
+    return Config(
+        server=ServerConfig(**server),
+        model=ModelConfig(path="firn-demo"),
+        cache=CacheConfig(no_ssd_cache=True, cache_memory_mb=64),
+    )
 
 
 @contextmanager

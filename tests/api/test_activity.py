@@ -127,6 +127,6 @@ def test_there_is_an_end_to_watchers(live: Live, monkeypatch: pytest.MonkeyPatch
 def test_a_server_that_stops_ends_the_stream(live: Live) -> None:
     with watching(live) as events:
         events.next("state")
-        live.on_loop(live.mailroom.drain)
+        live.on_loop(live.event_router.drain)
         with pytest.raises(AssertionError, match="the stream has ended"):
             events.next("state")

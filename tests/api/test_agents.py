@@ -12,11 +12,11 @@ import pytest
 
 from firn.api.dialects import discover
 from firn.core.values import GenerateRequest, Job, Namespace, Prompt
-from firn.text.formats import detect
+from firn.text.formats import detect_format
 from firn.text.prompt import PromptMaker
 from tests.api.agents import AGENTS, LONG, Body, claude_code, codex, opencode
 from tests.api.live import Live, serve
-from tests.api.talking import frames, post
+from tests.api.scripted import frames, post
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 from tests.text.trained import CHATML, byte_level
 
@@ -49,7 +49,10 @@ def live() -> Iterator[Live]:
         return tokenizer.encode(reply_on(path), add_special=False)
 
     with serve(
-        reply=reply, tokenizer=tokenizer, reply_format=detect(tokenizer), context_length=1 << 16
+        reply=reply,
+        tokenizer=tokenizer,
+        reply_format=detect_format(tokenizer),
+        context_length=1 << 16,
     ) as running:
         yield running
 

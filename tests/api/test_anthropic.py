@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from firn.api.auth import Keys
-from firn.api.services import Limits
+from firn.api.services import ApiLimits
 from firn.core.errors import QueueFull, StepFailed
 from tests.api.live import GREETING, Live, serve
-from tests.api.talking import PARAMETERS, SAID, THOUGHT, frames, post, talking
+from tests.api.scripted import PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
 
 TOOLS: list[Any] = [{"name": "look", "description": "Looks.", "input_schema": PARAMETERS}]
 ASK: dict[str, Any] = {
@@ -34,7 +34,7 @@ MARKED: dict[str, Any] = ASK | {
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with talking() as running:
+    with scripted_server() as running:
         yield running
 
 
@@ -244,7 +244,7 @@ def test_thinking_can_be_left_out(live: Live) -> None:
 
 
 def test_pings_while_a_long_prompt_is_read() -> None:
-    with talking("ok", limits=Limits(keep_alive_s=0.05)) as live:
+    with scripted_server("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
         live.engine.chunk = 10
         live.engine.hold("prefill", after=20)
         body = ASK | {"stream": True}
@@ -262,7 +262,7 @@ def test_pings_while_a_long_prompt_is_read() -> None:
 
 def test_in_the_queue_a_comment_keeps_the_line_open() -> None:
     """Nothing may come before message_start, and what it says is not known yet."""
-    with talking("ok", limits=Limits(keep_alive_s=0.05)) as live:
+    with scripted_server("ok", limits=ApiLimits(keep_alive_s=0.05)) as live:
         live.engine.hold("queue")
         body = ASK | {"stream": True}
         with httpx.stream("POST", f"{live.url}/v1/messages", json=body, timeout=60) as answer:
@@ -329,7 +329,7 @@ def test_a_full_queue_is_a_rate_limit() -> None:
 
 
 def test_a_large_body_is_too_large() -> None:
-    with serve(limits=Limits(body_nbytes=1000)) as live:
+    with serve(limits=ApiLimits(body_nbytes=1000)) as live:
         with pytest.raises(anthropic.RequestTooLargeError) as caught:
             live.anthropic().messages.create(**ASK, system="x" * 1000)
         body: Any = caught.value.body
@@ -338,7 +338,7 @@ def test_a_large_body_is_too_large() -> None:
 
 def test_a_stopping_server_is_overloaded() -> None:
     with serve() as live:
-        live.on_loop(live.mailroom.drain)
+        live.on_loop(live.event_router.drain)
         with pytest.raises(anthropic.InternalServerError) as caught:
             live.anthropic().messages.create(**ASK)
         body: Any = caught.value.body

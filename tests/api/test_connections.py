@@ -13,7 +13,7 @@ import pytest
 from firn.api import connections as module
 from firn.api.auth import Keys
 from firn.api.connections import ConnectionLimits, Connections
-from firn.api.services import Limits
+from firn.api.services import ApiLimits
 from tests.api.live import Live, serve
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -216,7 +216,7 @@ def test_a_head_without_end(sent: bytes) -> None:
 
 
 def test_bodies_together_have_a_limit() -> None:
-    limits = Limits(body_nbytes=100_000, bodies_nbytes=150_000)
+    limits = ApiLimits(body_nbytes=100_000, bodies_nbytes=150_000)
     with serve(limits=limits, context_length=200_000) as live:
         live.engine.hold("decode")
         large = json.dumps({"prompt": "a" * 90_000, "max_tokens": 1}).encode()

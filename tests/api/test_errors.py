@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.api.dialects import discover
-from firn.api.services import Limits
+from firn.api.services import ApiLimits
 from firn.core.errors import QueueFull, StepFailed
 from firn.core.values import Job
 from tests.api.live import GREETING, Live, serve
@@ -330,7 +330,7 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
 
 
 def test_bodies_over_the_limit() -> None:
-    with serve(limits=Limits(body_nbytes=1000)) as live, httpx.Client(base_url=live.url) as http:
+    with serve(limits=ApiLimits(body_nbytes=1000)) as live, httpx.Client(base_url=live.url) as http:
         for path in ROUTES:
             headers = {"content-type": "application/json"}
             check_error(http.post(path, content=b"x" * 1001, headers=headers), 413)
@@ -370,7 +370,7 @@ def test_a_queue_that_fills_between_two_prompts(live: Live) -> None:
 
 
 def test_calls_at_once_are_bounded() -> None:
-    with serve(limits=Limits(max_calls=0)) as live:
+    with serve(limits=ApiLimits(max_calls=0)) as live:
         answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"})
         check_error(answer, 429)
         assert answer.headers["retry-after"]

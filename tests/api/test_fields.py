@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
+from firn.api import fields
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 
 NOT_INTEGERS: list[Any] = [True, False, 1.0, "1", [], {}, None, -1, 11, 10**400]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.api.auth import Keys
-from firn.api.rate import MAX_CLIENTS, Pace
-from firn.api.services import Limits
+from firn.api.rate_limit import MAX_CLIENTS, RequestRate
+from firn.api.services import ApiLimits
 from tests.api.live import GREETING, serve
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -32,22 +32,22 @@ class Clock:
 
 def test_so_many_in_any_minute() -> None:
     clock = Clock()
-    pace = Pace(3, clock)
-    assert [pace.take("a") for _ in range(3)] == [0, 0, 0]
+    rate = RequestRate(3, clock)
+    assert [rate.take("a") for _ in range(3)] == [0, 0, 0]
     clock.now += 20
-    assert pace.take("a") == 40
-    assert pace.take("b") == 0
+    assert rate.take("a") == 40
+    assert rate.take("b") == 0
     clock.now += 40
-    assert pace.take("a") == 0
+    assert rate.take("a") == 0
 
 
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 5))
 def test_no_window_of_a_minute_holds_more(gaps: list[int], per_minute: int) -> None:
     clock = Clock()
-    pace, let_in = Pace(per_minute, clock), []
+    rate, let_in = RequestRate(per_minute, clock), []
     for gap in gaps:
         clock.now += gap
-        wait_s = pace.take("a")
+        wait_s = rate.take("a")
         assert 0 <= wait_s <= 60
         if not wait_s:
             let_in.append(clock.now)
@@ -56,14 +56,14 @@ def test_no_window_of_a_minute_holds_more(gaps: list[int], per_minute: int) -> N
 
 
 def test_strangers_do_not_fill_memory() -> None:
-    pace = Pace(1, Clock())
+    rate = RequestRate(1, Clock())
     for i in range(MAX_CLIENTS + 50):
-        pace.take(f"client {i}")
-    assert len(pace._times) == MAX_CLIENTS
+        rate.take(f"client {i}")
+    assert len(rate._times) == MAX_CLIENTS
 
 
 def test_more_are_told_when_to_come_back() -> None:
-    with serve(limits=Limits(requests_per_minute=2)) as live:
+    with serve(limits=ApiLimits(requests_per_minute=2)) as live:
         client = live.openai()
         for _ in range(2):
             client.completions.create(model="fake", prompt="a")
@@ -80,7 +80,7 @@ def test_more_are_told_when_to_come_back() -> None:
 
 
 def test_each_key_has_its_own_minute() -> None:
-    with serve(limits=Limits(requests_per_minute=1), keys=Keys(["a", "b"])) as live:
+    with serve(limits=ApiLimits(requests_per_minute=1), keys=Keys(["a", "b"])) as live:
         for key in ("a", "b"):
             live.openai(api_key=key).completions.create(model="fake", prompt="a")
             with pytest.raises(openai.RateLimitError):
@@ -92,7 +92,7 @@ def test_each_key_has_its_own_minute() -> None:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="127.0.0.2 is no address of a Mac")
 def test_without_keys_each_address_has_its_own_minute() -> None:
-    with serve(limits=Limits(requests_per_minute=1)) as live:
+    with serve(limits=ApiLimits(requests_per_minute=1)) as live:
         for address in ("127.0.0.1", "127.0.0.2"):
             transport = httpx.HTTPTransport(local_address=address)
             with httpx.Client(base_url=live.url, transport=transport) as client:
@@ -104,7 +104,7 @@ def test_without_keys_each_address_has_its_own_minute() -> None:
 
 
 def test_a_reply_may_not_be_asked_to_be_longer() -> None:
-    with serve(limits=Limits(max_request_tokens=8)) as live:
+    with serve(limits=ApiLimits(max_request_tokens=8)) as live:
         client = live.openai()
         with pytest.raises(openai.BadRequestError, match="at most 8 on this server"):
             client.chat.completions.create(model="fake", messages=HI, max_tokens=9)
@@ -123,7 +123,7 @@ def test_a_reply_may_not_be_asked_to_be_longer() -> None:
 
 @pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
 def test_a_request_that_takes_too_long_ends(stage: Any) -> None:
-    with serve(limits=Limits(timeout_s=0.05)) as live:
+    with serve(limits=ApiLimits(timeout_s=0.05)) as live:
         live.engine.hold(stage)
         with pytest.raises(openai.InternalServerError) as caught:
             live.openai().chat.completions.create(model="fake", messages=HI)
@@ -137,7 +137,7 @@ def test_a_request_that_takes_too_long_ends(stage: Any) -> None:
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
-    with serve(limits=Limits(timeout_s=0.2)) as live:
+    with serve(limits=ApiLimits(timeout_s=0.2)) as live:
         live.engine.hold("decode", after=3)
         stream = live.openai().chat.completions.create(model="fake", messages=HI, stream=True)
         said: list[str] = []
@@ -149,6 +149,6 @@ def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
 
 
 def test_one_that_is_quick_enough_does_not_hear_of_it() -> None:
-    with serve(limits=Limits(timeout_s=60)) as live:
+    with serve(limits=ApiLimits(timeout_s=60)) as live:
         assert live.openai().completions.create(model="fake", prompt="a").choices[0].text
         assert live.n_calls() == 0

@@ -13,7 +13,7 @@ from firn.api.dialects.ollama_chat import OllamaChat
 from firn.api.dialects.ollama_generate import OllamaGenerate
 from firn.core.errors import InvalidValue
 from firn.core.values import Chat, FillInMiddle, Job, Namespace, PicturePart, RawText
-from firn.text.formats import detect
+from firn.text.formats import detect_format
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 
@@ -40,7 +40,7 @@ def live() -> Iterator[Live]:
         text = f"<think>{THOUGHT}</think>{SAID}{CALL}"
         return tokenizer.encode(text, add_special=False)
 
-    with serve(reply=reply, tokenizer=tokenizer, reply_format=detect(tokenizer)) as running:
+    with serve(reply=reply, tokenizer=tokenizer, reply_format=detect_format(tokenizer)) as running:
         yield running
 
 

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.api.live import Live, serve
-from tests.api.test_token_routes import FakeEmbedder
+from tests.api.routes.test_tokens import FakeEmbedder
 
 
 @pytest.fixture(scope="module")

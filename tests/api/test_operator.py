@@ -11,14 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from firn.api.auth import ANYONE, Keys, namespace_of
-from firn.config import CacheConfig, Config, ModelConfig, ServerConfig
 from firn.core.errors import Unauthorized
 from tests.api.live import serve
-from tests.api.real import Real, serving
+from tests.api.real import ELSEWHERE, Real, demo_config, serving
 from tests.api.test_auth import bearer
 
-ELSEWHERE = {"x-forwarded-for": "203.0.113.9"}
-"""As a proxy passes somebody on; not a program on this machine."""
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
 
 
@@ -54,17 +51,9 @@ def test_an_admin_key_alone_leaves_the_server_open() -> None:
 # --- without keys --------------------------------------------------------------------------
 
 
-def config(**server: Any) -> Config:
-    return Config(
-        server=ServerConfig(**server),
-        model=ModelConfig(path="firn-demo"),
-        cache=CacheConfig(no_ssd_cache=True, cache_memory_mb=64),
-    )
-
-
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[Real]:
-    with serving(Path(), config=config()) as running:
+    with serving(Path(), config=demo_config()) as running:
         yield running
 
 
@@ -126,7 +115,7 @@ def test_others_see_no_more_than_callers_do(open_server: Real) -> None:
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[Real]:
-    wanted = config(api_keys=("alice", "bob"), admin_keys=("root",))
+    wanted = demo_config(api_keys=("alice", "bob"), admin_keys=("root",))
     with serving(Path(), config=wanted) as running:
         yield running
 

@@ -13,7 +13,7 @@ import pytest
 
 from firn.core.errors import StepFailed
 from tests.api.live import GREETING, Live, serve
-from tests.api.talking import PARAMETERS, SAID, THOUGHT, frames, post, talking
+from tests.api.scripted import PARAMETERS, SAID, THOUGHT, frames, post, scripted_server
 
 TOOLS: list[Any] = [{"type": "function", "name": "look", "parameters": PARAMETERS}]
 ASK: dict[str, Any] = {"model": "fake", "input": "How is it outside?"}
@@ -21,7 +21,7 @@ ASK: dict[str, Any] = {"model": "fake", "input": "How is it outside?"}
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with talking() as running:
+    with scripted_server() as running:
         yield running
 
 
@@ -132,7 +132,7 @@ def test_a_summary_that_is_asked_for_is_the_reasoning(live: Live) -> None:
 def test_custom_tools_are_called_with_a_text() -> None:
     said = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+a"}}\n</tool_call>'
     tools: list[Any] = [{"type": "custom", "name": "patch", "description": "Patches files."}]
-    with talking(said) as live:
+    with scripted_server(said) as live:
         client = live.openai()
         (item,) = client.responses.create(**ASK, tools=tools).output
         assert item.type == "custom_tool_call"
@@ -149,7 +149,7 @@ def test_tools_in_namespaces_are_called_there() -> None:
     said = '<tool_call>\n{"name": "mcp__sky__look", "arguments": {"at": "sky"}}\n</tool_call>'
     inner = {"type": "function", "name": "look", "parameters": PARAMETERS}
     tools: list[Any] = [{"type": "namespace", "name": "mcp__sky", "tools": [inner]}]
-    with talking(said) as live:
+    with scripted_server(said) as live:
         client = live.openai()
         (called,) = client.responses.create(**ASK, tools=tools).output
         call = called.model_dump()

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from firn.api.services import Limits
+from firn.api.services import ApiLimits
 from firn.core.errors import ShuttingDown, StepFailed
 from tests.api.live import GREETING, Live, serve
 
@@ -43,7 +43,7 @@ def test_the_headers_keep_proxies_from_buffering(shared_live: Live, path: str) -
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_queued_stream_is_kept_alive(path: str) -> None:
-    with serve(limits=Limits(keep_alive_s=0.01)) as live:
+    with serve(limits=ApiLimits(keep_alive_s=0.01)) as live:
         live.engine.hold("queue")
         with streaming(live, path) as (answer, lines):
             assert answer.status_code == 200
@@ -62,7 +62,7 @@ def test_prefill_shows_its_progress(live: Live) -> None:
 
 
 def test_the_openai_client_does_not_mind_comments() -> None:
-    with serve(limits=Limits(keep_alive_s=0.01)) as live:
+    with serve(limits=ApiLimits(keep_alive_s=0.01)) as live:
         live.engine.chunk = 4
         live.engine.hold("decode", after=3)
         stream = live.openai().completions.create(model="fake", prompt="hi there", stream=True)
@@ -141,7 +141,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(live: Live) -> None:
     live.engine.hold("decode", after=3)
     stream = live.openai().completions.create(model="fake", prompt="a", stream=True)
     text = next(stream).choices[0].text
-    live.on_loop(live.mailroom.drain)
+    live.on_loop(live.event_router.drain)
     assert live.n_calls() == 1
     refused = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"})
     assert refused.status_code == 503
@@ -164,8 +164,8 @@ def test_cutting_what_runs(live: Live) -> None:
     )
     ask.start()
     live.engine.wait_for(lambda e: len(e.jobs) == 3 and e.n_sent() == 9)
-    live.on_loop(live.mailroom.drain)
-    live.on_loop(live.mailroom.fail_all, ShuttingDown())
+    live.on_loop(live.event_router.drain)
+    live.on_loop(live.event_router.fail_all, ShuttingDown())
     with pytest.raises(openai.APIError, match="shutting down"):
         list(stream)
     ask.join()

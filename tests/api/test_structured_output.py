@@ -15,7 +15,7 @@ import pytest
 
 from firn.text.parsers import formats
 from tests.api.real import Real, serving, write_model
-from tests.text.held import TOOLS, WEATHER
+from tests.text.grammar_walks import TOOLS, WEATHER
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from firn.core.values import Job
-from firn.text.formats import detect
+from firn.text.formats import detect_format
 from tests.api.live import Live, serve
 from tests.fakes import CHAT_TEMPLATE, FakeTokenizer
 
@@ -42,7 +42,7 @@ def live() -> Iterator[Live]:
     def reply(job: Job, choice: int) -> list[int]:
         return tokenizer.encode(REPLY, add_special=False)
 
-    with serve(reply=reply, tokenizer=tokenizer, reply_format=detect(tokenizer)) as running:
+    with serve(reply=reply, tokenizer=tokenizer, reply_format=detect_format(tokenizer)) as running:
         yield running
 
 
@@ -60,6 +60,16 @@ def test_a_whole_reply(live: Live) -> None:
     assert reply.usage is not None
     assert reply.usage.completion_tokens_details is not None
     assert reply.usage.completion_tokens_details.reasoning_tokens
+
+
+def test_thinking_of_every_choice_is_counted(live: Live) -> None:
+    def thought(n: int) -> int:
+        usage = live.openai().chat.completions.create(**ASK, tools=TOOLS, n=n).usage
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        return usage.completion_tokens_details.reasoning_tokens or 0
+
+    assert thought(3) == 3 * thought(1) > 0
 
 
 def test_a_stream(live: Live) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from firn.text.formats import ReplyFormat
 from tests.api.live import Live
-from tests.api.talking import CALLS, PARAMETERS, post, talking
+from tests.api.scripted import CALLS, PARAMETERS, post, scripted_server
 
 TOOL: Any = {"name": "look", "input_schema": PARAMETERS}
 ASK: dict[str, Any] = {"max_tokens": 300, "messages": [{"role": "user", "content": "hi"}]}
@@ -22,7 +22,7 @@ def warnings(live: Live) -> list[str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("format", [ReplyFormat(), ReplyFormat(tool="mistral")])
 def test_an_unread_call_is_noted_once(format: ReplyFormat, stream: bool) -> None:
-    with talking(f"Sure.\n{CALLS}", format=format) as live:
+    with scripted_server(f"Sure.\n{CALLS}", format=format) as live:
         answer = post(live, "/v1/messages", ASK | {"tools": [TOOL], "stream": stream})
         assert answer.status_code == 200
         (line,) = warnings(live)
@@ -34,7 +34,7 @@ def test_an_unread_call_is_noted_once(format: ReplyFormat, stream: bool) -> None
 
 def test_a_long_reply_is_looked_at_too() -> None:
     said, form = "word " * 2000 + CALLS, ReplyFormat(tool="mistral")
-    with talking(said, format=form, context_length=1 << 16) as live:
+    with scripted_server(said, format=form, context_length=1 << 16) as live:
         body = ASK | {"tools": [TOOL], "max_tokens": 20_000}
         answer = post(live, "/v1/messages", body)
         assert answer.json()["stop_reason"] == "end_turn"
@@ -52,6 +52,6 @@ def test_a_long_reply_is_looked_at_too() -> None:
     ids=["read", "no call", "no tools", "no calls wanted"],
 )
 def test_there_is_nothing_to_note(reply: str, body: dict[str, Any]) -> None:
-    with talking(reply) as live:
+    with scripted_server(reply) as live:
         assert post(live, "/v1/messages", ASK | body).status_code == 200
         assert warnings(live) == []

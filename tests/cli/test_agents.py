@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from firn.api.auth import Keys
-from firn.api.services import Limits
+from firn.api.services import ApiLimits
 from firn.cli import make_cli
 from firn.cli.agents import AGENTS, ServedModel
 from tests.api.live import serve
@@ -60,7 +60,7 @@ def test_the_server_is_asked() -> None:
 
 
 def test_a_servers_limit_of_replies_is_heeded() -> None:
-    with serve(context_length=65536, limits=Limits(max_request_tokens=2000)) as live:
+    with serve(context_length=65536, limits=ApiLimits(max_request_tokens=2000)) as live:
         said = shell(run("claude", "--url", live.url).stdout)
         assert said["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "2000"
         (shown,) = live.openai().models.list().data

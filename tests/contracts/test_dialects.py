@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firn.api import sse
-from firn.api.dialects import Asked, Call, Dialect, Extra, Head, discover
-from firn.api.mailroom import Mailroom
+from firn.api.dialects import ApiCall, Dialect, JsonRoute, ReplyHead, RouteRequest, discover
+from firn.api.event_router import EventRouter
 from firn.api.services import Services
 from firn.core.errors import BadRequest, Cancelled, FirnError, InvalidValue, StepFailed
 from firn.core.events import (
@@ -37,14 +37,14 @@ from firn.text.formats import PLAIN
 from firn.text.prompt import PromptMaker
 from tests.fakes import FakeEngine, FakeTokenizer
 
-HEAD = Head(id="1", model="fake", created=7)
+HEAD = ReplyHead(id="1", model="fake", created=7)
 NAMESPACE = Namespace("test")
 DIALECTS = discover()
 
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.path)
 
 
-def decode(dialect: Dialect, **more: Any) -> Call:
+def decode(dialect: Dialect, **more: Any) -> ApiCall:
     return dialect.decode(dialect.schema()["example"] | more, namespace=NAMESPACE)
 
 
@@ -209,25 +209,27 @@ def test_further_routes_lie_below_its_path(dialect: Dialect, services: Services)
         assert extra.schema is None or extra.method == "POST"
         if extra.schema is not None:
             json.dumps(extra.schema)
-            asked = Asked(NAMESPACE, body=extra.schema["example"])
+            asked = RouteRequest(NAMESPACE, body=extra.schema["example"])
             assert json.dumps(asyncio.run(_answer(extra, asked)))
 
 
-async def _answer(extra: Extra, asked: Asked) -> Any:
+async def _answer(extra: JsonRoute, asked: RouteRequest) -> Any:
     return await extra.answer(asked)
 
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[Services]:
-    tokenizer, mailroom = FakeTokenizer(), Mailroom()
-    engine = FakeEngine(mailroom.publish, lambda job, choice: [], vocab_size=tokenizer.vocab_size)
+    tokenizer, event_router = FakeTokenizer(), EventRouter()
+    engine = FakeEngine(
+        event_router.publish, lambda job, choice: [], vocab_size=tokenizer.vocab_size
+    )
     with ThreadPoolExecutor(1) as pool:
         yield Services(
             engine=engine,
             tokenizer=tokenizer,
             prompts=PromptMaker(tokenizer, context_length=4096),
             reply_format=PLAIN,
-            mailroom=mailroom,
+            event_router=event_router,
             pool=pool,
         )
     engine.stop()

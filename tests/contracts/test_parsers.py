@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from firn.text.formats import ReplyFormat, reasoning_parser_names, tool_parser_names
 from firn.text.parsers import ToolFormat, formats, names
-from firn.text.router import ThinkTags
-from tests.text.reading import NATIVE, Reply, read, read_at_every_split
+from firn.text.splitter import ThinkTags
+from tests.text.replies import NATIVE, Reply, read, read_at_every_split
 
 THINK = ThinkTags("<think>", "</think>")
 EACH = pytest.mark.parametrize("format", formats().values(), ids=formats())
 
 
 def reply_format(format: ToolFormat) -> ReplyFormat:
-    think = None if format.router else THINK
+    think = None if format.splitter else THINK
     return ReplyFormat(tool=format.name, think=think, native=NATIVE)
 
 
 def is_marked(format: ToolFormat) -> bool:
     """It has markers of its own, so that text can come before and behind a call."""
-    return not format.router and (bool(format.opens) or format.name == "whole_call")
+    return not format.splitter and (bool(format.opens) or format.name == "whole_call")
 
 
 def assert_is_the_call(reply: Reply, n: int = 1) -> None:
@@ -55,7 +55,7 @@ def test_text_around_a_call_is_kept_and_nothing_else(format: ToolFormat) -> None
 def test_calls_in_a_row(format: ToolFormat) -> None:
     if format.starts == ("[",):
         pytest.skip("one list is the whole reply")
-    start = "<|start|>assistant" if format.router else "\n"
+    start = "<|start|>assistant" if format.splitter else "\n"
     reply = read_at_every_split(reply_format(format), format.example + start + format.example)
     assert_is_the_call(reply, 2)
     assert reply.text == ""
@@ -63,7 +63,7 @@ def test_calls_in_a_row(format: ToolFormat) -> None:
 
 @EACH
 def test_reasoning_first(format: ToolFormat) -> None:
-    if format.router:
+    if format.splitter:
         pytest.skip("reasoning is a part of the format")
     text = f"<think>\nI must call.\n</think>\n\n{format.example}"
     reply = read_at_every_split(reply_format(format), text)
@@ -93,7 +93,7 @@ def test_inside_reasoning_an_unknown_name_is_no_call(format: ToolFormat) -> None
 
 @EACH
 def test_without_tools_markup_is_text(format: ToolFormat) -> None:
-    if format.router:
+    if format.splitter:
         pytest.skip("the format shapes all of a reply")
     reply = read(reply_format(format), [format.example], tools=())
     assert reply.calls == []
@@ -109,7 +109,7 @@ def test_cut_anywhere_it_is_a_part_of_the_call_or_text(format: ToolFormat) -> No
         assert len(reply.calls) <= 1
         if reply.calls:
             assert reply.text == ""
-        elif not format.router:
+        elif not format.splitter:
             assert reply.text == text
 
 

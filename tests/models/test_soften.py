@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.text.held import compiler
+from tests.text.grammar_walks import compiler
 
 LOOK_AHEAD = {"type": "string", "pattern": "^(?!x).*$"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.core.values import Tool
-from firn.text.schema import ANY, Toolbox, coerce, from_text, types_of
+from firn.text.schema import ANY, ToolSchemas, coerce, from_text, types_of
 
 
 def kinds(*names: str) -> frozenset[str]:
@@ -133,8 +133,8 @@ def test_types_of(schema: Any, types: frozenset[str]) -> None:
     "parameters", [{}, {"properties": None}, {"properties": {"x": None}}, None]
 )
 def test_a_tool_with_an_odd_schema_says_nothing(parameters: Any) -> None:
-    toolbox = Toolbox((Tool("f", parameters=parameters),))
-    assert toolbox.types("f", "x") == ANY
-    assert toolbox.types("g", "x") == ANY
-    assert "f" in toolbox
-    assert "g" not in toolbox
+    schemas = ToolSchemas((Tool("f", parameters=parameters),))
+    assert schemas.types("f", "x") == ANY
+    assert schemas.types("g", "x") == ANY
+    assert "f" in schemas
+    assert "g" not in schemas

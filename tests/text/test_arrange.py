@@ -7,7 +7,7 @@ import pytest
 from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 from firn.text.arrange import arrange, strip_changing_lines
 from firn.text.messages import TemplateStyle, settled, short_id, to_template, tools_to_template
-from firn.text.turns import ANY_TURNS, TurnRules
+from firn.text.turn_rules import TurnRules
 
 
 def said(role: str, *texts: str, **more: object) -> Message:
@@ -79,9 +79,9 @@ TABLE = {
 def test_normalise(case: str) -> None:
     before, after = TABLE[case]
     kept = copy.deepcopy(before)
-    assert arrange(before, ANY_TURNS) == after
+    assert arrange(before, TurnRules()) == after
     assert before == kept
-    assert arrange(after, ANY_TURNS) == after
+    assert arrange(after, TurnRules()) == after
 
 
 ALTERNATING = TurnRules(late_system=False, user_runs=False, user_after_results=False)
@@ -134,7 +134,7 @@ def test_a_program_s_note_stays_in_the_results_where_a_turn_would_change_what_st
     None
 ):
     chat = (user("u"), CALLS, RESULT, NOTE)
-    assert arrange(chat, ANY_TURNS) == chat
+    assert arrange(chat, TurnRules()) == chat
     inside = arrange(chat, TurnRules(notes_in_results=True))
     assert inside == (user("u"), CALLS, said("tool", "42\n\nnote", tool_call_id="c1"))
     asked = (user("u"), CALLS, RESULT, user("and now?"))

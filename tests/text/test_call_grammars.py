@@ -1,11 +1,8 @@
-"""Calls that are enforced: whatever a model held to a format's grammar says, it is a call."""
+"""Calls that are enforced: whatever a model held to a format's grammar writes, it is a call."""
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import replace
-from typing import Any
 
 import jsonschema
 import pytest
@@ -14,58 +11,25 @@ from firn.core.errors import BadRequest
 from firn.core.values import Grammar, Tool, ToolChoice, ToolMode
 from firn.text.formats import ReplyFormat
 from firn.text.parsers import ToolFormat, formats
-from firn.text.schema_check import faults
-from tests.models.grammar_lab import wander
-from tests.text import held
-from tests.text.held import (
+from tests.text import grammar_walks
+from tests.text.grammar_walks import (
+    EACH,
+    ENFORCEABLE,
     PING,
-    SAY,
-    THINK,
-    TOOLS,
-    WEATHER,
+    SCHEMAS,
     accepts,
     asked,
-    grammar_of,
+    check,
+    reply_of,
     required,
     start,
     tokenizer,
+    walks,
 )
-from tests.text.reading import Reply, read
-
-HELD = {name: f for name, f in formats().items() if f.grammar}
-EACH = pytest.mark.parametrize("format", HELD.values(), ids=HELD)
-SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
-N_WALKS = 12
-
-
-def reply_of(format: ToolFormat, text: str, tail: str = "") -> Reply:
-    think = None if format.router else THINK
-    return read(ReplyFormat(tool=format.name, think=think), [text], tools=TOOLS, tail=tail)
-
-
-def walks(format: ToolFormat, choice: ToolChoice, **options: object) -> list[Reply]:
-    """Replies that the grammar allows, read back; those that ran on are left out."""
-    request = asked(choice, **options)  # type: ignore[arg-type]
-    vocabulary = tokenizer(format.name)
-    found = []
-    for seed in range(N_WALKS):
-        begun = start(format.name, request)
-        walk = wander(begun, vocabulary.eos, seed=seed, n_most=600)
-        if walk is not None:
-            found.append(reply_of(format, vocabulary.decode(walk)))
-    assert len(found) > N_WALKS // 3
-    return found
-
-
-def check(reply: Reply) -> None:
-    assert reply.calls
-    assert reply.text == ""
-    for call in reply.calls:
-        jsonschema.validate(call.arguments, SCHEMAS[call.name])
 
 
 def test_every_format_but_the_foreign_one_can_be_held() -> None:
-    assert set(formats()) - set(HELD) == {"whole_call"}
+    assert set(formats()) - set(ENFORCEABLE) == {"whole_call"}
 
 
 @EACH
@@ -130,7 +94,7 @@ FINAL = "<|channel|>final<|message|>"
 
 
 def words_of(format: ToolFormat, text: str = WORDS) -> str:
-    return f"{FINAL}{text}" if format.router else text
+    return f"{FINAL}{text}" if format.splitter else text
 
 
 @EACH
@@ -142,7 +106,7 @@ def test_calls_are_forbidden(format: ToolFormat) -> None:
     assert is_allowed(words_of(format, '{"answer": 42}'))
     assert not is_allowed(format.example)
     assert not is_allowed(f"\n{format.example}")
-    if not format.starts and not format.router:
+    if not format.starts and not format.splitter:
         assert not is_allowed(f"I look.\n{format.example}")
     for reply in walks(format, NEVER, grammar=None):
         assert not reply.calls
@@ -150,7 +114,7 @@ def test_calls_are_forbidden(format: ToolFormat) -> None:
 
 @EACH
 def test_the_thought_before_words_is_free_of_calls_too(format: ToolFormat) -> None:
-    if format.router:
+    if format.splitter:
         pytest.skip("its thoughts have a channel of their own")
     request = asked(NEVER, thinks=None)
     assert accepts(format.name, start(format.name, request), f"<think>hm</think>\n\n{WORDS}")
@@ -170,7 +134,7 @@ def test_only_some_tools_are_allowed(format: ToolFormat) -> None:
 
     assert is_allowed(words_of(format))
     assert is_allowed(format.example)
-    if not format.starts and not format.router:
+    if not format.starts and not format.splitter:
         assert is_allowed(f"I look <tool_cal\n{format.example}")
     others = asked(ToolChoice(allowed=frozenset({"ping"})))
     assert not accepts(format.name, start(format.name, others), format.example)
@@ -181,117 +145,9 @@ def test_only_some_tools_are_allowed(format: ToolFormat) -> None:
 
 
 def test_one_of_some_tools_must_be_called() -> None:
-    for reply in walks(HELD["json_tags"], required(allowed=frozenset({"say"}))):
+    for reply in walks(ENFORCEABLE["json_tags"], required(allowed=frozenset({"say"}))):
         check(reply)
         assert {call.name for call in reply.calls} == {"say"}
-
-
-LIST = 'start: "list:" LF item+\nitem: "- " /[^\\n]{1,6}/ LF\n%import common.LF'
-TEXT_IN = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-FREE_FORM = {
-    "lark": (Grammar("lark", LIST, "tools[0].format"), r"list:\n(- [^\n]{1,6}\n)+"),
-    "regex": (Grammar("regex", '(a"|\\n){1,4}', "tools[0].format"), r'(a"|\n){1,4}'),
-}
-
-
-@pytest.mark.parametrize("kind", FREE_FORM)
-@EACH
-def test_a_free_form_tool_is_held_to_its_grammar(format: ToolFormat, kind: str) -> None:
-    """In a reply that may just as well be words."""
-    grammar, pattern = FREE_FORM[kind]
-    tool = Tool("take", "", TEXT_IN, grammar=grammar)
-    vocabulary = tokenizer(format.name)
-    think = None if format.router else THINK
-    n_calls = 0
-    for choice in (ToolChoice(), required(parallel=False)):
-        request = asked(choice, tools=(tool, PING))
-        for seed in range(8):
-            walk = wander(start(format.name, request), vocabulary.eos, seed=seed, n_most=400)
-            if walk is None:
-                continue
-            text = vocabulary.decode(walk)
-            reply = read(ReplyFormat(tool=format.name, think=think), [text], tools=(tool, PING))
-            for call in reply.calls:
-                if call.name == "take":
-                    assert re.fullmatch(pattern, call.arguments["input"]), call.text
-                    n_calls += 1
-    assert n_calls
-
-
-def test_a_grammar_that_json_cannot_hold_is_left_out_and_named() -> None:
-    odd = Grammar("lark", "start: /a/ & ~/b/", "tools[0].format")
-    request = asked(ToolChoice(), tools=(Tool("take", "", TEXT_IN, grammar=odd),))
-    found = held.held_by("json_tags", request)
-    assert found.grammar is not None
-    (place,) = found.left_out
-    assert place.startswith("tools[0].format: ")
-    raw = held.held_by("xml_functions", request)
-    assert raw.left_out == ()
-
-
-ODD: list[tuple[str, dict[str, Any], str, Any]] = [
-    ("json_tags", {"type": "string", "pattern": "^(?!x)a+$"}, "/pattern", "b"),
-    ("json_tags", {"type": "string", "not": {"const": "x"}}, "/not", "x"),
-    ("json_tags", {"type": "array", "contains": {"const": 1}}, "/contains", [2]),
-    ("json_tags", {"oneOf": [{"const": 1}, {"type": "integer"}]}, "/oneOf", 1),
-    ("xml_functions", {"type": "string", "pattern": "^(?!x)a+$"}, "/pattern", "b"),
-    ("xml_functions", {"type": "string", "allOf": [{"maxLength": 2}]}, "/allOf", "long"),
-    ("xml_functions", {"type": "array", "uniqueItems": True}, "/uniqueItems", [1, 1]),
-    ("gemma4", {"type": "array", "prefixItems": [{"const": "x"}]}, "/prefixItems", ["y"]),
-    (
-        "gemma4",
-        {"type": "object", "properties": {"b": {"type": "object", "minProperties": 1}}},
-        "/properties/b/minProperties",
-        {"b": {}},
-    ),
-]
-
-
-@pytest.mark.parametrize(("format", "part", "place", "value"), ODD)
-def test_what_cannot_be_enforced_is_named_and_the_rest_is(
-    format: str, part: dict[str, Any], place: str, value: Any
-) -> None:
-    parts = {"a": part, "n": {"const": 7}}
-    tool = Tool("f", "", {"type": "object", "properties": parts, "required": ["a", "n"]})
-    request = asked(required(), tools=(PING, tool))
-    found = held.held_by(format, request)
-    assert found.left_out == (f"tools[1]#/properties/a{place}",)
-    write = formats()[format].write
-    assert write is not None
-    for n, is_right in ((7, True), (8, False)):
-        assert accepts(format, start(format, request), write("f", {"a": value, "n": n})) is is_right
-    assert faults({"a": value, "n": 7}, tool.parameters), "and it is noticed afterwards"
-    with pytest.raises(BadRequest) as caught:
-        start(format, asked(required(), tools=(PING, replace(tool, strict=True))))
-    assert caught.value.param == "tools[1]"
-    assert place.rpartition("/")[2] in caught.value.message
-
-
-def test_dependent_members_are_named_in_formats_of_tags() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
-        "minProperties": 1,
-    }
-    found = held.held_by("glm", asked(required(), tools=(Tool("f", "", schema),)))
-    assert found.left_out == ("tools[0]#/minProperties",)
-
-
-def test_an_endless_schema_is_let_go() -> None:
-    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    found = held.held_by("json_tags", asked(required(), tools=(PING, Tool("f", "", endless))))
-    assert found.left_out == ("tools[1]#",)
-    held.compiler("json_tags").compile(found.grammar)  # type: ignore[arg-type]
-
-
-def test_a_name_that_cannot_be_written_is_no_fault_where_nobody_is_strict() -> None:
-    tools = (Tool("two words", "", {}), Tool("take", "", TEXT_IN, grammar=FREE_FORM["regex"][0]))
-    found = held.held_by("xml_functions", asked(ToolChoice(), tools=tools))
-    assert found.grammar is None
-    assert "two words" in found.left_out[0]
-    strict = asked(ToolChoice(), tools=(tools[0], replace(tools[1], strict=True)))
-    with pytest.raises(BadRequest):
-        held.held_by("xml_functions", strict)
 
 
 # --- dialects of a format, by the template -------------------------------------------------
@@ -348,107 +204,16 @@ def test_the_template_says_which_dialect(format: str, template: str, reply: str)
         def __getattr__(self, name: str) -> object:
             return getattr(tokenizer(format), name)
 
-    found = held.constraint(
+    found = grammar_walks.constraint(
         asked(required()),
         format=ReplyFormat(tool=format),
         tokenizer=Taught(),  # type: ignore[arg-type]
         prompt_tail="",
     ).grammar
     assert found is not None
-    begun = held.compiler(format).compile(found).start()
+    begun = grammar_walks.compiler(format).compile(found).start()
     assert accepts(format, begun, reply)
     assert reply_of(formats()[format], reply).calls
-
-
-# --- reasoning first -----------------------------------------------------------------------
-
-CALL = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("tail", "thinks", "reply", "is_right"),
-    [
-        ("assistant\n", None, CALL, True),
-        ("assistant\n", None, f"<think>hm</think>\n\n{CALL}", True),
-        ("assistant\n", None, f"<think>{{]<</thin</think>{CALL}", True),
-        ("assistant\n", None, f"hm</think>{CALL}", False),
-        ("assistant\n", None, "<think>hm", False),
-        ("assistant\n", None, "<think>hm</think>ok", False),
-        ("assistant\n", False, f"<think>hm</think>{CALL}", False),
-        ("assistant\n<think>\n", None, f"hm\n</think>\n\n{CALL}", True),
-        ("assistant\n<think>\n", None, f"</think>{CALL}", True),
-        ("assistant\n<think>\n", None, CALL, False),
-        ("assistant\n<think>\n", None, "I need no tool.</think>", False),
-        ("assistant\n<think>\n\n</think>\n\n", None, CALL, True),
-        ("assistant\n<think>\n\n</think>\n\n", None, f"<think></think>{CALL}", False),
-    ],
-)
-def test_the_grammar_begins_behind_the_reasoning(
-    tail: str, thinks: bool | None, reply: str, is_right: bool
-) -> None:
-    begun = start("json_tags", asked(required(), thinks=thinks), tail=tail)
-    assert accepts("json_tags", begun, reply) is is_right
-
-
-def test_an_answer_behind_reasoning() -> None:
-    answer = Grammar("json_schema", '{"type": "boolean"}')
-    request = asked(ToolChoice(), tools=(), grammar=answer, thinks=None)
-    for reply in ("true", "<think>perhaps</think>\nfalse"):
-        assert accepts("json_tags", start("json_tags", request), reply)
-    for reply in ("perhaps", "<think>true", "<think>hm</think>\n\n\n\ntrue", "true</think>"):
-        assert not accepts("json_tags", start("json_tags", request), reply)
-
-
-def test_tags_that_are_no_tokens() -> None:
-    """The closing tag is spelled out; a token that spells its end and more counts as both."""
-    request = asked(required(), thinks=None)
-    found = held.constraint(
-        request,
-        format=ReplyFormat(tool="json_tags", think=type(THINK)("<thinking>", "</thinking>")),
-        tokenizer=tokenizer("json_tags"),
-        prompt_tail="<thinking>",
-    ).grammar
-    assert found is not None
-    compiled = held.compiler("json_tags").compile(found)
-    assert accepts("json_tags", compiled.start(), f"well </thinkin </thinking>\n{CALL}")
-    assert not accepts("json_tags", compiled.start(), f"well </thinking>so {CALL}")
-
-
-def test_harmony_thinks_on_its_own_channel() -> None:
-    call = formats()["harmony"].example
-    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    request = asked(required(), thinks=None)
-    assert accepts("harmony", start("harmony", request), thought + call)
-    assert accepts("harmony", start("harmony", request), thought + thought + call)
-    assert not accepts("harmony", start("harmony", request), thought)
-    final = "<|channel|>final<|message|>"
-    answer = asked(ToolChoice(), tools=(), grammar=Grammar("json_object"))
-    assert accepts("harmony", start("harmony", answer), f"{thought}{final}{{}}")
-    assert not accepts("harmony", start("harmony", answer), f"{final}Hello")
-    assert not accepts("harmony", start("harmony", answer), "{}")
-
-
-# --- when there is none --------------------------------------------------------------------
-
-
-def test_no_constraint_without_need() -> None:
-    assert grammar_of("json_tags", asked(ToolChoice())) is None
-    assert grammar_of("json_tags", asked(ToolChoice(ToolMode.NONE), tools=())) is None
-
-
-def test_an_answer_alone_stays_as_it_is() -> None:
-    answer = Grammar("regex", "[ab]")
-    for choice, tools in ((ToolChoice(), ()), (ToolChoice(ToolMode.NONE), TOOLS)):
-        assert grammar_of("json_tags", asked(choice, tools=tools, grammar=answer)) is answer
-
-
-def test_a_format_without_a_grammar_is_refused_in_words() -> None:
-    with pytest.raises(BadRequest, match="whole_call") as caught:
-        grammar_of("whole_call", asked(required()))
-    assert caught.value.param == "tool_choice"
-    with pytest.raises(BadRequest) as caught:
-        grammar_of("whole_call", asked(ToolChoice(), grammar=Grammar("json_object")))
-    assert caught.value.param == "response_format"
 
 
 @pytest.mark.parametrize(
@@ -465,52 +230,3 @@ def test_a_name_that_a_format_cannot_write(format: str, tool: Tool) -> None:
     with pytest.raises(BadRequest) as caught:
         start(format, asked(required(), tools=(PING, tool)))
     assert caught.value.param == "tools[1]"
-
-
-def test_a_strict_tool_is_taken_at_its_word_and_others_as_far_as_it_goes() -> None:
-    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    assert accepts(
-        "json_tags",
-        start("json_tags", asked(required(), tools=(Tool("f", "", odd),))),
-        '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>',
-    )
-    with pytest.raises(BadRequest, match="uniqueItems") as caught:
-        start("json_tags", asked(required(), tools=(SAY, Tool("f", "", odd, strict=True))))
-    assert caught.value.param == "tools[1]"
-    assert "#/properties/a" in caught.value.message
-
-
-@EACH
-def test_a_tool_that_takes_anything(format: ToolFormat) -> None:
-    free = Tool("free", "", {})
-    if format.name.startswith("pythonic"):
-        pytest.skip("parameters need names")
-    vocabulary = tokenizer(format.name)
-    for seed in range(4):
-        begun = start(format.name, asked(required(parallel=False), tools=(free,)))
-        walk = wander(begun, vocabulary.eos, seed=seed, n_most=300)
-        if walk is not None:
-            think = None if format.router else THINK
-            reply = read(
-                ReplyFormat(tool=format.name, think=think), [vocabulary.decode(walk)], tools=(free,)
-            )
-            assert [call.name for call in reply.calls] == ["free"]
-            assert isinstance(reply.calls[0].arguments, dict)
-
-
-def test_arguments_have_no_members_but_the_declared() -> None:
-    request = asked(required(), tools=(WEATHER,))
-    for more, is_right in (("", True), (', "more": 1', False)):
-        call = f'{{"name": "get_weather", "arguments": {{"city": "x", "days": 1{more}}}}}'
-        text = f"<tool_call>\n{call}\n</tool_call>"
-        assert accepts("json_tags", start("json_tags", request), text) is is_right
-
-
-@pytest.mark.parametrize(
-    ("choice", "tools"),
-    [(required(), ()), (ToolChoice(ToolMode.NAMED, name="nobody"), TOOLS)],
-)
-def test_a_call_needs_a_tool(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
-    with pytest.raises(BadRequest) as caught:
-        grammar_of("json_tags", asked(choice, tools=tools))
-    assert caught.value.param == "tool_choice"

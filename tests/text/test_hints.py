@@ -9,7 +9,7 @@ import pytest
 from firn.core.values import Chat, Message, Prompt, TextPart, ToolCall
 from firn.text.arrange import arrange
 from firn.text.prompt import PromptMaker
-from firn.text.turns import TurnRules
+from firn.text.turn_rules import TurnRules
 from tests.text.test_prompt_maker import TEMPLATES
 from tests.text.trained import CHATML, byte_level
 

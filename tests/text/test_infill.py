@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from firn.text.infill import detect
+from firn.text.infill import detect_infill
 from tests.fakes import END, START, FakeTokenizer
 
 FAMILIES = [
@@ -22,7 +22,7 @@ FAMILIES = [
 def test_each_family_in_its_order(prompt: str) -> None:
     tokens = [each for each in prompt.split() if each not in ("A", "B")]
     tokenizer = FakeTokenizer(special=(END, START, *tokens))
-    found = detect(tokenizer)
+    found = detect_infill(tokenizer)
     assert found is not None
     assert tokenizer.decode(found.ids("A", "B")) == prompt.replace(" ", "")
     assert {tokenizer.decode([token]) for token in found.ends} == set(tokens)
@@ -30,20 +30,22 @@ def test_each_family_in_its_order(prompt: str) -> None:
 
 def test_code_llamas_tokens_begin_with_a_blank() -> None:
     tokenizer = FakeTokenizer(special=(END, START, " <PRE>", " <SUF>", " <MID>", " <EOT>"))
-    found = detect(tokenizer)
+    found = detect_infill(tokenizer)
     assert found is not None
     assert tokenizer.decode(found.ids("A", "B")) == " <PRE>A <SUF>B <MID>"
     assert " <EOT>" in {tokenizer.decode([token]) for token in found.ends}
 
 
 def test_a_family_that_is_not_whole_is_none() -> None:
-    assert detect(FakeTokenizer()) is None
-    assert detect(FakeTokenizer(special=(END, START, "<fim_prefix>", "<fim_suffix>"))) is None
+    assert detect_infill(FakeTokenizer()) is None
+    assert (
+        detect_infill(FakeTokenizer(special=(END, START, "<fim_prefix>", "<fim_suffix>"))) is None
+    )
 
 
 def test_nothing_on_one_side() -> None:
     tokenizer = FakeTokenizer(special=(END, START, "[SUFFIX]", "[PREFIX]"))
-    found = detect(tokenizer)
+    found = detect_infill(tokenizer)
     assert found is not None
     assert tokenizer.decode(found.ids("", "B")) == "[SUFFIX]B[PREFIX]"
     assert tokenizer.decode(found.ids("", "")) == "[SUFFIX][PREFIX]"
@@ -61,7 +63,7 @@ class Framing(FakeTokenizer):
 
 def test_the_opening_token_comes_first_and_no_end_token() -> None:
     tokenizer = Framing(special=(END, START, "[SUFFIX]", "[PREFIX]"))
-    found = detect(tokenizer)
+    found = detect_infill(tokenizer)
     assert found is not None
     assert tokenizer.decode(found.ids("A", "B")) == f"{START}[SUFFIX]B[PREFIX]A"
     bare = found.ids("A", "B", add_special=False)
@@ -80,7 +82,7 @@ class Blank(FakeTokenizer):
 
 def test_what_is_behind_the_hole_gets_no_blank_before_it() -> None:
     tokenizer = Blank(special=(END, START, "[SUFFIX]", "[PREFIX]"))
-    found = detect(tokenizer)
+    found = detect_infill(tokenizer)
     assert found is not None
     assert tokenizer.decode(found.ids("A", "B")) == "[SUFFIX]B[PREFIX] A"
     typed = found.ids("[PREFIX]", "[PREFIX]", typed=lambda text: [(0, len(text))])
@@ -91,6 +93,6 @@ def test_what_is_behind_the_hole_gets_no_blank_before_it() -> None:
 def test_tokens_that_are_spelled_as_sentencepiece_spells_blanks() -> None:
     marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
     tokenizer = FakeTokenizer(special=(END, START, *marks))
-    found = detect(tokenizer)
+    found = detect_infill(tokenizer)
     assert found is not None
     assert tokenizer.decode(found.ids("A", "B")) == "{}A{}B{}".format(*marks)

@@ -8,8 +8,12 @@ import pytest
 
 from firn.core.values import Grammar
 from firn.text.json_lark import Unquotable, quoted
-from firn.text.regex_tree import Char, Group, Item, Set, Unreadable, parse
-from tests.text.held import compiler, tokenizer
+from firn.text.regex_tree import RegexChar as Char
+from firn.text.regex_tree import RegexClass as Class
+from firn.text.regex_tree import RegexGroup as Group
+from firn.text.regex_tree import RegexItem as Item
+from firn.text.regex_tree import UnsupportedRegex, parse
+from tests.text.grammar_walks import compiler, tokenizer
 
 PATCH = r"""
 start: begin change+ end
@@ -109,19 +113,28 @@ def test_what_cannot_be_said_there(grammar: str) -> None:
 def test_expressions_are_taken_apart() -> None:
     assert parse(r"a\n[b\]]*|(?:c.){2,}") == Group(
         (
-            (Item(Char("a")), Item(Char("\n")), Item(Set(r"[b\]]"), "*")),
-            (Item(Group(((Item(Char("c")), Item(Set(r"[^\n]"))),)), "{2,}"),),
+            (
+                Item(Char("a")),
+                Item(Char("\n")),
+                Item(Class(r"[b\]]"), "*"),
+            ),
+            (
+                Item(
+                    Group(((Item(Char("c")), Item(Class(r"[^\n]"))),)),
+                    "{2,}",
+                ),
+            ),
         )
     )
     assert parse("a+?") == Group(((Item(Char("a"), "+"),),))
     assert parse(r"\x41\u{42}\u0043") == Group(((*(Item(Char(c)) for c in "ABC"),),))
     assert parse("(?s:.)(?P<n>x)(?i:y)").options[0][2].what == Group(((Item(Char("y")),),), True)
-    assert parse(r"\p{L}\d[[a-c]&&[^b]]").options[0][2].what == Set("[[a-c]&&[^b]]")
+    assert parse(r"\p{L}\d[[a-c]&&[^b]]").options[0][2].what == Class("[[a-c]&&[^b]]")
 
 
 @pytest.mark.parametrize(
     "pattern", ["(", ")", "[a", "*a", "a|*", r"\b", r"\1", "(?!a)", r"\xzz", "^"]
 )
 def test_others_are_not(pattern: str) -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnsupportedRegex):
         parse(pattern)

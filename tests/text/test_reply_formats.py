@@ -6,14 +6,14 @@ from firn.core.errors import SetupError
 from firn.text.formats import (
     THINK_TAGS,
     ReplyFormat,
-    detect,
+    detect_format,
     opens_in_reasoning,
     reasoning_parser_names,
     tool_parser_names,
 )
 from firn.text.native import NativeParser
 from firn.text.parsers import formats
-from firn.text.router import ThinkTags
+from firn.text.splitter import ThinkTags
 
 THINK = ThinkTags("<think>", "</think>")
 NATIVE = NativeParser("odd", "<|odd|>", "<|/odd|>", lambda text, tools: {})
@@ -32,7 +32,7 @@ class Vocabulary:
 
 
 def found(template: str | None, *tokens: str, **more: str | NativeParser | None) -> ReplyFormat:
-    return detect(Vocabulary(template, tokens), **more)  # type: ignore[arg-type]
+    return detect_format(Vocabulary(template, tokens), **more)  # type: ignore[arg-type]
 
 
 HERMES = (
@@ -116,7 +116,7 @@ def test_only_control_tokens_need_to_be_made_visible() -> None:
             super().__init__(HERMES, ("<tool_call>", "</tool_call>"))
             self.special = frozenset({1})
 
-    assert detect(Plain()).visible == {1}  # type: ignore[arg-type]
+    assert detect_format(Plain()).visible == {1}  # type: ignore[arg-type]
 
 
 def test_overrides() -> None:
@@ -167,13 +167,6 @@ def test_the_tokenizers_own_parser_reads_what_no_file_knows() -> None:
 def test_prompts_that_end_inside_reasoning(tail: str, opens: bool) -> None:
     assert opens_in_reasoning(tail, THINK) is opens
     assert opens_in_reasoning(tail, None) is False
-
-
-def test_whether_the_template_may_open_the_tag() -> None:
-    opens = "</think>{% if add_generation_prompt %}assistant\n<think>\n{% endif %}"
-    leaves = "<think></think>{% if add_generation_prompt %}assistant\n{% endif %}"
-    assert found(opens).prompt_opens_think
-    assert not found(leaves).prompt_opens_think
 
 
 def test_every_file_of_the_folder_is_found() -> None:

@@ -22,10 +22,10 @@ from firn.core.events import (
     ToolCallStarted,
 )
 from firn.core.values import Tool, ToolChoice, ToolMode
-from firn.text.formats import PLAIN, ReplyFormat, detect
+from firn.text.formats import PLAIN, ReplyFormat, detect_format
 from firn.text.reply import ReplyReader
-from firn.text.router import ThinkTags
-from tests.text.reading import TOOLS, read
+from firn.text.splitter import ThinkTags
+from tests.text.replies import TOOLS, read
 from tests.text.trained import CONTROL, HARD_TEXTS, MARKUP, TrainedTokenizer, byte_level
 
 THINKS = ReplyFormat(think=ThinkTags("<think>", "</think>"))
@@ -219,7 +219,7 @@ def test_reasoning_is_counted() -> None:
 def test_markup_that_is_made_of_control_tokens_is_seen() -> None:
     special = (*CONTROL, *MARKUP)
     tokenizer = TrainedTokenizer(byte_level()._tokenizer, byte_level=True, special=special)
-    format = detect(tokenizer)
+    format = detect_format(tokenizer)
     assert {tokenizer.token_id(t) for t in MARKUP} <= format.visible
     ids = tokenizer.encode(f"<think>hm</think>yes{CALL}<|im_end|>", add_special=False)
     seen = run(ids, format=format, tools=TOOLS, tokenizer=tokenizer)
@@ -275,6 +275,12 @@ def test_text_behind_a_stop_shifts_nothing() -> None:
     """What might have been a tag comes at once, with several tokens behind the stop."""
     seen = run(by_byte("ab<thixyz"), format=BOTH, logprobs=True, stop=("t",))
     assert (seen.text, shown(seen)) == ("ab<", b"ab<")
+
+
+def test_tokens_behind_a_stop_in_text_that_was_held_back_are_not_shown() -> None:
+    """What may begin a call waits, and then comes as one piece: the stop is in the middle of it."""
+    seen = run(by_byte("<tool_caX"), format=BOTH, tools=TOOLS, logprobs=True, stop=("l_",))
+    assert (seen.text, shown(seen)) == ("<too", b"<too")
 
 
 def test_hidden_tokens_are_not_shown() -> None:

@@ -9,14 +9,14 @@ import pytest
 
 from firn.core.errors import BadRequest
 from firn.core.values import Chat, Message, TextPart, Tool, ToolCall
-from firn.text.formats import IN_WORDS, detect
+from firn.text.formats import FALLBACK, detect_format
 from firn.text.messages import COMMON
 from firn.text.parsers import formats
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
-from firn.text.turns import TurnRules
+from firn.text.turn_rules import TurnRules
 from tests import families
-from tests.text.reading import read
+from tests.text.replies import read
 
 LOOK = Tool("look", "Looks about.", {"type": "object", "properties": {"at": {"type": "string"}}})
 
@@ -36,7 +36,7 @@ CHAT = Chat(
 )
 
 
-def text_of(family: str, chat: Chat, format: str = IN_WORDS) -> str:
+def text_of(family: str, chat: Chat, format: str = FALLBACK) -> str:
     tokenizer = families.tokenizer(family)
     made = PromptMaker(tokenizer, context_length=1 << 16, tool_format=format).make(chat)
     return tokenizer.decode(made.ids.tolist())
@@ -46,7 +46,7 @@ def text_of(family: str, chat: Chat, format: str = IN_WORDS) -> str:
 def test_tools_calls_and_results_in_words(family: str) -> None:
     text = text_of(family, CHAT)
     assert text.index('"name": "look"') < text.index("Be brief.") < text.index("How is it")
-    call = formats()[IN_WORDS].write("look", {"at": "sky"})  # type: ignore[misc]
+    call = formats()[FALLBACK].write("look", {"at": "sky"})  # type: ignore[misc]
     assert f"<start_of_turn>model\nI look.\n{call}<end_of_turn>" in text
     assert '<tool_result name="look">\nblue\n</tool_result><end_of_turn>' in text
 
@@ -59,17 +59,17 @@ def test_the_format_that_is_asked_for_is_the_one_that_is_read(format: str) -> No
     call = write("look", {"at": "sky"})
     assert call in text
     assert write("name_of_the_tool", {"name_of_an_argument": "value"}) in text
-    made = detect(families.tokenizer("gemma3"), tool_override=format)
+    made = detect_format(families.tokenizer("gemma3"), tool_override=format)
     assert read(made, [call], tools=(LOOK,)).calls[0].arguments == {"at": "sky"}
 
 
 def test_a_template_without_tools_gets_our_format_by_itself() -> None:
     gemma, qwen = families.tokenizer("gemma3"), families.tokenizer("qwen3")
-    assert detect(gemma).tool is None
-    assert detect(gemma, takes_tools=False).tool == IN_WORDS
-    assert detect(gemma, takes_tools=False, tool_override="mistral").tool == "mistral"
-    assert detect(gemma, takes_tools=False, tool_override="none").tool is None
-    assert detect(qwen, takes_tools=True).tool == "json_tags"
+    assert detect_format(gemma).tool is None
+    assert detect_format(gemma, takes_tools=False).tool == FALLBACK
+    assert detect_format(gemma, takes_tools=False, tool_override="mistral").tool == "mistral"
+    assert detect_format(gemma, takes_tools=False, tool_override="none").tool is None
+    assert detect_format(qwen, takes_tools=True).tool == "json_tags"
 
 
 def test_without_any_format_tools_are_refused() -> None:
@@ -84,7 +84,7 @@ def test_a_template_that_lists_tools_and_loses_calls_gets_those_in_words() -> No
         "{{ tools | tojson }}<|im_start|>assistant\n"
     )
     tokenizer = families.with_template("qwen3", source)
-    made = PromptMaker(tokenizer, context_length=4096, tool_format=IN_WORDS).make(CHAT)
+    made = PromptMaker(tokenizer, context_length=4096, tool_format=FALLBACK).make(CHAT)
     text = tokenizer.decode(made.ids.tolist())
     assert '"arguments": {"at": "sky"}}\n</tool_call>' in text
     assert text.count("Looks about.") == 1

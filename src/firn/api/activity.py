@@ -1,10 +1,10 @@
-"""/v1/activity: what the server is doing, as a stream of events for people who watch.
+"""/v1/activity: what the server is doing, as a stream of events for the dashboard.
 
     event: hello     once: the server's version and clock
     event: calls     those that began, went on or ended since the last one; at first all that are known
     event: state     engine, cache and memory, when they have changed
 
-A call is looked at when somebody watches, and once when it ends: serving pays nothing for it. The
+A call is looked at while somebody watches, and once when it ends: serving pays nothing for it. The
 operator sees everybody's calls, a key its own; text of prompts only with --show-text.
 """
 
@@ -32,11 +32,11 @@ from firn.core.errors import TryLater
 from firn.core.values import Namespace
 
 N_ENDED = 256
-"""Calls that ended are remembered, so many."""
+"""Calls that have ended and are still shown."""
 TICK_S = 0.25
 STATE_TICKS = 4
 QUIET_TICKS = 40
-"""After so many without news a comment line keeps the connection alive."""
+"""After so many ticks without news a comment line keeps the connection alive."""
 MAX_WATCHERS = 16
 
 Phase = Literal["queued", "reading", "decoding", "done", "failed", "gone"]
@@ -44,12 +44,12 @@ Phase = Literal["queued", "reading", "decoding", "done", "failed", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class CallView:
-    """One call. Seconds are since its arrival, which is a Unix time; None: not yet."""
+    """One call. Seconds count from its arrival; arrived_at is a Unix time. None: not yet."""
 
     id: str
     model: str
     key: str
-    """Whose it is: the first digits of the key's digest."""
+    """The first digits of its key's digest."""
     phase: Phase
     arrived_at: float
     lookup_s: float | None
@@ -57,11 +57,11 @@ class CallView:
     looked_up_s: float | None
     """... to here."""
     row_s: float | None
-    """It left the queue."""
+    """When it left the queue."""
     loads: bool
     """From the lookup until it was admitted, records were read from below memory."""
     admitted_s: float | None
-    """What the cache did for it is settled."""
+    """When it was known what the cache had for it."""
     first_token_s: float | None
     ended_s: float | None
     prompt_tokens: int
@@ -72,7 +72,7 @@ class CallView:
     reason: str
     """Why not more was reused."""
     approximate: bool
-    """Some of the prompt is not read."""
+    """Some of the prompt is skipped (sparse prefill)."""
     skipped_tokens: int
     differs: str | None
     """How the prompt goes on where it differs from what is stored; None: not to be shown."""
@@ -82,7 +82,7 @@ class CallView:
 
 
 @dataclass(eq=False, slots=True)
-class _Followed:
+class _OpenCall:
     exchange: Exchange
     session: Session
     model: str
@@ -94,11 +94,11 @@ class _Followed:
 
     def view(self, *, ended: bool = False) -> CallView:
         session, began = self.session, self.exchange.began_at
-        usage, found, waits = session.usage, session.found, session.waits
+        usage, admitted, waits = session.usage, session.admitted, session.waits
         tiers: Counter[str] = Counter()
-        for each in found:
+        for each in admitted:
             tiers.update(dict(each.tiers))
-        reason = ", ".join(dict.fromkeys(each.reason for each in found if each.reason))
+        reason = ", ".join(dict.fromkeys(each.reason for each in admitted if each.reason))
         if reason != self.reason:
             self.reason, self.excerpt = reason, self.differs(session)
         return CallView(
@@ -120,7 +120,7 @@ class _Followed:
             tiers=dict(tiers),
             reason=reason,
             differs=self.excerpt,
-            approximate=any(each.keep is not None for each in found),
+            approximate=any(each.keep is not None for each in admitted),
             skipped_tokens=usage.n_skipped,
             reply_tokens=usage.n_completion,
             drafted_tokens=usage.n_drafted,
@@ -131,7 +131,7 @@ class _Followed:
         if self.exchange.fault is not None:
             return "failed"
         if ended:
-            return "done" if self.session.over else "gone"
+            return "done" if self.session.ended else "gone"
         if self.session.first_token_at is not None:
             return "decoding"
         waiting = self.session.admitted_at is None and not self.session.n_read
@@ -146,10 +146,10 @@ class Activity:
     """Calls that go on, and the last that ended. Owner: the app, on the asyncio thread."""
 
     def __init__(self, model: str, differs: Callable[[Session], str | None]) -> None:
-        """differs: the text that a call's prompt goes on with where nothing stored agrees with it."""
+        """differs: how a call's prompt goes on where it differs from everything stored."""
         self._model = model
         self._differs = differs
-        self._open: dict[str, tuple[Namespace, _Followed]] = {}
+        self._open: dict[str, tuple[Namespace, _OpenCall]] = {}
         self._ended: deque[tuple[int, Namespace, CallView]] = deque(maxlen=N_ENDED)
         self._n_ended = 0
         self.n_watchers = 0
@@ -158,7 +158,7 @@ class Activity:
     def follow(self, exchange: Exchange, session: Session) -> Iterator[None]:
         """Around a call, while its session is open."""
         arrived_at = time.time() - (time.perf_counter() - exchange.began_at)
-        call = _Followed(exchange, session, self._model, arrived_at, self._differs)
+        call = _OpenCall(exchange, session, self._model, arrived_at, self._differs)
         self._open[exchange.id] = exchange.caller.own, call
         try:
             yield
@@ -168,22 +168,22 @@ class Activity:
             view = call.view(ended=True)
             self._ended.append((self._n_ended, exchange.caller.own, view))
 
-    def news(self, seen: _Seen, caller: Caller) -> list[CallView]:
-        """What has changed since the last time that this one asked."""
-        found = [view for n, own, view in self._ended if n > seen.n_ended and _may(caller, own)]
-        seen.n_ended = self._n_ended
-        seen.calls = {id: view for id, view in seen.calls.items() if id in self._open}
+    def news(self, watcher: _Watcher, caller: Caller) -> list[CallView]:
+        """Calls that have changed since this watcher's last look."""
+        views = [view for n, own, view in self._ended if n > watcher.n_ended and _may(caller, own)]
+        watcher.n_ended = self._n_ended
+        watcher.calls = {id: view for id, view in watcher.calls.items() if id in self._open}
         for id, (own, call) in self._open.items():
             view = call.view()
-            if _may(caller, own) and seen.calls.get(id) != view:
-                seen.calls[id] = view
-                found.append(view)
-        return found
+            if _may(caller, own) and watcher.calls.get(id) != view:
+                watcher.calls[id] = view
+                views.append(view)
+        return views
 
 
 @dataclass(eq=False, slots=True)
-class _Seen:
-    """What one watcher was told."""
+class _Watcher:
+    """What one client of /v1/activity has been sent."""
 
     n_ended: int
     calls: dict[str, CallView]
@@ -197,7 +197,7 @@ class TooManyWatchers(TryLater):
     code = "too_many_watchers"
 
     def __init__(self) -> None:
-        super().__init__("Too many people watch this server; close one of the pages.")
+        super().__init__("Too many pages watch this server; close one of them.")
 
 
 def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
@@ -214,17 +214,17 @@ def add_activity(app: FastAPI, services: Services, activity: Activity) -> None:
         methods=["GET"],
         summary="What is going on, as events",
         response_class=StreamingResponse,
-        include_in_schema=False,  # a stream without an end: who tries every route out would wait
+        include_in_schema=False,  # a stream without an end: tools that try every route would hang
     )
 
 
 async def _frames(services: Services, activity: Activity, caller: Caller) -> AsyncIterator[str]:
-    seen, shown, quiet, tick = _Seen(0, {}), "", 0, 0
+    watcher, shown, quiet, tick = _Watcher(0, {}), "", 0, 0
     activity.n_watchers += 1
     try:
-        while not services.mailroom.draining:
+        while not services.event_router.draining:
             frames = "" if tick else hello()
-            calls = activity.news(seen, caller)
+            calls = activity.news(watcher, caller)
             if calls or not tick:
                 frames += _frame("calls", [asdict(call) for call in calls])
             if tick % STATE_TICKS == 0:
@@ -243,7 +243,7 @@ async def _frames(services: Services, activity: Activity, caller: Caller) -> Asy
 
 
 def hello() -> str:
-    """What a watcher needs to read all else: whose times they are, and whether its page is of today."""
+    """The server's clock and version: a page that was loaded from another version says so."""
     return _frame("hello", {"version": __version__, "now": round(time.time(), 3)})
 
 
@@ -252,29 +252,29 @@ def _frame(event: str, value: Any) -> str:
 
 
 async def _state(services: Services, caller: Caller) -> dict[str, Any]:
-    """As the caller may see it: how busy the machine is tells a key what others do."""
+    """For this caller: how busy the machine is would tell a key what others do."""
     model = services.engine.model
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         "model": model.name,
         "context_length": model.context_length,
         "operator": caller.operator,
         "show_text": services.show_text,
     }
     if services.cache_admin is not None:
-        scope = None if caller.operator else caller.namespace
-        stats = await asyncio.wrap_future(services.cache_admin.stats(scope))
+        visible = None if caller.operator else caller.namespace
+        stats = await asyncio.wrap_future(services.cache_admin.stats(visible))
         if not caller.operator:
             stats.pop("admission", None)
-        found["cache"] = stats
+        state["cache"] = stats
     if caller.operator:
         health = services.engine.health()
-        found["engine"] = {
+        state["engine"] = {
             "alive": health.alive,
             "waiting": health.n_waiting,
             "prefilling": health.n_prefilling,
             "decoding": health.n_decoding,
         }
-        found["weights_bytes"] = model.weights_nbytes
-        found["mlx_bytes"] = dict(services.allocated())
-        found["speculation"] = services.health_details().get("speculation", {})
-    return found
+        state["weights_bytes"] = model.weights_nbytes
+        state["mlx_bytes"] = dict(services.allocated())
+        state["speculation"] = services.health_details().get("speculation", {})
+    return state

@@ -1,4 +1,4 @@
-"""Who is calling: API keys, the cache namespace each of them gets, and who is the operator."""
+"""Who is calling: API keys, the cache namespace that each of them gets, and who is the operator."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def namespace_of(key: str) -> Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. own: what it left here is under this name, and nobody else's. namespace: where its
-    prefixes are cached, which it may share. operator: sees everybody's numbers, and may forget what
-    is everybody's."""
+    """own: its own name, under which its responses, quotas and counters are kept; shared with nobody
+    who has another key. namespace: where its prefixes are cached, which it may share. operator: sees
+    everybody's numbers, and may clear everybody's cache."""
 
     own: Namespace
     namespace: Namespace
@@ -44,8 +44,8 @@ ANYONE = Caller(SHARED, SHARED)
 class Keys:
     """The accepted API keys; none at all means that everyone may call. Never changed.
 
-    admin: keys of the operator. Where there are no keys of either kind, the operator is who calls
-    from this machine.
+    admin: keys of the operator. Where there are no keys of either kind, a caller from this machine is
+    the operator.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Keys:
 
     @property
     def has_admin(self) -> bool:
-        """Whether there is an operator with a key."""
+        """Whether the operator has a key."""
         return self._has_admin
 
     @property
@@ -80,8 +80,8 @@ class Keys:
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
         """Every namespace of the cache that a caller can have."""
-        found = dict.fromkeys(caller.namespace for _, caller in self._entries)
-        return tuple(found) if self._required else (SHARED,)
+        namespaces = dict.fromkeys(caller.namespace for _, caller in self._entries)
+        return tuple(namespaces) if self._required else (SHARED,)
 
     def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
         """Raises Unauthorized. local: a program on this machine calls."""

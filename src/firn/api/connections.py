@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from firn.api.front import CROWDED_KEY
+from firn.api.layers import OVER_LIMIT_KEY
 
 SWEEP_S = 1.0
 
@@ -71,7 +71,7 @@ class Connections:
         return len(self._open)
 
     @property
-    def is_crowded(self) -> bool:
+    def is_over_limit(self) -> bool:
         return len(self._open) > self.limits.max_open
 
     def add(self, connection: Connection) -> bool:
@@ -220,7 +220,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._enter(Phase.BODY)
         self._all.has_head(self)
-        self.scope[CROWDED_KEY] = self._all.is_crowded  # type: ignore[literal-required]
+        self.scope[OVER_LIMIT_KEY] = self._all.is_over_limit  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

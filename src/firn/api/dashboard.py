@@ -18,8 +18,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from firn import __version__
-from firn.api.exchange import HttpFault
-from firn.api.front import PAGE_FILES
+from firn.api.errors import HttpFault
+from firn.api.layers import PAGE_FILES
 
 TYPES = {
     "html": "text/html; charset=utf-8",

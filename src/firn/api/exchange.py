@@ -1,47 +1,44 @@
-"""One HTTP exchange: its id and what becomes of it, and how a fault is answered."""
+"""One HTTP exchange: what the layers and the log line know of it, and how it is answered with JSON."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Scope, Send
 
 from firn.api.auth import ANYONE, Caller
-from firn.api.dialects import Dialect, _ollama, _openai
-from firn.core.errors import FirnError, TryLater, Unauthorized
+from firn.api.errors import Headers, RenderError, error_headers
+from firn.core.errors import FirnError
 from firn.core.values import Namespace
 
 SCOPE_KEY = "firn.exchange"
-OLLAMA = "/api"
-"""All that lies below is Ollama's."""
-
-RenderError = Callable[[FirnError], dict[str, Any]]
-Headers = Sequence[tuple[bytes, bytes]]
 
 
 @dataclass(slots=True)
 class Exchange:
-    """Owned by the front layer; the layers below write down what the log line shall say."""
+    """Owner: `RequestLog`, the outermost layer. Whoever answers notes here what the log shall say."""
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
     began_at: float = field(default_factory=time.perf_counter)
     caller: Caller = ANYONE
     status: int = 0
     gone: bool = False
+    """The client hung up."""
     summary: str = ""
+    """Tokens and seconds, for the log line."""
     body_nbytes: int = 0
-    """Taken of the room for bodies."""
+    """Taken of the memory for bodies, see `BodyReader`."""
     fault: FirnError | None = None
     """Why it was refused, or ended badly."""
-    session: str = ""
-    """The conversation it belongs to."""
+    conversation: str = ""
+    """The conversation it belongs to, see `affinity`."""
     own_page: bool | None = None
-    """A browser asks for a page that came from this very server. None: nobody has looked."""
+    """A browser sends it for a page that this very server has served. None: not looked at yet."""
     passed_on: bool = False
     """Another process has answered it, and logs it."""
 
@@ -50,47 +47,15 @@ class Exchange:
         """The caller's part of the cache."""
         return self.caller.namespace
 
+    @property
+    def visible(self) -> Namespace | None:
+        """The namespace whose records the caller may see and clear; None: all of them."""
+        return None if self.caller.operator else self.caller.namespace
+
 
 def exchange_of(scope: Scope) -> Exchange:
     exchange: Exchange = scope[SCOPE_KEY]
     return exchange
-
-
-class HttpFault(FirnError):
-    """A fault that only HTTP has: an unknown route, a wrong method."""
-
-    code = "not_found"
-    kind = "invalid_request_error"
-
-    def __init__(self, status: int, message: str, *, allow: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.allow = allow
-        if status == 405:
-            self.code = "method_not_allowed"
-
-
-class ServerFault(FirnError):
-    """Our own mistake. The client learns where to look, not what happened."""
-
-    def __init__(self, exchange_id: str) -> None:
-        super().__init__(f"The server made a mistake; its log has the details under {exchange_id}.")
-
-
-class Shapes:
-    """Which dialect's error body a path gets: that of the dialect it lies below, else OpenAI's."""
-
-    def __init__(self, dialects: list[Dialect]) -> None:
-        self._by_path: Mapping[str, RenderError] = {
-            **{d.path: d.render_error for d in dialects},
-            OLLAMA: _ollama.error_object,
-        }
-
-    def of(self, path: str) -> RenderError:
-        for owner, render in self._by_path.items():
-            if path == owner or path.startswith(f"{owner}/"):
-                return render
-        return _openai.error_object
 
 
 async def send_json(
@@ -113,15 +78,3 @@ async def send_raw_json(
 
 async def send_error(send: Send, error: FirnError, render: RenderError) -> None:
     await send_json(send, render(error), status=error.status, headers=error_headers(error))
-
-
-def error_headers(error: FirnError) -> Headers:
-    match error:
-        case TryLater():
-            return [(b"retry-after", str(error.retry_after_s).encode())]
-        case Unauthorized():
-            return [(b"www-authenticate", b"Bearer")]
-        case HttpFault(allow=str(allow)):
-            return [(b"allow", allow.encode("latin-1"))]
-        case _:
-            return []

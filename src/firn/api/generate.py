@@ -16,22 +16,21 @@ from starlette.types import Receive, Scope, Send
 
 from firn.api import large_json
 from firn.api.activity import Activity
-from firn.api.affinity import session_of
+from firn.api.affinity import conversation_of
 from firn.api.body import ClientGone, decoded
-from firn.api.dialects import Call, Dialect, Head
+from firn.api.body_reader import BodyReader
+from firn.api.dialects import ApiCall, Dialect, ReplyHead
+from firn.api.errors import Headers, InternalFault
 from firn.api.exchange import (
     Exchange,
-    Headers,
-    ServerFault,
     exchange_of,
     send_error,
     send_json,
     send_raw_json,
 )
-from firn.api.intake import Intake
 from firn.api.metrics import Metrics
 from firn.api.services import Services
-from firn.api.session import MANY_SCORES, Session
+from firn.api.session import MANY_LOGPROBS, Session
 from firn.api.sparse import header_of
 from firn.core.errors import Cancelled, FirnError, ShuttingDown, TimedOut
 from firn.core.events import Admitted, ChoiceFinished, Ended, Event, Failed, Started, TextDelta
@@ -45,21 +44,21 @@ MAX_HEADER = 1000
 
 
 class Generate:
-    """One per dialect and app. Holds nothing of a call (that is the session's), but for the tasks
-    that go on in the background."""
+    """One per dialect and app. What belongs to a call is its session's; this owns only the tasks that go
+    on in the background."""
 
     def __init__(
         self,
         dialect: Dialect,
         services: Services,
         metrics: Metrics,
-        intake: Intake,
+        bodies: BodyReader,
         activity: Activity,
     ) -> None:
         self._activity = activity
         self._dialect = dialect
         self._services = services
-        self._intake = intake
+        self._bodies = bodies
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -69,17 +68,17 @@ class Generate:
             call = await self._decode(scope, receive, exchange)
             if call.requests:
                 own = exchange.caller.own
-                exchange.session = session_of(scope["headers"], call.requests[0], own)
+                exchange.conversation = conversation_of(scope["headers"], call.requests[0], own)
             await while_connected(receive, lambda: self._answer(call, exchange, send))
         except FirnError as error:
             exchange.fault = error
             await send_error(send, error, self._dialect.render_error)
 
-    async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> Call:
+    async def _decode(self, scope: Scope, receive: Receive, exchange: Exchange) -> ApiCall:
         services = self._services
-        if services.mailroom.draining:
+        if services.event_router.draining:
             raise ShuttingDown()
-        raw = await self._intake.read(scope, receive)
+        raw = await self._bodies.read(scope, receive)
         own = exchange.caller.own
         call = await decoded(
             raw, services.pool, lambda body: self._dialect.decode(body, namespace=own)
@@ -88,14 +87,14 @@ class Generate:
             logger.debug("%s ignored: %a", exchange.id, ", ".join(call.ignored)[:500])
         return call
 
-    async def _answer(self, call: Call, exchange: Exchange, send: Send) -> None:
-        head = Head(
+    async def _answer(self, call: ApiCall, exchange: Exchange, send: Send) -> None:
+        head = ReplyHead(
             id=exchange.id.removeprefix("req_"),
             model=self._services.engine.model.name,
             created=int(time.time()),
         )
         if not call.requests:
-            await _nothing(call, head, send, self._dialect.stream_headers)
+            await _send_empty(call, head, send, self._dialect.stream_headers)
             return
         session = Session(
             self._services,
@@ -105,35 +104,35 @@ class Generate:
             new_tool_id=lambda: f"{self._dialect.tool_id_prefix}{uuid.uuid4().hex[:24]}",
         )
         tally = _Tally(exchange, session, self._metrics, self._services.recorder)
-        with ExitStack() as held:
+        with ExitStack() as stack:
             quota = self._services.quotas.call(
                 exchange.caller.own, session, n_requests=len(call.requests)
             )
-            held.enter_context(quota)
-            held.enter_context(contextlib.closing(session))
-            held.enter_context(contextlib.closing(tally))
-            held.enter_context(self._activity.follow(exchange, session))
-            held.enter_context(self._deadline(head))
+            stack.enter_context(quota)
+            stack.enter_context(contextlib.closing(session))
+            stack.enter_context(contextlib.closing(tally))
+            stack.enter_context(self._activity.follow(exchange, session))
+            stack.enter_context(self._deadline(head))
             await session.start()
             if call.background:
                 begun = call.fold(head, ())
-                task = asyncio.create_task(_detached(call, head, session, tally, held.pop_all()))
+                task = asyncio.create_task(_detached(call, head, session, tally, stack.pop_all()))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-                await send_json(send, begun, headers=_said_before(session))
+                await send_json(send, begun, headers=_early_headers(session))
             elif call.stream:
                 await self._stream(call, head, session, send, tally)
             else:
                 await self._reply(call, head, session, send, tally)
 
     @contextlib.contextmanager
-    def _deadline(self, head: Head) -> Iterator[None]:
-        """The call fails when its time is up."""
+    def _deadline(self, head: ReplyHead) -> Iterator[None]:
+        """The call fails with TimedOut when its time is up."""
         limit_s = self._services.limits.timeout_s
         if limit_s is None:
             yield
             return
-        fail = self._services.mailroom.fail
+        fail = self._services.event_router.fail
         timer = asyncio.get_running_loop().call_later(
             limit_s, fail, head.request, TimedOut(limit_s)
         )
@@ -143,7 +142,7 @@ class Generate:
             timer.cancel()
 
     async def _reply(
-        self, call: Call, head: Head, session: Session, send: Send, tally: _Tally
+        self, call: ApiCall, head: ReplyHead, session: Session, send: Send, tally: _Tally
     ) -> None:
         events: list[Event] = []
         async for batch in session:
@@ -151,24 +150,25 @@ class Generate:
         tally.see(events)
         if isinstance(events[-1], Failed):
             raise events[-1].error
-        raw = await self._services.aside(
-            lambda: large_json.dumps(call.fold(head, events)), many=session.n_scores > MANY_SCORES
+        raw = await self._services.offload(
+            lambda: large_json.dumps(call.fold(head, events)),
+            when=session.n_logprobs > MANY_LOGPROBS,
         )
-        await send_raw_json(send, raw, headers=_said_before(session))
+        await send_raw_json(send, raw, headers=_early_headers(session))
 
     async def _stream(
-        self, call: Call, head: Head, session: Session, send: Send, tally: _Tally
+        self, call: ApiCall, head: ReplyHead, session: Session, send: Send, tally: _Tally
     ) -> None:
         """One write per batch. From here on a fault is the stream's last event."""
         encoder = call.encoder(head)
         over = False
         try:
             early = await _until_admitted(session)
-            headers = [*self._dialect.stream_headers, *_said_before(session)]
+            headers = [*self._dialect.stream_headers, *_early_headers(session)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for batch in _all(early, session):
-                frames = await self._services.aside(
-                    partial(encoder.feed, batch), many=_n_scores(batch) > MANY_SCORES
+                frames = await self._services.offload(
+                    partial(encoder.feed, batch), when=_n_logprobs(batch) > MANY_LOGPROBS
                 )
                 over = bool(batch) and isinstance(batch[-1], Ended | Failed)
                 tally.see(batch)
@@ -178,7 +178,7 @@ class Generate:
             raise ClientGone() from None
         except Exception:
             logger.exception("%s failed in its stream", tally.exchange.id)
-            failed = Failed(ServerFault(tally.exchange.id))
+            failed = Failed(InternalFault(tally.exchange.id))
             tally.see([failed])
             over = True
             frames = encoder.feed([failed])
@@ -196,8 +196,8 @@ async def _all(early: list[Event], session: Session) -> AsyncIterator[list[Event
         yield batch
 
 
-async def _nothing(call: Call, head: Head, send: Send, own_headers: Headers) -> None:
-    """The reply to a call that asks for nothing but that the model is there."""
+async def _send_empty(call: ApiCall, head: ReplyHead, send: Send, own_headers: Headers) -> None:
+    """The reply to a call without requests: the model is there, and that is all."""
     events: list[Event] = [Started(0), Ended(Usage(0, 0))]
     if not call.stream:
         await send_json(send, call.fold(head, events))
@@ -207,43 +207,43 @@ async def _nothing(call: Call, head: Head, send: Send, own_headers: Headers) -> 
 
 
 async def _detached(
-    call: Call, head: Head, session: Session, tally: _Tally, held: ExitStack
+    call: ApiCall, head: ReplyHead, session: Session, tally: _Tally, stack: ExitStack
 ) -> None:
-    """A task's outermost frame: there is nobody else to tell."""
+    """The outermost frame of a background task: what fails here is logged, nobody waits for it."""
     events: list[Event] = []
     try:
-        with held:
+        with stack:
             async for batch in session:
                 events.extend(batch)
             tally.see(events)
     except Exception:
         logger.exception("%s failed in the background", head.request)
-        events.append(Failed(ServerFault(head.request)))
+        events.append(Failed(InternalFault(head.request)))
     call.fold(head, events)
     logger.info("%s in the background%s", head.request, tally.exchange.summary)
 
 
-def _n_scores(events: Sequence[Event]) -> int:
+def _n_logprobs(events: Sequence[Event]) -> int:
     """Logprobs in these events, estimated by the last of each."""
     shown = [event.logprobs for event in events if type(event) is TextDelta and event.logprobs]
     return sum(len(each) * (1 + len(each[-1].top)) for each in shown)
 
 
-def _said_before(session: Session) -> Headers:
-    """What a client should know of a reply before it reads it."""
+def _early_headers(session: Session) -> Headers:
+    """What a client should know of a reply before it reads it: what is not enforced, or approximate."""
     places = ", ".join(session.unenforced).encode("ascii", "backslashreplace")
     places = b" ".join(places.split())[:MAX_HEADER]
     unenforced = [(b"x-firn-unenforced", places)] if places else []
-    return [*unenforced, *header_of(session.found)]
+    return [*unenforced, *header_of(session.admitted)]
 
 
 async def _until_admitted(session: Session) -> list[Event]:
-    """Events up to where it is known whether the prompt is read in full, where it may not be.
+    """Where the prompt may not be read in full, the events up to where that is known.
 
-    Not beyond the first sign that it takes a while: a client should hear that somebody is there.
+    Not beyond the first silence: the client must hear that its request is being answered.
     """
     events: list[Event] = []
-    while session.may_skip and session.n_waiting and not session.over:
+    while session.may_skip and session.n_waiting and not session.ended:
         batch = await anext(session)
         events += batch
         if not batch:
@@ -252,7 +252,7 @@ async def _until_admitted(session: Session) -> list[Event]:
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do the work, and drop it at once when the client hangs up: raises ClientGone."""
+    """Do the work; drop it as soon as the client hangs up, and raise ClientGone."""
 
     async def hung_up() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -296,7 +296,7 @@ class _Tally:
         first_at = self._session.first_token_at
         first_s = None if first_at is None else first_at - self.exchange.began_at
         usage = self._session.usage
-        text = f" prompt={usage.n_prompt} cached={usage.n_cached}{_from_where(self._session.found)}"
+        text = f" prompt={usage.n_prompt} cached={usage.n_cached}{_origins(self._session.admitted)}"
         text += f" reply={usage.n_completion}"
         if usage.n_skipped:
             text += f" skipped={usage.n_skipped} (sparse prefill: approximate)"
@@ -316,11 +316,11 @@ class _Tally:
                 self._recorder.record(served)
 
 
-def _from_where(found: Sequence[Admitted]) -> str:
+def _origins(admitted: Sequence[Admitted]) -> str:
     """Of the cached tokens, those of each tier; and why there were not more."""
     tiers: Counter[str] = Counter()
-    for each in found:
+    for each in admitted:
         tiers.update(dict(each.tiers))
     text = f" ({', '.join(f'{name} {n}' for name, n in tiers.items())})" if tiers else ""
-    reasons = ", ".join(dict.fromkeys(each.reason for each in found if each.reason))
+    reasons = ", ".join(dict.fromkeys(each.reason for each in admitted if each.reason))
     return f'{text} why="{reasons}"' if reasons else text

@@ -10,33 +10,38 @@ from collections.abc import Iterator
 from typing import Any
 
 PIECE_ITEMS = 512
+DEFAULT = json.JSONEncoder()
+COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+"""As Starlette writes JSON."""
 
 
-def dumps(value: Any) -> bytes:
-    """What json.dumps makes of it, as bytes."""
-    return "".join(_pieces(value)).encode()
+def dumps(
+    value: Any, encoder: json.JSONEncoder = DEFAULT, *, piece_items: int = PIECE_ITEMS
+) -> bytes:
+    """What the encoder makes of it, as bytes. piece_items: of a longer array so many at once."""
+    return "".join(_pieces(value, encoder, piece_items)).encode()
 
 
-def _pieces(value: Any) -> Iterator[str]:
+def _pieces(value: Any, encoder: json.JSONEncoder, n: int) -> Iterator[str]:
     if isinstance(value, dict) and value:
         opener = "{"
         for key, member in value.items():
-            yield f"{opener}{json.dumps(key)}: "
-            yield from _pieces(member)
-            opener = ", "
+            yield f"{opener}{encoder.encode(key)}{encoder.key_separator}"
+            yield from _pieces(member, encoder, n)
+            opener = encoder.item_separator
         yield "}"
-    elif isinstance(value, list) and len(value) > PIECE_ITEMS:
+    elif isinstance(value, list) and len(value) > n:
         opener = "["
-        for at in range(0, len(value), PIECE_ITEMS):
-            yield opener + json.dumps(value[at : at + PIECE_ITEMS])[1:-1]
-            opener = ", "
+        for at in range(0, len(value), n):
+            yield opener + encoder.encode(value[at : at + n])[1:-1]
+            opener = encoder.item_separator
         yield "]"
     elif isinstance(value, list) and value:
         opener = "["
         for item in value:
             yield opener
-            yield from _pieces(item)
-            opener = ", "
+            yield from _pieces(item, encoder, n)
+            opener = encoder.item_separator
         yield "]"
     else:
-        yield json.dumps(value)
+        yield encoder.encode(value)

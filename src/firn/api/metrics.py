@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from firn.api.mailroom import Mailroom
+from firn.api.event_router import EventRouter
 from firn.core.ports import Engine
 from firn.core.values import Namespace, Usage
 
@@ -73,13 +73,13 @@ class Metrics:
     def __init__(
         self,
         engine: Engine,
-        mailroom: Mailroom,
+        event_router: EventRouter,
         *,
         n_calls: Callable[[Namespace], int] = lambda own: 0,
         extra: Iterable[Collector] = (),
     ) -> None:
         """n_calls: those of one caller that have not ended."""
-        self._everything = Counters(_Live(engine, mailroom), *extra)
+        self._everything = Counters(_EngineGauges(engine, event_router), *extra)
         self._n_calls = n_calls
         self._own: dict[Namespace, Counters] = {}
 
@@ -110,14 +110,14 @@ class Metrics:
     def _of(self, own: Namespace) -> Counters:
         """As many as there are keys: nobody else gets past the gate."""
         if own not in self._own:
-            self._own[own] = Counters(_Calls(lambda: self._n_calls(own)))
+            self._own[own] = Counters(_CallGauge(lambda: self._n_calls(own)))
         return self._own[own]
 
 
 CALLS = "Calls accepted and not ended."
 
 
-class _Calls(Collector):
+class _CallGauge(Collector):
     def __init__(self, n_calls: Callable[[], int]) -> None:
         self._n_calls = n_calls
 
@@ -128,12 +128,12 @@ class _Calls(Collector):
         yield GaugeMetricFamily("firn_calls", CALLS, value=self._n_calls())
 
 
-class _Live(Collector):
+class _EngineGauges(Collector):
     """Gauges read when asked for, so that nothing has to keep them up to date."""
 
-    def __init__(self, engine: Engine, mailroom: Mailroom) -> None:
+    def __init__(self, engine: Engine, event_router: EventRouter) -> None:
         self._engine = engine
-        self._mailroom = mailroom
+        self._event_router = event_router
 
     def describe(self) -> Iterable[Metric]:
         return ()  # registering must not ask an engine that has not started
@@ -145,7 +145,7 @@ class _Live(Collector):
         jobs.add_metric(["prefilling"], health.n_prefilling)
         jobs.add_metric(["decoding"], health.n_decoding)
         yield jobs
-        yield GaugeMetricFamily("firn_calls", CALLS, value=self._mailroom.n_calls)
+        yield GaugeMetricFamily("firn_calls", CALLS, value=self._event_router.n_calls)
         yield GaugeMetricFamily(
             "firn_engine_alive", "1 while the engine thread lives.", value=float(health.alive)
         )

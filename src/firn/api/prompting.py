@@ -1,4 +1,4 @@
-"""From a request to its prompt, in the tokenize pool; what JSON can hold and no text is a 400."""
+"""From a request to its prompt, in the tokenize pool."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from firn.core.values import (
 
 
 def make_prompt(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
-    """Takes its time: not for the asyncio thread. owner: whose pictures these are."""
+    """In the tokenize pool. Raises BadRequest. owner: whose pictures these are."""
     try:
         return services.prompts.make(_owned(request.source, owner), reasoning=request.reasoning)
     except UnicodeEncodeError:
         raise BadRequest(
-            "The prompt has an unpaired surrogate, which is no text.", param="messages"
+            "The prompt has an unpaired surrogate, which is not text.", param="messages"
         ) from None
     except RecursionError:
         raise BadRequest("The prompt is nested too deeply.", param="messages") from None
 
 
 def _owned(source: Source, owner: Namespace) -> Source:
-    """With pictures that are kept for their owner alone, where callers share nothing."""
+    """With pictures marked as their owner's, where callers share nothing."""
     if owner == SHARED or not isinstance(source, Chat):
         return source
 
@@ -49,21 +49,21 @@ async def gathered(
     services: Services, request: GenerateRequest, owner: Namespace
 ) -> GenerateRequest:
     """The request with what it refers to: pictures by address, the text of documents."""
-    for gather in (services.fetch_images, services.read_documents):
+    for gather in (services.fetch_pictures, services.read_documents):
         if gather is not None:
             request = await gather(request, owner)
     return request
 
 
 async def prompt_of(services: Services, request: GenerateRequest, owner: Namespace) -> Prompt:
-    """As a reply to it would begin, for those who generate nothing."""
+    """For routes that generate nothing. Raises what `make_prompt` does."""
     request = await gathered(services, request, owner)
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(services.pool, make_prompt, services, request, owner)
 
 
 async def count_tokens(services: Services, request: GenerateRequest, owner: Namespace) -> int:
-    """What the template makes of it, also where that is too long to be answered."""
+    """The length of its prompt, also where that is too long to be answered."""
     services.check_model(request.model)
     try:
         return len(await prompt_of(services, request, owner))

@@ -29,7 +29,7 @@ class KeyLimits:
     tokens_per_minute: int = 0
 
 
-class Work(Protocol):
+class MeteredCall(Protocol):
     """A call as far as it counts here; `api.session.Session` is one."""
 
     @property
@@ -44,8 +44,8 @@ class Work(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
-    work: Work
+class _RunningCall:
+    work: MeteredCall
     n_charged: int = 0
 
 
@@ -55,7 +55,7 @@ class _Account:
 
     tokens: float
     as_of: float
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[_RunningCall] = field(default_factory=list)
     n_computed: int = 0
     """Tokens, since the server started."""
 
@@ -77,11 +77,11 @@ class Quotas:
         self._accounts: dict[Namespace, _Account] = {}
 
     @contextmanager
-    def call(self, own: Namespace, work: Work, *, n_requests: int = 1) -> Iterator[None]:
+    def call(self, own: Namespace, work: MeteredCall, *, n_requests: int = 1) -> Iterator[None]:
         """While it runs, the call counts against its key. Raises KeyLimit."""
         account = self._account(own)
         self._check(account, n_requests)
-        call = _Call(work)
+        call = _RunningCall(work)
         account.calls.append(call)
         try:
             yield

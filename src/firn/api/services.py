@@ -1,4 +1,4 @@
-"""What the HTTP side is handed by the composition root. Built complete, never changed."""
+"""What app.py hands to the HTTP side. Built complete, never changed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 from prometheus_client.registry import Collector
 
 from firn.api.auth import Keys
+from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts
-from firn.api.mailroom import Mailroom
 from firn.api.quotas import Quotas
 from firn.core.errors import ModelNotFound
 from firn.core.ports import CacheAdmin, Embedder, Engine, Recorder, Tokenizer
@@ -33,14 +33,14 @@ from firn.text.rerank import Reranker
 T = TypeVar("T")
 
 STAND_INS = ("claude", "gpt-")
-"""How the ids of models begin that this one stands in for."""
+"""Model ids that begin like this are answered by the served model, whatever it is."""
 
 Gather = Callable[[GenerateRequest, Namespace], Awaitable[GenerateRequest]]
-"""Brings in what a request refers to, on the asyncio thread; what is kept of it is its owner's."""
+"""Fetches what a request refers to, on the asyncio thread; what is kept of it belongs to the owner."""
 
 
 class Prompts(Protocol):
-    """Makes prompts, in the tokenize pool. `firn.text.prompt.PromptMaker` is one."""
+    """Makes prompts in the tokenize pool; implemented by `firn.text.prompt.PromptMaker`."""
 
     def make(self, source: Source, *, reasoning: Reasoning = ...) -> Prompt: ...
 
@@ -50,12 +50,15 @@ class Prompts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """max_tokens: the length of a reply whose request names none. max_request_tokens: the most that
-    one may name. max_calls: accepted at once, in whatever stage. timeout_s: of one request.
-    requests_per_minute: of one client. body_nbytes: of one request; bodies_nbytes: of all together.
-    max_rows: requests that generate at once. keep_alive_s: silence after which a stream gets a comment
-    line. stale_after_s: an engine that took no step for so long is not ready. None: no limit."""
+class ApiLimits:
+    """None: no limit.
+
+    max_tokens: of a reply whose request names no length. max_request_tokens: the most that a request
+    may name. timeout_s: of one request. requests_per_minute: of one client. max_calls: accepted at
+    once, in whatever stage. max_rows: requests that generate at once. body_nbytes: of one request;
+    bodies_nbytes: of all together. keep_alive_s: silence after which a stream gets a comment line.
+    stale_after_s: an engine that took no step for so long is not ready.
+    """
 
     max_tokens: int = 4096
     max_request_tokens: int | None = None
@@ -71,17 +74,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """`compile_grammar` None: constrained output is refused. `embedder` None: so are embeddings.
-    `reranker` None: the model does not judge documents. `fetch_images` None: images by address are
-    refused. `read_documents` None: so are documents. `pool` is the tokenize pool."""
+    """`pool` is the tokenize pool. What is None is not available, and requests for it are refused:
+    `compile_grammar` is for constrained output, `fetch_pictures` for images by address."""
 
     engine: Engine
     tokenizer: Tokenizer
     prompts: Prompts
     reply_format: ReplyFormat
-    mailroom: Mailroom
+    event_router: EventRouter
     pool: Executor
-    limits: Limits = Limits()
+    limits: ApiLimits = ApiLimits()
     defaults: Defaults = Defaults()
     sparse: SparseRules = SparseRules()
     keys: Keys = field(default_factory=Keys)
@@ -90,7 +92,7 @@ class Services:
     allow_origins: tuple[str, ...] = ()
     model_aliases: frozenset[str] = frozenset()
     any_name: bool = False
-    """Whoever sends requests here has found out that they are meant for this model."""
+    """Answer to every model name: a server of several models has chosen this one already."""
     compile_grammar: Callable[[Grammar, Namespace], Any] | None = None
     softener: Callable[[Namespace], Callable[[Mapping[str, Any]], SoftenedSchema]] = lambda owner: (
         SoftenedSchema
@@ -98,14 +100,14 @@ class Services:
     cache_admin: CacheAdmin | None = None
     embedder: Embedder | None = None
     reranker: Reranker | None = None
-    fetch_images: Gather | None = None
+    fetch_pictures: Gather | None = None
     read_documents: Gather | None = None
     recorder: Recorder | None = None
     """None: no trace is kept."""
     dashboard: bool = True
-    """There is a page at /."""
+    """Serve the page at /."""
     show_text: bool = False
-    """People who watch may read prompts, each caller its own."""
+    """The dashboard shows text of prompts, to each caller its own."""
     allocated: Callable[[], Mapping[str, int]] = dict
     """Bytes of device memory by kind, from any thread."""
     health_details: Callable[[], Mapping[str, Any]] = dict
@@ -113,22 +115,22 @@ class Services:
 
     @property
     def keeps_prompts(self) -> bool:
-        """Somebody wants to know a call's tokens when it is under way."""
+        """Whether sessions keep the tokens of their prompts, for a trace or for the dashboard."""
         return self.recorder is not None or self.show_text
 
-    async def aside(self, work: Callable[[], T], *, many: bool) -> T:
-        """Do it in the pool where there is much of it: other streams must not wait."""
-        if not many:
+    async def offload(self, work: Callable[[], T], *, when: bool) -> T:
+        """Do the work in the pool when there is much of it: other streams must not wait."""
+        if not when:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
 
     def serves(self, name: str) -> bool:
-        """Whether a request for this model is answered. Agents ask for OpenAI's and Anthropic's
-        models by name, several of them at that: whatever is served answers."""
+        """Whether a request for this model is answered. Agents ask for several of OpenAI's or
+        Anthropic's models by name: the served model answers to all of them."""
         known = {self.engine.model.name, *self.model_aliases}
         return self.any_name or name in known or name.startswith(STAND_INS)
 
     def check_model(self, name: str) -> None:
-        """Raises ModelNotFound. "" is whatever is served."""
+        """Raises ModelNotFound. An empty name is the served model."""
         if name and not self.serves(name):
             raise ModelNotFound(name, self.engine.model.name)

@@ -26,11 +26,11 @@ def refuse_sparse(request: GenerateRequest, rules: SparseRules) -> None:
         )
 
 
-def header_of(found: Sequence[Admitted]) -> list[tuple[bytes, bytes]]:
+def header_of(admitted: Sequence[Admitted]) -> list[tuple[bytes, bytes]]:
     """What a client is told before it reads the reply. The usage, at its end, has the last word."""
-    shares = sorted({each.keep for each in found if each.keep is not None})
+    shares = sorted({each.keep for each in admitted if each.keep is not None})
     if not shares:
         return []
-    n_skipped = sum(each.n_skipped for each in found)
+    n_skipped = sum(each.n_skipped for each in admitted)
     skipped = f", skipped={n_skipped}" if n_skipped else ""
     return [(HEADER, f"keep={shares[0]:g}{skipped}".encode())]

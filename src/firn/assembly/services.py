@@ -9,10 +9,10 @@ from pathlib import Path
 
 from firn.api.auth import Keys
 from firn.api.cache_metrics import CacheMetrics, MemoryMetrics
+from firn.api.event_router import EventRouter
 from firn.api.hosts import Hosts, machine_names
-from firn.api.mailroom import Mailroom
 from firn.api.quotas import KeyLimits, Quotas
-from firn.api.services import Gather, Limits, Services
+from firn.api.services import ApiLimits, Gather, Services
 from firn.api.speculation_metrics import SpeculationMetrics
 from firn.assembly import embeddings, sparse, speculation
 from firn.assembly.model import ServerSpec
@@ -38,7 +38,7 @@ def build_services(
     text: TextParts,
     engine: Engine[ServerParts],
     *,
-    mailroom: Mailroom,
+    event_router: EventRouter,
     pool: Executor,
     recorder: Recorder | None,
     n_ranks: int,
@@ -52,7 +52,7 @@ def build_services(
         tokenizer=text.tokenizer,
         prompts=text.prompt_maker(config, model),
         reply_format=text.reply_format,
-        mailroom=mailroom,
+        event_router=event_router,
         pool=pool,
         limits=_limits(config),
         defaults=config.sampling.defaults(),
@@ -66,7 +66,7 @@ def build_services(
             parts.embedder, lambda f: engine.call(lambda parts: f())
         ),
         reranker=_reranker(spec, text.tokenizer) if model.generates else None,
-        fetch_images=_fetcher(config) if model.vision else None,
+        fetch_pictures=_fetcher(config) if model.vision else None,
         read_documents=Documents().gather,
         compile_grammar=grammars.compile,
         softener=grammars.softener,
@@ -96,8 +96,8 @@ def keys_of(config: Config) -> Keys:
     return Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
 
 
-def _limits(config: Config) -> Limits:
-    return Limits(
+def _limits(config: Config) -> ApiLimits:
+    return ApiLimits(
         max_tokens=config.engine.max_tokens,
         max_request_tokens=config.engine.max_request_tokens or None,
         timeout_s=config.server.timeout or None,
@@ -134,7 +134,7 @@ def _fetcher(config: Config) -> Gather | None:
 def _reranker(spec: ServerSpec, tokenizer: Tokenizer) -> rerank.Reranker | None:
     """None: the model does not judge documents."""
     folder = spec.folder
-    reranker = rerank.detect(f"{spec.name} {folder.name}", tokenizer, score_of(folder))
+    reranker = rerank.detect_reranker(f"{spec.name} {folder.name}", tokenizer, score_of(folder))
     if reranker is not None:
         log.info("%s reranks documents (/v1/rerank)", spec.name)
     return reranker

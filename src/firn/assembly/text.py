@@ -12,7 +12,7 @@ from firn.core.values import ModelInfo
 from firn.models import loader
 from firn.models.processor import VisionProcessor
 from firn.models.tokenizer import HfTokenizer
-from firn.text.formats import ReplyFormat, detect
+from firn.text.formats import ReplyFormat, detect_format
 from firn.text.native import NativeParser
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
@@ -55,7 +55,7 @@ def load_text(config: Config, folder: Path, *, with_pictures: bool) -> TextParts
     tokenizer = loader.load_tokenizer(folder, trust_remote_code=trust)
     template = None if tokenizer.chat_template is None else Template.read(tokenizer)
     native = tokenizer.tool_parser
-    reply_format = detect(
+    reply_format = detect_format(
         tokenizer,
         tool_override=options.tool_call_parser,
         reasoning_override=options.reasoning_parser,

@@ -6,7 +6,7 @@ import { Chat } from "./chat.js";
 import { Rates, writtenNow } from "./charts.js";
 import { count, percent, rate, seconds } from "./format.js";
 import { Models } from "./models.js";
-import { Said } from "./parts.js";
+import { Announcement } from "./components.js";
 import { key, read, write } from "./server.js";
 import { Store } from "./store.js";
 import { Memory, Tiers } from "./tiers.js";
@@ -25,13 +25,13 @@ function App() {
   if (store.status === "key") return html`<${SignIn} why=${store.why} />`;
   const names = store.models.map((m) => m.id);
   const chosen = names.includes(wanted) ? wanted : "";
-  const model = chosen || usual(store.models);
+  const model = chosen || defaultModel(store.models);
   const state = store.states.get(model);
   const off = state?.cache?.enabled === false ? state.cache.why || "switched off" : "";
   return html`<a class="skip" href="#requests">To the requests</a>
     <header class="top">
       <h1><img src="page/icon.svg" alt="" width="26" height="26" /> firn</h1>
-      <${Line} />
+      <${ConnectionStatus} />
       <div class="tools">
         ${names.length > 1 && html`<span class="field"><label for="model">Model</label> <select id="model" value=${chosen} onChange=${(e) => setWanted(e.target.value)}>
           <option value="">all</option>${names.map((name) => html`<option value=${name}>${name}</option>`)}</select></span>`}
@@ -40,7 +40,7 @@ function App() {
       </div>
     </header>
     ${store.outdated && html`<p class="banner" role="status">The server was updated. <button class="link" onClick=${() => location.reload()}>Load the new page</button></p>`}
-    ${store.status === "lost" && html`<p class="banner lost" role="alert">${store.why} What is shown is what was; the page tries again by itself.</p>`}
+    ${store.status === "lost" && html`<p class="banner lost" role="alert">${store.why} The page shows what it knew last, and tries again by itself.</p>`}
     <main>
       <${Headline} model=${chosen} />
       <${Calls} store=${store} model=${chosen} />
@@ -54,11 +54,11 @@ function App() {
     <footer>firn ${store.version} · <a href="docs" rel="noopener" target="_blank">API</a> · <a href="health" rel="noopener" target="_blank">health</a></footer>`;
 }
 
-/** Whom the panels are about that are about one model: the default, or one that is loaded if that is not. */
-function usual(models) {
+/** The model that the panels show which show one: the default model, or one that is loaded if that is not. */
+function defaultModel(models) {
   const loaded = models.filter((m) => m.state === "loaded");
-  const found = loaded.find((m) => m.default) ?? loaded[0] ?? models.find((m) => m.default) ?? models[0];
-  return found?.id ?? "";
+  const model = loaded.find((m) => m.default) ?? loaded[0] ?? models.find((m) => m.default) ?? models[0];
+  return model?.id ?? "";
 }
 
 function leave() {
@@ -66,12 +66,12 @@ function leave() {
   location.reload();
 }
 
-function Line() {
+function ConnectionStatus() {
   const text = { live: "live", connecting: "connecting …", lost: "connection lost" }[store.status];
-  return html`<p class="line ${store.status}"><span class="lamp" aria-hidden="true"></span>${text}</p><${Said}>${text}<//>`;
+  return html`<p class="line ${store.status}"><span class="lamp" aria-hidden="true"></span>${text}</p><${Announcement}>${text}<//>`;
 }
 
-/** The figures that the server is for. */
+/** What reuse has saved, and what is going on. */
 function Headline({ model }) {
   const caches = [...store.states.values()].filter((s) => !model || s.model === model).map((s) => s.cache).filter((c) => c?.tokens);
   const sum = (of) => caches.reduce((n, cache) => n + of(cache), 0);
@@ -99,7 +99,7 @@ function Theme() {
     else document.documentElement.dataset.theme = next;
   };
   return html`<span class="field"><label for="theme">Theme</label> <select id="theme" value=${theme} onChange=${choose}>
-    <option value="system">as the system</option><option value="light">light</option><option value="dark">dark</option></select></span>`;
+    <option value="system">system</option><option value="light">light</option><option value="dark">dark</option></select></span>`;
 }
 
 function SignIn({ why }) {
@@ -117,7 +117,7 @@ function SignIn({ why }) {
       <label for="key">API key</label>
       <input id="key" ref=${field} type="password" autocomplete="off" spellcheck="false" required />
       <button class="primary">Enter</button>
-      <p class="hint">It stays in this tab and goes to this server only. An operator's key shows everybody's requests, any other its own.</p>
+      <p class="hint">It stays in this tab and goes to this server only. An operator's key shows all requests, any other key its own.</p>
     </form>
   </main>`;
 }

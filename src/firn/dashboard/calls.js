@@ -1,8 +1,8 @@
-// Requests as bars over time, and what is known of the one that is looked at.
+// Requests as bars over time, and all that is known of the selected one.
 
 import { html, useRef, useState } from "./vendor/htm-preact.js";
 import { clock, count, percent, rate, seconds, tokens } from "./format.js";
-import { Empty, Legend, Panel, Table, useTick, useWidth } from "./parts.js";
+import { Empty, Legend, Panel, Table, useTick, useWidth } from "./components.js";
 
 const ROW = 26;
 const BAR = 13;
@@ -48,7 +48,7 @@ export function why(reason) {
   return REASONS[reason] ?? reason;
 }
 
-/** Where in its life a call was when: [class, from, to] in seconds since its arrival. */
+/** The phases of a call: [class, from, to] in seconds since its arrival. */
 export function phases(call, now) {
   const end = call.ended_s ?? Math.max(now - call.arrived_at, 0);
   const first = call.first_token_s ?? end;
@@ -95,14 +95,14 @@ export function Calls({ store, model }) {
       ? html`<${Timeline} store=${store} calls=${shown} now=${now} span=${span} selected=${selected}
           onSelect=${setSelected} onHover=${setHovered} />`
       : html`<${Empty}>${calls.length
-          ? html`Nothing was asked in this time. The last request came at ${clock(last.arrived_at)}.
+          ? html`No request in this time. The last one came at ${clock(last.arrived_at)}.
               <button class="link" onClick=${() => setSpan(reach(now - last.arrived_at))}>Show it</button>`
           : FIRST}<//>`}
     <${Legend} items=${TIMES} />
     <${Legend} items=${ORIGINS} />
     <div class="looked">${looked
       ? html`<${Details} call=${looked} now=${now} />`
-      : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to read its story.</p>`}</div>
+      : html`<p class="hint">Point at a bar, or reach it with Tab and the arrow keys, to see its details.</p>`}</div>
     ${calls.length > 0 && html`<${Table} caption="Requests, the newest first" head=${HEAD} rows=${() => rows(calls, now)} />`}
   <//>`;
 }

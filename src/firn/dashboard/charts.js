@@ -1,8 +1,8 @@
-// Pictures of numbers over time, drawn with SVG: scales from zero, units on the axes, a cursor for keys.
+// Charts over time, drawn with SVG: scales from zero, units on the axes, values readable by arrow keys.
 
 import { html, useState } from "./vendor/htm-preact.js";
 import { clock, count, percent, rate, seconds, short, ticks } from "./format.js";
-import { Empty, Legend, Panel, Table, useTick, useWidth } from "./parts.js";
+import { Empty, Legend, Panel, Table, useTick, useWidth } from "./components.js";
 import { speed } from "./calls.js";
 
 const SPAN = 300;

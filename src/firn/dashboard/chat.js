@@ -2,13 +2,13 @@
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { count, percent, rate, seconds } from "./format.js";
-import { Empty, Panel, Said, Stack } from "./parts.js";
+import { Empty, Panel, Announcement, Stack } from "./components.js";
 import { ask, events, json, read, write } from "./server.js";
 import { origins, speed, tierName, why } from "./calls.js";
 
 const KEPT = "firn.chat";
 const PROBE_MS = 500;
-const QUIET_MS = 60000; // after a refusal: asking must not use up what the turns themselves need
+const QUIET_MS = 60000; // after a refusal: probes must not use up the quota that the turns need
 const MAX_KEPT = 400000;
 
 export function Chat({ store, model }) {
@@ -26,7 +26,7 @@ export function Chat({ store, model }) {
 
   const update = (change) => setTurns((old) => [...old.slice(0, -1), { ...old.at(-1), ...change(old.at(-1)) }]);
 
-  // While the user types: what would this turn reuse? It is asked of a model that is loaded anyhow.
+  // While the user types: what would this turn reuse? No model is loaded for the answer.
   useEffect(() => {
     if (!draft.trim() || writing || !loaded || store.status !== "live" || Date.now() < quiet.current) return setProbe(null);
     const stop = new AbortController();
@@ -36,7 +36,7 @@ export function Chat({ store, model }) {
         setProbe(await json("v1/cache/probe", { method: "POST", body, signal: stop.signal }));
       } catch (error) {
         if (error.status === 429) quiet.current = Date.now() + QUIET_MS;
-        setProbe(null); // it is a comfort; the turn itself says what is wrong
+        setProbe(null); // only a hint: the turn itself says what is wrong
       }
     }, PROBE_MS);
     return () => {
@@ -97,11 +97,11 @@ export function Chat({ store, model }) {
         onInput=${(e) => setDraft(e.target.value)} onKeyDown=${keys} aria-describedby="probe"></textarea>
       ${writing ? html`<button type="button" onClick=${() => abort.current?.abort()}>Stop</button>` : html`<button class="primary" disabled=${!draft.trim() || !chats}>Send</button>`}
     </form>
-    <p id="probe" class="reading" aria-live="polite">${foretold(probe, loaded, model)}</p>
+    <p id="probe" class="reading" aria-live="polite">${probeText(probe, loaded, model)}</p>
   <//>`;
 }
 
-function foretold(probe, loaded, model) {
+function probeText(probe, loaded, model) {
   if (!loaded) return `${model} is not loaded: the first message loads it.`;
   if (!probe || probe.enabled === false) return "\u00a0";
   const { cached_tokens: cached, prompt_tokens: prompt } = probe;
@@ -150,7 +150,7 @@ function Reuse({ turn, call, now }) {
       ${call?.first_token_s != null && `, first token after ${seconds(call.first_token_s)}`}
       ${quick ? `, ${rate(quick)} tokens a second` : ""}
       ${call && settled && cached < prompt - 1 ? `; ${why(call.reason)}` : ""}</p>
-    ${!turn.writing && html`<${Said}>${percent(cached / Math.max(prompt, 1))} of the prompt was reused<//>`}
+    ${!turn.writing && html`<${Announcement}>${percent(cached / Math.max(prompt, 1))} of the prompt was reused<//>`}
   </div>`;
 }
 

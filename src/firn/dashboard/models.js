@@ -2,7 +2,7 @@
 
 import { html, useState } from "./vendor/htm-preact.js";
 import { bytes, count } from "./format.js";
-import { Empty, Panel, Said } from "./parts.js";
+import { Empty, Panel, Announcement } from "./components.js";
 import { ask } from "./server.js";
 
 export function Models({ store }) {
@@ -35,7 +35,7 @@ export function Models({ store }) {
     </ul>
     ${!store.several && store.models.length > 0 && html`<p class="hint">One model is served: it is loaded as long as the server runs.</p>`}
     ${said && html`<p class="said">${said}</p>`}
-    <${Said}>${said}<//>
+    <${Announcement}>${said}<//>
   <//>`;
 }
 

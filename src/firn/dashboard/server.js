@@ -1,4 +1,4 @@
-// How the page asks its server: with the user's key, on this origin alone.
+// Requests to the server that the page came from, with the user's key.
 
 const KEY = "firn.key";
 
@@ -9,7 +9,7 @@ export class Refused extends Error {
   }
 }
 
-/** Kept for this tab only: a reload finds it, another tab and tomorrow do not. */
+/** Kept for this tab only: a reload finds it, other tabs and later visits do not. */
 export const key = {
   get: () => read(sessionStorage, KEY),
   set: (value) => write(sessionStorage, KEY, value),

@@ -1,15 +1,15 @@
-// What the server has told: calls, the state of each model, the list of models. One stream feeds it.
+// What the server has sent: calls, the state of each model, the list of models. One stream feeds it.
 
 import { ask, events, json, Refused } from "./server.js";
 
 const MAX_CALLS = 2000;
 const MAX_SAMPLES = 2000;
-const SILENCE_MS = 35000; // the server says something every ten seconds: a longer silence is a dead line
+const SILENCE_MS = 35000; // the server sends something every ten seconds: a longer silence is a dead connection
 const GAP_S = 1;
 const FIRST_RETRY_MS = 500;
 const MAX_RETRY_MS = 8000;
 
-/** Bars need some room of their own, however short they are. */
+/** When the place of its bar is free again: even the shortest bar needs some room. */
 function ends(call) {
   return call.ended_s == null ? Infinity : call.arrived_at + call.ended_s + GAP_S;
 }
@@ -42,7 +42,7 @@ export class Store {
     return Date.now() / 1000 + this.offset;
   }
 
-  /** Several changes at once make one rendering. */
+  /** Changes that come together are rendered once. */
   changed() {
     if (this._queued) return;
     this._queued = true;
@@ -103,7 +103,7 @@ export class Store {
     const { data } = await json("v1/models?limit=1000");
     const known = new Map(this.models.map((m) => [m.id, m]));
     this.models = data.map((m) => ({ ...known.get(m.id), ...m }));
-    this.several = data.some((m) => "default" in m); // only a front has one
+    this.several = data.some((m) => "default" in m); // only a server of several models says which is the default
     this.changed();
   }
 
@@ -119,7 +119,7 @@ export class Store {
     this.offset = now - Date.now() / 1000;
     this.outdated = this.version !== "" && this.version !== version;
     this.version ||= version;
-    // Whatever was open belonged to a process, or a line, that is gone: what goes on is told anew.
+    // Open calls belonged to a connection that is gone: those that go on are sent again.
     for (const [id, call] of this.calls) {
       if (call.ended_s == null) this.calls.delete(id);
     }
@@ -138,7 +138,7 @@ export class Store {
     }
   }
 
-  /** The first row in which nothing else is drawn while this call goes on; it keeps it. */
+  /** The first row that is free for as long as this call goes on; the call keeps it. */
   _lane(call) {
     const taken = new Set();
     const end = ends(call);
@@ -158,7 +158,7 @@ export class Store {
     if (row_steps == null) return;
     const samples = this.samples.get(state.model) ?? [];
     const last = samples.at(-1);
-    if (last && row_steps < last[1]) samples.length = 0; // the server began anew
+    if (last && row_steps < last[1]) samples.length = 0; // the server has restarted
     samples.push([this.now(), row_steps, taken]);
     if (samples.length > MAX_SAMPLES) samples.shift();
     this.samples.set(state.model, samples);

@@ -1,7 +1,7 @@
-// Before anything is painted: the theme that this browser's user has chosen, if any.
+// Runs before anything is painted: applies the theme that the user has chosen, if any.
 try {
   const chosen = localStorage.getItem("firn.theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 } catch {
-  // Storage may be off: then the system's theme it is.
+  // Storage is off: the system's theme stays.
 }

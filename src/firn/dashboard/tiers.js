@@ -1,8 +1,8 @@
-// Where records lie, how full that is, and what it did; and what takes the device's memory.
+// The tiers: how full each is and what it did; and what the device's memory is used for.
 
 import { html } from "./vendor/htm-preact.js";
 import { bytes, count, percent } from "./format.js";
-import { Empty, Panel, Stack, Table } from "./parts.js";
+import { Empty, Panel, Stack, Table } from "./components.js";
 import { tierClass, tierName } from "./calls.js";
 
 export function Tiers({ state }) {
@@ -11,7 +11,7 @@ export function Tiers({ state }) {
     ${!cache && html`<${Empty}>What the cache holds in memory and on the SSD will be shown here, once a model is loaded.<//>`}
     ${cache && !cache.enabled && html`<${Empty}>Reuse is off${cache.why ? `: ${cache.why}` : ""}. Every prompt is computed anew.<//>`}
     ${cache?.enabled && cache.tiers.map((name) => html`<${Tier} key=${name} name=${name} cache=${cache} />`)}
-    ${cache?.enabled && cache.tiers.length === 1 && html`<p class="hint">There is no tier below memory: what has to give way there is computed again.</p>`}
+    ${cache?.enabled && cache.tiers.length === 1 && html`<p class="hint">There is no tier below memory: what is evicted there is computed again.</p>`}
     ${cache?.enabled && html`<${Table} caption="Lookups by outcome" head=${["outcome", "lookups"]} rows=${() => outcomes(cache)} />`}
   <//>`;
 }
@@ -53,7 +53,7 @@ export function Memory({ state }) {
   const parts = state && memoryParts(state);
   return html`<${Panel} id="memory" title="Memory" note=${parts ? `${bytes(parts.reduce((n, [, , x]) => n + x, 0))} may be used` : ""}>
     ${!state && html`<${Empty}>Weights, live requests, records and what is free will be shown here, once a model is loaded.<//>`}
-    ${state && !parts && html`<${Empty}>How full the machine is, only the operator sees: it tells what others do.<//>`}
+    ${state && !parts && html`<${Empty}>Only the operator sees how full the machine is: it would tell what others do.<//>`}
     ${parts && html`<${Stack} label="Memory" parts=${parts} format=${bytes} />
       <dl class="facts small keyed">${parts.map(([css, name, n]) => html`<div key=${name}><dt><span class="swatch ${css}" aria-hidden="true"></span>${name}</dt><dd>${bytes(n)}</dd></div>`)}</dl>
       <p class="hint">MLX holds ${bytes(state.mlx_bytes?.active)} now, and keeps ${bytes(state.mlx_bytes?.cached)} of freed buffers to use again.</p>`}

@@ -1,8 +1,8 @@
-// The stored prefixes as an icicle: a row for each branching, as wide as the bytes that hang below.
+// The stored prefixes as an icicle chart: a row for each level, each run as wide as all bytes below it.
 
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { ago, bytes, count, seconds, short } from "./format.js";
-import { Empty, Legend, Panel, Said, Table, useWidth } from "./parts.js";
+import { Empty, Legend, Panel, Announcement, Table, useWidth } from "./components.js";
 import { json } from "./server.js";
 import { tierClass, tierName } from "./calls.js";
 
@@ -32,7 +32,7 @@ export function Tree({ store, model, off }) {
     const abort = new AbortController();
     let [seen, at] = [-1, 0];
     const look = async () => {
-      const old = Date.now() - at > AT_LEAST_MS; // records are written and evicted behind requests
+      const old = Date.now() - at > AT_LEAST_MS; // records are also written and evicted between requests
       if ((seen === store.ended && !old) || document.visibilityState !== "visible") return;
       [seen, at] = [store.ended, Date.now()];
       try {
@@ -58,7 +58,7 @@ export function Tree({ store, model, off }) {
   const chosen = layout.byNode.get(selected) ?? null;
   const enter = (run) => setPath([...path, { node: run.node, name: `${count(run.start)}–${count(run.end)}` }]);
   const places = tree?.places ?? ["memory"];
-  return html`<${Panel} id="tree" title="Stored prefixes" wide note=${tree?.enabled ? told(tree, layout) : ""}>
+  return html`<${Panel} id="tree" title="Stored prefixes" wide note=${tree?.enabled ? summaryOf(tree, layout) : ""}>
     ${path.length > 0 && html`<nav class="crumbs" aria-label="Where in the tree"><button class="link" onClick=${() => setPath([])}>everything</button>
       ${path.map((step, i) => html`<span key=${step.node}> › ${i < path.length - 1
         ? html`<button class="link" onClick=${() => setPath(path.slice(0, i + 1))}>${step.name}</button>`
@@ -74,7 +74,7 @@ export function Tree({ store, model, off }) {
   <//>`;
 }
 
-function told(tree, layout) {
+function summaryOf(tree, layout) {
   const total = layout.tops.reduce((n, item) => n + item.run.total_bytes, 0);
   return `${bytes(total)} in ${count(tree.nodes)} blocks${tree.cut_off ? " and more" : ""}; widths are bytes`;
 }
@@ -248,7 +248,7 @@ function Chosen({ run, places, model, now, onEnter, onChanged }) {
       ${!run.namespace && html`<button onClick=${() => onEnter(run)}>Show only this</button>`}
     </div>
     ${said && html`<p class="said">${said}</p>`}
-    <${Said}>${said}<//>
+    <${Announcement}>${said}<//>
   </div>`;
 }
 

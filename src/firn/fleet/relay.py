@@ -16,10 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from firn.api import sse
 from firn.api.body import ClientGone, decoded
-from firn.api.dialects import Dialect, Encoder, Head
-from firn.api.exchange import Exchange, RenderError, Shapes, exchange_of, send_error, send_json
+from firn.api.body_reader import BodyReader
+from firn.api.dialects import Dialect, Encoder, ReplyHead
+from firn.api.errors import ErrorShapes, RenderError
+from firn.api.exchange import Exchange, exchange_of, send_error, send_json
 from firn.api.generate import while_connected
-from firn.api.intake import Intake
 from firn.api.quotas import Quotas
 from firn.core import duration
 from firn.core.errors import (
@@ -96,7 +97,7 @@ class Relay:
         self,
         fleet: Fleet,
         dialects: list[Dialect],
-        intake: Intake,
+        bodies: BodyReader,
         pool: Executor,
         *,
         quotas: Quotas,
@@ -104,8 +105,8 @@ class Relay:
     ) -> None:
         self._fleet = fleet
         self._dialects = {dialect.path: dialect for dialect in dialects}
-        self._shapes = Shapes(dialects)
-        self._intake = intake
+        self._shapes = ErrorShapes(dialects)
+        self._bodies = bodies
         self._pool = pool
         self._quotas = quotas
         self._limits = limits
@@ -129,7 +130,7 @@ class Relay:
         try:
             if self.draining:
                 raise ShuttingDown()
-            raw = await self._intake.read(scope, receive)
+            raw = await self._bodies.read(scope, receive)
             wanted = await decoded(raw, self._pool, _wanted)
             model = self.find(wanted.model)
             if scope["path"] == RESPONSES:
@@ -350,5 +351,5 @@ def _fresh_encoder(dialect: Dialect, exchange: Exchange, model: str) -> Encoder:
     return call.encoder(_head_of(exchange, model))
 
 
-def _head_of(exchange: Exchange, model: str) -> Head:
-    return Head(exchange.id.removeprefix("req_"), model, int(time.time()))
+def _head_of(exchange: Exchange, model: str) -> ReplyHead:
+    return ReplyHead(exchange.id.removeprefix("req_"), model, int(time.time()))

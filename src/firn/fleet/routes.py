@@ -19,13 +19,13 @@ from starlette.routing import Route
 from firn import __version__
 from firn.api.auth import Keys
 from firn.api.body import parse_object
-from firn.api.dialects import Asked, Extra
+from firn.api.body_reader import BodyReader
+from firn.api.dialects import JsonRoute, RouteRequest
 from firn.api.exchange import exchange_of
-from firn.api.intake import Intake
-from firn.api.model_routes import add_routes, page
-from firn.api.ollama_routes import model_routes
 from firn.api.openapi import error_responses
 from firn.api.origins import check_may_change_cache, refuse_pages
+from firn.api.routes.models import add_routes, page
+from firn.api.routes.ollama import model_routes
 from firn.core import duration
 from firn.core.errors import Forbidden, InvalidValue, ModelNotFound
 from firn.core.values import Namespace
@@ -119,7 +119,7 @@ def add_loading(
     fleet: Fleet,
     catalog: ModelListing,
     relay: Relay,
-    intake: Intake,
+    bodies: BodyReader,
     keys: Keys,
     allow_origins: tuple[str, ...],
 ) -> None:
@@ -136,7 +136,7 @@ def add_loading(
     async def load(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
         found = relay.find(model_id)
-        keep_alive_s = await _keep_alive(request, intake)
+        keep_alive_s = await _keep_alive(request, bodies)
         lease = fleet.try_enter(found)
         if lease is None:
             waiter = fleet.wait_for(found)
@@ -162,11 +162,11 @@ def add_loading(
     add("/v1/models/{model_id:path}/unload", unload, summary="Unload a model")
 
 
-async def _keep_alive(request: Request, intake: Intake) -> float | None:
+async def _keep_alive(request: Request, bodies: BodyReader) -> float | None:
     """From the body, if there is one."""
     if request.headers.get("content-length", "0") == "0":
         return None
-    body = parse_object(await intake.read(request.scope, request.receive))
+    body = parse_object(await bodies.read(request.scope, request.receive))
     try:
         given = body.get("keep_alive")
         return None if given is None else duration.seconds(given)
@@ -174,16 +174,16 @@ async def _keep_alive(request: Request, intake: Intake) -> float | None:
         raise InvalidValue("keep_alive", str(e)) from None
 
 
-def add_ollama(app: FastAPI, catalog: ModelListing, relay: Relay, intake: Intake) -> None:
+def add_ollama(app: FastAPI, catalog: ModelListing, relay: Relay, bodies: BodyReader) -> None:
     """What Ollama's clients ask about models. No model is loaded for it."""
     for extra in model_routes(catalog.listed, lambda name: catalog.shown(relay.find(name))):
 
-        async def endpoint(request: Request, extra: Extra = extra) -> JSONResponse:
+        async def endpoint(request: Request, extra: JsonRoute = extra) -> JSONResponse:
             body: Mapping[str, Any] = {}
             if extra.schema is not None:
-                body = parse_object(await intake.read(request.scope, request.receive))
+                body = parse_object(await bodies.read(request.scope, request.receive))
             own = exchange_of(request.scope).caller.own
-            return JSONResponse(await extra.answer(Asked(own, body=body)))
+            return JSONResponse(await extra.answer(RouteRequest(own, body=body)))
 
         app.router.routes.append(Route(extra.path, endpoint, methods=[extra.method]))
 

@@ -17,25 +17,23 @@ from pathlib import Path
 
 import uvloop
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from firn import __version__
 from firn.api.auth import Keys
+from firn.api.body_reader import BodyReader
 from firn.api.connections import http_config
 from firn.api.dashboard import add_page
 from firn.api.dialects import discover
-from firn.api.exchange import Shapes
-from firn.api.front import Front, Gate, HostGate
+from firn.api.errors import ErrorShapes
 from firn.api.hosts import Hosts, machine_names
-from firn.api.intake import Intake
+from firn.api.layers import add_layers
 from firn.api.openapi import describe
 from firn.api.quotas import KeyLimits, Quotas
-from firn.api.rate import RateLimit
-from firn.api.rerank_routes import PATHS as RERANK_PATHS
-from firn.api.server import add_error_shapes
-from firn.api.services import Limits
+from firn.api.routes.rerank import PATHS as RERANK_PATHS
+from firn.api.server import add_error_shapes, new_app
+from firn.api.services import ApiLimits
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.fleet import routes
@@ -151,23 +149,23 @@ def build(
     )
     _check_pinned(fleet)
     dialects = discover(config.sampling.defaults())
-    limits = Limits()
-    intake = Intake(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
+    limits = ApiLimits()
+    bodies = BodyReader(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
     pool = ThreadPoolExecutor(N_DECODERS, thread_name_prefix="firn-decode")
     waits = waits or WaitLimits(wait_s=config.fleet.model_wait_s)
-    relay = Relay(fleet, dialects, intake, pool, quotas=quotas, limits=waits)
+    relay = Relay(fleet, dialects, bodies, pool, quotas=quotas, limits=waits)
     keys = Keys(server.api_keys, admin=server.admin_keys, share=config.cache.share_cache)
-    shapes = Shapes(dialects)
-    app = FastAPI(title="firn", version=__version__, redirect_slashes=False)
+    shapes = ErrorShapes(dialects)
+    app = new_app()
     metrics = routes.FrontMetrics(fleet)
     for path in (*(dialect.path for dialect in dialects), *BY_BODY):
         app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_body), methods=["POST"]))
     for path, methods in BY_ID:
         app.router.routes.append(Route(path, _AsgiEndpoint(relay.by_id), methods=list(methods)))
     catalog = routes.ModelListing(fleet)
-    routes.add_loading(app, fleet, catalog, relay, intake, keys, server.allow_origins)
+    routes.add_loading(app, fleet, catalog, relay, bodies, keys, server.allow_origins)
     routes.add_models(app, catalog, relay)
-    routes.add_ollama(app, catalog, relay, intake)
+    routes.add_ollama(app, catalog, relay, bodies)
     add_page(app, shown=not config.page.no_dashboard)
     routes.add_probes(app, fleet, relay, keys)
     routes.add_metrics(app, fleet, metrics)
@@ -176,7 +174,16 @@ def build(
     add_router(app, fleet, relay)
     add_activity(app, fleet, relay)
     add_error_shapes(app, shapes)
-    _add_layers(app, config, keys, shapes, metrics, intake)
+    add_layers(
+        app,
+        shapes=shapes,
+        metrics=metrics,
+        bodies=bodies,
+        keys=keys,
+        hosts=Hosts((*server.allowed_hosts, *machine_names(server.host))),
+        allow_origins=server.allow_origins,
+        requests_per_minute=server.rate_limit,
+    )
     describe(app, dialects, with_keys=keys.required)
     return FrontParts(fleet, relay, app, pool)
 
@@ -200,33 +207,6 @@ class _AsgiEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
-
-
-def _add_layers(
-    app: FastAPI,
-    config: Config,
-    keys: Keys,
-    shapes: Shapes,
-    metrics: routes.FrontMetrics,
-    intake: Intake,
-) -> None:
-    """The same as around one model, and in the same order. The last one added is the outermost."""
-    server = config.server
-    if server.rate_limit:
-        app.add_middleware(RateLimit, per_minute=server.rate_limit, shapes=shapes)
-    app.add_middleware(Gate, keys=keys, shapes=shapes)
-    if server.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(server.allow_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", "x-firn-unenforced"],
-        )
-    hosts = Hosts((*server.allowed_hosts, *machine_names(server.host)))
-    app.add_middleware(HostGate, hosts=hosts, shapes=shapes)
-    known = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(Front, shapes=shapes, metrics=metrics, intake=intake, routes=known)
 
 
 async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: socket.socket) -> int:

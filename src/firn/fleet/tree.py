@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.types import Scope
 
 from firn.api.openapi import error_responses
-from firn.api.tree_routes import PARAMETERS, PATH
+from firn.api.routes.tree import PARAMETERS, PATH
 from firn.fleet import merging
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model

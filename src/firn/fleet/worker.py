@@ -26,7 +26,7 @@ from firn import app
 from firn.api import warm
 from firn.api.connections import ConnectionLimits, Connections, http_config
 from firn.api.hosts import EVERY, Hosts
-from firn.api.model_routes import model_object
+from firn.api.routes.models import model_object
 from firn.api.server import create_app
 from firn.api.services import Services
 from firn.assembly.cache import FLUSH_S
@@ -210,11 +210,11 @@ async def _run(
 
     def stop(drain_s: float | None) -> None:
         """Let replies end; with `drain_s` they are cut after that time."""
-        server.mailroom.drain()
+        server.event_router.drain()
         stopping.set()
         if drain_s is not None:
             no_later_than(drain_s + LEAVE_S)
-            loop.call_later(drain_s, server.mailroom.fail_all, ShuttingDown())
+            loop.call_later(drain_s, server.event_router.fail_all, ShuttingDown())
 
     def obey(order: Mapping[str, Any] | None) -> None:
         match order:
@@ -245,7 +245,7 @@ async def _end_when_idle(
     server: app.Server, web: Uvicorn, stopping: asyncio.Event, link: FrontLink
 ) -> None:
     await stopping.wait()
-    while server.mailroom.n_calls:  # including replies that run in the background
+    while server.event_router.n_calls:  # including replies that run in the background
         await asyncio.sleep(0.02)
     no_later_than(LEAVE_S)
     link.tell("ending")
@@ -264,7 +264,7 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Fr
     while True:
         found = await asyncio.wrap_future(server.engine.call(_measure))
         peak = max(peak, found.pop("live"))
-        found = {**found, "live_peak": peak, "calls": server.mailroom.n_calls}
+        found = {**found, "live_peak": peak, "calls": server.event_router.n_calls}
         found["weights"] = server.engine.model.weights_nbytes
         found["device"], found["device_memory"] = device.kind, device.memory_nbytes
         found["computed"] = services.quotas.computed()

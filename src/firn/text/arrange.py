@@ -1,8 +1,8 @@
-"""Messages in the order in which a model's template can render them. Pure.
+"""Arranges messages so that a model's template can render them. Pure.
 
-A message stays where it was said, and changes nothing of what stands before it: a prompt that grows by a
-message keeps its prefix. Only leading system messages are merged. What a template cannot render in its
-place becomes a part of its neighbour there (see `TurnRules`).
+A message stays where it was sent and changes nothing before it: a prompt that grows by a message keeps
+its prefix. Only leading system messages are merged. What a template cannot render in its place becomes a
+part of the message next to it (see `TurnRules`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import replace
 from itertools import groupby, takewhile
 
 from firn.core.values import Message, Part, Role, TextPart
-from firn.text.turns import TurnRules
+from firn.text.turn_rules import TurnRules
 
 SEPARATOR = "\n\n"
 LATE_SYSTEM = "<system-message>\n{}\n</system-message>"
-"""How a user turn shows what the system said later, where a template has no other place for it."""
+"""A later system message, as a user turn shows it where the template cannot."""
 
 EARLIER = "(The conversation began earlier.)"
 NO_RESULT = "(There is no result.)"
@@ -26,7 +26,7 @@ _CHANGING_LINE = re.compile(
     r"^[ \t]{0,16}x-[a-z0-9-]{0,64}(?:billing|attribution)[a-z0-9-]{0,64}[ \t]{0,16}:.*(?:\r?\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Bounded: a header's name of a megabyte would else be tried in as many ways as it has letters."""
+"""Bounded: otherwise a name of a megabyte would be tried in as many ways as it has letters."""
 
 
 def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...]:
@@ -46,11 +46,11 @@ def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...
         turns = _merged(turns, "assistant")
     if not rules.assistant_first and turns and turns[0].role == "assistant":
         turns = [Message("user", (TextPart(EARLIER),)), *turns]
-    return tuple(_led(_merged_system(leading), turns, rules))
+    return tuple(_with_system(_merged_system(leading), turns, rules))
 
 
 def strip_changing_lines(text: str) -> str:
-    """Without the billing or attribution lines that a client changes on each request."""
+    """Removes the billing or attribution lines that a client changes with each request."""
     return _CHANGING_LINE.sub("", text)
 
 
@@ -61,14 +61,14 @@ def _merged_system(messages: Sequence[Message]) -> list[Message]:
     kept = []
     for message in messages:
         stripped = _map_texts(message, strip_changing_lines)
-        # An empty system message is a wish (no default prompt); an emptied one says nothing.
+        # An empty system message is meant (no default prompt); one that stripping empties is not.
         if stripped.parts or not message.parts:
             kept.append(stripped)
     return [_joined(kept)] if kept else []
 
 
-def _led(system: list[Message], turns: list[Message], rules: TurnRules) -> list[Message]:
-    """With the system's message in front, or at the front of the first user turn."""
+def _with_system(system: list[Message], turns: list[Message], rules: TurnRules) -> list[Message]:
+    """With the system message in front, or at the start of the first user turn."""
     if not system or (rules.leading_system and (turns or rules.system_alone)):
         return system + turns
     (first,) = system
@@ -81,7 +81,7 @@ def _led(system: list[Message], turns: list[Message], rules: TurnRules) -> list[
 
 
 def _placed(message: Message, rules: TurnRules) -> list[Message]:
-    """One that the system says in the midst of a chat, in its place; others as they are."""
+    """A system message in the middle of a chat, as the template can show it; others as they are."""
     if message.role != "system":
         return [message]
     said = _map_texts(message, strip_changing_lines)
@@ -111,7 +111,7 @@ def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
 
 
 def _adopted(messages: Iterable[Message]) -> list[Message]:
-    """Results of calls that nobody has made, as a user's text."""
+    """Turns results without a call into user text."""
     found: list[Message] = []
     called: set[str | None] = set()
     for message in messages:
@@ -123,7 +123,7 @@ def _adopted(messages: Iterable[Message]) -> list[Message]:
 
 
 def _answered(messages: Sequence[Message]) -> list[Message]:
-    """With a result for every call that was given up; the last ones may still be waiting for theirs."""
+    """Adds a result to every abandoned call; the last calls may still be waiting for theirs."""
     found: list[Message] = []
     for i, message in enumerate(messages):
         found.append(message)
@@ -137,7 +137,7 @@ def _answered(messages: Sequence[Message]) -> list[Message]:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Calls made at once as calls made one after another, each with its result behind it."""
+    """Splits calls made at once into one call after another, each followed by its result."""
     found: list[Message] = []
     at = 0
     while at < len(messages):
@@ -158,7 +158,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message]:
-    """What a user turn right behind tool results cannot say is said at the end of the last result."""
+    """Moves user turns right after tool results into the last result, where they cannot stay."""
     found: list[Message] = []
     for message in messages:
         inside = not rules.user_after_results or (message.aside and rules.notes_in_results)
@@ -191,7 +191,7 @@ def _joined(messages: Sequence[Message]) -> Message:
 
 
 def _join_parts(messages: Sequence[Message]) -> tuple[Part, ...]:
-    """All parts in order; where two texts of different messages meet, a blank line is between them."""
+    """All parts in order, with a blank line between texts of different messages."""
     parts: list[Part] = []
     for message in messages:
         if not message.parts:

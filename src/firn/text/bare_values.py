@@ -1,4 +1,4 @@
-"""What a JSON schema asks of a value that is written without JSON's quotes. Pure."""
+"""What a JSON schema requires of a value that a tool format writes without JSON's quotes. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_root(schema: Any) -> Mapping[str, Any]:
 
 
 def listed(schema: Any) -> Sequence[Any] | None:
-    """The values of one that may be one of a few; None where it may be others."""
+    """The only values that the schema allows; None where it allows others."""
     found = resolved(schema, as_root(schema))
     if not isinstance(found, Mapping):
         return None
@@ -33,7 +33,7 @@ def listed(schema: Any) -> Sequence[Any] | None:
 
 
 def limits(schema: Any) -> Iterator[str]:
-    """What a schema asks of a string, as terminals."""
+    """What the schema requires of a string, as terminals of a grammar."""
     found = resolved(schema, as_root(schema))
     if not isinstance(found, Mapping):
         return
@@ -46,7 +46,7 @@ def limits(schema: Any) -> Iterator[str]:
 
 
 def unheld_members(schema: Mapping[str, Any]) -> Iterator[str]:
-    """What is asked of an object besides its declared members, which are all that bare formats know."""
+    """Keywords about an object that bare formats cannot enforce: they know its declared members only."""
     if "properties" not in schema and isinstance(schema.get("additionalProperties"), Mapping):
         yield "additionalProperties"
     known = OF_OBJECTS | ANNOTATIONS
@@ -54,12 +54,12 @@ def unheld_members(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unheld_items(schema: Mapping[str, Any]) -> Iterator[str]:
-    """What is asked of a list besides its length, and one schema for all in it."""
+    """Keywords about a list that bare formats cannot enforce: they know its length and one schema."""
     return (key for key in OF_LISTS if key in schema)
 
 
 def unheld_text(schema: Any) -> Iterator[str]:
-    """What is asked of a text in a way that is no limit of `limits`."""
+    """Keywords about a text that `limits` does not turn into terminals."""
     found = resolved(schema, as_root(schema))
     if not isinstance(found, Mapping) or listed(schema) is not None:
         return
@@ -79,7 +79,7 @@ def _is_any_text(schema: Any) -> bool:
 
 
 def _search(pattern: str) -> str:
-    """A pattern that may match anywhere, as one that matches the whole."""
+    """Turns a pattern that may match anywhere into one that matches the whole text."""
     start, end = "(?s:.*)", "(?s:.*)"
     if not _has_open_bar(pattern):
         if pattern.startswith("^"):
@@ -91,7 +91,7 @@ def _search(pattern: str) -> str:
 
 
 def _has_open_bar(pattern: str) -> bool:
-    """Whether alternatives stand outside of any group, so that an anchor is but one's."""
+    """Whether there are alternatives outside of any group: then an anchor belongs to one of them."""
     depth, i, in_class = 0, 0, False
     while i < len(pattern):
         char = pattern[i]

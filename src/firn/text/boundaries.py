@@ -11,10 +11,10 @@ import numpy as np
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, Prompt, TokenArray
 from firn.text.essential import Opener, Ranges, essential
-from firn.text.typed import Rendered
+from firn.text.rendering import Rendered
 
 HEADER_TOKENS = 16
-"""A reply's header is shorter than this; no message that is has to have a boundary of its own."""
+"""A reply's header is shorter than this. A message as short needs no boundary of its own."""
 
 
 class Boundaries:
@@ -29,7 +29,7 @@ class Boundaries:
     def marked(
         self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message], *, keeps_header: bool
     ) -> Prompt:
-        """With the positions where messages end; up to the last, the next turn will agree."""
+        """With the positions where messages end. The next turn will share all up to the last of them."""
         ids = prompt.ids
         starts = self._message_starts(ids)
         points = {int(p) for p in starts}
@@ -42,7 +42,7 @@ class Boundaries:
         return replace(prompt, boundaries=boundaries, hints=self._hints(rendered, starts, messages))
 
     def essential(self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message]) -> Ranges:
-        """What is read of the prompt whatever else is skipped."""
+        """The ranges of the prompt that sparse prefill never skips."""
         starts = self._message_starts(prompt.ids)
         typed = {start for start, _ in rendered.typed}
         found = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]
@@ -56,7 +56,7 @@ class Boundaries:
         return essential(rendered.text, openers, messages, n_tokens=len(prompt), count=count)
 
     def _message_starts(self, ids: TokenArray) -> TokenArray:
-        """Positions of the tokens that begin a message; the last is where the reply's header is."""
+        """Positions of the tokens that begin a message; the last one begins the reply's header."""
         if not self._openers:
             return np.empty(0, dtype=np.int64)
         return np.flatnonzero(np.isin(ids, self._openers)).astype(np.int64)
@@ -66,8 +66,8 @@ class Boundaries:
     ) -> tuple[int, ...]:
         """Where the messages end that the caller has marked.
 
-        Each is looked for in the rendered text, behind the one before it; as many messages have
-        begun up to its end as there are openers in front of it, and the next opener is the end.
+        Each message is searched for in the rendered text, after the one before it. Counting the openers
+        up to its end tells how many messages have begun; the next opener is where it ends.
         """
         if not self._openers or not any(m.checkpoint for m in messages):
             return ()
@@ -90,10 +90,10 @@ class Boundaries:
     def _end_of_system(
         self, text: str, ids: TokenArray, messages: Sequence[Message]
     ) -> Sequence[int]:
-        """Where the system prompt ends in a template that puts it inside the first user message.
+        """Where the system prompt ends, in a template that puts it inside the first user message.
 
-        Other chats share the prompt up to there, but no token marks it. The bytes of the tokens are
-        counted up to that character; a tokenizer that changes the text gives no boundary.
+        Other chats share the prompt up to there, but no token marks the place: it is found by counting
+        the bytes of the tokens. A tokenizer that changes the text gives no boundary.
         """
         if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
             return ()

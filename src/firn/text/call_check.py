@@ -1,4 +1,4 @@
-"""Calls are looked at when they are whole, where no grammar could hold them to their schema."""
+"""Checks finished calls against their schema, where no grammar could enforce it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_FAULTS = 8
 
 
 class CallCheck:
-    """Owner: one choice of a reply. `see` what is sent, in order."""
+    """Owner: one choice of a reply. `see` every event, in order."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        """tools: those that may be called in a way their schema does not allow."""
+        """tools: those whose grammar allows calls that their schema does not."""
         self._tools = {tool.name: tool for tool in tools}
         self._calls: dict[int, tuple[str, list[str]]] = {}
         self._left_s = TIME_S
         """For all of its calls."""
 
     def see(self, events: Iterable[Event]) -> list[str]:
-        """What is wrong with the calls of a reply that has ended, one line for each."""
+        """Once the reply has ended: what is wrong with its calls, one line for each."""
         found: list[str] = []
         for event in events:
             if isinstance(event, ToolCallStarted):

@@ -1,4 +1,4 @@
-"""What a tool format's grammar is written with: the tools it may call, and JSON for their arguments."""
+"""What a tool format writes its grammar with: the tools that may be called, JSON for their arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool
 from firn.text.json_lark import Unquotable, quoted
-from firn.text.lark import Lark, Words, literal
+from firn.text.lark import Lark, TextSymbol, literal
 
 COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "unevaluatedProperties")
 DEFINITIONS = ("$defs", "definitions")
@@ -20,9 +20,8 @@ FREE_FORM = "input"
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """One request's calls. `template` tells which dialect of a format the model was taught.
-
-    before: what may be said in front of the first call; None: nothing.
+    """The calls of one request. template: the chat template, which shows the variant of a format that
+    the model was trained with. before: text that may precede the first call; None: none may.
     """
 
     lark: Lark
@@ -30,21 +29,21 @@ class CallGrammar:
     """Those that may be called."""
     parallel: bool
     template: str
-    before: Words | None = None
+    before: TextSymbol | None = None
 
     def opening(self, marker: str) -> str:
-        """What the first call, or the section of all calls, begins with; text may come before it."""
+        """The marker that opens the first call, or the section of all calls; text may precede it."""
         if self.before is None:
             return self.lark.mark(marker)
-        return self.lark.after_words(self.before, marker)
+        return self.lark.text_then(self.before, marker)
 
     def each(self, write: Callable[[Tool], str]) -> str:
         """One call, of any of the tools."""
         return self.lark.any_of(map(write, self.tools))
 
     def several(self, call: str, between: str = "", *, first: str = "") -> str:
-        """One call, or a run of them where that is allowed. `between` is markup; `first`: how the
-        first of them is written, where that is another way."""
+        """One call, or several where that is allowed. between: markup. first: how the first of them is
+        written, if that differs."""
         first = first or call
         if not self.parallel:
             return first
@@ -52,7 +51,7 @@ class CallGrammar:
         return self.lark.rule(f"{first} ({joint}{call})*")
 
     def in_marks(self, opens: str, call: str, closes: str, between: str = "") -> str:
-        """Calls of which each stands between marks of its own."""
+        """Calls, each between its own opening and closing mark."""
         end = self.lark.mark(closes)
         one = self.lark.rule(f"{self.lark.mark(opens)} {call} {end}")
         first = "" if self.before is None else self.lark.rule(f"{self.opening(opens)} {call} {end}")

@@ -1,8 +1,8 @@
-"""How a tool-call parser is written: as a script that reads its text and waits where there is none.
+"""How a tool-call parser is written: as a generator that reads its text and waits for more of it.
 
-A parser is a generator over a `Tape`. It reads as if the whole call were there; each `yield` inside
-the tape's methods is a wait for more text, so the parser works at any split of the stream. It says
-what it found with `start` and `arguments`, and raises NotACall where the text is something else.
+A parser's `script` reads from a `Tape` as if the whole call were there. Each `yield` inside the tape's
+methods waits for more text, so the parser works however the stream is cut. It reports what it reads with
+`start` and `arguments`, and raises NotACall if the text turns out to be something else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping
 from typing import Any, TypeVar
 
 from firn.text.pieces import CallArguments, CallPiece, CallStart
-from firn.text.schema import Toolbox
+from firn.text.schema import ToolSchemas
 
 T = TypeVar("T")
 Script = Generator[None, None, T]
@@ -22,7 +22,7 @@ SPACE = " \t\r\n"
 
 
 class NotACall(Exception):
-    """What follows the marker is no call of this format."""
+    """The text after the marker is no call of this format."""
 
 
 class TextEnded(NotACall):
@@ -49,26 +49,26 @@ class Tape:
         self._kept = 0
 
     def mark(self) -> int:
-        """The reading position, in a form that outlives a wait; see `back_to`."""
+        """The reading position, valid across waits; see `back_to`."""
         return self._n_dropped + self.pos
 
     def back_to(self, mark: int) -> None:
         self.pos = mark - self._n_dropped
 
     def keep(self) -> None:
-        """What was read so far belongs to a call and is never given back."""
+        """What was read so far belongs to a call, and will not come back as text."""
         self._kept = self.pos
 
     def rewind(self) -> None:
-        """Back to the end of what was kept: what follows is to be read in another way."""
+        """Back to the end of what was kept, to read on in another way."""
         self.pos = self._kept
 
     def rest(self) -> str:
-        """Everything that became no part of a call."""
+        """All text that belongs to no call."""
         return self.text[self._kept :]
 
     def more(self) -> Script[None]:
-        """Waits for text; raises TextEnded where none will come."""
+        """Waits for text; raises TextEnded if the reply is over."""
         if self.ended:
             raise TextEnded
         yield
@@ -87,7 +87,7 @@ class Tape:
         return found
 
     def starts_with(self, literal: str) -> Script[bool]:
-        """Decided as early as the text allows."""
+        """Whether `literal` is next; decided as early as possible."""
         while True:
             have = self.text[self.pos : self.pos + len(literal)]
             if have == literal:
@@ -104,7 +104,7 @@ class Tape:
     def close(self, literal: str, *, stray: str = "") -> Script[None]:
         """Steps over a closing marker, and over spaces and stray characters in front of it.
 
-        Where it is not next, the call is over all the same.
+        If it is not next, nothing is stepped over: the call has ended without it.
         """
         start = self.mark()
         yield from self.skip(SPACE + stray)
@@ -115,7 +115,7 @@ class Tape:
             self.back_to(start)
 
     def is_stump(self, literal: str) -> bool:
-        """The reply ended, and all that is left of it is a beginning of this marker."""
+        """Whether the reply has ended in the middle of this marker."""
         return self.ended and literal.startswith(self.text[self.pos :])
 
     def skip(self, chars: str = SPACE) -> Script[None]:
@@ -179,16 +179,16 @@ def _overlap(text: str, markers: tuple[str, ...]) -> int:
 
 
 class CallParser(ABC):
-    """The contract of a tool-call format: text in, calls out; `rest` is what was no call.
+    """Reads the calls of one format: text in, calls out; `rest` is what was no call.
 
-    Made at an opening marker, fed what follows it. When `done`, `rest` is the text after the last
-    call; where there was none, all the text from the marker on. Owner: a router.
+    Made at an opening marker and fed the text after it. When `done`, `rest` is the text after the last
+    call; if there was no call, all text from the marker on. Owner: a splitter.
     """
 
-    def __init__(self, marker: str, toolbox: Toolbox, *, known_only: bool = False) -> None:
+    def __init__(self, marker: str, schemas: ToolSchemas, *, known_only: bool = False) -> None:
         self.done = False
         self.marker = marker
-        self.toolbox = toolbox
+        self.schemas = schemas
         self.tape = Tape(marker)
         self.name = ""
         self.n_calls = 0
@@ -202,7 +202,7 @@ class CallParser(ABC):
         return self._run()
 
     def finish(self) -> list[CallPiece]:
-        """The reply is over. What is a whole call but for its closing marker still counts."""
+        """The reply is over. A call that lacks only its closing marker still counts."""
         self.tape.ended = True
         return self._run()
 
@@ -212,12 +212,12 @@ class CallParser(ABC):
 
     @abstractmethod
     def script(self) -> Script[None]:
-        """Reads from behind the marker to the end of the call, or of the run of calls."""
+        """Reads from the end of the marker to the end of the call, or of several calls."""
 
-    # --- what a script says ----------------------------------------------------------------
+    # --- what a script reports -------------------------------------------------------------
 
     def start(self, name: str, call_id: str | None = None) -> None:
-        """A call begins. Refused, and so no call at all, where the name cannot be a tool's."""
+        """A call begins. Raises NotACall if the name cannot be a tool's."""
         self.name = self.checked(name)
         self.n_calls += 1
         self.is_open = True
@@ -228,7 +228,7 @@ class CallParser(ABC):
         name = name.strip()
         if not name or any(c in SPACE for c in name):
             raise NotACall
-        if self._known_only and name not in self.toolbox:
+        if self._known_only and name not in self.schemas:
             raise NotACall
         return name
 
@@ -245,7 +245,7 @@ class CallParser(ABC):
 
     def whole(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> None:
         """A call and all its arguments, by the types of its schema."""
-        values = self.toolbox.coerce(name.strip(), arguments)
+        values = self.schemas.coerce(name.strip(), arguments)
         self.start(name, call_id)
         self.arguments(json.dumps(values, ensure_ascii=False))
         self.end()
@@ -259,12 +259,12 @@ class CallParser(ABC):
                 self.done = True
             except TextEnded:
                 self.done = True
-                if self.n_calls:  # the stump of a marker or of a next call: nobody's text
+                if self.n_calls:  # the beginning of a marker or of another call is no text
                     self.tape.pos = len(self.tape.text)
                     self.tape.keep()
             except NotACall:
                 self.done = True
-                if self.is_open:  # what was said of a call cannot be taken back: so it ends here
+                if self.is_open:  # the client has seen its beginning: so it ends here
                     self.tape.keep()
         found, self._out = self._out, []
         return found

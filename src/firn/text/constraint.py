@@ -1,7 +1,7 @@
-"""What a reply is held to: the answer's format, a tool call, either, or text without calls. Pure.
+"""What a reply must look like: the answer's format, a tool call, either, or text without calls. Pure.
 
-All of it after any reasoning. Where a model is free to answer or to call, it is held to a grammar only
-if some tool asks for it: one that is strict, that takes a text of a certain form, or is not allowed.
+Reasoning may come before all of it. Where a model is free to answer or to call, it is held to a grammar
+only if a tool needs that: one that is strict, that takes a text of a certain form, or is not allowed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from firn.core.ports import Tokenizer
 from firn.core.values import Chat, GenerateRequest, Grammar, SoftenedSchema, Tool, ToolMode
 from firn.text.call_grammar import CallGrammar
 from firn.text.formats import ReplyFormat, opens_in_reasoning, tokens_of
-from firn.text.lark import Lark, Words
+from firn.text.lark import Lark, TextSymbol
 from firn.text.parsers import ToolFormat, formats
 
 BLANK = r"/\n{0,2}/"
-"""What parts reasoning from the answer."""
+"""Between reasoning and the answer."""
 
 Soften = Callable[[Mapping[str, Any]], SoftenedSchema]
 """A schema as far as it can be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """grammar: of all that the model may write; None for anything. left_out: what a reply should
-    follow, and is not held to: places of the request."""
+class ReplyConstraint:
+    """grammar: of all that the model may write; None: anything. left_out: places of the request that a
+    reply should follow, and that the grammar does not enforce."""
 
     grammar: Grammar | None = None
     left_out: tuple[str, ...] = ()
@@ -41,14 +41,16 @@ def constraint(
     tokenizer: Tokenizer,
     prompt_tail: str,
     soften: Soften = SoftenedSchema,
-) -> Held:
+) -> ReplyConstraint:
     """Raises BadRequest."""
     if not isinstance(request.source, Chat):
-        return Held(request.grammar)
-    return _Writing(request, request.source, format, tokenizer, prompt_tail, soften).held()
+        return ReplyConstraint(request.grammar)
+    return _ConstraintWriter(
+        request, request.source, format, tokenizer, prompt_tail, soften
+    ).constraint()
 
 
-class _Writing:
+class _ConstraintWriter:
     """Owner: one call of `constraint`."""
 
     def __init__(
@@ -69,7 +71,7 @@ class _Writing:
         self._known = formats()[format.tool] if format.tool else None
         self._lark = Lark(tokenizer, _control(format, self._known))
 
-    def held(self) -> Held:
+    def constraint(self) -> ReplyConstraint:
         choice, answer = self._chat.tool_choice, self._request.grammar
         tools = [tool for tool in self._chat.tools if choice.permits(tool)]
         if choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
@@ -82,25 +84,25 @@ class _Writing:
             calls = self._calls(tools, answer.param) if tools else None
             return self._result(calls, answer, param=answer.param)
         if not self._chat.tools or self._known is None:
-            return Held()
+            return ReplyConstraint()
         if not tools:
-            return self._result(None, self._words(), param="tool_choice")
+            return self._result(None, self._text(), param="tool_choice")
         if len(tools) < len(self._chat.tools) or any(t.strict or t.grammar for t in tools):
             return self._either(tools)
-        return Held()
+        return ReplyConstraint()
 
-    def _either(self, tools: Sequence[Tool]) -> Held:
-        """Words, or words and calls of these tools."""
-        words = self._words()
+    def _either(self, tools: Sequence[Tool]) -> ReplyConstraint:
+        """Text, or text and calls of these tools."""
+        text = self._text()
         try:
-            calls = self._calls(tools, "tools", before=words)
+            calls = self._calls(tools, "tools", before=text)
         except BadRequest as e:
             if any(tool.strict for tool in tools):
                 raise
-            return Held(left_out=(e.message,))
-        return self._result(calls, words, param="tools")
+            return ReplyConstraint(left_out=(e.message,))
+        return self._result(calls, text, param="tools")
 
-    def _words(self) -> Words:
+    def _text(self) -> TextSymbol:
         known, native = self._known, self._format.native
         assert known is not None
         names = [tool.name for tool in self._chat.tools]
@@ -108,20 +110,21 @@ class _Writing:
         patterns = [known.bare(names)] if known.bare else []
         return self._lark.text_without([m for m in markers if m], patterns=patterns)
 
-    def _calls(self, tools: Sequence[Tool], param: str, *, before: Words | None = None) -> str:
-        """param: what asks for calls of a sure form."""
+    def _calls(self, tools: Sequence[Tool], param: str, *, before: TextSymbol | None = None) -> str:
+        """param: the request parameter that needs calls to be enforced."""
         known = self._known
         if known is None or known.grammar is None:
-            ours = "This model's way to call tools"
-            which = f"The tool-call format {known.name!r}" if known else ours
-            raise BadRequest(f"{param}: {which} has no grammar to hold the model to.", param=param)
+            name = (
+                f"The tool-call format {known.name!r}" if known else "This model's tool-call format"
+            )
+            raise BadRequest(f"{param}: {name} has no grammar to hold the model to.", param=param)
         return known.grammar(
             CallGrammar(
                 lark=self._lark,
                 tools=tuple(map(self._enforceable, tools)),
                 parallel=self._chat.tool_choice.parallel,
                 template=self._template,
-                before=None if known.router else before,
+                before=None if known.splitter else before,
             )
         )
 
@@ -131,29 +134,33 @@ class _Writing:
             self._lark.leave_out(tool.param, place)
         return replace(tool, parameters=softened.schema)
 
-    def _result(self, calls: str | None, answer: Grammar | Words | None, *, param: str) -> Held:
+    def _result(
+        self, calls: str | None, answer: Grammar | TextSymbol | None, *, param: str
+    ) -> ReplyConstraint:
         lark, known = self._lark, self._known
         strict = {tool.param for tool in self._chat.tools if tool.strict}
         for owner, place in lark.left_out:
             if owner in strict:
                 raise InvalidValue(owner, f"{place} cannot be enforced, and the tool is strict")
         left_out = tuple(dict.fromkeys(f"{owner}{place}" for owner, place in lark.left_out))
-        words = answer if isinstance(answer, Words) else None
-        part = words.symbol if words else None
+        text = answer if isinstance(answer, TextSymbol) else None
+        part = text.symbol if text else None
         if isinstance(answer, Grammar):
             part = lark.part(answer)
         if known and known.reply:
-            return Held(lark.grammar(known.reply(lark, calls, part), param=param), left_out)
-        lead = self._reasoning(words)
+            return ReplyConstraint(
+                lark.grammar(known.reply(lark, calls, part), param=param), left_out
+            )
+        lead = self._reasoning(text)
         if isinstance(answer, Grammar) and not lead and not calls:
-            return Held(answer)
+            return ReplyConstraint(answer)
         either = " | ".join(filter(None, (calls, part)))
-        return Held(lark.grammar(f"{lead} ({either})", param=param), left_out)
+        return ReplyConstraint(lark.grammar(f"{lead} ({either})", param=param), left_out)
 
-    def _reasoning(self, words: Words | None) -> str:
+    def _reasoning(self, text: TextSymbol | None) -> str:
         """What may come before the constrained part: nothing, reasoning, or the rest of it."""
         think, lark = self._format.think, self._lark
-        where = [words.symbol] if words and words.is_terminal else []
+        where = [text.symbol] if text and text.is_terminal else []
         if think is None or self._tail.rstrip().endswith(think.close):
             return ""
         if opens_in_reasoning(self._tail, think):

@@ -1,7 +1,7 @@
 """Token ids to text, one at a time, over a short sliding window.
 
-Invariant: the pieces put together are the tokenizer's own decoding of all the ids, less a character
-that the last of them have only begun. A piece never ends inside a character: what is incomplete waits.
+Invariant: the pieces together are the tokenizer's own decoding of all ids, without an incomplete
+character at the end. A piece never ends inside a character: what is incomplete waits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from firn.core.ports import Tokenizer
 BROKEN = "\ufffd"
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 MAX_WINDOW = 8
-"""Past this the window is cut down to its last piece: decoding costs little more than its tokens."""
+"""A longer window is cut down to its last piece, so that decoding stays cheap."""
 MAX_PENDING = 24
-"""Broken bytes may never become a character; this is how many tokens are given the chance."""
+"""Bytes that are no character may never become one: this is how many tokens wait for it."""
 
 
 class Detokenizer:

@@ -1,4 +1,4 @@
-"""A raw prompt as its reply repeats it: its text and, token by token, how likely each one was. Pure."""
+"""A prompt that its reply repeats: the text and, for each token, how likely it was. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLICE_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class EchoSlice:
-    """Some of a prompt's tokens, and the text that they stand for."""
+    """Some of a prompt's tokens, and their text."""
 
     text: str
     logprobs: tuple[TextLogprob, ...] = ()
@@ -25,8 +25,8 @@ class EchoSlice:
 def echoed(
     tokenizer: Tokenizer, text: str, ids: TokenArray, logprobs: Sequence[TokenLogprob]
 ) -> list[EchoSlice]:
-    """The whole prompt in slices. `logprobs` are those of ids[1:]. What the tokenizer put in front of
-    the text is shown as tokens, but is no part of the text."""
+    """The whole prompt in slices. `logprobs` are those of ids[1:]. Tokens that the tokenizer has put in
+    front of the text are shown as tokens, but have no text."""
 
     @cache
     def piece(token: int) -> tuple[str, bytes]:

@@ -11,13 +11,13 @@ from firn.core.ports import Tokenizer
 from firn.text.harmony import CHANNEL, END, MESSAGE, START
 from firn.text.native import NativeParser
 from firn.text.parsers import Clues, ToolFormat, formats, names
-from firn.text.router import ThinkTags
+from firn.text.splitter import ThinkTags
 
 HARMONY = "harmony"
 NONE = "none"
 AUTO = "auto"
-IN_WORDS = "json_tags"
-"""How a model calls tools that nobody has taught it how to: many have seen this one."""
+FALLBACK = "json_tags"
+"""The format that a model without one is asked to call tools in: many have seen it in training."""
 
 THINK_TAGS: Mapping[str, ThinkTags] = MappingProxyType(
     {
@@ -65,15 +65,12 @@ class ReplyFormat:
 
     tool: a name of `parsers`, or None where the model has no way to call. think: its reasoning
     tags. visible: control tokens that are markup, and must reach the reader as text.
-    prompt_opens_think: the template ends prompts inside reasoning (it may depend on the request;
-    `opens_in_reasoning` decides for one prompt). drop: markup around the text, which is nothing to a
-    reader. native: the callable behind `whole_call`.
+    drop: markup around the text, which no reader needs. native: the callable behind `whole_call`.
     """
 
     tool: str | None = None
     think: ThinkTags | None = None
     visible: frozenset[int] = frozenset()
-    prompt_opens_think: bool = False
     drop: tuple[str, ...] = ()
     native: NativeParser | None = None
 
@@ -100,8 +97,8 @@ def markup_tokens() -> frozenset[str]:
 
 
 def own_markup() -> frozenset[str]:
-    """Of those, what may stand in a text that an assistant has said. Channels are cut off there."""
-    shaping = {token for form in formats().values() if form.router for token in form.tokens}
+    """Those of them that may stand in an assistant's text; the tokens of channels never do."""
+    shaping = {token for form in formats().values() if form.splitter for token in form.tokens}
     return markup_tokens() - shaping
 
 
@@ -113,7 +110,7 @@ def reasoning_parser_names() -> tuple[str, ...]:
     return (AUTO, NONE, *sorted({*THINK_TAGS, *_REASONING_ALIASES, HARMONY}))
 
 
-def detect(
+def detect_format(
     tokenizer: Tokenizer,
     *,
     tool_override: str | None = None,
@@ -121,17 +118,17 @@ def detect(
     native: NativeParser | None = None,
     takes_tools: bool = True,
 ) -> ReplyFormat:
-    """The model's format. An override is a name of the lists above; an unknown one is a SetupError.
+    """The model's format. Raises SetupError for an override that is not a name of the lists above.
 
-    `native` is the parser that the tokenizer itself names. It reads formats that no file here
-    knows, or any format when the override is "whole_call". takes_tools: the template does; else the
-    model is told about tools in words, and how to call them.
+    native: the parser that the tokenizer itself names. It reads formats that no file here knows, or any
+    format when the override is "whole_call". takes_tools: whether the chat template does; else the
+    model is told in words which tools there are, and how to call them.
     """
     template = tokenizer.chat_template or ""
     clues = Clues(template, lambda text: tokenizer.token_id(text) is not None)
     tool = _tool_format(clues, tool_override, native)
     if tool is None and tool_override in (None, AUTO) and template and not takes_tools:
-        tool = formats()[IN_WORDS]
+        tool = formats()[FALLBACK]
     think = _think_tags(clues, reasoning_override, tool)
     tokens: list[str] = list(tool.tokens) if tool else []
     if tool and native and tool.name == "whole_call":
@@ -143,14 +140,13 @@ def detect(
         tool=tool.name if tool else None,
         think=think,
         visible=frozenset(t for t in ids if t is not None and t in tokenizer.special),
-        prompt_opens_think=bool(think and _opens_somewhere(template, think)),
         drop=_DROP.get(think, ()) if think else (),
         native=native,
     )
 
 
 def opens_in_reasoning(prompt_tail: str, think: ThinkTags | None) -> bool:
-    """The rendered prompt ends inside reasoning: its last thing is the opening tag."""
+    """Whether the rendered prompt ends with the opening tag of reasoning."""
     return think is not None and prompt_tail.rstrip().endswith(think.open)
 
 
@@ -189,11 +185,6 @@ def tokens_of(tags: ThinkTags) -> list[str]:
     if "<|sep|>" in tags.open:
         return ["<|open|>", "<|close|>", "<|sep|>"]
     return [*pieces.get(tags.open, [tags.open]), tags.close]
-
-
-def _opens_somewhere(template: str, think: ThinkTags) -> bool:
-    """The template writes an opening tag behind `add_generation_prompt`."""
-    return think.open in template.partition("add_generation_prompt")[2]
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:

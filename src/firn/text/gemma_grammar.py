@@ -1,4 +1,4 @@
-"""The grammar of Gemma's object notation: keys are bare, strings stand between quote tokens."""
+"""The grammar of Gemma's object notation: bare keys, strings between quote tokens."""
 
 from __future__ import annotations
 

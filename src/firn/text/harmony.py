@@ -1,10 +1,10 @@
-"""The router for harmony, the channels of gpt-oss: every part of a reply has a header of its own.
+"""The splitter for harmony, the format of gpt-oss: every part of a reply has a header with its channel.
 
     <|channel|>analysis<|message|>...<|end|>                                    reasoning
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>                  text
 
-Written by hand and on text: openai-harmony's parser wants its own vocabulary, which it downloads.
+Written by hand, and on text: openai-harmony's parser needs its own vocabulary, which it downloads.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal
 
 from firn.text.calls import Script
 from firn.text.json_calls import JsonCallParser, JsonTape
-from firn.text.pieces import Piece, Reasoning, Text
+from firn.text.pieces import Piece, ReasoningPiece, TextPiece
 from firn.text.scan import Finder
-from firn.text.schema import Toolbox
+from firn.text.schema import ToolSchemas
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -34,9 +34,9 @@ Kind = Literal["header", "text", "reasoning", "call"]
 class HarmonyCall(JsonCallParser):
     """The body of a message to a function: its arguments."""
 
-    def __init__(self, marker: str, toolbox: Toolbox, *, known_only: bool = False) -> None:
+    def __init__(self, marker: str, schemas: ToolSchemas, *, known_only: bool = False) -> None:
         self._function = marker
-        super().__init__("", toolbox, known_only=known_only)
+        super().__init__("", schemas, known_only=known_only)
 
     def script(self) -> Script[None]:
         self.start(self._function)
@@ -47,11 +47,11 @@ class HarmonyCall(JsonCallParser):
         yield from self.guarded(self.stream_arguments())
 
 
-class HarmonyRouter:
+class HarmonySplitter:
     """Owner: one choice of one reply. Without tools, a message to a function is text."""
 
-    def __init__(self, toolbox: Toolbox, prompt_tail: str) -> None:
-        self._toolbox = toolbox
+    def __init__(self, schemas: ToolSchemas, prompt_tail: str) -> None:
+        self._toolbox = schemas
         self._kind: Kind = "header"
         self._header = ""
         self._finder = Finder(_BODY_ENDS)
@@ -75,7 +75,7 @@ class HarmonyRouter:
         if self._kind == "header":
             # A header cut short is nothing to a reader, unless it never was one.
             if self._header.strip() and "<|" not in self._header:
-                self._out.append(Text(self._header, self._n_fed - len(self._header)))
+                self._out.append(TextPiece(self._header, self._n_fed - len(self._header)))
             self._header = ""
         else:
             held = self._finder.flush()
@@ -132,9 +132,9 @@ class HarmonyRouter:
         if self._call is not None:
             self._out += self._call.feed(text)
         elif self._kind == "reasoning":
-            self._out.append(Reasoning(text))
+            self._out.append(ReasoningPiece(text))
         else:
-            self._out.append(Text(text, at))
+            self._out.append(TextPiece(text, at))
 
     def _leave(self) -> None:
         if self._call is not None:

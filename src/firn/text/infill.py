@@ -1,4 +1,4 @@
-"""Filling in the middle: which control tokens a model was trained with for it, and how they are used.
+"""Fill in the middle: which control tokens a model was trained with for it, and how they are used.
 
 Read once from the vocabulary. A model that lacks one of a family's tokens was not trained for it.
 """
@@ -12,38 +12,38 @@ from firn.core.ports import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
-    """order: the text before the hole (P), the one behind it (S), and tokens. ends: further tokens
-    that end what is filled in."""
+class _InfillTokens:
+    """order: tokens, the text before the gap (P) and the text after it (S). ends: further tokens that
+    end what is filled in."""
 
     order: tuple[str, ...]
     ends: tuple[str, ...] = ()
 
 
-STRANGER = "\u263a"
-"""A character that no token shares with what follows it."""
+UNJOINED = "\u263a"
+"""A character that no tokenizer joins with what follows it."""
 
 _FAMILIES = (
     # Qwen-Coder, CodeGemma
-    _Family(
+    _InfillTokens(
         ("<|fim_prefix|>", "P", "<|fim_suffix|>", "S", "<|fim_middle|>"),
         ("<|fim_pad|>", "<|file_sep|>", "<|file_separator|>", "<|repo_name|>", "<|endoftext|>"),
     ),
     # StarCoder, Granite Code
-    _Family(
+    _InfillTokens(
         ("<fim_prefix>", "P", "<fim_suffix>", "S", "<fim_middle>"),
         ("<fim_pad>", "<file_sep>", "<|endoftext|>"),
     ),
     # SantaCoder
-    _Family(("<fim-prefix>", "P", "<fim-suffix>", "S", "<fim-middle>"), ("<|endoftext|>",)),
+    _InfillTokens(("<fim-prefix>", "P", "<fim-suffix>", "S", "<fim-middle>"), ("<|endoftext|>",)),
     # DeepSeek-Coder
-    _Family(("<｜fim▁begin｜>", "P", "<｜fim▁hole｜>", "S", "<｜fim▁end｜>")),
+    _InfillTokens(("<｜fim▁begin｜>", "P", "<｜fim▁hole｜>", "S", "<｜fim▁end｜>")),
     # Seed-Coder
-    _Family(("<[fim-suffix]>", "S", "<[fim-prefix]>", "P", "<[fim-middle]>")),
+    _InfillTokens(("<[fim-suffix]>", "S", "<[fim-prefix]>", "P", "<[fim-middle]>")),
     # Codestral
-    _Family(("[SUFFIX]", "S", "[PREFIX]", "P")),
+    _InfillTokens(("[SUFFIX]", "S", "[PREFIX]", "P")),
     # CodeLlama: its tokens begin with a blank, as SentencePiece writes one or as it is
-    _Family((" <PRE>", "P", " <SUF>", "S", " <MID>"), (" <EOT>",)),
+    _InfillTokens((" <PRE>", "P", " <SUF>", "S", " <MID>"), (" <EOT>",)),
 )
 
 
@@ -57,17 +57,17 @@ def _nowhere(text: str) -> Sequence[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """How one model fills in. Thread-safe: it holds nothing that changes."""
+    """How one model fills in the middle. Immutable."""
 
     tokenizer: Tokenizer
     order: tuple[int | str, ...]
-    """Tokens, and the places of the two texts: "P" before the hole and "S" behind it."""
+    """Tokens, and the places of the two texts: "P" before the gap and "S" after it."""
     ends: frozenset[int]
 
     def ids(
         self, prefix: str, suffix: str, *, add_special: bool = True, typed: Spans = _nowhere
     ) -> list[int]:
-        """The prompt's tokens. add_special: with those that the model wants in front of every prompt."""
+        """The prompt's tokens. add_special: with those that begin every prompt of this model."""
         found = _opening(self.tokenizer) if add_special else []
         for each in self.order:
             if isinstance(each, int):
@@ -75,11 +75,11 @@ class Infill:
             elif each == "P":
                 found += self.tokenizer.encode(prefix, add_special=False, typed=typed(prefix))
             else:
-                found += _going_on(self.tokenizer, suffix, typed(suffix))
+                found += _encode_inside(self.tokenizer, suffix, typed(suffix))
         return found
 
 
-def detect(tokenizer: Tokenizer) -> Infill | None:
+def detect_infill(tokenizer: Tokenizer) -> Infill | None:
     """None where the model has no tokens for it."""
     for family in _FAMILIES:
         order = [text if text in ("P", "S") else _token(tokenizer, text) for text in family.order]
@@ -99,19 +99,21 @@ def _token(tokenizer: Tokenizer, text: str) -> int | None:
     return tokenizer.token_id(text.replace(" ", "\u2581")) if found is None else found
 
 
-def _going_on(tokenizer: Tokenizer, text: str, typed: Sequence[tuple[int, int]]) -> Sequence[int]:
-    """The tokens of a text that does not begin one. Some tokenizers put a blank before every text;
+def _encode_inside(
+    tokenizer: Tokenizer, text: str, typed: Sequence[tuple[int, int]]
+) -> Sequence[int]:
+    """The tokens of a text in the middle of a prompt. Some tokenizers put a space before every text;
     models were trained without it here."""
-    before = tokenizer.encode(STRANGER, add_special=False)
+    before = tokenizer.encode(UNJOINED, add_special=False)
     if not tokenizer.token_bytes(before[0]).startswith(b" "):
         return tokenizer.encode(text, add_special=False, typed=typed)
     moved = [(start + 1, end + 1) for start, end in typed]
-    ids = tokenizer.encode(STRANGER + text, add_special=False, typed=moved)
+    ids = tokenizer.encode(UNJOINED + text, add_special=False, typed=moved)
     return ids[len(before) :]
 
 
 def _opening(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts in front of a text."""
+    """The tokens that the tokenizer puts in front of every text."""
     ids: Sequence[int] = tokenizer.encode("", add_special=True)
     while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # and behind it
         ids = ids[:-1]

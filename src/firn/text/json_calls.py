@@ -1,16 +1,17 @@
-"""Reading calls that are written as JSON, while they are being written.
+"""Reads calls written as JSON, while they arrive.
 
-The arguments' text passes on as it arrives, with what models get wrong in JSON put right on the way:
-raw line breaks and stray backslashes in strings, Python's True and None, and top-level scalars whose
-type is not the schema's.
+The text of the arguments is passed on as it comes, and what models get wrong in JSON is corrected on the
+way: raw line breaks and stray backslashes in strings, Python's True and None, and top-level scalars of
+another type than the schema's.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from firn.text.calls import SPACE, CallParser, NotACall, Script, Tape
 from firn.text.schema import ANY, coerce
@@ -57,7 +58,7 @@ class JsonTape:
         return "".join(parts)
 
     def copy_object(self, sink: Sink, types_of: TypesOf) -> Script[None]:
-        """An object whose top-level scalars get the types that `types_of` their keys says."""
+        """An object; its top-level scalars get the types that `types_of` says for their keys."""
         yield from self._mark("{", sink)
         if (yield from self._closes("}", sink)):
             return
@@ -176,7 +177,7 @@ class JsonTape:
         return found
 
     def _copy_space(self, sink: Sink) -> Script[None]:
-        """One space for any run of them, so that the text reads as usual."""
+        """One space for any number of them."""
         char = yield from self._tape.peek()
         if char and char in SPACE:
             yield from self._tape.skip()
@@ -190,13 +191,13 @@ class JsonTape:
 class JsonCallParser(CallParser):
     """A parser whose calls are JSON: one object, or a list of them.
 
-    any_key: a call object may have keys that say nothing about a call.
+    any_key: a call object may have other keys than those of a call.
     """
 
     any_key = True
 
     def calls(self) -> Script[None]:
-        """Reads {...} or [{...}, ...]; calls come out as they are read."""
+        """Reads {...} or [{...}, ...]; each call is reported as it is read."""
         json_tape = JsonTape(self.tape)
         char = yield from json_tape.next_char()
         if char != "[":
@@ -221,13 +222,13 @@ class JsonCallParser(CallParser):
         """An object of arguments for the call that has started."""
         name = self.name
         yield from JsonTape(self.tape).copy_object(
-            self.arguments, lambda key: self.toolbox.types(name, key)
+            self.arguments, lambda key: self.schemas.types(name, key)
         )
         self.end()
 
     def guarded(self, script: Script[None], *closers: str) -> Script[None]:
-        """Runs a script; a call that has begun and is no JSON after all goes on as it is, up to a
-        closer, which stays to be read: what was said of a call cannot be taken back."""
+        """Runs a script. If a call that has begun turns out to be no JSON, its text is passed on as it
+        is, up to a closer, which is left to be read: the client has seen the call's beginning."""
         try:
             yield from script
         except NotACall:
@@ -245,8 +246,47 @@ class JsonCallParser(CallParser):
         self.end()
 
 
+class SectionCallParser(JsonCallParser):
+    """Calls in a section: each has a header and JSON arguments, between tags of its own.
+
+    The section's opening tag may be missing, and so may any closing one.
+    """
+
+    section: ClassVar[str]
+    section_end: ClassVar[str]
+    call_open: ClassVar[str]
+    call_end: ClassVar[str]
+    fence: ClassVar[str] = ""
+    """What may close the block of code that arguments stand in."""
+
+    @abstractmethod
+    def read_call(self) -> Script[None]:
+        """Reads from behind a call's opening tag to the end of its arguments."""
+
+    def script(self) -> Script[None]:
+        yield from self.tape.skip()
+        if self.marker == self.section:
+            yield from self.tape.expect(self.call_open)
+        yield from self._call()
+        while (yield from self._next_call()):
+            yield from self._call()
+        yield from self.tape.close(self.section_end)
+
+    def _next_call(self) -> Script[bool]:
+        yield from self.tape.skip()
+        is_next = yield from self.tape.take(self.call_open)
+        return is_next
+
+    def _call(self) -> Script[None]:
+        yield from self.guarded(self.read_call(), self.call_end, self.section_end)
+        if self.fence:
+            yield from self.tape.close(self.fence)
+        yield from self.tape.close(self.call_end)
+        self.tape.keep()
+
+
 class _CallObject:
-    """One call object: {"name": ..., "arguments": {...}} and what models make of that."""
+    """One call object: {"name": ..., "arguments": {...}} and its variants."""
 
     def __init__(self, parser: JsonCallParser, json_tape: JsonTape) -> None:
         self._parser = parser
@@ -313,7 +353,7 @@ def write_json(before: str, between: str, after: str) -> Callable[[str, Mapping[
 
 
 def _object_of(text: str | None) -> Mapping[str, Any]:
-    """Arguments that came before the name, as a JSON string, as null, or not at all."""
+    """Arguments that came before the name, as a JSON string, as null or not at all."""
     value: Any = None
     try:
         value = json.loads(text or "null")

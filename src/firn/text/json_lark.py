@@ -1,9 +1,9 @@
-"""A lark grammar whose texts stand inside a JSON string: every character as JSON writes it. Pure.
+"""Rewrites a Lark grammar for texts inside a JSON string, where characters are escaped. Pure.
 
 Where the grammar of a free-form tool has a line break, the call of a model that writes JSON has a
 backslash and an n. Literals and regular expressions are rewritten one by one; the rules around them
-stay. What repeats characters that are escaped is written as a rule: llguidance takes the longest match
-of a terminal, and never goes back, so one that may end before a backslash must not look at it.
+stay. A repetition of escaped characters becomes a rule: llguidance takes the longest match of a terminal
+and never goes back, so a terminal that may end before a backslash must not try to match it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from dataclasses import dataclass, field
 
 import regex
 
-from firn.text.regex_tree import Char, Group, Item, Set, Unreadable, parse
+from firn.text.regex_tree import (
+    RegexChar,
+    RegexClass,
+    RegexGroup,
+    RegexItem,
+    UnsupportedRegex,
+    parse,
+)
 
 SPECIAL = {c: json.dumps(c)[1:-1] for c in ('"', "\\", *map(chr, range(32)))}
-"""What JSON does not write as it is."""
+"""Characters that JSON escapes, and how."""
 _PLAIN = r'[^"\\\x00-\x1f]'
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
@@ -38,23 +45,22 @@ _COMMON = {
     "WS_INLINE": r"[ \t]+",
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
 }
-"""Terminals of lark's library that have characters JSON escapes."""
+"""Terminals of Lark's library with characters that JSON escapes."""
 MAX_CHARS = 2**16
-"""Of a grammar that a user writes, here and where it is taken in: compiling it takes the square of its
-alternatives."""
+"""Of a user's grammar: compiling takes time with the square of its alternatives."""
 
 
 class Unquotable(ValueError):
-    """This grammar has something that has no counterpart inside a JSON string."""
+    """Something in this grammar has no counterpart inside a JSON string."""
 
 
 def quoted(definition: str) -> str:
-    """The same grammar, of texts as they stand between the quotes of a JSON string."""
+    """The same grammar, for texts between the quotes of a JSON string. Raises Unquotable."""
     if len(definition) > MAX_CHARS:
         raise Unquotable(f"it has more than {MAX_CHARS} characters")
     try:
         return _Quoting(definition).result()
-    except Unreadable as e:
+    except UnsupportedRegex as e:
         raise Unquotable(str(e)) from e
     except RecursionError:
         raise Unquotable("its brackets are nested too deeply") from None
@@ -179,7 +185,7 @@ class _Quoting:
             raise Unquotable("a regular expression without case is not supported here")
         return f"({self._group(tree, is_last=True)})", _repeats_special(tree)
 
-    def _group(self, group: Group, *, is_last: bool) -> str:
+    def _group(self, group: RegexGroup, *, is_last: bool) -> str:
         if group.any_case:
             raise Unquotable("a regular expression without case is not supported here")
         options = [
@@ -189,15 +195,15 @@ class _Quoting:
         ]
         return " | ".join(options)
 
-    def _item(self, item: Item, *, is_last: bool) -> str:
+    def _item(self, item: RegexItem, *, is_last: bool) -> str:
         match item.what:
-            case Char(char):
+            case RegexChar(char):
                 shown = json.dumps(SPECIAL.get(char, char), ensure_ascii=False)
-            case Set(text) if is_last and item.repeat in ("*", "+"):
+            case RegexClass(text) if is_last and item.repeat in ("*", "+"):
                 shown = self._set(text, run="+")  # as greedy as it was
-            case Set(text):
+            case RegexClass(text):
                 shown = self._set(text)
-            case Group() as inner:
+            case RegexGroup() as inner:
                 # A group that repeats is followed by itself.
                 shown = f"({self._group(inner, is_last=is_last and not item.repeat)})"
         return f"({shown}){item.repeat}" if item.repeat else shown
@@ -283,25 +289,25 @@ def _special_of(chars: str) -> list[str]:
     return [c for c in SPECIAL if known.fullmatch(c)]
 
 
-def _has_special(what: Char | Set | Group) -> bool:
+def _has_special(what: RegexChar | RegexClass | RegexGroup) -> bool:
     match what:
-        case Char(char):
+        case RegexChar(char):
             return char in SPECIAL
-        case Set(text):
+        case RegexClass(text):
             return bool(_special_of(text))
-        case Group(options):
+        case RegexGroup(options):
             return any(_has_special(item.what) for items in options for item in items)
 
 
-def _repeats_special(group: Group) -> bool:
+def _repeats_special(group: RegexGroup) -> bool:
     """Whether it must be a rule: a set of escaped characters is one, and so is a repetition of them."""
     for items in group.options:
         for item in items:
             what = item.what
             if not _has_special(what):
                 continue
-            if item.repeat or isinstance(what, Set):
+            if item.repeat or isinstance(what, RegexClass):
                 return True
-            if isinstance(what, Group) and _repeats_special(what):
+            if isinstance(what, RegexGroup) and _repeats_special(what):
                 return True
     return False

@@ -1,7 +1,7 @@
-"""Lark grammars in the making: markup, literal text, free text and JSON, as llguidance reads them.
+"""Writes Lark grammars of markup, literal text, free text and JSON, as llguidance reads them.
 
-Markup is written as the model writes it: what is one control token of its vocabulary is that token,
-and the rest is text.
+Markup is written as the model writes it: what is a control token of its vocabulary is that token, and
+the rest is text.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """Text in which nothing is a call, as a symbol of a grammar."""
+class TextSymbol:
+    """A symbol of a grammar that stands for text without any call."""
 
     symbol: str
     is_terminal: bool
 
 
 class Lark:
-    """A grammar that is being written. Owner: the call that writes it.
+    """A grammar in the making. Owner: the call that writes it.
 
-    Methods give expressions; `rule` and `json` also note down what those refer to. `control` are the
-    tokens that markup may be made of.
+    Methods return expressions; `rule` and `json` also keep what those refer to. `control` are the
+    tokens that markup may consist of.
     """
 
     def __init__(self, tokenizer: Tokenizer, control: Iterable[str]) -> None:
@@ -85,26 +85,26 @@ class Lark:
             first, rest = self.rule(begins), self.rule(goes_on)
         return first
 
-    def text_without(self, markers: Sequence[str], *, patterns: Iterable[str] = ()) -> Words:
+    def text_without(self, markers: Sequence[str], *, patterns: Iterable[str] = ()) -> TextSymbol:
         """Any text in which none of these is; `patterns` are of whole texts.
 
-        A marker with a control token in it is in no text. Where such a one begins with text, that
-        text may go on or not: only a parser can tell, so these words are no single terminal.
+        No text contains a marker with a control token in it. Where such a marker begins with text, only
+        a parser can tell whether that text goes on or not, so the result is no single terminal.
         """
         begun = {m[0] for m in markers if self._control.search(m) and not self._control.match(m)}
         if begun:
             chars = "".join(map(escaped, sorted(begun)))
             either = " | ".join([f"/[^{chars}]+/", *map(literal, sorted(begun))])
-            return Words(self.rule(f"({either})*"), is_terminal=False)
+            return TextSymbol(self.rule(f"({either})*"), is_terminal=False)
         inside = [f"(?s:.*){escaped(marker)}(?s:.*)" for marker in markers]
         without = (f"~/{p}/" for p in (*inside, *patterns))
-        return Words(self.terminal(" & ".join([ANY_TEXT, *without])), is_terminal=True)
+        return TextSymbol(self.terminal(" & ".join([ANY_TEXT, *without])), is_terminal=True)
 
-    def after_words(self, words: Words, marker: str) -> str:
-        """Words, and the marker that ends them."""
-        if words.is_terminal:
-            return self.text_before(marker, where=[words.symbol])
-        return f"{words.symbol} {self.mark(marker)}"
+    def text_then(self, text: TextSymbol, marker: str) -> str:
+        """Text without calls, and the marker that ends it."""
+        if text.is_terminal:
+            return self.text_before(marker, where=[text.symbol])
+        return f"{text.symbol} {self.mark(marker)}"
 
     def text_before(self, end: str, *, where: Iterable[str] = ()) -> str:
         """Any text that does not contain `end`, and `end`. `where`: terminals the text must match."""

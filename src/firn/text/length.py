@@ -1,4 +1,4 @@
-"""Is a text too long for the model? Told before all of it is tokenized, which may take many seconds."""
+"""Refuses a text that is too long for the model before all of it is tokenized, which is slow."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from firn.core.errors import ContextTooLong
 from firn.core.ports import Tokenizer
 
 SUSPICIOUS_CHARS = 8
-"""A token: a text with more for each token of the context is looked at in slices first. Prose and
-code have three to five; what has more of them is tokenized twice if it fits after all."""
+"""Per token of the context: a longer text is tokenized in slices first. Prose and code have three to
+five; a text with more is tokenized twice if it fits after all."""
 SLICE_CHARS = 1 << 18
 SLACK_TOKENS = 64
-"""A slice: so many tokens its ends may cost, at most, that the whole text has not."""
+"""Per slice: the most tokens that cutting the text may add."""
 
 
 def refuse_too_long(text: str, tokenizer: Tokenizer, *, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens a text delta shows the log-probabilities of."""
+"""Which log-probabilities belong to which piece of text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class _Entry(NamedTuple):
     logprob: TextLogprob
 
 
-class LogprobLedger:
-    """Tokens wait here until some of their text is delivered.
+class LogprobBuffer:
+    """Tokens wait here until some of their text is delivered. Owner: one choice of a reply.
 
-    A token comes with the delta that holds its first character; tokens of a split character come
-    with that character. Tokens whose text is reasoning, a call or markup are never shown: the
-    list of a choice's `content` has, together, the bytes of its text.
+    A token is shown with the delta that has its first character; tokens of a split character with that
+    character. Tokens of reasoning, calls and markup are never shown: the bytes of all that are shown are
+    those of the choice's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, visible: frozenset[int]) -> None:
@@ -35,7 +35,7 @@ class LogprobLedger:
             self._waiting.append(_Entry(start, end, self._shown(token.logprob)))
 
     def take(self, start: int, end: int) -> tuple[TextLogprob, ...]:
-        """Of the tokens with text in [start, end); those before it are forgotten."""
+        """Of the tokens with text in [start, end); those before are dropped."""
         found = []
         while self._waiting and self._waiting[0].start < end:
             entry = self._waiting.popleft()

@@ -1,6 +1,6 @@
-"""What a Jinja template is given: plain dicts, in the style that the template wants. Pure.
+"""Turns messages into what a Jinja template is given: plain dicts, in the style that it expects. Pure.
 
-A dialect has decoded the roles already (developer is system); `arrange` has put the messages in order.
+The dialect has decoded the roles already (developer is system); `arrange` has put the messages in order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class TemplateStyle:
-    """How templates differ in what they want of a message.
+    """How templates differ in what they expect of a message.
 
     none_content: a message that only calls tools has none. short_ids: call ids are nine letters and
     digits. text_arguments: they are JSON text. names_results: a tool's result has the tool's name.
     reasoning_key: what reasoning is called; either_reasoning: it excludes content beside calls.
     lists: content is always a list of parts. object_arguments: arguments are never a text, not even
-    where a model wrote none that could be read.
+    those that are no valid JSON.
     """
 
     none_content: bool = False
@@ -39,7 +39,7 @@ COMMON = TemplateStyle()
 
 
 def settled(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message, ...]:
-    """Calls with arguments as objects, and with ids as the template wants them."""
+    """With calls whose arguments are objects and whose ids are as the template expects."""
 
     def call(c: ToolCall) -> ToolCall:
         id = short_id(c.id) if style.short_ids else c.id
@@ -59,7 +59,7 @@ def settled(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message,
 
 
 def parse_arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
-    """JSON text of an object to that object; no text at all to an empty one; the rest stays."""
+    """The object that a JSON text stands for, an empty one for no text; anything else stays text."""
     if not isinstance(arguments, str):
         return arguments
     if not arguments.strip():

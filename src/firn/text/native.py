@@ -1,4 +1,4 @@
-"""The port to a tool-call parser that comes with the tokenizer: a function over a whole call."""
+"""The port to a tool-call parser that comes with the tokenizer: a function of a whole call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router makes of a reply's text, in order."""
+"""The pieces that a splitter makes of a reply's text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextPiece:
     """`at`: how many characters of the raw reply come before it."""
 
     text: str
@@ -14,7 +14,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningPiece:
     text: str
 
 
@@ -34,4 +34,4 @@ class CallArguments:
 
 
 CallPiece = CallStart | CallArguments
-Piece = Text | Reasoning | CallPiece
+Piece = TextPiece | ReasoningPiece | CallPiece

@@ -1,6 +1,6 @@
-"""A request's source to a Prompt: read, arrange, render, tokenize, mark where messages end.
+"""From a request's source to its Prompt: read, arrange, render, tokenize, mark where messages end.
 
-Used from the tokenize pool; holds nothing but what was read once from the tokenizer.
+Runs in the tokenize pool; keeps only what was read once from the tokenizer.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from firn.text.arrange import arrange
 from firn.text.boundaries import Boundaries
 from firn.text.essential import essential_of_text
 from firn.text.formats import markup_tokens, own_markup
-from firn.text.illustrate import Illustration, images_of
-from firn.text.infill import detect
+from firn.text.infill import detect_infill
 from firn.text.length import refuse_too_long
+from firn.text.message_parts import PartReader
 from firn.text.messages import settled, to_template, tools_to_template
 from firn.text.parsers import formats
-from firn.text.stand_ins import Reader
-from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_images_in_results
+from firn.text.picture_spans import PromptPictures, pictures_of
+from firn.text.rendering import Content, Rendered
+from firn.text.template import MESSAGE_OPENERS, Template, keeps_header, shows_pictures_in_results
 from firn.text.tool_prompt import in_words
-from firn.text.typed import Content, Rendered, TypedControl, control_texts
+from firn.text.typed_control import TypedControl, control_texts
 
 TAIL_TOKENS = 64
 N_KWARGS = 64
-"""Different template variables of which the answer to one question is kept."""
+"""Sets of template variables for which it is remembered whether the reply's header stays."""
 AS_TEMPLATE = Reasoning()
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 
@@ -60,11 +61,11 @@ class PromptMaker:
         tool_format: str | None = None,
         template: Template | None = None,
     ) -> None:
-        """n_ids: how many tokens the model has embeddings for; None: as many as there are. pictures:
-        None for a model that takes none. tool_format: in which calls are written where
-        the template knows no tools; None: there are none then. template: if it was read already."""
+        """n_ids: how many tokens the model has embeddings for; None: all. pictures: None for a model
+        that takes none. tool_format: how calls are written if the template takes no tools; None: they
+        are refused then. template: if it was read already."""
         self._tokenizer = tokenizer
-        self._infill = detect(tokenizer)
+        self._infill = detect_infill(tokenizer)
         self._context_length = context_length
         self._n_ids = n_ids
         self._pictures = pictures
@@ -73,7 +74,7 @@ class PromptMaker:
         self._template = template
         self._boundaries = Boundaries(tokenizer, template.openers if template else ())
         self._tool_format = formats()[tool_format] if tool_format else None
-        self._reader = Reader(pictures, in_results=self._shows_images_in_results())
+        self._reader = PartReader(pictures, in_results=self._shows_pictures_in_results())
         own = own_markup() - {
             *MESSAGE_OPENERS,
             *map(tokenizer.decode, ([t] for t in tokenizer.eos)),
@@ -95,43 +96,45 @@ class PromptMaker:
             case RawTokens():
                 return _plain(self._checked_ids(self._ids(source.ids), param="prompt"))
             case FillInMiddle():
-                ids = self._checked_ids(self._filled_in(source), param="prompt")
+                ids = self._checked_ids(self._infilled(source), param="prompt")
                 return Prompt(ids, essential=((0, len(ids)),))  # the gap may be anywhere in it
 
     def ends(self, source: Source) -> frozenset[int]:
-        """What ends a reply to it, besides the tokens that end every one."""
+        """The tokens that end a reply to it, besides those that end every reply."""
         if isinstance(source, FillInMiddle) and self._infill is not None:
             return self._infill.ends
         return frozenset()
 
     def tail(self, prompt: Prompt) -> str:
-        """The prompt's last text, for a reader that must know what the template has opened."""
+        """The end of the prompt's text: a reader must know whether the template has begun reasoning."""
         return self._tokenizer.decode([int(t) for t in prompt.ids[-TAIL_TOKENS:]])
 
     def _chat(self, chat: Chat, reasoning: Reasoning) -> Prompt:
         template = self._checked(chat)
         read = self._reader.read(chat.messages, newest=chat.newest)
         kwargs = {**_reasoning_kwargs(reasoning), **chat.template_kwargs}
-        # Documents are long, and nothing to the answer.
+        # Documents are long, and do not change the answer.
         short = {k: v for k, v in kwargs.items() if k != "documents"}
         keeps = not chat.continues and self._keeps_header(json.dumps(short, sort_keys=True))
-        going_on = CONTINUE if chat.continues else {}
+        continuing = CONTINUE if chat.continues else {}
         content = Content(
-            settled(read.messages, template.style), chat.tools, {**kwargs, **going_on}
+            settled(read.messages, template.style), chat.tools, {**kwargs, **continuing}
         )
-        album = self._album(read.messages)
-        typed = self._typed.including(album.tokens(self._tokenizer)) if album else self._typed
-        rendered = typed.render(content, lambda c: _well_formed(self._render(c, template, album)))
-        if album is not None:
-            rendered = album.expand(rendered)
+        pictures = self._pictures_in(read.messages)
+        typed = self._typed.including(pictures.tokens(self._tokenizer)) if pictures else self._typed
+        rendered = typed.render(
+            content, lambda c: _well_formed(self._render(c, template, pictures))
+        )
+        if pictures is not None:
+            rendered = pictures.expand(rendered)
         # The template writes the special tokens itself: adding them again would double the BOS.
         prompt = Prompt(self._encode(rendered, add_special=False), notes=read.notes)
-        if album is not None:
-            prompt = self._illustrated(prompt, album)
+        if pictures is not None:
+            prompt = self._with_pictures(prompt, pictures)
         self._checked_ids(prompt.ids, param="messages", prompt=prompt)
         messages = self._arranged(content, template)
         prompt = self._boundaries.marked(prompt, rendered, messages, keeps_header=keeps)
-        # By the messages as they were sent: a template that knows no system prompt has none in it.
+        # By the messages as they were sent: arranged for some templates, they have no system prompt.
         return replace(
             prompt, essential=self._boundaries.essential(prompt, rendered, content.messages)
         )
@@ -143,13 +146,13 @@ class PromptMaker:
                 "This model has no chat template; use the completions API.", param="messages"
             )
         if not chat.messages:
-            raise BadRequest("messages: there is none.", param="messages")
+            raise BadRequest("messages: must have at least one message.", param="messages")
         last = chat.messages[-1]
         if chat.continues and (
             last.role != "assistant" or last.tool_calls or not last.text.strip()
         ):
             raise BadRequest(
-                "Only the text of an assistant can be continued, in the last message.",
+                "Only the text of a last message from the assistant can be continued.",
                 param="messages",
             )
         if chat.tools and not self._template.rules.tools and not self._writes_calls:
@@ -169,38 +172,38 @@ class PromptMaker:
             messages = in_words(messages, tools, self._tool_format)
         return arrange(messages, rules)
 
-    def _render(self, content: Content, template: Template, album: Illustration | None) -> str:
+    def _render(self, content: Content, template: Template, pictures: PromptPictures | None) -> str:
         messages = to_template(self._arranged(content, template), style=template.style)
         return self._tokenizer.render(
-            album.written_out(messages) if album else messages,
+            pictures.written_out(messages) if pictures else messages,
             tools=tools_to_template(content.tools) or None if template.rules.tools else None,
             kwargs=content.kwargs or {},
         )
 
-    def _album(self, messages: Sequence[Message]) -> Illustration | None:
-        if self._pictures is None or not images_of(messages):
+    def _pictures_in(self, messages: Sequence[Message]) -> PromptPictures | None:
+        if self._pictures is None or not pictures_of(messages):
             return None
-        return Illustration(messages, self._pictures)
+        return PromptPictures(messages, self._pictures)
 
-    def _illustrated(self, prompt: Prompt, album: Illustration) -> Prompt:
+    def _with_pictures(self, prompt: Prompt, pictures: PromptPictures) -> Prompt:
         assert self._pictures is not None
         return replace(
             prompt,
-            picture_spans=album.spans(prompt.ids),
-            picture_inputs=tuple(image.inputs for image in album.prepared),
+            picture_spans=pictures.spans(prompt.ids),
+            picture_inputs=tuple(picture.inputs for picture in pictures.prepared),
             whole_pictures=self._pictures.whole,
         )
 
-    def _shows_images_in_results(self) -> bool:
+    def _shows_pictures_in_results(self) -> bool:
         if self._pictures is None or self._template is None:
             return False
         if self._pictures.inline or not self._template.rules.calls:
             return True  # written as text, or in a user's turn
         placeholder = self._pictures.placeholder
-        return shows_images_in_results(self._tokenizer, self._template, placeholder)
+        return shows_pictures_in_results(self._tokenizer, self._template, placeholder)
 
     def _ask_for_header(self, kwargs: str) -> bool:
-        """Whether the reply's header will be a part of the next turn's prompt."""
+        """Whether the next turn's prompt contains the reply's header."""
         assert self._template is not None
         return keeps_header(self._tokenizer, self._template.style, json.loads(kwargs))
 
@@ -211,7 +214,7 @@ class PromptMaker:
         ids = self._tokenizer.encode(rendered.text, add_special=add_special, typed=rendered.typed)
         return self._ids(ids)
 
-    def _filled_in(self, source: FillInMiddle) -> TokenArray:
+    def _infilled(self, source: FillInMiddle) -> TokenArray:
         if self._infill is None:
             raise InvalidValue("suffix", "this model has no tokens for filling in the middle")
         prefix, suffix = _well_formed(source.prefix), _well_formed(source.suffix)
@@ -235,7 +238,7 @@ class PromptMaker:
     def _checked_ids(
         self, ids: TokenArray, *, param: str, prompt: Prompt | None = None
     ) -> TokenArray:
-        """Those of text are looked up in the embedding: what is not there must not be read."""
+        """Raises InvalidValue for tokens of text that the embedding has no row for."""
         if self._n_ids is None or (int(ids.max()) < self._n_ids and int(ids.min()) >= 0):
             return ids
         text = np.ones(len(ids), dtype=np.bool_)
@@ -252,7 +255,7 @@ def _plain(ids: TokenArray) -> Prompt:
 
 
 def _well_formed(text: str) -> str:
-    """Half a surrogate pair (JSON can carry one) is no text; it becomes U+FFFD."""
+    """With U+FFFD for half a surrogate pair, which JSON can carry but text cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

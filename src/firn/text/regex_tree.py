@@ -1,6 +1,6 @@
 """Regular expressions taken apart, as far as grammars need it. Pure.
 
-What cannot be told apart here (look-around, references back, anchors) is an Unreadable.
+Look-around, back references and anchors raise UnsupportedRegex.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ _REPEAT = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
 ANY, NOT_NEWLINE = r"[\s\S]", r"[^\n]"
 
 
-class Unreadable(ValueError):
-    """Not a regular expression of this kind."""
+class UnsupportedRegex(ValueError):
+    """Not a regular expression that a grammar can express."""
 
 
 @dataclass(frozen=True, slots=True)
-class Char:
+class RegexChar:
     char: str
 
 
 @dataclass(frozen=True, slots=True)
-class Set:
-    """One character of a class, which is given as it is written."""
+class RegexClass:
+    """One character of a class, which is kept as written."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RegexGroup:
     """Any of these sequences."""
 
-    options: tuple[tuple[Item, ...], ...]
+    options: tuple[tuple[RegexItem, ...], ...]
     any_case: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class RegexItem:
     """`repeat` is "", or how often: * + ? {2,5}."""
 
-    what: Char | Set | Group
+    what: RegexChar | RegexClass | RegexGroup
     repeat: str = ""
 
 
-def parse(pattern: str, *, any_line: bool = False) -> Group:
+def parse(pattern: str, *, any_line: bool = False) -> RegexGroup:
     """any_line: a dot stands for line breaks, too."""
-    reader = _Reader(pattern)
+    reader = _RegexParser(pattern)
     found = reader.group(any_line)
     if reader.at < len(pattern):
-        raise Unreadable("a bracket too many")
+        raise UnsupportedRegex("a bracket too many")
     return found
 
 
-class _Reader:
+class _RegexParser:
     """Owner: one call of `parse`."""
 
     def __init__(self, pattern: str) -> None:
@@ -71,9 +71,9 @@ class _Reader:
         self.at += n
         return text
 
-    def group(self, any_line: bool, any_case: bool = False) -> Group:
-        options: list[tuple[Item, ...]] = []
-        items: list[Item] = []
+    def group(self, any_line: bool, any_case: bool = False) -> RegexGroup:
+        options: list[tuple[RegexItem, ...]] = []
+        items: list[RegexItem] = []
         while self._peek() not in ("", ")"):
             if self._peek() == "|":
                 self.at += 1
@@ -85,10 +85,12 @@ class _Reader:
             self.at = repeat.end() if repeat else self.at
             # Whether few or many are tried first matters to a search, not to a language.
             times = repeat[0] if repeat else ""
-            items.append(Item(what, times[:-1] if len(times) > 1 and times[-1] == "?" else times))
-        return Group((*options, tuple(items)), any_case)
+            items.append(
+                RegexItem(what, times[:-1] if len(times) > 1 and times[-1] == "?" else times)
+            )
+        return RegexGroup((*options, tuple(items)), any_case)
 
-    def _atom(self, any_line: bool) -> Char | Set | Group:
+    def _atom(self, any_line: bool) -> RegexChar | RegexClass | RegexGroup:
         char = self._next()
         match char:
             case "\\":
@@ -98,48 +100,48 @@ class _Reader:
             case "(":
                 return self._inner(any_line)
             case ".":
-                return Set(ANY if any_line else NOT_NEWLINE)
+                return RegexClass(ANY if any_line else NOT_NEWLINE)
             case "^" | "$":
-                raise Unreadable("anchors are not supported here")
+                raise UnsupportedRegex("anchors are not supported here")
             case "*" | "+" | "?":
-                raise Unreadable(f"nothing to repeat before {char}")
-        return Char(char)
+                raise UnsupportedRegex(f"nothing to repeat before {char}")
+        return RegexChar(char)
 
-    def _inner(self, any_line: bool) -> Group:
+    def _inner(self, any_line: bool) -> RegexGroup:
         any_case = False
         if self._peek() == "?":
             named, flags = (p.match(self._pattern, self.at) for p in (_NAMED, _FLAGS))
             if not named and not flags:
-                raise Unreadable("this kind of group is not supported here")
+                raise UnsupportedRegex("this kind of group is not supported here")
             if flags:
                 any_line, any_case = any_line or "s" in flags[1], "i" in flags[1]
             self.at = (named or flags).end()  # type: ignore[union-attr]
         found = self.group(any_line, any_case)
         if self._next() != ")":
-            raise Unreadable("a group has no end")
+            raise UnsupportedRegex("a group has no end")
         return found
 
-    def _escape(self) -> Char | Set:
+    def _escape(self) -> RegexChar | RegexClass:
         char = self._next()
         if char in ("p", "P"):
-            return Set(f"[\\{char}{self._braced() or self._next()}]")
+            return RegexClass(f"[\\{char}{self._braced() or self._next()}]")
         if char and char in "dDwWsS":
-            return Set(f"[\\{char}]")
+            return RegexClass(f"[\\{char}]")
         if char in ("x", "u", "U"):
             digits = self._braced().strip("{}") or self._next({"x": 2, "u": 4, "U": 8}[char])
             try:
-                return Char(chr(int(digits, 16)))
+                return RegexChar(chr(int(digits, 16)))
             except (ValueError, OverflowError):
-                raise Unreadable(f"\\{char}{digits} is no character") from None
+                raise UnsupportedRegex(f"\\{char}{digits} is no character") from None
         if not char or char in "bBAzZG" or (char.isdigit() and char != "0"):
-            raise Unreadable(f"\\{char} is not supported here")
-        return Char(_ESCAPED.get(char, char))
+            raise UnsupportedRegex(f"\\{char} is not supported here")
+        return RegexChar(_ESCAPED.get(char, char))
 
     def _braced(self) -> str:
         end = self._pattern.find("}", self.at)
         return self._next(end + 1 - self.at) if self._peek() == "{" and end >= 0 else ""
 
-    def _class(self) -> Set:
+    def _class(self) -> RegexClass:
         """Up to the bracket that closes it; classes may hold classes."""
         start, depth = self.at - 1, 1
         self.at += self._peek() == "^"
@@ -147,7 +149,7 @@ class _Reader:
         while depth:
             char = self._next()
             if not char:
-                raise Unreadable("a class of characters has no end")
+                raise UnsupportedRegex("a class of characters has no end")
             self.at += char == "\\"
             depth += (char == "[") - (char == "]")
-        return Set(self._pattern[start : self.at])
+        return RegexClass(self._pattern[start : self.at])

@@ -1,7 +1,7 @@
 """One choice of a reply, from tokens to events: detokenize, split, stop.
 
-Runs on the asyncio thread, once a token. Plain text with nothing to look for takes a short path.
-Stop strings are looked for in what the user reads, not in reasoning, calls or their markup.
+Runs on the asyncio thread, once a token, so plain text with nothing to look for takes a short path. Stop
+strings are looked for in what the user reads, not in reasoning, calls or their markup.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from firn.core.ports import Tokenizer
 from firn.core.values import Tool, ToolChoice, ToolMode
 from firn.text.detokenizer import Detokenizer
 from firn.text.formats import ReplyFormat
-from firn.text.logprobs import LogprobLedger
-from firn.text.pieces import CallArguments, CallStart, Piece, Reasoning, Text
-from firn.text.routing import make_router
+from firn.text.logprobs import LogprobBuffer
+from firn.text.make_splitter import make_splitter
+from firn.text.pieces import CallArguments, CallStart, Piece, ReasoningPiece, TextPiece
 from firn.text.stops import StopMatcher
 
 
@@ -57,34 +57,34 @@ class ReplyReader:
         self._parallel = tool_choice.parallel
         self._detokenizer = Detokenizer(tokenizer, visible=format.visible)
         active = () if tool_choice.mode is ToolMode.NONE else tools
-        self._router = make_router(format, active, prompt_tail)
+        self._splitter = make_splitter(format, active, prompt_tail)
         self._stops = StopMatcher(stop) if stop else None
-        self._ledger = LogprobLedger(tokenizer, format.visible) if logprobs else None
-        self._is_plain = not (self._router or self._stops or self._ledger)
+        self._logprobs = LogprobBuffer(tokenizer, format.visible) if logprobs else None
+        self._is_plain = not (self._splitter or self._stops or self._logprobs)
         self._n_raw = 0
         self._text_end = 0
         self._n_calls = 0
 
     @property
     def in_reasoning(self) -> bool:
-        return self._router is not None and self._router.in_reasoning
+        return self._splitter is not None and self._splitter.in_reasoning
 
     def feed(self, token: Token) -> list[Event]:
         self.n_completion += 1
         text = self._detokenizer.feed(token.id)
         if self._is_plain:
             return [TextDelta(self._choice, text)] if text else []
-        if self._ledger:
-            self._ledger.add(token, self._n_raw, self._n_raw + len(text))
-        if self._router and self._router.in_reasoning:
+        if self._logprobs:
+            self._logprobs.add(token, self._n_raw, self._n_raw + len(text))
+        if self._splitter and self._splitter.in_reasoning:
             self.n_reasoning += 1
         return self._events(self._split(text)) if text else []
 
     def finish(self, reason: Literal["stop", "length"]) -> list[Event]:
         """What was held back, and ChoiceFinished."""
         pieces = self._split(self._detokenizer.flush())
-        if self._router:
-            pieces = [*pieces, *self._router.finish()]
+        if self._splitter:
+            pieces = [*pieces, *self._splitter.finish()]
         events = self._events(pieces)
         if self.stopped:
             return events
@@ -96,14 +96,14 @@ class ReplyReader:
         at, self._n_raw = self._n_raw, self._n_raw + len(text)
         if not text:
             return ()
-        return self._router.feed(text) if self._router else (Text(text, at),)
+        return self._splitter.feed(text) if self._splitter else (TextPiece(text, at),)
 
     def _events(self, pieces: Sequence[Piece]) -> list[Event]:
         events: list[Event] = []
         for piece in pieces:
-            if isinstance(piece, Text):
+            if isinstance(piece, TextPiece):
                 events += self._text(piece)
-            elif isinstance(piece, Reasoning):
+            elif isinstance(piece, ReasoningPiece):
                 events += self._flush_stops()
                 events.append(ReasoningDelta(self._choice, piece.text))
             elif isinstance(piece, CallStart):
@@ -115,7 +115,7 @@ class ReplyReader:
                 break
         return events
 
-    def _text(self, piece: Text) -> list[Event]:
+    def _text(self, piece: TextPiece) -> list[Event]:
         end = self._text_end = piece.at + len(piece.text)
         if not self._stops:
             return self._deltas(piece.text, end)
@@ -133,7 +133,7 @@ class ReplyReader:
         """`end`: where the text ends in the raw reply."""
         if not text:
             return []
-        logprobs = self._ledger.take(end - len(text), end) if self._ledger else ()
+        logprobs = self._logprobs.take(end - len(text), end) if self._logprobs else ()
         return [TextDelta(self._choice, text, logprobs)]
 
     def _start_call(self, call: CallStart) -> Event:

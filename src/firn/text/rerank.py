@@ -1,7 +1,7 @@
-"""Models that say how well a document answers a query, by how likely "yes" is against "no". Pure.
+"""Models that rate how well a document answers a query, by how likely "yes" is against "no". Pure.
 
-Qwen3-Reranker and its kin are chat models that were trained on one question. Instruction and query come
-before the document, so all documents of a query share them as a prefix.
+Qwen3-Reranker and its like are chat models trained on one question. Instruction and query come before
+the document, so all documents of a query share them as a prefix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SYSTEM = (
     'Note that the answer can only be "yes" or "no".'
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""What the model was trained with; a request may have its own."""
+"""The one that the model was trained with; a request may send its own."""
 NO_THINKING = Reasoning(enabled=False)
 NAMED = "rerank"
 
@@ -32,7 +32,9 @@ class Reranker:
     no: int
 
 
-def detect(name: str, tokenizer: Tokenizer, score: Mapping[str, Any] | None) -> Reranker | None:
+def detect_reranker(
+    name: str, tokenizer: Tokenizer, score: Mapping[str, Any] | None
+) -> Reranker | None:
     """By what the folder says of its score (ids of two tokens), or by the model's name."""
     if score is not None:
         yes, no = score.get("true_token_id"), score.get("false_token_id")

@@ -1,4 +1,4 @@
-"""Finding fixed strings in a stream, whatever way the stream is cut.
+"""Finds fixed strings in a stream, however the stream is cut.
 
 The text that may be the beginning of a needle is held back; everything else passes at once. Linear
 in the text: one Knuth-Morris-Pratt automaton per needle, and a shortcut for text that has nothing
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Found(NamedTuple):
+class ScanResult(NamedTuple):
     """`before` is free to pass on; `needle` is what ended it ("" where nothing did); `after` follows."""
 
     before: str
@@ -32,14 +32,14 @@ class Finder:
         self._fail = [_failure(n) for n in self.needles]
         self._depth = [0] * len(self.needles)
 
-    def feed(self, text: str) -> Found:
+    def feed(self, text: str) -> ScanResult:
         """Reads up to the first needle, or to the end of the text. Starts afresh after a needle."""
         if not self.held:
             for char in self._first:
                 if char in text:
                     break
             else:
-                return Found(text, "", "")
+                return ScanResult(text, "", "")
         start = len(self.held)
         text = self.held + text
         depth = self._depth
@@ -49,10 +49,10 @@ class Finder:
                 self._depth = [0] * len(depth)
                 self.held = ""
                 end = i + 1
-                return Found(text[: end - longest], text[end - longest : end], text[end:])
+                return ScanResult(text[: end - longest], text[end - longest : end], text[end:])
         n_free = len(text) - max(depth, default=0)
         self.held = text[n_free:]
-        return Found(text[:n_free], "", "")
+        return ScanResult(text[:n_free], "", "")
 
     def flush(self) -> str:
         """The text held back, which no needle will claim any more."""

@@ -1,4 +1,4 @@
-"""Arguments by the types of a tool's JSON schema. A string stays a string; nothing here raises."""
+"""Gives arguments the types of a tool's JSON schema. A string stays a string; nothing here raises."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LITERAL_FAULTS = (ValueError, SyntaxError, MemoryError, RecursionError, TypeErr
 _MAX_DEPTH = 16
 
 
-class Toolbox:
-    """The tools of one request, by name. Immutable."""
+class ToolSchemas:
+    """The schemas of one request's tools, by name. Immutable."""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         self.tools = tuple(tools)
@@ -43,7 +43,7 @@ class Toolbox:
         return {k: coerce(v, self.types(tool, k)) for k, v in arguments.items()}
 
     def read(self, tool: str, key: str, text: str) -> Any:
-        """An argument from its bare text."""
+        """The value of an argument that is written without quotes."""
         return from_text(text, self.types(tool, key))
 
 
@@ -83,7 +83,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def coerce(value: Any, types: frozenset[str]) -> Any:
-    """A parsed value, moved to the schema's type where that loses nothing."""
+    """A parsed value as the schema's type, if that loses nothing."""
     if not types:
         return value
     if isinstance(value, str):
@@ -94,7 +94,7 @@ def coerce(value: Any, types: frozenset[str]) -> Any:
 
 
 def from_text(text: str, types: frozenset[str]) -> Any:
-    """A value from bare text, as formats without JSON quotes write it."""
+    """The value of a text that is written without quotes."""
     if types == {"string"}:
         return text
     if not types or "string" in types:  # it may be a string: "007" is one, 7 is not

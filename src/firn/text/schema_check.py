@@ -1,7 +1,7 @@
-"""Does a value follow its JSON schema? Asked after a reply about what no grammar could hold it to.
+"""Does a value follow its JSON schema? Checked after a reply that no grammar could hold to it.
 
-Bounded, for schemas come from anybody and this runs where everybody's tokens pass: all of it has a
-moment, references lead nowhere but into the schema, and what is not known of a schema is no fault.
+Bounded, because anybody may send a schema and this runs on the thread that passes on all tokens: time is
+limited, references lead only into the schema itself, and an unknown keyword is no fault.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import regex
 from firn.text.schema import resolve_reference, type_of
 
 TIME_S = 0.1
-"""Of this thread's own, for one value and everything that its schema asks about it."""
+"""Of the thread's own time, for one value."""
 MAX_PATTERN_CHARS = 1000
 """Compiling has no time limit."""
 MAX_STEPS = 20_000
@@ -36,12 +36,12 @@ Check = Callable[["_Checker", _Keyword], Iterator[str]]
 
 
 class _Endless(Exception):
-    """The schema takes more work than it is worth."""
+    """The check takes longer than it may."""
 
 
 def faults(value: Any, schema: Any, *, time_s: float = TIME_S) -> list[str]:
-    """Places in the schema that the value does not follow, as pointers; empty if it does, or if that
-    cannot be told in so many seconds."""
+    """JSON pointers to the places of the schema that the value does not follow; empty if it follows all,
+    or if that cannot be found out in `time_s`."""
     try:
         return list(dict.fromkeys(_Checker(schema, time_s).faults(value, schema, "#")))
     except (_Endless, RecursionError):
@@ -77,7 +77,7 @@ class _Checker:
         return next(self.faults(value, schema, ""), None) is None
 
     def matches(self, text: str, pattern: Any) -> bool:
-        """What is no pattern, or takes too long, is none that a text breaks."""
+        """True also for what is no pattern, or takes too long."""
         left_s = self._left_s()
         if left_s < 0:
             raise _Endless
@@ -177,7 +177,7 @@ def _names(c: _Checker, k: _Keyword) -> Iterator[str]:
 
 
 def _dependent(c: _Checker, k: _Keyword) -> Iterator[str]:
-    """Of both kinds: names that must be there too, or a k.schema for the whole."""
+    """Both kinds: names of members that must also be there, or a schema for the whole value."""
     if not isinstance(k.value, Mapping) or not isinstance(k.given, Mapping):
         return
     for name in k.given.keys() & k.value.keys():

@@ -1,4 +1,4 @@
-"""Stop strings, matched on text across token borders; no part of a match leaks."""
+"""Stop strings, matched in the text across tokens; no part of a match is passed on."""
 
 from __future__ import annotations
 

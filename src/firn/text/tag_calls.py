@@ -1,7 +1,7 @@
-"""Reading calls that are written as tags: one for the call, one for each parameter.
+"""Reads calls written as tags: one for the call, one for each parameter.
 
-The arguments become JSON on the way. A parameter that the schema calls a string is passed on as it
-is written; any other waits for its end, since its type shows only then.
+The arguments become JSON on the way. A parameter that is a string by its schema is passed on as it
+arrives; any other waits for its end, since only the whole text shows its type.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 class TagGrammar:
     """The tags of one format, e.g. <function=NAME> <parameter=KEY> VALUE </parameter> </function>.
 
-    call: "" where the name follows the opening marker at once. key_end and value_open stand between
-    key and value. section_end: what closes a run of calls, "" for nothing. trims: a line break at
-    each end of a value is layout. cdata: a value may stand between XML's marks for plain text.
+    call: empty if the name follows the opening marker at once. key_end and value_open are between key
+    and value. section_end: closes several calls; empty: nothing does. trims: a line break at each end
+    of a value is layout. cdata: a value may be in a CDATA section.
 
-    How it is best written: line is what parts two tags; shares_section: several calls stand in one
-    section; says_string: a parameter's tag tells whether its value is a string.
+    How calls are written: line: between two tags. shares_section: several calls in one section.
+    says_string: a parameter's tag tells whether its value is a string.
     """
 
     call: str
@@ -133,7 +133,7 @@ class TagCallParser(JsonCallParser):
     def _types(self, key: str, attributes: str) -> frozenset[str]:
         if 'string="true"' in attributes:
             return STRING
-        types = self.toolbox.types(self.name, key)
+        types = self.schemas.types(self.name, key)
         return types - STRING if 'string="false"' in attributes else types
 
     def _string(self, lead: str) -> Script[None]:
@@ -162,7 +162,7 @@ class TagCallParser(JsonCallParser):
 
 
 def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str, Any]], str]:
-    """A writer of calls in the first of these: strings as they are, everything else as JSON."""
+    """A writer of calls in the first of these formats: strings as they are, anything else as JSON."""
     opening, tags = next(iter(grammars.items()))
     quote = '"' if tags.call.endswith("name=") else ""
     pad = "\n" if tags.trims else ""
@@ -187,7 +187,7 @@ def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str
 
 
 def _split_header(text: str) -> tuple[str, str]:
-    """(name, the attributes behind it) of a tag's inside; the name may be quoted."""
+    """(name, attributes) of the inside of a tag; the name may be quoted."""
     found = _HEADER.match(text)
     if not found:
         return "", ""

@@ -1,4 +1,4 @@
-"""The grammar of calls that are written as tags: strings as they are, everything else as JSON."""
+"""The grammar of calls written as tags: strings as they are, everything else as JSON."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 def tag_calls(g: CallGrammar, tags: TagGrammar, opening: str) -> str:
     """Calls between `opening` and the section's end; one in each section, or all in one."""
-    return _Writer(g, tags, opening).calls()
+    return _TagGrammarWriter(g, tags, opening).calls()
 
 
-class _Writer:
+class _TagGrammarWriter:
     """Owner: one call of `tag_calls`."""
 
     def __init__(self, g: CallGrammar, tags: TagGrammar, opening: str) -> None:
@@ -45,7 +45,7 @@ class _Writer:
         t = self._tags
         tag = "" if self._opening == t.call else t.call
         head = f"{tag}{self._named(plain(tool.name, tool.param))}{t.name_end}"
-        # A name that ends with its line has had its line break.
+        # A name that ends with a line break needs no other.
         head += self._line if t.name_end != "\n" else ""
         tail = f"{t.call_end}{self._line}" if t.call else ""
         for key in unheld_members(tool.parameters):
@@ -70,7 +70,7 @@ class _Writer:
         return one if parameter.required else f"{one}?"
 
     def _free(self) -> str:
-        """Any parameters, with any text: the schema says nothing about them."""
+        """Any parameters with any text: the schema declares none."""
         t, mark = self._tags, self._lark.mark
         kind = ' string="true"' if t.says_string else ""
         key = self._lark.terminal(_KEY)

@@ -1,4 +1,4 @@
-"""What a chat template wants and can do, read once per model: from its source, and by rendering."""
+"""What a chat template expects and can do: read once per model, from its source and by rendering."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
 from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 from firn.text.messages import TemplateStyle, to_template, tools_to_template
-from firn.text.turns import TurnRules, ask
+from firn.text.turn_rules import TurnRules, turn_rules
 
 MESSAGE_OPENERS = (
     "<|im_start|>",
@@ -44,7 +44,7 @@ MESSAGE_OPENERS = (
     "[|assistant|]",
     "]~b]",
 )
-"""Tokens known to begin a message. Others are learnt from how the template renders a small chat."""
+"""Tokens known to begin a message. Others are found by rendering a small chat."""
 
 _ALPHA, _BETA, _GAMMA, _DELTA = "alpha", "beta", "gamma", "delta"
 
@@ -65,11 +65,11 @@ class Template:
     def read(cls, tokenizer: Tokenizer) -> Template:
         style = replace(read_style(tokenizer.chat_template or ""), lists=_wants_lists(tokenizer))
         style = replace(style, object_arguments=_wants_objects(tokenizer, style))
-        return cls(style, ask(tokenizer, style), openers(tokenizer))
+        return cls(style, turn_rules(tokenizer, style), openers(tokenizer))
 
 
-def shows_images_in_results(tokenizer: Tokenizer, template: Template, placeholder: str) -> bool:
-    """Whether a picture that a tool has given is shown by the template."""
+def shows_pictures_in_results(tokenizer: Tokenizer, template: Template, placeholder: str) -> bool:
+    """Whether the template shows a picture in a tool's result."""
     call = Message("assistant", tool_calls=(ToolCall("call00001", _ALPHA, {}),))
     seen = Message("tool", (PicturePart(""),), tool_call_id="call00001")
     chat = (Message("user", (TextPart(_BETA),)), call, seen)
@@ -95,7 +95,7 @@ def _wants_lists(tokenizer: Tokenizer) -> bool:
 
 
 def _wants_objects(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
-    """Whether the template fails over arguments that are a text."""
+    """Whether the template fails if the arguments of a call are a text."""
 
     def shows(arguments: Mapping[str, Any] | str) -> bool:
         call = Message("assistant", tool_calls=(ToolCall("call00001", _ALPHA, arguments),))
@@ -117,12 +117,12 @@ def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str
 
     It does not where the header opens a thought, or closes an empty one, that history leaves out.
     """
-    ask = Message("user", (TextPart(_ALPHA),))
+    question = Message("user", (TextPart(_ALPHA),))
     later = (Message("assistant", (TextPart(_BETA),)), Message("user", (TextPart(_GAMMA),)))
     try:
         now, then = (
             tokenizer.render(to_template(chat, style=style), tools=None, kwargs=kwargs)
-            for chat in ((ask,), (ask, *later))
+            for chat in ((question,), (question, *later))
         )
     except TemplateFailed:
         return False
@@ -130,7 +130,7 @@ def keeps_header(tokenizer: Tokenizer, style: TemplateStyle, kwargs: Mapping[str
 
 
 def read_style(source: str) -> TemplateStyle:
-    """From the template's source; "" stands for a template that is code."""
+    """From the template's source; empty for a template that is code."""
 
     def has(pattern: str) -> bool:
         return re.search(pattern, source) is not None

@@ -1,7 +1,7 @@
-"""Tools for a model whose template knows none: described in the system prompt, called in plain text.
+"""Tools for a model whose template takes none: described in the system prompt, called in text. Pure.
 
-Pure. Calls and results of history become text of the turns they stand in, in the same format that the
-model is asked for and that the reply is read by.
+Earlier calls and results become text of their turns, in the same format that the model is asked to write
+and that its reply is read with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESULT = "<tool_result{name}>\n{text}\n</tool_result>"
 def in_words(
     messages: Sequence[Message], tools: Sequence[Tool], format: ToolFormat
 ) -> tuple[Message, ...]:
-    """The chat without tools, calls or results in any form but text."""
+    """The chat with its tools, calls and results as text."""
     write = format.write
     assert write is not None
     names = {c.id: c.name for m in messages for c in m.tool_calls}

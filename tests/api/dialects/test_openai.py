@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from firn.api.dialects import Head
+from firn.api.dialects import ReplyHead
 from firn.api.dialects.openai_chat import ChatCall, OpenAIChat
 from firn.api.dialects.openai_completions import CompletionCall, OpenAICompletions
 from firn.core.errors import ContextTooLong, InvalidValue
@@ -43,7 +43,7 @@ from firn.core.values import (
 )
 
 NAMESPACE = Namespace("test")
-HEAD = Head(id="1", model="fake", created=7)
+HEAD = ReplyHead(id="1", model="fake", created=7)
 HI = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 

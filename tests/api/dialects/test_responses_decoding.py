@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from firn.api.dialects import Head
+from firn.api.dialects import ReplyHead
 from firn.api.dialects._responses_items import seal
 from firn.api.dialects.openai_responses import OpenAIResponses, ResponsesCall
 from firn.core.errors import BadRequest, InvalidValue
@@ -61,8 +61,8 @@ def text(role: Any, said: str, **more: Any) -> Message:
     return Message(role, (TextPart(said),), **more)
 
 
-def head(id: str) -> Head:
-    return Head(id=id, model="fake", created=7)
+def head(id: str) -> ReplyHead:
+    return ReplyHead(id=id, model="fake", created=7)
 
 
 USER = {"role": "user", "content": "hi"}

@@ -8,16 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.api.dialects._responses_store import OVERHEAD_NBYTES, ResponseStore, Stored
+from firn.api.dialects._responses_store import OVERHEAD_NBYTES, ResponseStore, StoredResponse
 from firn.core.errors import InvalidValue, NotFound
 from firn.core.values import Namespace, RequestId
 
 MINE, YOURS = Namespace("mine"), Namespace("yours")
 
 
-def stored(id: str, *, previous: str | None = None, size: int = 0, running: bool = False) -> Stored:
+def stored(
+    id: str, *, previous: str | None = None, size: int = 0, running: bool = False
+) -> StoredResponse:
     body = {"id": id, "output": [{"id": f"item-{id}", "text": "x" * size}]}
-    return Stored(
+    return StoredResponse(
         id=id,
         request=RequestId(id),
         previous=previous,
@@ -157,5 +159,5 @@ def test_bounds_hold_whatever_happens(steps: list[tuple[str, int, int]]) -> None
         kept = [store.get(MINE, i) for i in there(store, *map(str, range(10)))]
         assert len(kept) <= 4
         assert sum(entry.nbytes for entry in kept) <= 4000
-        shelf = store._shelves.get(MINE)
-        assert shelf is None or shelf.nbytes == sum(entry.nbytes for entry in kept)
+        responses = store._by_namespace.get(MINE)
+        assert responses is None or responses.nbytes == sum(entry.nbytes for entry in kept)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from firn.api.dialects._fields import Fields
 from firn.api.dialects._template_kwargs import (
     MAX_DOCUMENTS_SIZE,
     MAX_NAMES,
     MAX_SIZE,
     template_kwargs,
 )
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 
 PARAM = "chat_template_kwargs"

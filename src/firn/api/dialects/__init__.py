@@ -1,8 +1,8 @@
 """API dialects: one file each, found by being here.
 
-A module of this package whose name has no leading underscore defines one class with the methods of
-`Dialect`, named in `DIALECT`; it is made with the `Defaults` that hold where a body says nothing. The
-contract tests pick it up by themselves.
+A module of this package whose name has no leading underscore defines a class with the methods of
+`Dialect` and names it in `DIALECT`. It is made with the `Defaults` that hold where a body says nothing.
+The contract tests find it by themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from firn.core.values import PLAIN_DEFAULTS, Defaults, GenerateRequest, Namespac
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ReplyHead:
     """What the server knows about a reply before it begins."""
 
     id: str
@@ -35,25 +35,25 @@ class Head:
 
 
 class Encoder(Protocol):
-    """Renders one stream, incrementally. Owned by the task that writes it."""
+    """Renders one stream, piece by piece. Owned by the task that writes it."""
 
     def feed(self, events: Sequence[Event]) -> bytes:
         """The frames for these events, to be written at once.
 
-        No events at all means silence: something harmless keeps the connection alive. Ended and
-        Failed are the last events of a stream, and close it in the dialect's own way; a stream whose
-        client has gone is fed a Failed too, though nobody reads the frames.
+        No events at all means silence: the answer is something harmless that keeps the connection
+        alive. Ended or Failed is the last event, and closes the stream in the dialect's own way; a
+        stream whose client has gone is fed a Failed too, though nobody reads the frames.
         """
         ...
 
 
-class Call(Protocol):
+class ApiCall(Protocol):
     """A decoded body: what to generate, and how to show it."""
 
     @property
     def requests(self) -> tuple[GenerateRequest, ...]:
-        """Run side by side; the choices of the second are numbered after those of the first. None
-        at all: the reply says that the model is there."""
+        """Run side by side; the choices of the second are numbered after those of the first. Empty:
+        the reply only says that the model is there."""
         ...
 
     @property
@@ -61,28 +61,28 @@ class Call(Protocol):
 
     @property
     def background(self) -> bool:
-        """Answer with the fold of no events, and fold the reply whenever it is done."""
+        """Answer with the fold of no events at once, and fold the whole reply when it is done."""
         ...
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Fields of the body that mean nothing here."""
+        """Fields of the body that firn does not know; logged at DEBUG."""
         ...
 
-    def encoder(self, head: Head) -> Encoder: ...
+    def encoder(self, head: ReplyHead) -> Encoder: ...
 
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
         """The whole reply as one body, from the events of a stream that Ended.
 
-        In the background also: of a stream that has not begun, or that Failed.
+        Of a call in the background also those of a stream that has not begun, or that Failed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request to a further route. `body` is empty where the route has no schema, `namespace` is
-    what the caller shares with nobody."""
+class RouteRequest:
+    """A request to a JsonRoute. `body` is empty where the route has no schema; `namespace` is the
+    caller's own, which it shares with nobody."""
 
     namespace: Namespace
     path: Mapping[str, str] = field(default_factory=dict)
@@ -91,17 +91,17 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
-    """A further route: JSON in, JSON out, nothing is generated. `path` may hold {parameters}.
+class JsonRoute:
+    """A route that generates nothing: JSON in, JSON out. `path` may hold {parameters}.
 
-    `schema` is the JSON schema of the body, with an example; None: there is no body. `computes`: the
-    model works for it, and the answer's usage says how much.
+    schema: JSON schema of the body, with an example; None: there is no body. computes: the model works
+    for it, and the answer's usage says how much.
     """
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
     summary: str
-    answer: Callable[[Asked], Awaitable[Mapping[str, Any]]]
+    answer: Callable[[RouteRequest], Awaitable[Mapping[str, Any]]]
     schema: Mapping[str, Any] | None = None
     computes: bool = False
 
@@ -116,8 +116,8 @@ class Dialect(Protocol):
     stream_headers: tuple[tuple[bytes, bytes], ...]
     """Of a reply that is a stream."""
 
-    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> Call:
-        """Raises InvalidValue and other BadRequests. `namespace`: the caller's own, as in Asked."""
+    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ApiCall:
+        """Raises InvalidValue and other BadRequests. namespace: see `RouteRequest`."""
         ...
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
@@ -128,8 +128,8 @@ class Dialect(Protocol):
         """JSON schema of the body, for /openapi.json."""
         ...
 
-    def routes(self, services: Services) -> Sequence[Extra]:
-        """What this API has besides its POST. Below `path`, where errors have its shape."""
+    def routes(self, services: Services) -> Sequence[JsonRoute]:
+        """What this API has besides its POST, below `path`: errors there have this API's shape."""
         ...
 
 

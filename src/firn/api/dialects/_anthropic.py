@@ -12,12 +12,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
-from firn.api.dialects._openai import MAX_STOP_CHARS, MAX_STOPS
+from firn.api import fields
+from firn.api.dialects import _openai
 from firn.api.dialects._openai_chat import MAX_MESSAGES
 from firn.api.dialects._openai_tools import MAX_NAME_CHARS, MAX_TOOLS
 from firn.api.dialects._output_formats import output_format
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     DocumentPart,
@@ -45,10 +45,10 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 def messages(body: Fields) -> tuple[Message, ...]:
-    given = fields.array(body.require("messages"), "messages", low=1, high=MAX_MESSAGES)
+    given = fields.objects(body.require("messages"), "messages", low=1, high=MAX_MESSAGES)
     found = _system(body)
-    for i, value in enumerate(given):
-        found += _message(Fields(fields.mapping(value, f"messages[{i}]"), f"messages[{i}]"))
+    for message in given:
+        found += _message(message)
     if body.get("cache_control") is not None:
         _check_cache_control(body)
         found[-1] = replace(found[-1], checkpoint=True)
@@ -188,9 +188,7 @@ def _paragraphs(parts: Sequence[Part]) -> tuple[Part, ...]:
 def _blocks(value: Any, param: str) -> list[Fields]:
     if not isinstance(value, list):
         raise InvalidValue(param, f"must be a string or an array, not {fields.kind(value)}")
-    return [
-        Fields(fields.mapping(one, f"{param}[{i}]"), f"{param}[{i}]") for i, one in enumerate(value)
-    ]
+    return list(fields.objects(value, param))
 
 
 def _kind(block: Fields) -> str:
@@ -220,7 +218,7 @@ def _text(block: Fields) -> TextPart:
 
 
 def _image(block: Fields) -> Part:
-    source = _source(block)
+    source = block.require_object("source")
     param = block.name("source")
     match _kind(source):
         case "base64":
@@ -235,7 +233,7 @@ def _image(block: Fields) -> Part:
 
 
 def _document(block: Fields) -> Part:
-    source = _source(block)
+    source = block.require_object("source")
     lead = PARAGRAPH.join(filter(None, (block.string("title"), block.string("context"))))
     match _kind(source):
         case "text":
@@ -267,11 +265,6 @@ def _inner_text(value: Any, param: str) -> str:
     return PARAGRAPH.join(found)
 
 
-def _source(block: Fields) -> Fields:
-    path = block.name("source")
-    return Fields(fields.mapping(block.require("source"), path), path)
-
-
 def _is_marked(block: Fields) -> bool:
     given = block.get("cache_control")
     if given is not None:
@@ -292,19 +285,15 @@ def _check_cache_control(owner: Fields) -> None:
 
 def tools(body: Fields) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
     """The tools, and the names of those left out: the ones that Anthropic's servers run."""
-    given = body.get("tools")
-    if given is None:
-        return (), ()
-    found: list[Tool] = []
+    taken: list[Tool] = []
     left_out: list[str] = []
-    for i, value in enumerate(fields.array(given, "tools", high=MAX_TOOLS)):
-        tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
+    for tool in body.objects("tools", high=MAX_TOOLS):
         kind = tool.string("type")
         if kind is None or kind == "custom":
-            found.append(_tool(tool))
+            taken.append(_tool(tool))
         else:
-            left_out.append(f"tools[{i}] ({kind[:64]})")
-    return tuple(found), tuple(left_out)
+            left_out.append(f"{tool.path} ({kind[:64]})")
+    return tuple(taken), tuple(left_out)
 
 
 def _tool(tool: Fields) -> Tool:
@@ -323,7 +312,7 @@ def tool_choice(body: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
     given = body.get("tool_choice")
     if given is None:
         return ToolChoice()
-    choice = Fields(fields.mapping(given, "tool_choice"), "tool_choice")
+    choice = fields.members(given, "tool_choice")
     kinds = ("auto", "any", "tool", "none")
     kind = fields.one_of(choice.require("type"), choice.name("type"), kinds)
     parallel = not choice.boolean("disable_parallel_tool_use", False)
@@ -343,13 +332,7 @@ def tool_choice(body: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
 
 def stop_sequences(body: Fields) -> tuple[str, ...]:
     given = body.get("stop_sequences")
-    if given is None:
-        return ()
-    strings = (
-        fields.string(text, f"stop_sequences[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
-        for i, text in enumerate(fields.array(given, "stop_sequences", high=MAX_STOPS))
-    )
-    return tuple(dict.fromkeys(strings))
+    return () if given is None else _openai.stop_array(given, "stop_sequences")
 
 
 def reasoning(body: Fields) -> Reasoning:
@@ -361,7 +344,7 @@ def reasoning(body: Fields) -> Reasoning:
     given = body.get("thinking")
     if given is None:
         return Reasoning(effort=effort)
-    thinking = Fields(fields.mapping(given, "thinking"), "thinking")
+    thinking = fields.members(given, "thinking")
     kinds = ("enabled", "disabled", "adaptive", "between_tools")
     match fields.one_of(thinking.require("type"), thinking.name("type"), kinds):
         case "enabled":

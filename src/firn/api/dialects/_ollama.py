@@ -1,4 +1,4 @@
-"""What the two generating routes of Ollama's API share: fields, options, lines of JSON, durations.
+"""What the two generating routes of Ollama's API share: options, and replies as lines of JSON.
 
 A stream is a line of JSON for each piece, and the last line has the counts. Empty content in between is
 harmless, and keeps a connection alive.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from firn.api.dialects import Head, _openai
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
-from firn.core import duration
+from firn.api import fields
+from firn.api.dialects import JsonRoute, ReplyHead, _openai
+from firn.api.errors import ollama_error
+from firn.api.fields import Fields
+from firn.api.ollama import durations
+from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
     ChoiceFinished,
@@ -28,28 +30,51 @@ from firn.core.events import (
     ToolCallDelta,
     ToolCallStarted,
 )
-from firn.core.values import Grammar, PicturePart, Reasoning, Sampling, Usage
+from firn.core.values import (
+    PLAIN_DEFAULTS,
+    Defaults,
+    GenerateRequest,
+    Grammar,
+    PicturePart,
+    Reasoning,
+    Sampling,
+    Usage,
+)
 
 STREAM_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"content-type", b"application/x-ndjson"),
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
 )
-TAG = ":latest"
 EFFORTS = ("low", "medium", "high")
 RENAMED = {"repetition_penalty": "repeat_penalty"}
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
-MAX_IMAGES = 64
+MAX_PICTURES = 64
+
+ShowPiece = Callable[[str, str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+"""(text, thinking, finished tool calls) -> how one route shows a piece of a reply."""
+
+
+class OllamaDialect:
+    """What the dialects of the two routes have in common."""
+
+    tool_id_prefix = "call_"
+    stream_headers = STREAM_HEADERS
+
+    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
+        self._defaults = defaults
+
+    def render_error(self, error: FirnError) -> dict[str, Any]:
+        return ollama_error(error)
+
+    def routes(self, services: Services) -> tuple[JsonRoute, ...]:
+        return ()
+
 
 # --- decoding ------------------------------------------------------------------------------
-
-
-def model_name(body: Fields) -> str:
-    """Clients put a tag behind a name that has none."""
-    return (body.string("model") or "").removesuffix(TAG)
 
 
 def sampling(options: Fields, default: Sampling) -> Sampling:
@@ -84,46 +109,43 @@ def reasoning(body: Fields) -> Reasoning:
     return Reasoning(enabled=True, effort=fields.one_of(given, "think", EFFORTS))
 
 
-def check_keep_alive(body: Fields) -> float | None:
-    """Seconds; where one model is served it is checked, and the model stays."""
-    given = body.get("keep_alive")
-    if given is None:
-        return None
-    try:
-        return duration.seconds(given)
-    except ValueError as e:
-        raise InvalidValue("keep_alive", str(e)) from None
-
-
-def images(owner: Fields) -> tuple[PicturePart, ...]:
-    """Bare base64, or a data URL."""
+def pictures(owner: Fields) -> tuple[PicturePart, ...]:
+    """`images`: bare base64, or data URLs."""
     given = owner.get("images")
     if given is None:
         return ()
     param = owner.name("images")
-    found = []
-    for i, value in enumerate(fields.array(given, param, high=MAX_IMAGES)):
+    parts = []
+    for i, value in enumerate(fields.array(given, param, high=MAX_PICTURES)):
         text = fields.string(value, f"{param}[{i}]", empty=False)
         url = text if text.startswith("data:") else f"data:image/png;base64,{text}"
-        found.append(PicturePart(url=url, param=f"{param}[{i}]"))
-    return tuple(found)
-
-
-def error_object(error: FirnError) -> dict[str, Any]:
-    return {"error": error.message}
+        parts.append(PicturePart(url=url, param=f"{param}[{i}]"))
+    return tuple(parts)
 
 
 # --- replies -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How one route shows a piece: of text, of thinking, of finished tool calls."""
+class OllamaCall:
+    """why: there are no requests, and the reply gives this reason."""
 
-    piece: Callable[[str, str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+    requests: tuple[GenerateRequest, ...]
+    stream: bool
+    ignored: tuple[str, ...]
+    show: ShowPiece
+    why: str | None = None
+    began_ns: int = field(default_factory=time.perf_counter_ns)
+    background = False
+
+    def encoder(self, head: ReplyHead) -> LineEncoder:
+        return LineEncoder(head, self.show, began_ns=self.began_ns, why=self.why)
+
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
+        return _fold(head, events, self)
 
 
-class Calls:
+class ToolCallBuffer:
     """Tool calls while they are written; they are shown whole."""
 
     def __init__(self) -> None:
@@ -145,27 +167,29 @@ class Calls:
 def _arguments(text: str) -> dict[str, Any]:
     """An object, whatever was written: a call that was cut off has none."""
     try:
-        found = json.loads(text or "{}")
+        value = json.loads(text or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 class LineEncoder:
     """One stream. Owned by the task that writes it."""
 
-    def __init__(self, head: Head, form: Form, *, began_ns: int, why: str | None = None) -> None:
-        """why: the reply is nothing but this reason."""
-        self._head = base(head)
-        self._form = form
+    def __init__(
+        self, head: ReplyHead, show: ShowPiece, *, began_ns: int, why: str | None = None
+    ) -> None:
+        """why: see `OllamaCall`."""
+        self._head = _head(head)
+        self._show = show
         self._began_ns = began_ns
         self._first_ns: int | None = None
-        self._calls = Calls()
+        self._calls = ToolCallBuffer()
         self._reason = why or "stop"
 
     def feed(self, events: Sequence[Event]) -> bytes:
         if not events:
-            return self._line(self._form.piece("", "", ()), done=False)
+            return self._line(self._show("", "", ()), done=False)
         return b"".join(map(self._render, events))
 
     def _render(self, event: Event) -> bytes:
@@ -177,30 +201,28 @@ class LineEncoder:
             case ToolCallStarted() | ToolCallDelta():
                 self._calls.take(event)
             case ChoiceFinished():
-                self._reason = done_reason(event)
+                self._reason = _done_reason(event)
                 if calls := self._calls.whole():
-                    return self._line(self._form.piece("", "", calls), done=False)
+                    return self._line(self._show("", "", calls), done=False)
             case Ended(usage=usage):
-                counts = durations(self._began_ns, self._first_ns) | usage_counts(usage)
-                last = {**self._form.piece("", "", ()), "done_reason": self._reason, **counts}
+                counts = durations(self._began_ns, self._first_ns) | _usage_counts(usage)
+                last = {**self._show("", "", ()), "done_reason": self._reason, **counts}
                 return self._line(last, done=True)
             case Failed(error=error):
-                return json.dumps(error_object(error)).encode("ascii") + b"\n"
+                return json.dumps(ollama_error(error)).encode("ascii") + b"\n"
         return b""
 
     def _piece(self, text: str, thinking: str) -> bytes:
         if self._first_ns is None:
             self._first_ns = time.perf_counter_ns()
-        return self._line(self._form.piece(text, thinking, ()), done=False)
+        return self._line(self._show(text, thinking, ()), done=False)
 
     def _line(self, content: Mapping[str, Any], *, done: bool) -> bytes:
         return json.dumps({**self._head, **content, "done": done}).encode("ascii") + b"\n"
 
 
-def fold(
-    head: Head, events: Sequence[Event], form: Form, *, began_ns: int, why: str | None = None
-) -> dict[str, Any]:
-    text, thinking, calls, reason = [], [], Calls(), why or "stop"
+def _fold(head: ReplyHead, events: Iterable[Event], call: OllamaCall) -> dict[str, Any]:
+    text, thinking, calls, reason = [], [], ToolCallBuffer(), call.why or "stop"
     usage = Usage(0, 0)
     for event in events:
         match event:
@@ -211,38 +233,26 @@ def fold(
             case ToolCallStarted() | ToolCallDelta():
                 calls.take(event)
             case ChoiceFinished():
-                reason = done_reason(event)
+                reason = _done_reason(event)
             case Ended():
                 usage = event.usage
-    content = form.piece("".join(text), "".join(thinking), calls.whole())
-    counts = durations(began_ns, None) | usage_counts(usage)
-    return {**base(head), **content, "done": True, "done_reason": reason, **counts}
+    content = call.show("".join(text), "".join(thinking), calls.whole())
+    counts = durations(call.began_ns, None) | _usage_counts(usage)
+    return {**_head(head), **content, "done": True, "done_reason": reason, **counts}
 
 
-def base(head: Head) -> dict[str, Any]:
+def _head(head: ReplyHead) -> dict[str, Any]:
     at = datetime.fromtimestamp(head.created, tz=UTC).isoformat().replace("+00:00", "Z")
     return {"model": head.model, "created_at": at}
 
 
-def done_reason(event: ChoiceFinished) -> str:
+def _done_reason(event: ChoiceFinished) -> str:
     return "length" if event.reason == "length" else "stop"
 
 
-def usage_counts(usage: Usage) -> dict[str, Any]:
+def _usage_counts(usage: Usage) -> dict[str, Any]:
     counts = {"prompt_eval_count": usage.n_prompt, "eval_count": usage.n_completion}
     return {**counts, **_openai.approximate(usage)}
-
-
-def durations(began_ns: int, first_ns: int | None) -> dict[str, int]:
-    """In nanoseconds. Where nobody saw the first token come, all of it was writing the reply."""
-    now_ns = time.perf_counter_ns()
-    first_ns = began_ns if first_ns is None else first_ns
-    return {
-        "total_duration": now_ns - began_ns,
-        "load_duration": 0,
-        "prompt_eval_duration": first_ns - began_ns,
-        "eval_duration": max(now_ns - first_ns, 1),
-    }
 
 
 def common_schema() -> dict[str, Any]:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from firn.api import sse
-from firn.api.dialects import Head
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
+from firn.api import fields, sse
+from firn.api.dialects import ReplyHead
+from firn.api.fields import Fields
 from firn.core.bounds import GREEDY_BELOW, INT_MAX, SAMPLING
-from firn.core.errors import FirnError, InvalidValue
+from firn.core.errors import InvalidValue
 from firn.core.events import Ended, Event
 from firn.core.values import CacheControl, Sampling, Usage
 
@@ -22,6 +21,7 @@ MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PREDICTION_CHARS = 1 << 20
 MAX_PREDICTION_PARTS = 256
+MAX_TTL_S = 10 * 365 * 86400
 SPECULATION = ("auto", "off")
 
 quote = encode_basestring_ascii
@@ -92,9 +92,14 @@ def stop_strings(body: Fields) -> tuple[str, ...]:
         return (fields.string(given, "stop", max_chars=MAX_STOP_CHARS, empty=False),)
     if not isinstance(given, list):
         raise InvalidValue("stop", f"must be a string or an array, not {fields.kind(given)}")
+    return stop_array(given, "stop")
+
+
+def stop_array(given: Any, param: str) -> tuple[str, ...]:
+    """Each of them once."""
     strings = (
-        fields.string(text, f"stop[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
-        for i, text in enumerate(fields.array(given, "stop", high=MAX_STOPS))
+        fields.string(text, f"{param}[{i}]", max_chars=MAX_STOP_CHARS, empty=False)
+        for i, text in enumerate(fields.array(given, param, high=MAX_STOPS))
     )
     return tuple(dict.fromkeys(strings))
 
@@ -107,18 +112,18 @@ def cache_control(body: Fields) -> CacheControl:
         write=cache.boolean("write", True),
         ttl_s=None
         if ttl is None
-        else fields.number(ttl, cache.name("ttl"), low=0, high=10 * 365 * 86400, above_low=True),
+        else fields.number(ttl, cache.name("ttl"), low=0, high=MAX_TTL_S, above_low=True),
     )
 
 
 def speculates(body: Fields) -> bool:
-    """Whether tokens may be guessed for this request, if the server does such a thing at all."""
+    """Whether tokens may be guessed for this request, where the server guesses at all."""
     given = body.get("speculation")
     return given is None or fields.one_of(given, "speculation", SPECULATION) == "auto"
 
 
 def sparse_keep(body: Fields) -> float | None:
-    """Which share of a long cold prompt need be read; None: as the server does it."""
+    """The share of a long cold prompt that must be read; None: the server's own setting."""
     if body.get("sparse_prefill") is None:
         return None
     given = body.object("sparse_prefill")
@@ -137,14 +142,11 @@ def prediction(body: Fields) -> str:
         return ""
     if isinstance(content, str):
         return fields.string(content, given.name("content"), max_chars=MAX_PREDICTION_CHARS)
-    parts = fields.array(content, given.name("content"), high=MAX_PREDICTION_PARTS)
     texts = []
-    for i, part in enumerate(parts):
-        name = given.name(f"content[{i}]")
-        one = Fields(fields.mapping(part, name), name)
-        fields.one_of(one.require("type"), one.name("type"), ("text",))
+    for part in fields.objects(content, given.name("content"), high=MAX_PREDICTION_PARTS):
+        fields.one_of(part.require("type"), part.name("type"), ("text",))
         texts.append(
-            fields.string(one.require("text"), one.name("text"), max_chars=MAX_PREDICTION_CHARS)
+            fields.string(part.require("text"), part.name("text"), max_chars=MAX_PREDICTION_CHARS)
         )
     return "".join(texts)[:MAX_PREDICTION_CHARS]
 
@@ -162,19 +164,8 @@ def skip_inert(body: Fields) -> None:
 # --- rendering -----------------------------------------------------------------------------
 
 
-def error_object(error: FirnError) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
-
-
 def approximate(usage: Usage) -> dict[str, Any]:
-    """A member of the usage of a reply to a prompt that was not read in full; else none."""
+    """For the usage of a reply: which tokens of its prompt were not read; empty if all were."""
     return {"approximate": {"skipped_tokens": usage.n_skipped}} if usage.n_skipped else {}
 
 
@@ -194,7 +185,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def logarithm(value: float | None) -> float | None:
-    """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
+    """JSON has no infinity; OpenAI writes -9999 for an impossible token."""
     return None if value is None else max(value, -9999.0)
 
 
@@ -203,16 +194,16 @@ def dumps(value: Mapping[str, Any] | list[Any]) -> str:
 
 
 class StreamEncoder:
-    """What both dialects' streams have in common. Owned by the task that writes the stream.
+    """What the streams of chats and completions have in common. Owned by the task that writes it.
 
     A chunk is a string around what changes: this runs once a token on the thread that serves
-    everyone, and building and dumping a dict costs several times as much. `render` has a method for
+    everyone, and building and dumping a dict costs several times as much. `render` has a function for
     every type of event.
     """
 
     render: Mapping[type[Event], Callable[[Any], str]]
 
-    def __init__(self, head: Head, *, id_prefix: str, kind: str, include_usage: bool) -> None:
+    def __init__(self, head: ReplyHead, *, id_prefix: str, kind: str, include_usage: bool) -> None:
         self._start = (
             f'data: {{"id":"{id_prefix}{head.id}","object":"{kind}",'
             f'"created":{head.created},"model":{quote(head.model)},"choices":['
@@ -239,32 +230,48 @@ class StreamEncoder:
 
 # --- schema --------------------------------------------------------------------------------
 
+BOOLEAN = {"type": ["boolean", "null"]}
+
+
+def _number(low: float, high: float, *, above_low: bool = False) -> dict[str, Any]:
+    least = "exclusiveMinimum" if above_low else "minimum"
+    return {"type": ["number", "null"], least: low, "maximum": high}
+
+
+def _integer(low: int, high: int = INT_MAX) -> dict[str, Any]:
+    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
+
 
 def common_schema() -> dict[str, Any]:
-    """JSON schema of the fields both dialects read, by name."""
-
-    def number(low: float, high: float, *, above_low: bool = False) -> dict[str, Any]:
-        least = "exclusiveMinimum" if above_low else "minimum"
-        return {"type": ["number", "null"], least: low, "maximum": high}
-
-    def bounded(name: str) -> dict[str, Any]:
-        bound = SAMPLING[name]
-        return number(bound.low, bound.high, above_low=bound.above_low)
-
-    def integer(low: int, high: int = INT_MAX) -> dict[str, Any]:
-        return {"type": ["integer", "null"], "minimum": low, "maximum": high}
-
-    boolean = {"type": ["boolean", "null"]}
-    stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+    """JSON schema of the fields that OpenAI's dialects share, by name."""
     return {
         "model": {"type": ["string", "null"], "description": "The served model's name."},
-        "max_tokens": integer(1),
-        "max_completion_tokens": integer(1),
+        "max_tokens": _integer(1),
+        "max_completion_tokens": _integer(1),
+        **_sampling_schema(),
+        "stop": _stop_schema(),
+        "n": _integer(1, MAX_CHOICES),
+        "ignore_eos": BOOLEAN,
+        "stream": BOOLEAN,
+        "stream_options": {
+            "type": ["object", "null"],
+            "properties": {"include_usage": BOOLEAN},
+        },
+        **_extension_schema(),
+    }
+
+
+def _sampling_schema() -> dict[str, Any]:
+    def bounded(name: str) -> dict[str, Any]:
+        bound = SAMPLING[name]
+        return _number(bound.low, bound.high, above_low=bound.above_low)
+
+    return {
         "temperature": bounded("temperature") | {"description": "0 is greedy."},
         "top_p": bounded("top_p"),
-        "top_k": integer(-1) | {"description": "0 and -1: off."},
+        "top_k": _integer(-1) | {"description": "0 and -1: off."},
         "min_p": bounded("min_p"),
-        "seed": integer(-(2**63), 2**64 - 1),
+        "seed": _integer(-(2**63), 2**64 - 1),
         "repetition_penalty": bounded("repetition_penalty"),
         "presence_penalty": bounded("presence_penalty"),
         "frequency_penalty": bounded("frequency_penalty"),
@@ -273,16 +280,18 @@ def common_schema() -> dict[str, Any]:
             "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         },
-        "stop": {
-            "oneOf": [{"type": "null"}, stop, {"type": "array", "items": stop, "maxItems": 16}]
-        },
-        "n": integer(1, MAX_CHOICES),
-        "ignore_eos": boolean,
-        "stream": boolean,
-        "stream_options": {
-            "type": ["object", "null"],
-            "properties": {"include_usage": boolean},
-        },
+    }
+
+
+def _stop_schema() -> dict[str, Any]:
+    stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+    several = {"type": "array", "items": stop, "maxItems": MAX_STOPS}
+    return {"oneOf": [{"type": "null"}, stop, several]}
+
+
+def _extension_schema() -> dict[str, Any]:
+    """What firn has besides."""
+    return {
         "speculation": {
             "enum": [*SPECULATION, None],
             "description": "off: guess no tokens ahead for this request.",
@@ -295,11 +304,11 @@ def common_schema() -> dict[str, Any]:
         },
         "cache": {
             "type": ["object", "null"],
-            "description": "A request's own say about the prefix cache; ttl in seconds.",
+            "description": "What the prefix cache does for this request; ttl in seconds.",
             "properties": {
-                "read": boolean,
-                "write": boolean,
-                "ttl": number(0, 10 * 365 * 86400, above_low=True),
+                "read": BOOLEAN,
+                "write": BOOLEAN,
+                "ttl": _number(0, MAX_TTL_S, above_low=True),
             },
         },
     }

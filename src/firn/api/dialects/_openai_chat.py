@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from firn.api import fields
 from firn.api.body import parse
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
 from firn.api.dialects._openai_tools import MAX_NAME_CHARS
 from firn.api.dialects._output_formats import output_format
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     DocumentPart,
@@ -44,10 +44,9 @@ _DATA_URL = re.compile(r"data:([^,;]*)[^,]*;\s*base64\s*,", re.IGNORECASE)
 
 
 def messages(body: Fields) -> tuple[Message, ...]:
-    given = fields.array(body.require("messages"), "messages", low=1, high=MAX_MESSAGES)
+    given = fields.objects(body.require("messages"), "messages", low=1, high=MAX_MESSAGES)
     found: list[Message] = []
-    for i, value in enumerate(given):
-        message = Fields(fields.mapping(value, f"messages[{i}]"), f"messages[{i}]")
+    for message in given:
         found.append(_message(message, called=_last_call(found)))
     return tuple(found)
 
@@ -89,7 +88,7 @@ def parts(content: Any, param: str) -> tuple[Part, ...]:
 def _part(value: Any, param: str) -> Part:
     if isinstance(value, str):
         return TextPart(value)
-    part = Fields(fields.mapping(value, param), param)
+    part = fields.members(value, param)
     kind = fields.string(part.require("type"), part.name("type"))
     if kind in TEXT_PARTS:
         return TextPart(fields.string(part.require("text"), part.name("text")))
@@ -123,23 +122,17 @@ def _tool_calls(message: Fields) -> tuple[ToolCall, ...]:
     given, older = message.get("tool_calls"), message.get("function_call")
     if given is None and older is not None:
         path = message.name("function_call")
-        return (_function_call(Fields(fields.mapping(older, path), path), f"call_{path}"),)
+        return (_function_call(fields.members(older, path), f"call_{path}"),)
     if given is None:
         return ()
-    param = message.name("tool_calls")
-    return tuple(
-        _tool_call(value, f"{param}[{i}]") for i, value in enumerate(fields.array(given, param))
-    )
+    return tuple(map(_tool_call, fields.objects(given, message.name("tool_calls"))))
 
 
-def _tool_call(value: Any, param: str) -> ToolCall:
-    call = Fields(fields.mapping(value, param), param)
+def _tool_call(call: Fields) -> ToolCall:
     id = call.string("id") or ""
     if call.get("type") != "custom":
-        path = call.name("function")
-        return _function_call(Fields(fields.mapping(call.require("function"), path), path), id)
-    path = call.name("custom")
-    custom = Fields(fields.mapping(call.require("custom"), path), path)
+        return _function_call(call.require_object("function"), id)
+    custom = call.require_object("custom")
     text = fields.string(custom.require("input"), custom.name("input"))
     return ToolCall(id, _name(custom), {"input": text})
 

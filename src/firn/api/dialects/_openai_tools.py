@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from firn.api.dialects import _fields as fields
+from firn.api import fields
 from firn.api.dialects._custom_tools import custom_tool
-from firn.api.dialects._fields import Fields
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool, ToolChoice, ToolMode
 
@@ -19,8 +19,9 @@ MAX_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """custom: names of the tools that take a text. are_functions: asked for by the older name."""
+class OfferedTools:
+    """What a chat may call. custom: names of the tools that take a text. are_functions: the request
+    calls them `functions`, and reads a `function_call` in the reply."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
@@ -28,7 +29,7 @@ class Offer:
     are_functions: bool = False
 
 
-def offer(body: Fields) -> Offer:
+def offered(body: Fields) -> OfferedTools:
     parallel = body.boolean("parallel_tool_calls", True)
     functions, called = body.get("functions"), body.get("function_call")
     given = body.get("tools")
@@ -38,11 +39,10 @@ def offer(body: Fields) -> Offer:
         body.skip("tool_choice")
         return _functions(functions, called)
     if given is None:
-        return Offer(choice=_choice(body, (), parallel=parallel))
+        return OfferedTools(choice=_choice(body, (), parallel=parallel))
     tools: list[Tool] = []
     custom: set[str] = set()
-    for i, value in enumerate(fields.array(given, "tools", high=MAX_TOOLS)):
-        tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
+    for tool in fields.objects(given, "tools", high=MAX_TOOLS):
         kind, inner = _inner(tool, ("function", "custom"))
         if kind == "custom":
             tools.append(replace(custom_tool(inner, wrapped=True), param=tool.path))
@@ -50,26 +50,21 @@ def offer(body: Fields) -> Offer:
         else:
             tools.append(_function(inner, tool.path))
     choice = _choice(body, tuple(tools), parallel=parallel)
-    return Offer(tuple(tools), choice, frozenset(custom))
+    return OfferedTools(tuple(tools), choice, frozenset(custom))
 
 
-def functions(body: Fields) -> tuple[Tool, ...]:
-    """`tools` of a dialect that has functions alone, and no say in which are called."""
-    given = body.get("tools")
-    found = []
-    for i, value in enumerate(
-        fields.array([] if given is None else given, "tools", high=MAX_TOOLS)
-    ):
-        tool = Fields(fields.mapping(value, f"tools[{i}]"), f"tools[{i}]")
-        found.append(_function(_inner(tool, ("function",))[1], tool.path))
-    return tuple(found)
+def function_tools(body: Fields) -> tuple[Tool, ...]:
+    """`tools` of a dialect that has only functions and no tool_choice."""
+    return tuple(
+        _function(_inner(tool, ("function",))[1], tool.path)
+        for tool in body.objects("tools", high=MAX_TOOLS)
+    )
 
 
 def _inner(tool: Fields, kinds: tuple[str, ...]) -> tuple[str, Fields]:
     """Its kind, and what is said below that name."""
     kind = fields.one_of(tool.require("type"), tool.name("type"), kinds)
-    path = tool.name(kind)
-    return kind, Fields(fields.mapping(tool.require(kind), path), path)
+    return kind, tool.require_object(kind)
 
 
 def _function(function: Fields, param: str) -> Tool:
@@ -107,7 +102,7 @@ def _named(choice: Fields, tools: tuple[Tool, ...]) -> str:
     """Of {type: function, function: {name}}, or the same with custom."""
     kinds = ("function", "custom")
     kind = fields.one_of(choice.require("type"), choice.name("type"), kinds)
-    inner = Fields(fields.mapping(choice.require(kind), choice.name(kind)), choice.name(kind))
+    inner = choice.require_object(kind)
     return _known(fields.string(inner.get("name"), inner.name("name")), tools, choice.path)
 
 
@@ -118,13 +113,10 @@ def _known(name: str, tools: tuple[Tool, ...], param: str) -> str:
 
 
 def _allowed(choice: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
-    path = choice.name("allowed_tools")
-    given = Fields(fields.mapping(choice.require("allowed_tools"), path), path)
+    given = choice.require_object("allowed_tools")
     param = given.name("tools")
-    names = set()
-    for i, value in enumerate(fields.array(given.require("tools"), param, high=MAX_TOOLS)):
-        at = f"{param}[{i}]"
-        names.add(_named(Fields(fields.mapping(value, at), at), tools))
+    listed = fields.objects(given.require("tools"), param, high=MAX_TOOLS)
+    names = {_named(tool, tools) for tool in listed}
     modes = ("auto", "required")
     mode = ToolMode(fields.one_of(given.require("mode"), given.name("mode"), modes))
     return ToolChoice(_possible(mode, bool(names), param), allowed=frozenset(names))
@@ -136,14 +128,9 @@ def _possible(mode: ToolMode, any_tools: bool, param: str) -> ToolMode:
     return mode
 
 
-def _functions(given: Any, called: Any) -> Offer:
-    listed = fields.array([] if given is None else given, "functions", high=MAX_TOOLS)
-    tools = tuple(
-        _function(
-            Fields(fields.mapping(value, f"functions[{i}]"), f"functions[{i}]"), f"functions[{i}]"
-        )
-        for i, value in enumerate(listed)
-    )
+def _functions(given: Any, called: Any) -> OfferedTools:
+    listed = fields.objects([] if given is None else given, "functions", high=MAX_TOOLS)
+    tools = tuple(_function(function, function.path) for function in listed)
     choice = ToolChoice(parallel=False)
     if isinstance(called, dict):
         name = fields.string(called.get("name"), "function_call.name")
@@ -152,4 +139,4 @@ def _functions(given: Any, called: Any) -> Offer:
     elif called is not None:
         mode = ToolMode(fields.one_of(called, "function_call", ("none", "auto")))
         choice = ToolChoice(mode, parallel=False)
-    return Offer(tools, choice, are_functions=True)
+    return OfferedTools(tools, choice, are_functions=True)

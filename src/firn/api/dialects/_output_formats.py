@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from firn.api.dialects import _fields as fields
-from firn.api.dialects._fields import Fields
+from firn.api import fields
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import Grammar
 from firn.text.json_lark import MAX_CHARS
@@ -29,7 +29,7 @@ def output_format(owner: Fields, member: str, *, schema_in: str = "") -> Grammar
     if given is None:
         return None
     path = owner.name(member)
-    form = Fields(fields.mapping(given, path), path)
+    form = fields.members(given, path)
     kind = fields.one_of(form.require("type"), form.name("type"), KINDS)
     match kind:
         case "json_object":

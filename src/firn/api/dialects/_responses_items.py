@@ -1,7 +1,7 @@
 """Decoding of the Responses API's items, tools and options. Pure.
 
 Items are finer than messages: reasoning, texts and calls of one turn come as items of their own, and
-are put together again, since a template renders turns.
+are put together again, since a template renders builder.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from firn.api.dialects import _fields as fields
+from firn.api import fields
 from firn.api.dialects import _openai_chat
 from firn.api.dialects._custom_tools import custom_tool
-from firn.api.dialects._fields import Fields
 from firn.api.dialects._openai_chat import MAX_MESSAGES, ROLES
 from firn.api.dialects._openai_tools import MAX_NAME_CHARS, MAX_TOOLS
 from firn.api.dialects._output_formats import output_format
+from firn.api.fields import Fields
 from firn.core.errors import InvalidValue
 from firn.core.values import (
     Grammar,
@@ -41,7 +41,7 @@ HOSTED = frozenset(
      "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output", "mcp_call",
      "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction"}
 )  # fmt: skip
-"""Items of tools that OpenAI's servers run: a conversation that began there may bring some."""
+"""Items of tools that OpenAI's servers run: a conversation that began there may have some."""
 
 JOINT = "__"
 """Between a namespace and a name, as agents write it where there are no namespaces."""
@@ -68,25 +68,25 @@ def input_items(body: Fields) -> list[Item]:
 
 
 def messages(items: Iterable[tuple[str, Item]], find_item: FindItem) -> list[Message]:
-    """Of items with the names that errors give them."""
-    turns = _Turns()
+    """items: each with the name that errors give it."""
+    builder = _MessageBuilder()
     for param, value in items:
         item = Fields(value, param)
         if value.get("type") == "item_reference":
             id = fields.string(item.require("id"), item.name("id"))
-            found = find_item(id)
-            if found is None:
+            referenced = find_item(id)
+            if referenced is None:
                 raise InvalidValue(item.name("id"), f"there is no item {id[:64]!r}")
-            item = Fields(found, param)
-        _decode(item, turns)
-    return turns.done()
+            item = Fields(referenced, param)
+        _decode(item, builder)
+    return builder.done()
 
 
 @dataclass(slots=True)
-class _Turns:
-    """Messages while they are put together. The open turn is the assistant's, or there is none."""
+class _MessageBuilder:
+    """Puts the items of a turn together. The open turn is the assistant's, or there is none."""
 
-    found: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     said: list[Part] = field(default_factory=list)
     thoughts: str = ""
     calls: list[ToolCall] = field(default_factory=list)
@@ -113,51 +113,51 @@ class _Turns:
 
     def add(self, message: Message) -> None:
         self.close()
-        self.found.append(message)
+        self.messages.append(message)
 
     def close(self) -> None:
         if self.is_open:
             calls, thoughts = tuple(self.calls), self.thoughts or None
             parts = tuple(self.said)
-            self.found.append(Message("assistant", parts, tool_calls=calls, reasoning=thoughts))
+            self.messages.append(Message("assistant", parts, tool_calls=calls, reasoning=thoughts))
         self.said, self.thoughts = [], ""
         self.calls, self.is_open = [], False
 
     def done(self) -> list[Message]:
         self.close()
-        return self.found
+        return self.messages
 
 
-def _decode(item: Fields, turns: _Turns) -> None:
+def _decode(item: Fields, builder: _MessageBuilder) -> None:
     kind = fields.string(item.require("type"), item.name("type"))
     match kind:
         case "message":
-            _message(item, turns)
+            _message(item, builder)
         case "reasoning":
-            turns.think(_thoughts(item))
+            builder.think(_thoughts(item))
         case "function_call":
             arguments = item.get("arguments")
             decoded = _openai_chat.arguments(arguments, item.name("arguments"))
-            turns.call(ToolCall(_call_id(item), _flat(_place(item)), decoded))
+            builder.call(ToolCall(_call_id(item), _flat(_named_tool(item)), decoded))
         case "custom_tool_call":
             text = fields.string(item.require("input"), item.name("input"))
-            turns.call(ToolCall(_call_id(item), _flat(_place(item)), {"input": text}))
+            builder.call(ToolCall(_call_id(item), _flat(_named_tool(item)), {"input": text}))
         case "function_call_output" | "custom_tool_call_output":
             parts = _openai_chat.parts(item.require("output"), item.name("output"))
-            turns.add(Message("tool", parts, tool_call_id=_call_id(item)))
+            builder.add(Message("tool", parts, tool_call_id=_call_id(item)))
         case _ if kind in HOSTED:
-            turns.say([OtherPart(kind, item.name("type"))])
+            builder.say([OtherPart(kind, item.name("type"))])
         case _:
             raise InvalidValue(item.name("type"), f"{kind[:64]!r} is not supported here")
 
 
-def _message(item: Fields, turns: _Turns) -> None:
+def _message(item: Fields, builder: _MessageBuilder) -> None:
     role = ROLES[fields.one_of(item.require("role"), item.name("role"), tuple(ROLES)[:4])]
     parts = _openai_chat.parts(item.get("content"), item.name("content"))
     if role == "assistant":
-        turns.say(_as_one(parts))
+        builder.say(_as_one(parts))
     else:
-        turns.add(Message(role, parts))
+        builder.add(Message(role, parts))
 
 
 def _as_one(parts: Iterable[Part]) -> Iterator[Part]:
@@ -184,9 +184,7 @@ def _joined(item: Fields, member: str, kind: str) -> str:
     if given is None:
         return ""
     texts = []
-    for i, value in enumerate(fields.array(given, item.name(member))):
-        path = f"{item.name(member)}[{i}]"
-        part = Fields(fields.mapping(value, path), path)
+    for part in fields.objects(given, item.name(member)):
         fields.one_of(part.require("type"), part.name("type"), (kind, "text"))
         texts.append(fields.string(part.require("text"), part.name("text")))
     return PARAGRAPH.join(texts)
@@ -209,45 +207,45 @@ def _call_id(item: Fields) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the caller has a tool: agents put those of one server, or of one purpose, together."""
+class NamespacedTool:
+    """A tool as the caller names it: agents keep the tools of one server in a namespace."""
 
     namespace: str
     name: str
 
 
-def _place(owner: Fields) -> Place:
+def _named_tool(owner: Fields) -> NamespacedTool:
     name = fields.string(owner.require("name"), owner.name("name"), empty=False)
-    return Place(owner.string("namespace") or "", name)
+    return NamespacedTool(owner.string("namespace") or "", name)
 
 
-def _flat(place: Place) -> str:
+def _flat(tool: NamespacedTool) -> str:
     """The name by which the model knows the tool."""
-    namespace = place.namespace.removesuffix(JOINT)
-    return f"{namespace}{JOINT}{place.name}" if namespace else place.name
+    namespace = tool.namespace.removesuffix(JOINT)
+    return f"{namespace}{JOINT}{tool.name}" if namespace else tool.name
 
 
 # --- tools ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
-    """custom: names of those that take a text. places: of those in namespaces, by the name that the
+class ResponseTools:
+    """custom: names of those that take a text. namespaced: those in namespaces, by the name that the
     model knows. left_out: what OpenAI's servers would run."""
 
     all: tuple[Tool, ...] = ()
     custom: frozenset[str] = frozenset()
-    places: Mapping[str, Place] = field(default_factory=dict)
+    namespaced: Mapping[str, NamespacedTool] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
 
-def tools(body: Fields) -> Tools:
+def tools(body: Fields) -> ResponseTools:
     given = body.get("tools")
     if given is None:
-        return Tools()
+        return ResponseTools()
     found: list[Tool] = []
     custom: set[str] = set()
-    places: dict[str, Place] = {}
+    namespaced: dict[str, NamespacedTool] = {}
     left_out: list[str] = []
     for tool, namespace in _each_tool(given, "tools"):
         kind = fields.string(tool.require("type"), tool.name("type"))
@@ -259,12 +257,12 @@ def tools(body: Fields) -> Tools:
             left_out.append(f"{tool.path} ({kind[:64]})")
             continue
         if namespace:
-            place = Place(namespace, found[-1].name)
-            found[-1] = replace(found[-1], name=_flat(place))
-            places[found[-1].name] = place
+            tool_in_namespace = NamespacedTool(namespace, found[-1].name)
+            found[-1] = replace(found[-1], name=_flat(tool_in_namespace))
+            namespaced[found[-1].name] = tool_in_namespace
         if kind == "custom":
             custom.add(found[-1].name)
-    return Tools(tuple(found), frozenset(custom), places, tuple(left_out))
+    return ResponseTools(tuple(found), frozenset(custom), namespaced, tuple(left_out))
 
 
 def _each_tool(given: Any, param: str) -> Iterator[tuple[Fields, str]]:
@@ -279,10 +277,7 @@ def _each_tool(given: Any, param: str) -> Iterator[tuple[Fields, str]]:
 
 
 def _listed(given: Any, param: str) -> list[Fields]:
-    return [
-        Fields(fields.mapping(value, f"{param}[{i}]"), f"{param}[{i}]")
-        for i, value in enumerate(fields.array(given, param, high=MAX_TOOLS))
-    ]
+    return list(fields.objects(given, param, high=MAX_TOOLS))
 
 
 def _function(tool: Fields) -> Tool:
@@ -303,7 +298,7 @@ def _tool_name(tool: Fields) -> str:
     return fields.string(name, tool.name("name"), max_chars=MAX_NAME_CHARS, empty=False)
 
 
-def tool_choice(body: Fields, tools: Tools) -> ToolChoice:
+def tool_choice(body: Fields, tools: ResponseTools) -> ToolChoice:
     given = body.get("tool_choice")
     parallel = body.boolean("parallel_tool_calls", True)
     if given is None:
@@ -321,14 +316,14 @@ def tool_choice(body: Fields, tools: Tools) -> ToolChoice:
     return ToolChoice(mode, parallel=parallel)
 
 
-def _chosen(choice: Fields, tools: Tools) -> str:
-    name = _flat(_place(choice))
+def _chosen(choice: Fields, tools: ResponseTools) -> str:
+    name = _flat(_named_tool(choice))
     if name not in {tool.name for tool in tools.all}:
         raise InvalidValue(choice.path, f"no tool is named {name[:64]!r}")
     return name
 
 
-def _allowed(choice: Fields, tools: Tools) -> ToolChoice:
+def _allowed(choice: Fields, tools: ResponseTools) -> ToolChoice:
     """What OpenAI's servers run is left out here as it is among the tools."""
     listed = _listed(choice.require("tools"), choice.name("tools"))
     ours = [tool for tool in listed if tool.get("type") in ("function", "custom")]
@@ -348,7 +343,7 @@ def grammar(body: Fields) -> Grammar | None:
 
 
 def wants_summary(body: Fields) -> bool:
-    """Asked for a summary, the reasoning itself is shown in its place: nobody here sums it up."""
+    """Where a summary is asked for, the reasoning itself is shown: nothing here writes summaries."""
     reasoning = body.object("reasoning")
     for member in ("summary", "generate_summary"):
         given = reasoning.get(member)

@@ -1,4 +1,4 @@
-"""A response while it is made: its items, its state, and the events that tell of them."""
+"""A response of the Responses API in the making: its items, its state, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -7,47 +7,54 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firn.api import sse
-from firn.api.dialects import Head, _openai
-from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
+from firn.api.dialects import ReplyHead, _openai
+from firn.api.dialects._content_blocks import (
+    BlockClosed,
+    BlockEvent,
+    BlockGrown,
+    BlockOpened,
+    ContentBlock,
+    ContentBlocks,
+)
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import dumps, quote
-from firn.api.dialects._responses_items import Place, seal
+from firn.api.dialects._responses_items import NamespacedTool, seal
 from firn.core.errors import Cancelled, FirnError
 from firn.core.events import Ended, Event, Failed, Progress, Started, TextLogprob
 from firn.core.values import Usage
 
 ID_PREFIX = "resp_"
-Keep = Callable[["Reply"], None]
+Keep = Callable[["ResponseBuilder"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ResponseOptions:
     """How a response is shown.
 
-    echo: what it repeats of its request. summarises: reasoning is shown as its own summary. seals:
-    it also goes out sealed, for clients that bring nothing else back. customs: names of the tools
-    whose calls are a text. places: where the caller has the tools that are in namespaces. writes: the
-    prompt was stored.
+    echo: what it repeats of its request. summarises: reasoning is shown as its own summary. seals: it
+    is also sent as encrypted_content, for clients that send nothing else back. customs: names of the
+    tools whose calls are a text. namespaced: tools by the name that the model knows, where the caller
+    has them in namespaces. writes: the prompt was stored.
     """
 
     echo: Mapping[str, Any]
     summarises: bool = False
     seals: bool = False
     customs: frozenset[str] = frozenset()
-    places: Mapping[str, Place] = field(default_factory=dict)
+    namespaced: Mapping[str, NamespacedTool] = field(default_factory=dict)
     with_logprobs: bool = False
     writes: bool = True
 
 
-class Reply:
-    """Owned by one encoder, or by one fold."""
+class ResponseBuilder:
+    """The response so far. Owned by one encoder, or by one fold."""
 
-    def __init__(self, head: Head, look: Look) -> None:
+    def __init__(self, head: ReplyHead, options: ResponseOptions) -> None:
         self.head = head
-        self.look = look
+        self.options = options
         self.output: list[dict[str, Any]] = []
         self.status = "queued"
-        self._blocks = Blocks()
+        self._blocks = ContentBlocks()
         self._usage: Usage | None = None
         self._error: FirnError | None = None
 
@@ -59,7 +66,7 @@ class Reply:
     def is_running(self) -> bool:
         return self.status in ("queued", "in_progress")
 
-    def take(self, event: Event) -> list[Step]:
+    def take(self, event: Event) -> list[BlockEvent]:
         match event:
             case Started():
                 self.status = "in_progress"
@@ -77,11 +84,11 @@ class Reply:
             case _:
                 return self._note(self._blocks.take(event))
 
-    def _note(self, steps: list[Step]) -> list[Step]:
-        for step in steps:
-            if isinstance(step, Closed):
-                self.output.append(self.item(step.block, self._ending()))
-        return steps
+    def _note(self, changes: list[BlockEvent]) -> list[BlockEvent]:
+        for change in changes:
+            if isinstance(change, BlockClosed):
+                self.output.append(self.item(change.block, self._ending()))
+        return changes
 
     def _ending(self) -> str:
         finish = self._blocks.finish
@@ -101,19 +108,19 @@ class Reply:
             else None,
             "model": self.head.model,
             "output": self.output,
-            "usage": None if self._usage is None else _usage(self._usage, self.look),
-            **self.look.echo,
+            "usage": None if self._usage is None else _usage(self._usage, self.options),
+            **self.options.echo,
         }
 
     # --- items -----------------------------------------------------------------------------
 
-    def item_id(self, block: Block) -> str:
+    def item_id(self, block: ContentBlock) -> str:
         prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
-        if block.kind == "call" and block.name in self.look.customs:
+        if block.kind == "call" and block.name in self.options.customs:
             prefix = "ctc"
         return f"{prefix}_{self.head.id}_{block.index}"
 
-    def item(self, block: Block, status: str) -> dict[str, Any]:
+    def item(self, block: ContentBlock, status: str) -> dict[str, Any]:
         """As it is now."""
         begun: dict[str, Any] = {"id": self.item_id(block), "status": status}
         match block.kind:
@@ -122,22 +129,22 @@ class Reply:
                 return begun | {"type": "message", "role": "assistant", "content": content}
             case "reasoning":
                 return begun | self._reasoning(block)
-            case "call" if block.name in self.look.customs:
+            case "call" if block.name in self.options.customs:
                 called = begun | {"type": "custom_tool_call", "input": custom_input(block.text)}
                 return called | {"call_id": block.id, **self._named(block)}
             case "call":
                 called = begun | {"type": "function_call", "arguments": block.text}
                 return called | {"call_id": block.id, **self._named(block)}
 
-    def _named(self, block: Block) -> dict[str, str]:
+    def _named(self, block: ContentBlock) -> dict[str, str]:
         """The tool as the caller knows it."""
-        place = self.look.places.get(block.name)
-        if place is None:
+        tool = self.options.namespaced.get(block.name)
+        if tool is None:
             return {"name": block.name}
-        return {"name": place.name, "namespace": place.namespace}
+        return {"name": tool.name, "namespace": tool.namespace}
 
-    def text_part(self, block: Block) -> dict[str, Any]:
-        logprobs = _logprobs(block.logprobs) if self.look.with_logprobs else []
+    def text_part(self, block: ContentBlock) -> dict[str, Any]:
+        logprobs = _logprobs(block.logprobs) if self.options.with_logprobs else []
         return {
             "type": "output_text",
             "text": block.text,
@@ -145,20 +152,20 @@ class Reply:
             "logprobs": logprobs,
         }
 
-    def _reasoning(self, block: Block) -> dict[str, Any]:
+    def _reasoning(self, block: ContentBlock) -> dict[str, Any]:
         text = block.text
-        found: dict[str, Any] = {"type": "reasoning", "summary": []}
-        if text and self.look.summarises:
-            found["summary"] = [{"type": "summary_text", "text": text}]
+        item: dict[str, Any] = {"type": "reasoning", "summary": []}
+        if text and self.options.summarises:
+            item["summary"] = [{"type": "summary_text", "text": text}]
         elif text:
-            found["content"] = [{"type": "reasoning_text", "text": text}]
-        if text and self.look.seals:
-            found["encrypted_content"] = seal(text)
-        return found
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+        if text and self.options.seals:
+            item["encrypted_content"] = seal(text)
+        return item
 
 
-def _usage(usage: Usage, look: Look) -> dict[str, Any]:
-    written = max(usage.n_prompt - usage.n_cached - 1, 0) if look.writes else 0
+def _usage(usage: Usage, options: ResponseOptions) -> dict[str, Any]:
+    written = max(usage.n_prompt - usage.n_cached - 1, 0) if options.writes else 0
     return {
         "input_tokens": usage.n_prompt,
         "input_tokens_details": {"cached_tokens": usage.n_cached, "cache_write_tokens": written},
@@ -191,9 +198,9 @@ def _logprobs(tokens: Iterable[TextLogprob]) -> list[dict[str, Any]]:
 class ResponseEncoder:
     """Owned by the task that writes the stream. Every event has the next number."""
 
-    def __init__(self, head: Head, look: Look, keep: Keep) -> None:
-        self._reply = Reply(head, look)
-        self._look = look
+    def __init__(self, head: ReplyHead, options: ResponseOptions, keep: Keep) -> None:
+        self._response = ResponseBuilder(head, options)
+        self._options = options
         self._keep = keep
         self._n_events = 0
         self._current = ("", "")
@@ -208,48 +215,48 @@ class ResponseEncoder:
         return "".join([self._render(event) for event in events]).encode("ascii")
 
     def _render(self, event: Event) -> str:
-        steps = self._reply.take(event)
+        changes = self._response.take(event)
         match event:
             case Started():
-                self._keep(self._reply)
-                return self._told("created") + self._told("in_progress")
+                self._keep(self._response)
+                return self._state_frame("created") + self._state_frame("in_progress")
             case Progress():
                 return sse.progress(event)
             case Ended() | Failed():
-                self._keep(self._reply)
-                ending = self._reply.status
-                told = self._told("failed" if ending == "cancelled" else ending)
-                return "".join([self._step(step) for step in steps]) + told
+                self._keep(self._response)
+                ending = self._response.status
+                last = self._state_frame("failed" if ending == "cancelled" else ending)
+                return "".join([self._render_change(change) for change in changes]) + last
             case _:
-                return "".join([self._step(step) for step in steps])
+                return "".join([self._render_change(change) for change in changes])
 
-    def _told(self, kind: str) -> str:
-        return self._frame(kind, f'"response":{dumps(self._reply.body())}')
+    def _state_frame(self, kind: str) -> str:
+        return self._frame(kind, f'"response":{dumps(self._response.body())}')
 
     def _frame(self, kind: str, members: str) -> str:
         number, self._n_events = self._n_events, self._n_events + 1
         name = f"response.{kind}"
         return f'event: {name}\ndata: {{"type":"{name}","sequence_number":{number},{members}}}\n\n'
 
-    def _step(self, step: Step) -> str:
-        block = step.block
-        custom = block.kind == "call" and block.name in self._look.customs
-        match step:
-            case Opened():
+    def _render_change(self, change: BlockEvent) -> str:
+        block = change.block
+        custom = block.kind == "call" and block.name in self._options.customs
+        match change:
+            case BlockOpened():
                 return self._opened(block)
-            case Grown() if not custom:
+            case BlockGrown() if not custom:
                 where, part = self._current
                 logprobs = ""
-                if self._look.with_logprobs and block.kind == "text":
-                    logprobs = f',"logprobs":{dumps(_logprobs(step.logprobs))}'
+                if self._options.with_logprobs and block.kind == "text":
+                    logprobs = f',"logprobs":{dumps(_logprobs(change.logprobs))}'
                 elif block.kind == "text":
                     logprobs = ',"logprobs":[]'
                 return self._frame(
-                    f"{part}.delta", f'{where},"delta":{quote(step.piece)}{logprobs}'
+                    f"{part}.delta", f'{where},"delta":{quote(change.piece)}{logprobs}'
                 )
-            case Grown():
-                return self._grown_input(step.piece)
-            case Closed():
+            case BlockGrown():
+                return self._grown_input(change.piece)
+            case BlockClosed():
                 return self._closed(block, custom=custom)
 
     def _grown_input(self, piece: str) -> str:
@@ -261,11 +268,11 @@ class ResponseEncoder:
         where, part = self._current
         return self._frame(f"{part}.delta", f'{where},"delta":{quote(text)}')
 
-    def _opened(self, block: Block) -> str:
+    def _opened(self, block: ContentBlock) -> str:
         """As it begins: what the same event has put into it comes as its first delta."""
         self._input, self._n_streamed = CustomInput(), 0
-        block = Block(block.index, block.kind, block.id, block.name)
-        item = dumps(self._reply.item(block, "in_progress"))
+        block = ContentBlock(block.index, block.kind, block.id, block.name)
+        item = dumps(self._response.item(block, "in_progress"))
         added = self._frame("output_item.added", f'"output_index":{block.index},"item":{item}')
         self._current = self._place(block)
         part = self._part(block)
@@ -275,7 +282,7 @@ class ResponseEncoder:
         where = self._current[0]
         return added + self._frame(f"{kind}.added", f'{where},"part":{dumps(shown)}')
 
-    def _closed(self, block: Block, *, custom: bool) -> str:
+    def _closed(self, block: ContentBlock, *, custom: bool) -> str:
         where, kind = self._current
         text = custom_input(block.text) if custom else block.text
         frames = ""
@@ -284,38 +291,38 @@ class ResponseEncoder:
         member = {"text": "text", "reasoning": "text", "call": "input" if custom else "arguments"}
         done = f'{where},"{member[block.kind]}":{quote(text)}'
         if block.kind == "text":
-            done += f',"logprobs":{dumps(self._reply.text_part(block)["logprobs"])}'
+            done += f',"logprobs":{dumps(self._response.text_part(block)["logprobs"])}'
         elif block.kind == "call":
-            done += f',"name":{quote(self._reply.output[-1]["name"])}'
+            done += f',"name":{quote(self._response.output[-1]["name"])}'
         frames += self._frame(f"{kind}.done", done)
         part = self._part(block)
         if part is not None:
             frames += self._frame(f"{part[0]}.done", f'{where},"part":{dumps(part[1])}')
-        item = dumps(self._reply.output[-1])
+        item = dumps(self._response.output[-1])
         return frames + self._frame(
             "output_item.done", f'"output_index":{block.index},"item":{item}'
         )
 
-    def _place(self, block: Block) -> tuple[str, str]:
+    def _place(self, block: ContentBlock) -> tuple[str, str]:
         """Which part of which item a frame speaks of, and what its events are called."""
-        where = f'"item_id":"{self._reply.item_id(block)}","output_index":{block.index}'
+        where = f'"item_id":"{self._response.item_id(block)}","output_index":{block.index}'
         match block.kind:
             case "text":
                 return f'{where},"content_index":0', "output_text"
-            case "reasoning" if self._look.summarises:
+            case "reasoning" if self._options.summarises:
                 return f'{where},"summary_index":0', "reasoning_summary_text"
             case "reasoning":
                 return f'{where},"content_index":0', "reasoning_text"
             case "call":
-                custom = block.name in self._look.customs
+                custom = block.name in self._options.customs
                 return where, "custom_tool_call_input" if custom else "function_call_arguments"
 
-    def _part(self, block: Block) -> tuple[str, dict[str, Any]] | None:
+    def _part(self, block: ContentBlock) -> tuple[str, dict[str, Any]] | None:
         """What the part inside the item is called, and how it looks; calls have none."""
         match block.kind:
             case "text":
-                return "content_part", self._reply.text_part(block)
-            case "reasoning" if self._look.summarises:
+                return "content_part", self._response.text_part(block)
+            case "reasoning" if self._options.summarises:
                 return "reasoning_summary_part", {"type": "summary_text", "text": block.text}
             case "reasoning":
                 return "content_part", {"type": "reasoning_text", "text": block.text}

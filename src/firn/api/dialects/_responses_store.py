@@ -1,4 +1,4 @@
-"""Responses kept for later: for previous_response_id, for GET, for who asked in the background."""
+"""Responses kept for later: for previous_response_id, for GET, for calls in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERHEAD_NBYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """A response as JSON, and the items it was asked with: its own, not those of the ones before."""
 
     id: str
@@ -36,31 +36,31 @@ class Stored:
         return len(self.items) + len(self.response) + OVERHEAD_NBYTES
 
     def input(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.items)
-        return found
+        items: list[dict[str, Any]] = json.loads(self.items)
+        return items
 
     def body(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.response)
-        return found
+        response: dict[str, Any] = json.loads(self.response)
+        return response
 
     def output(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.body()["output"]
-        return found
+        items: list[dict[str, Any]] = self.body()["output"]
+        return items
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """One namespace's entries, the one to go first in front."""
+class _NamespaceResponses:
+    """One namespace's responses; the first entry is the first to go."""
 
-    entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    entries: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     nbytes: int = 0
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         self.take(stored.id)
         self.entries[stored.id] = stored
         self.nbytes += stored.nbytes
 
-    def take(self, id: str) -> Stored | None:
+    def take(self, id: str) -> StoredResponse | None:
         old = self.entries.pop(id, None)
         self.nbytes -= old.nbytes if old else 0
         return old
@@ -69,53 +69,53 @@ class _Shelf:
 class ResponseStore:
     """Owner: the dialect, so one per app. Thread-safe: large bodies are decoded in the tokenize pool.
 
-    Each namespace has a shelf of its own with its own limits. Who is asked for last goes last, and
-    who continues another goes before it: a conversation loses its end first, never its beginning.
+    Each namespace has limits of its own. The response that was asked for longest ago goes first, and
+    one that continues another before that other: a conversation loses its end, never its beginning.
     """
 
     def __init__(self, *, max_count: int = MAX_COUNT, max_nbytes: int = MAX_NBYTES) -> None:
         self._max_count = max_count
         self._max_nbytes = max_nbytes
-        self._shelves: dict[Namespace, _Shelf] = {}
+        self._by_namespace: dict[Namespace, _NamespaceResponses] = {}
         self._lock = threading.RLock()
 
-    def put(self, namespace: Namespace, stored: Stored) -> None:
+    def put(self, namespace: Namespace, stored: StoredResponse) -> None:
         """Keep it, and let others go; what is too large by itself is not kept."""
         with self._lock:
-            shelf = self._shelves.setdefault(namespace, _Shelf())
+            responses = self._by_namespace.setdefault(namespace, _NamespaceResponses())
             if stored.nbytes > self._max_nbytes or self._max_count < 1:
-                shelf.take(stored.id)
+                responses.take(stored.id)
                 return
-            shelf.put(stored)
-            self._touch(shelf, stored)
-            while len(shelf.entries) > self._max_count or shelf.nbytes > self._max_nbytes:
-                shelf.take(next(iter(shelf.entries)))
+            responses.put(stored)
+            self._touch(responses, stored)
+            while len(responses.entries) > self._max_count or responses.nbytes > self._max_nbytes:
+                responses.take(next(iter(responses.entries)))
 
-    def update(self, namespace: Namespace, stored: Stored) -> None:
-        """Put it where it is still there: what was deleted meanwhile stays so."""
+    def update(self, namespace: Namespace, stored: StoredResponse) -> None:
+        """Replace it if it is still there: what was deleted meanwhile stays deleted."""
         with self._lock:
-            if stored.id in self._shelf(namespace).entries:
+            if stored.id in self._of(namespace).entries:
                 self.put(namespace, stored)
 
-    def get(self, namespace: Namespace, id: str) -> Stored:
-        """Raises NotFound: also for what is somebody else's."""
+    def get(self, namespace: Namespace, id: str) -> StoredResponse:
+        """Raises NotFound, also for another namespace's."""
         with self._lock:
-            found = self._shelf(namespace).entries.get(id)
-            if found is None:
+            stored = self._of(namespace).entries.get(id)
+            if stored is None:
                 raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
-            return found
+            return stored
 
-    def drop(self, namespace: Namespace, id: str) -> Stored:
+    def drop(self, namespace: Namespace, id: str) -> StoredResponse:
         with self._lock:
-            found = self.get(namespace, id)
-            self._shelf(namespace).take(id)
-            return found
+            stored = self.get(namespace, id)
+            self._of(namespace).take(id)
+            return stored
 
-    def conversation(self, namespace: Namespace, id: str) -> Sequence[Stored]:
+    def conversation(self, namespace: Namespace, id: str) -> Sequence[StoredResponse]:
         """This response and all it continues, the first one first."""
         with self._lock:
-            shelf = self._shelf(namespace)
-            chain = list(self._chain(shelf, id))
+            responses = self._of(namespace)
+            chain = list(self._chain(responses, id))
             first = chain[-1] if chain else None
             if first is None or first.previous is not None:
                 missing = id if first is None else first.previous
@@ -124,28 +124,28 @@ class ResponseStore:
                 )
             if chain[0].is_running:
                 raise InvalidValue("previous_response_id", "that response is still being made")
-            self._touch(shelf, chain[0])
+            self._touch(responses, chain[0])
             return chain[::-1]
 
     def item(self, namespace: Namespace, id: str) -> dict[str, Any] | None:
         """An output item by its id, the newest where there are several."""
         with self._lock:
-            for stored in reversed(self._shelf(namespace).entries.values()):
+            for stored in reversed(self._of(namespace).entries.values()):
                 if id in stored.item_ids:
                     return next(item for item in stored.output() if item["id"] == id)
             return None
 
-    def _shelf(self, namespace: Namespace) -> _Shelf:
-        return self._shelves.get(namespace) or _Shelf()
+    def _of(self, namespace: Namespace) -> _NamespaceResponses:
+        return self._by_namespace.get(namespace) or _NamespaceResponses()
 
-    def _chain(self, shelf: _Shelf, id: str | None) -> Iterator[Stored]:
+    def _chain(self, responses: _NamespaceResponses, id: str | None) -> Iterator[StoredResponse]:
         for _ in range(MAX_LINKS):
-            stored = shelf.entries.get(id) if id is not None else None
+            stored = responses.entries.get(id) if id is not None else None
             if stored is None:
                 return
             yield stored
             id = stored.previous
 
-    def _touch(self, shelf: _Shelf, stored: Stored) -> None:
-        for link in self._chain(shelf, stored.id):
-            shelf.entries.move_to_end(link.id)
+    def _touch(self, responses: _NamespaceResponses, stored: StoredResponse) -> None:
+        for link in self._chain(responses, stored.id):
+            responses.entries.move_to_end(link.id)

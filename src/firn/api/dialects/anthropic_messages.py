@@ -15,9 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firn.api import sse
-from firn.api.dialects import Asked, Extra, Head, _anthropic, _fields, _openai
-from firn.api.dialects._blocks import Block, Blocks, Closed, Grown, Opened, Step
+from firn.api import fields, sse
+from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _anthropic, _openai
+from firn.api.dialects._content_blocks import (
+    BlockClosed,
+    BlockEvent,
+    BlockGrown,
+    BlockOpened,
+    ContentBlock,
+    ContentBlocks,
+)
 from firn.api.dialects._openai import dumps, quote
 from firn.api.prompting import count_tokens
 from firn.api.services import Services
@@ -59,7 +66,7 @@ class AnthropicMessages:
         self._defaults = defaults
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> MessagesCall:
-        given = _fields.Fields(body)
+        given = fields.Fields(body)
         tools, left_out = _anthropic.tools(given)
         messages = _anthropic.messages(given)
         reasoning = self._defaults.reasoning(_anthropic.reasoning(given))
@@ -82,13 +89,13 @@ class AnthropicMessages:
             sparse_keep=_openai.sparse_keep(given),
         )
         stream = given.boolean("stream", False)
-        look = Look(
+        options = MessageOptions(
             hides_thinking=not _anthropic.shows_thinking(given),
             counts_creation=request.cache.write and _marks_anything(given, messages),
         )
         given.skip("metadata", "service_tier", "inference_geo", "speed", "context_management")
         given.skip("container", "diagnostics", "user_profile_id", "betas", "workspace_id")
-        return MessagesCall((request,), stream, (*given.unread(), *left_out), look)
+        return MessagesCall((request,), stream, (*given.unread(), *left_out), options)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
         return _error_object(error)
@@ -96,13 +103,13 @@ class AnthropicMessages:
     def schema(self) -> dict[str, Any]:
         return _schema()
 
-    def routes(self, services: Services) -> tuple[Extra, ...]:
-        async def count(asked: Asked) -> Mapping[str, Any]:
+    def routes(self, services: Services) -> tuple[JsonRoute, ...]:
+        async def count(asked: RouteRequest) -> Mapping[str, Any]:
             (request,) = self.decode(asked.body, namespace=asked.namespace).requests
             return {"input_tokens": await count_tokens(services, request, asked.namespace)}
 
         path, summary = f"{self.path}/count_tokens", "How many tokens a prompt has"
-        return (Extra("POST", path, summary, count, schema=_schema()),)
+        return (JsonRoute("POST", path, summary, count, schema=_schema()),)
 
 
 DIALECT = AnthropicMessages
@@ -116,13 +123,13 @@ def _begins_the_reply(messages: Sequence[Message]) -> bool:
     return bool(last.text.strip())
 
 
-def _marks_anything(body: _fields.Fields, messages: Sequence[Any]) -> bool:
+def _marks_anything(body: fields.Fields, messages: Sequence[Any]) -> bool:
     tools = body.get("tools") or ()
     return any(m.checkpoint for m in messages) or any(t.get("cache_control") for t in tools)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class MessageOptions:
     """How a reply is shown."""
 
     hides_thinking: bool = False
@@ -145,14 +152,14 @@ class MessagesCall:
     requests: tuple[GenerateRequest, ...]
     stream: bool
     ignored: tuple[str, ...]
-    look: Look
+    options: MessageOptions
     background = False
 
-    def encoder(self, head: Head) -> MessageEncoder:
-        return MessageEncoder(head, self.look)
+    def encoder(self, head: ReplyHead) -> MessageEncoder:
+        return MessageEncoder(head, self.options)
 
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
-        return _fold(head, events, self.look)
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
+        return _fold(head, events, self.options)
 
 
 # --- streaming -----------------------------------------------------------------------------
@@ -161,10 +168,10 @@ class MessagesCall:
 class MessageEncoder:
     """Owned by the task that writes the stream. message_start waits for what the cache has."""
 
-    def __init__(self, head: Head, look: Look) -> None:
+    def __init__(self, head: ReplyHead, options: MessageOptions) -> None:
         self._head = head
-        self._look = look
-        self._blocks = Blocks()
+        self._options = options
+        self._blocks = ContentBlocks()
         self._n_prompt = 0
         self._begun = False
 
@@ -187,46 +194,46 @@ class MessageEncoder:
             case Failed():
                 return sse.named("error", dumps(_error_object(event.error)))
             case _:
-                steps = self._blocks.take(event)
-                return self._begin(0) + "".join([self._step(step) for step in steps])
+                changes = self._blocks.take(event)
+                return self._begin(0) + "".join([self._render_change(change) for change in changes])
 
     def _begin(self, n_cached: int) -> str:
         if self._begun:
             return ""
         self._begun = True
-        usage = self._look.usage(Usage(self._n_prompt, 0, n_cached))
+        usage = self._options.usage(Usage(self._n_prompt, 0, n_cached))
         message = _message(self._head, [], usage, None)
         return _frame("message_start", f'"message":{dumps(message)}') + PING
 
-    def _step(self, step: Step) -> str:
-        block = step.block
-        match step:
-            case Opened():
-                shown = dumps(_shown(block, self._look))
+    def _render_change(self, change: BlockEvent) -> str:
+        block = change.block
+        match change:
+            case BlockOpened():
+                shown = dumps(_shown(block, self._options))
                 return _frame(
                     "content_block_start", f'"index":{block.index},"content_block":{shown}'
                 )
-            case Grown():
-                return self._grown(block, step.piece)
-            case Closed():
+            case BlockGrown():
+                return self._grown(block, change.piece)
+            case BlockClosed():
                 sign = ""
                 if block.kind == "reasoning":
                     sign = _delta(block, "signature", "signature", _signature(block))
                 return sign + _frame("content_block_stop", f'"index":{block.index}')
 
-    def _grown(self, block: Block, piece: str) -> str:
+    def _grown(self, block: ContentBlock, piece: str) -> str:
         match block.kind:
             case "text":
                 return _delta(block, "text", "text", piece)
             case "reasoning":
-                hidden = self._look.hides_thinking
+                hidden = self._options.hides_thinking
                 return "" if hidden else _delta(block, "thinking", "thinking", piece)
             case "call":
                 return _delta(block, "input_json", "partial_json", piece)
 
     def _end(self, usage: Usage) -> str:
         delta = {**_stop(self._blocks.finish), "stop_details": None}
-        changed = f'"delta":{dumps(delta)},"usage":{dumps(self._look.usage(usage))}'
+        changed = f'"delta":{dumps(delta)},"usage":{dumps(self._options.usage(usage))}'
         return _frame("message_delta", changed) + _frame("message_stop", "")
 
 
@@ -235,7 +242,7 @@ def _frame(kind: str, members: str) -> str:
     return f'event: {kind}\ndata: {{"type":"{kind}"{comma}{members}}}\n\n'
 
 
-def _delta(block: Block, kind: str, member: str, text: str) -> str:
+def _delta(block: ContentBlock, kind: str, member: str, text: str) -> str:
     return (
         f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{block.index},'
         f'"delta":{{"type":"{kind}_delta","{member}":{quote(text)}}}}}\n\n'
@@ -245,18 +252,18 @@ def _delta(block: Block, kind: str, member: str, text: str) -> str:
 # --- what both have ------------------------------------------------------------------------
 
 
-def _fold(head: Head, events: Iterable[Event], look: Look) -> dict[str, Any]:
-    blocks, usage = Blocks(), Usage(0, 0)
+def _fold(head: ReplyHead, events: Iterable[Event], options: MessageOptions) -> dict[str, Any]:
+    blocks, usage = ContentBlocks(), Usage(0, 0)
     for event in events:
         blocks.take(event)
         if isinstance(event, Ended):
             usage = event.usage
-    content = [_whole(block, look) for block in blocks.all]
-    return _message(head, content, look.usage(usage), blocks.finish)
+    content = [_whole(block, options) for block in blocks.all]
+    return _message(head, content, options.usage(usage), blocks.finish)
 
 
 def _message(
-    head: Head, content: list[Any], usage: dict[str, Any], finish: ChoiceFinished | None
+    head: ReplyHead, content: list[Any], usage: dict[str, Any], finish: ChoiceFinished | None
 ) -> dict[str, Any]:
     return {
         "id": f"{ID_PREFIX}{head.id}",
@@ -277,7 +284,7 @@ def _stop(finish: ChoiceFinished | None) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS[finish.reason], "stop_sequence": None}
 
 
-def _shown(block: Block, look: Look) -> dict[str, Any]:
+def _shown(block: ContentBlock, options: MessageOptions) -> dict[str, Any]:
     """A block as it begins."""
     match block.kind:
         case "text":
@@ -288,13 +295,13 @@ def _shown(block: Block, look: Look) -> dict[str, Any]:
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
 
 
-def _whole(block: Block, look: Look) -> dict[str, Any]:
-    shown = _shown(block, look)
+def _whole(block: ContentBlock, options: MessageOptions) -> dict[str, Any]:
+    shown = _shown(block, options)
     match block.kind:
         case "text":
             return shown | {"text": block.text}
         case "reasoning":
-            thinking = "" if look.hides_thinking else block.text
+            thinking = "" if options.hides_thinking else block.text
             return shown | {"thinking": thinking, "signature": _signature(block)}
         case "call":
             return shown | {"input": _input(block.text)}
@@ -310,7 +317,7 @@ def _input(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _signature(block: Block) -> str:
+def _signature(block: ContentBlock) -> str:
     """Clients keep no thinking that is not signed. It is not checked when it comes back."""
     digest = hashlib.blake2b(block.text.encode("utf-8", "surrogatepass"), digest_size=32)
     return base64.b64encode(digest.digest()).decode()

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firn.api.dialects import (
-    Extra,
-    Head,
-    _fields,
-    _ollama,
-    _openai,
-    _openai_chat,
-    _openai_tools,
-)
-from firn.api.dialects._fields import Fields
-from firn.api.services import Services
-from firn.core.errors import FirnError
-from firn.core.events import Event
+from firn.api import fields
+from firn.api.dialects import _ollama, _openai, _openai_chat, _openai_tools
+from firn.api.dialects._ollama import OllamaCall, OllamaDialect
+from firn.api.fields import Fields
+from firn.api.ollama import keep_alive_s, model_name
 from firn.core.values import (
-    PLAIN_DEFAULTS,
     Chat,
-    Defaults,
     GenerateRequest,
     Message,
     Namespace,
@@ -40,20 +28,15 @@ ROLES: Mapping[str, Role] = {
 }
 
 
-class OllamaChat:
+class OllamaChat(OllamaDialect):
     path = "/api/chat"
     summary = "Chat, in Ollama's dialect"
-    tool_id_prefix = "call_"
-    stream_headers = _ollama.STREAM_HEADERS
 
-    def __init__(self, defaults: Defaults = PLAIN_DEFAULTS) -> None:
-        self._defaults = defaults
-
-    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> OllamaChatCall:
+    def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> OllamaCall:
         given, defaults = Fields(body), self._defaults
         options = given.object("options")
-        model = _ollama.model_name(given)
-        tools = _openai_tools.functions(given)
+        model = model_name(given)
+        tools = _openai_tools.function_tools(given)
         reasoning = defaults.reasoning(_ollama.reasoning(given))
         messages = _messages(given)
         request = GenerateRequest(
@@ -67,20 +50,14 @@ class OllamaChat:
             speculates=_openai.speculates(given),
             sparse_keep=_openai.sparse_keep(given),
         )
-        keep_alive_s = _ollama.check_keep_alive(given)
+        stays_s = keep_alive_s(given)
         stream = given.boolean("stream", True)
-        why = None if messages else "unload" if keep_alive_s == 0 else "load"
+        why = None if messages else "unload" if stays_s == 0 else "load"
         requests = (request,) if messages else ()
-        return OllamaChatCall(requests, stream, given.unread(), why)
-
-    def render_error(self, error: FirnError) -> dict[str, Any]:
-        return _ollama.error_object(error)
+        return OllamaCall(requests, stream, given.unread(), _shown, why)
 
     def schema(self) -> dict[str, Any]:
         return _schema()
-
-    def routes(self, services: Services) -> tuple[Extra, ...]:
-        return ()
 
 
 DIALECT = OllamaChat
@@ -93,9 +70,8 @@ def _messages(body: Fields) -> tuple[Message, ...]:
         return ()
     n_calls, pending = 0, list[str]()
     found: list[Message] = []
-    for i, value in enumerate(_fields.array(given, "messages", high=_openai_chat.MAX_MESSAGES)):
-        message = Fields(_fields.mapping(value, f"messages[{i}]"), f"messages[{i}]")
-        role = _fields.one_of(message.require("role"), message.name("role"), tuple(ROLES))
+    for message in fields.objects(given, "messages", high=_openai_chat.MAX_MESSAGES):
+        role = fields.one_of(message.require("role"), message.name("role"), tuple(ROLES))
         calls: tuple[ToolCall, ...] = ()
         call_id = None
         if role == "assistant":
@@ -108,7 +84,7 @@ def _messages(body: Fields) -> tuple[Message, ...]:
         found.append(
             Message(
                 role=ROLES[role],
-                parts=(*((TextPart(text),) if text else ()), *_ollama.images(message)),
+                parts=(*((TextPart(text),) if text else ()), *_ollama.pictures(message)),
                 tool_calls=calls,
                 tool_call_id=message.string("tool_call_id") or call_id,
                 name=message.string("tool_name", max_chars=_openai_tools.MAX_NAME_CHARS),
@@ -122,47 +98,23 @@ def _tool_calls(message: Fields, n_before: int) -> tuple[ToolCall, ...]:
     given = message.get("tool_calls")
     if given is None:
         return ()
-    param = message.name("tool_calls")
     found = []
-    for i, value in enumerate(_fields.array(given, param)):
-        call = Fields(_fields.mapping(value, f"{param}[{i}]"), f"{param}[{i}]")
-        path = call.name("function")
-        function = Fields(_fields.mapping(call.require("function"), path), path)
-        name = _fields.string(function.require("name"), function.name("name"), empty=False)
+    for i, call in enumerate(fields.objects(given, message.name("tool_calls"))):
+        function = call.require_object("function")
+        name = fields.string(function.require("name"), function.name("name"), empty=False)
         arguments = _openai_chat.arguments(function.get("arguments"), function.name("arguments"))
         id = call.string("id") or f"call_{n_before + i}"
         found.append(ToolCall(id, name, arguments))
     return tuple(found)
 
 
-def _piece(text: str, thinking: str, calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _shown(text: str, thinking: str, calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking
     if calls:
         message["tool_calls"] = list(calls)
     return {"message": message}
-
-
-FORM = _ollama.Form(_piece)
-
-
-@dataclass(frozen=True, slots=True)
-class OllamaChatCall:
-    """why: nothing is generated, and this is the reason that the reply gives."""
-
-    requests: tuple[GenerateRequest, ...]
-    stream: bool
-    ignored: tuple[str, ...]
-    why: str | None = None
-    began_ns: int = field(default_factory=time.perf_counter_ns)
-    background = False
-
-    def encoder(self, head: Head) -> _ollama.LineEncoder:
-        return _ollama.LineEncoder(head, FORM, began_ns=self.began_ns, why=self.why)
-
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
-        return _ollama.fold(head, list(events), FORM, began_ns=self.began_ns, why=self.why)
 
 
 def _schema() -> dict[str, Any]:

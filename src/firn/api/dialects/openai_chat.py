@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from firn.api import sse
-from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat, _openai_tools
+from firn.api import fields, sse
+from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat, _openai_tools
 from firn.api.dialects._custom_tools import CustomInput, custom_input
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
 from firn.api.dialects._template_kwargs import template_kwargs
+from firn.api.errors import openai_error
 from firn.api.services import Services
 from firn.core.errors import FirnError, InvalidValue
 from firn.core.events import (
@@ -44,15 +45,15 @@ class OpenAIChat:
         self._defaults = defaults
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ChatCall:
-        given, defaults = _fields.Fields(body), self._defaults
-        offer = _openai_tools.offer(given)
+        given, defaults = fields.Fields(body), self._defaults
+        offered = _openai_tools.offered(given)
         reasoning = defaults.reasoning(_openai_chat.reasoning(given))
         request = GenerateRequest(
             model=given.string("model") or "",
             source=Chat(
                 messages=_openai_chat.messages(given),
-                tools=offer.tools,
-                tool_choice=offer.choice,
+                tools=offered.tools,
+                tool_choice=offered.choice,
                 template_kwargs=defaults.kwargs(template_kwargs(given), reasoning),
                 continues=given.boolean("continue_final_message", False),
             ),
@@ -72,23 +73,23 @@ class OpenAIChat:
         stream = given.boolean("stream", False)
         include_usage = _openai.include_usage(given)
         _openai.skip_inert(given)
-        shape = CallShape(offer.custom, are_functions=offer.are_functions)
+        shape = ToolCallShape(offered.custom, are_functions=offered.are_functions)
         return ChatCall((request,), stream, given.unread(), include_usage, shape)
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
-        return _openai.error_object(error)
+        return openai_error(error)
 
     def schema(self) -> dict[str, Any]:
         return _schema()
 
-    def routes(self, services: Services) -> tuple[Extra, ...]:
+    def routes(self, services: Services) -> tuple[JsonRoute, ...]:
         return ()
 
 
 DIALECT = OpenAIChat
 
 
-def _top_logprobs(body: _fields.Fields) -> int | None:
+def _top_logprobs(body: fields.Fields) -> int | None:
     wanted = body.boolean("logprobs", False)
     top = body.integer("top_logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
     if top is not None and not wanted:
@@ -97,7 +98,7 @@ def _top_logprobs(body: _fields.Fields) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class CallShape:
+class ToolCallShape:
     """How calls are shown: `custom` are those with a text; are_functions: as a single function_call."""
 
     custom: frozenset[str] = frozenset()
@@ -113,13 +114,13 @@ class ChatCall:
     stream: bool
     ignored: tuple[str, ...]
     include_usage: bool
-    shape: CallShape
+    shape: ToolCallShape
     background = False
 
-    def encoder(self, head: Head) -> ChatEncoder:
+    def encoder(self, head: ReplyHead) -> ChatEncoder:
         return ChatEncoder(head, include_usage=self.include_usage, shape=self.shape)
 
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
         with_logprobs = self.requests[0].top_logprobs is not None
         return _fold(head, events, self.shape, with_logprobs=with_logprobs)
 
@@ -128,7 +129,7 @@ class ChatCall:
 
 
 class ChatEncoder(_openai.StreamEncoder):
-    def __init__(self, head: Head, *, include_usage: bool, shape: CallShape) -> None:
+    def __init__(self, head: ReplyHead, *, include_usage: bool, shape: ToolCallShape) -> None:
         super().__init__(
             head,
             id_prefix=ID_PREFIX,
@@ -149,7 +150,7 @@ class ChatEncoder(_openai.StreamEncoder):
             ToolCallDelta: self._tool_arguments,
             ChoiceFinished: self._finished,
             Ended: self.ended,
-            Failed: lambda event: sse.data(_openai.dumps(_openai.error_object(event.error))),
+            Failed: lambda event: sse.data(_openai.dumps(openai_error(event.error))),
         }
 
     def _text(self, event: TextDelta) -> str:
@@ -208,7 +209,7 @@ class ChatEncoder(_openai.StreamEncoder):
 
 
 @dataclass(slots=True)
-class _Reply:
+class _ChatChoice:
     """One choice while its events are gathered."""
 
     text: list[str] = field(default_factory=list)
@@ -232,7 +233,7 @@ class _Reply:
             case ChoiceFinished():
                 self.reason = event.reason
 
-    def message(self, shape: CallShape) -> dict[str, Any]:
+    def message(self, shape: ToolCallShape) -> dict[str, Any]:
         text = "".join(self.text)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -248,7 +249,7 @@ class _Reply:
         return message
 
 
-def _shaped(call: dict[str, Any], shape: CallShape) -> dict[str, Any]:
+def _shaped(call: dict[str, Any], shape: ToolCallShape) -> dict[str, Any]:
     name = call["function"]["name"]
     if name not in shape.custom:
         return call
@@ -257,9 +258,9 @@ def _shaped(call: dict[str, Any], shape: CallShape) -> dict[str, Any]:
 
 
 def _fold(
-    head: Head, events: Iterable[Event], shape: CallShape, *, with_logprobs: bool
+    head: ReplyHead, events: Iterable[Event], shape: ToolCallShape, *, with_logprobs: bool
 ) -> dict[str, Any]:
-    replies: dict[int, _Reply] = {}
+    replies: dict[int, _ChatChoice] = {}
     usage = Usage(0, 0)
     for event in events:
         match event:
@@ -268,7 +269,7 @@ def _fold(
             case Ended():
                 usage = event.usage
             case _:
-                replies.setdefault(event.choice, _Reply()).take(event)
+                replies.setdefault(event.choice, _ChatChoice()).take(event)
     return {
         "id": f"{ID_PREFIX}{head.id}",
         "object": "chat.completion",

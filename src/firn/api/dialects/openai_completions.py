@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firn.api import sse
-from firn.api.dialects import Extra, Head, _fields, _openai, _openai_chat
+from firn.api import fields, sse
+from firn.api.dialects import JsonRoute, ReplyHead, _openai, _openai_chat
 from firn.api.dialects._openai import quote
 from firn.api.dialects._output_formats import schema_of_format
+from firn.api.errors import openai_error
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
 from firn.core.errors import FirnError, InvalidValue
@@ -58,7 +59,7 @@ class OpenAICompletions:
         self._defaults = defaults
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> CompletionCall:
-        given = _fields.Fields(body)
+        given = fields.Fields(body)
         sources = _sources(given)
         model = given.string("model") or ""
         sampling = _openai.sampling(given, self._defaults.sampling)
@@ -102,7 +103,7 @@ class OpenAICompletions:
     def schema(self) -> dict[str, Any]:
         return _schema()
 
-    def routes(self, services: Services) -> tuple[Extra, ...]:
+    def routes(self, services: Services) -> tuple[JsonRoute, ...]:
         return ()
 
 
@@ -110,13 +111,13 @@ DIALECT = OpenAICompletions
 
 
 def _error_object(error: FirnError) -> dict[str, Any]:
-    shown = _openai.error_object(error)
+    shown = openai_error(error)
     if error.param == "messages":  # what a fault deep inside calls the prompt
         shown["error"]["param"] = "prompt"
     return shown
 
 
-def _sources(body: _fields.Fields) -> tuple[Source, ...]:
+def _sources(body: fields.Fields) -> tuple[Source, ...]:
     """A string, strings, token ids, or lists of token ids; with a suffix, what is between."""
     prompt, suffix = body.require("prompt"), body.string("suffix")
     # A raw prompt means what it spells; beside a suffix it is a file's text.
@@ -131,19 +132,19 @@ def _sources(body: _fields.Fields) -> tuple[Source, ...]:
     if isinstance(prompt, str):
         return (raw(prompt),)
     if not isinstance(prompt, list):
-        raise InvalidValue("prompt", f"must be a string or an array, not {_fields.kind(prompt)}")
+        raise InvalidValue("prompt", f"must be a string or an array, not {fields.kind(prompt)}")
     if not prompt:
         raise InvalidValue("prompt", "must not be empty")
     if suffix and not isinstance(prompt[0], str):
         raise InvalidValue("suffix", "needs the prompt as text, not as tokens")
     match prompt[0]:
         case str():
-            _fields.array(prompt, "prompt", high=MAX_PROMPTS)
-            return tuple(raw(_fields.string(text, f"prompt[{i}]")) for i, text in enumerate(prompt))
+            fields.array(prompt, "prompt", high=MAX_PROMPTS)
+            return tuple(raw(fields.string(text, f"prompt[{i}]")) for i, text in enumerate(prompt))
         case list():
-            _fields.array(prompt, "prompt", high=MAX_PROMPTS)
+            fields.array(prompt, "prompt", high=MAX_PROMPTS)
             return tuple(
-                _tokens(_fields.array(ids, f"prompt[{i}]", low=1), f"prompt[{i}]")
+                _tokens(fields.array(ids, f"prompt[{i}]", low=1), f"prompt[{i}]")
                 for i, ids in enumerate(prompt)
             )
         case _:
@@ -157,7 +158,7 @@ def _tokens(ids: list[Any], param: str) -> RawTokens:
     return RawTokens(tuple(ids))
 
 
-def _n_choices(body: _fields.Fields, *, n_prompts: int) -> int:
+def _n_choices(body: fields.Fields, *, n_prompts: int) -> int:
     n = _openai.n_choices(body)
     best_of = body.integer("best_of", low=1)
     if best_of is not None and best_of != n:
@@ -175,10 +176,10 @@ class CompletionCall:
     include_usage: bool
     background = False
 
-    def encoder(self, head: Head) -> CompletionEncoder:
+    def encoder(self, head: ReplyHead) -> CompletionEncoder:
         return CompletionEncoder(head, include_usage=self.include_usage)
 
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
         return _fold(head, events, with_logprobs=self.requests[0].top_logprobs is not None)
 
 
@@ -186,11 +187,11 @@ class CompletionCall:
 
 
 class CompletionEncoder(_openai.StreamEncoder):
-    def __init__(self, head: Head, *, include_usage: bool) -> None:
+    def __init__(self, head: ReplyHead, *, include_usage: bool) -> None:
         super().__init__(
             head, id_prefix=ID_PREFIX, kind="text_completion", include_usage=include_usage
         )
-        self._offsets: defaultdict[int, Offsets] = defaultdict(Offsets)
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self.render = {
             Started: lambda _: "",
             Resumed: lambda _: "",
@@ -231,7 +232,7 @@ def _reason(reason: FinishReason) -> str:
 
 
 @dataclass(slots=True)
-class _Reply:
+class _CompletionChoice:
     """One choice while its events are gathered."""
 
     text: list[str] = field(default_factory=list)
@@ -239,21 +240,21 @@ class _Reply:
     reason: str | None = None
 
 
-def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[str, Any]:
-    replies: dict[int, _Reply] = {}
+def _fold(head: ReplyHead, events: Iterable[Event], *, with_logprobs: bool) -> dict[str, Any]:
+    replies: dict[int, _CompletionChoice] = {}
     usage = Usage(0, 0)
     for event in events:
         match event:
             case TextDelta():
-                reply = replies.setdefault(event.choice, _Reply())
+                reply = replies.setdefault(event.choice, _CompletionChoice())
                 reply.text.append(event.text)
                 reply.logprobs.extend(event.logprobs)
             case ReasoningDelta():
-                replies.setdefault(event.choice, _Reply()).text.append(event.text)
+                replies.setdefault(event.choice, _CompletionChoice()).text.append(event.text)
             case ToolCallDelta():
-                replies.setdefault(event.choice, _Reply()).text.append(event.arguments)
+                replies.setdefault(event.choice, _CompletionChoice()).text.append(event.arguments)
             case ChoiceFinished():
-                replies.setdefault(event.choice, _Reply()).reason = _reason(event.reason)
+                replies.setdefault(event.choice, _CompletionChoice()).reason = _reason(event.reason)
             case Ended():
                 usage = event.usage
             case _:
@@ -267,7 +268,7 @@ def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[s
             {
                 "index": choice,
                 "text": "".join(reply.text),
-                "logprobs": _logprobs(reply.logprobs, Offsets()) if with_logprobs else None,
+                "logprobs": _logprobs(reply.logprobs, TextOffsets()) if with_logprobs else None,
                 "finish_reason": reply.reason,
             }
             for choice, reply in sorted(replies.items())
@@ -276,7 +277,7 @@ def _fold(head: Head, events: Iterable[Event], *, with_logprobs: bool) -> dict[s
     }
 
 
-class Offsets:
+class TextOffsets:
     """Where the tokens of one choice begin in its text. Owned by its encoder, or by a fold.
 
     A character may have several tokens: all of them begin where it does.
@@ -293,7 +294,7 @@ class Offsets:
         return start
 
 
-def _logprobs(tokens: Sequence[TextLogprob], offsets: Offsets) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[TextLogprob], offsets: TextOffsets) -> dict[str, Any]:
     """The prompt's first token is behind nothing: there is no logprob of it."""
     return {
         "tokens": [token.text for token in tokens],

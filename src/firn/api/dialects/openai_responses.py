@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what was answered there."""
+"""POST /v1/responses, and the routes to responses that are kept."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from firn.api import sse
-from firn.api.dialects import Asked, Extra, Head, _fields, _openai, _openai_chat
+from firn.api import fields, sse
+from firn.api.dialects import JsonRoute, ReplyHead, RouteRequest, _openai, _openai_chat
 from firn.api.dialects import _responses_items as items
-from firn.api.dialects._responses_reply import ID_PREFIX, Look, Reply, ResponseEncoder
-from firn.api.dialects._responses_store import ResponseStore, Stored
+from firn.api.dialects._responses_reply import (
+    ID_PREFIX,
+    ResponseBuilder,
+    ResponseEncoder,
+    ResponseOptions,
+)
+from firn.api.dialects._responses_store import ResponseStore, StoredResponse
 from firn.api.dialects._template_kwargs import template_kwargs
+from firn.api.errors import openai_error
 from firn.api.prompting import count_tokens
 from firn.api.services import Services
 from firn.core.bounds import INT_MAX
@@ -47,7 +53,7 @@ class OpenAIResponses:
         self._store = ResponseStore()
 
     def decode(self, body: Mapping[str, Any], *, namespace: Namespace) -> ResponsesCall:
-        given = _fields.Fields(body)
+        given = fields.Fields(body)
         own = items.input_items(given)
         previous = given.string("previous_response_id")
         tools = items.tools(given)
@@ -76,29 +82,29 @@ class OpenAIResponses:
         stored = given.boolean("store", True)
         if background and (stream or not stored):
             raise InvalidValue("background", "needs store, and cannot be combined with stream")
-        look = Look(
+        options = ResponseOptions(
             echo=_echo(given, request, previous, stored=stored),
             summarises=items.wants_summary(given),
             seals=SEALED_REASONING in include,
             customs=tools.custom,
-            places=tools.places,
+            namespaced=tools.namespaced,
             with_logprobs=request.top_logprobs is not None,
             writes=request.cache.write,
         )
         _refuse(given)
-        _writable(look.echo)
+        _writable(options.echo)
         keep = self._keeper(namespace, _writable(own), previous) if stored else _forget
         ignored = (*given.unread(), *tools.left_out)
-        return ResponsesCall((request,), stream, background, ignored, look, keep)
+        return ResponsesCall((request,), stream, background, ignored, options, keep)
 
     def _messages(
         self,
-        body: _fields.Fields,
+        body: fields.Fields,
         own: list[items.Item],
         previous: str | None,
         namespace: Namespace,
     ) -> tuple[Message, ...]:
-        """Instructions hold for one response only; the items of those before hold on."""
+        """Instructions hold for one response only; the items of earlier responses stay."""
         before: list[tuple[str, items.Item]] = []
         if previous is not None:
             for stored in self._store.conversation(namespace, previous):
@@ -108,22 +114,22 @@ class OpenAIResponses:
         instructions = body.get("instructions")
         if isinstance(instructions, list):
             before = [*_listed(instructions, "instructions"), *before]
-        found = items.messages([*before, *named], lambda id: self._store.item(namespace, id))
+        messages = items.messages([*before, *named], lambda id: self._store.item(namespace, id))
         if instructions is not None and not isinstance(instructions, list):
-            text = _fields.string(instructions, "instructions")
-            found.insert(0, Message("system", (TextPart(text),)))
-        if not found:
+            text = fields.string(instructions, "instructions")
+            messages.insert(0, Message("system", (TextPart(text),)))
+        if not messages:
             raise InvalidValue("input", "must have at least 1 element")
-        return tuple(found)
+        return tuple(messages)
 
     def _keeper(
         self, namespace: Namespace, own: bytes, previous: str | None
-    ) -> Callable[[Reply], None]:
+    ) -> Callable[[ResponseBuilder], None]:
         begun = False
 
-        def keep(reply: Reply) -> None:
+        def keep(reply: ResponseBuilder) -> None:
             nonlocal begun
-            stored = Stored(
+            stored = StoredResponse(
                 id=reply.id,
                 request=reply.head.request,
                 previous=previous,
@@ -141,7 +147,7 @@ class OpenAIResponses:
         return keep
 
     def render_error(self, error: FirnError) -> dict[str, Any]:
-        shown = _openai.error_object(error)
+        shown = openai_error(error)
         if error.param == "messages":  # what a fault deep inside calls the prompt
             shown["error"]["param"] = "input"
         return shown
@@ -151,38 +157,38 @@ class OpenAIResponses:
 
     # --- further routes --------------------------------------------------------------------
 
-    def routes(self, services: Services) -> tuple[Extra, ...]:
-        async def get(asked: Asked) -> Mapping[str, Any]:
-            return self._found(asked).body()
+    def routes(self, services: Services) -> tuple[JsonRoute, ...]:
+        async def get(asked: RouteRequest) -> Mapping[str, Any]:
+            return self._stored(asked).body()
 
-        async def delete(asked: Asked) -> Mapping[str, Any]:
+        async def delete(asked: RouteRequest) -> Mapping[str, Any]:
             gone = self._store.drop(asked.namespace, asked.path["response_id"])
             if gone.is_running:
-                services.mailroom.fail(gone.request, Cancelled())
+                services.event_router.fail(gone.request, Cancelled())
             return {"id": gone.id, "object": "response", "deleted": True}
 
-        async def cancel(asked: Asked) -> Mapping[str, Any]:
-            found = self._found(asked)
-            if not found.is_running:
+        async def cancel(asked: RouteRequest) -> Mapping[str, Any]:
+            stored = self._stored(asked)
+            if not stored.is_running:
                 raise BadRequest("This response is done: there is nothing to cancel.")
-            services.mailroom.fail(found.request, Cancelled())
-            return found.body() | {"status": "cancelled"}
+            services.event_router.fail(stored.request, Cancelled())
+            return stored.body() | {"status": "cancelled"}
 
-        async def input_items(asked: Asked) -> Mapping[str, Any]:
-            return _page(self._found(asked), asked.query)
+        async def input_items(asked: RouteRequest) -> Mapping[str, Any]:
+            return _page(self._stored(asked), asked.query)
 
-        async def count(asked: Asked) -> Mapping[str, Any]:
+        async def count(asked: RouteRequest) -> Mapping[str, Any]:
             (request,) = self.decode(asked.body, namespace=asked.namespace).requests
             n_tokens = await count_tokens(services, request, asked.namespace)
             return {"object": "response.input_tokens", "input_tokens": n_tokens}
 
         one = f"{self.path}/{{response_id}}"
         return (
-            Extra("GET", one, "A kept response", get),
-            Extra("DELETE", one, "Forget a response", delete),
-            Extra("POST", f"{one}/cancel", "Stop a response that is being made", cancel),
-            Extra("GET", f"{one}/input_items", "What a response was asked with", input_items),
-            Extra(
+            JsonRoute("GET", one, "A kept response", get),
+            JsonRoute("DELETE", one, "Forget a response", delete),
+            JsonRoute("POST", f"{one}/cancel", "Stop a response that is being made", cancel),
+            JsonRoute("GET", f"{one}/input_items", "What a response was asked with", input_items),
+            JsonRoute(
                 "POST",
                 f"{self.path}/input_tokens",
                 "How many tokens a prompt has",
@@ -191,7 +197,7 @@ class OpenAIResponses:
             ),
         )
 
-    def _found(self, asked: Asked) -> Stored:
+    def _stored(self, asked: RouteRequest) -> StoredResponse:
         return self._store.get(asked.namespace, asked.path["response_id"])
 
 
@@ -199,32 +205,32 @@ DIALECT = OpenAIResponses
 
 
 def _writable(value: Any) -> bytes:
-    """As JSON. The body may hold what a reply cannot repeat."""
+    """As JSON. Raises BadRequest: a body may hold NaN, which a reply cannot repeat."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
-        raise BadRequest("A number in the body is infinite, or none at all.") from None
+        raise BadRequest("A number in the body is infinite or NaN.") from None
 
 
-def _forget(reply: Reply) -> None:
+def _forget(reply: ResponseBuilder) -> None:
     """What `store: false` does with a response."""
 
 
 def _listed(given: list[Any], param: str) -> list[tuple[str, items.Item]]:
     found: list[tuple[str, items.Item]] = []
     for i, value in enumerate(given):
-        item = _fields.mapping(value, f"{param}[{i}]")
+        item = fields.mapping(value, f"{param}[{i}]")
         found.append((f"{param}[{i}]", {"type": "message", **item}))
     return found
 
 
-def _top_logprobs(body: _fields.Fields, include: frozenset[str]) -> int | None:
+def _top_logprobs(body: fields.Fields, include: frozenset[str]) -> int | None:
     top = body.integer("top_logprobs", low=0, high=_openai.MAX_TOP_LOGPROBS)
     return (top or 0) if top or LOGPROBS in include else None
 
 
-def _refuse(body: _fields.Fields) -> None:
-    """What would change the answer, and what changes nothing here."""
+def _refuse(body: fields.Fields) -> None:
+    """Refuses fields that would change the answer, and skips those that change nothing here."""
     for name in ("conversation", "prompt"):
         if body.get(name) is not None:
             raise InvalidValue(name, "is not supported; send the items, or previous_response_id")
@@ -235,14 +241,14 @@ def _refuse(body: _fields.Fields) -> None:
 
 
 def _echo(
-    body: _fields.Fields, request: GenerateRequest, previous: str | None, *, stored: bool
+    body: fields.Fields, request: GenerateRequest, previous: str | None, *, stored: bool
 ) -> dict[str, Any]:
-    """What a response repeats of its request, with defaults in place of what was not said."""
+    """What a response repeats of its request, with the defaults of what it did not say."""
     metadata = body.get("metadata")
     return {
         "instructions": body.get("instructions"),
         "max_output_tokens": request.max_tokens,
-        "metadata": {} if metadata is None else _fields.mapping(metadata, "metadata"),
+        "metadata": {} if metadata is None else fields.mapping(metadata, "metadata"),
         "parallel_tool_calls": request.source.tool_choice.parallel
         if isinstance(request.source, Chat)
         else True,
@@ -262,25 +268,23 @@ def _echo(
     }
 
 
-def _page(stored: Stored, query: Mapping[str, str]) -> dict[str, Any]:
-    limit = query.get("limit", str(PAGE))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
-        raise InvalidValue("limit", f"must be between 1 and {MAX_PAGE}")
-    order = _fields.one_of(query.get("order", "desc"), "order", ("asc", "desc"))
+def _page(stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
+    limit = fields.page_limit(query, default=PAGE, high=MAX_PAGE)
+    order = fields.one_of(query.get("order", "desc"), "order", ("asc", "desc"))
     suffix = stored.id.removeprefix(ID_PREFIX)
-    found = [{"id": f"in_{suffix}_{i}"} | item for i, item in enumerate(stored.input())]
+    asked = [{"id": f"in_{suffix}_{i}"} | item for i, item in enumerate(stored.input())]
     if order == "desc":
-        found.reverse()
+        asked.reverse()
     if "after" in query:
-        ids = [item["id"] for item in found]
-        found = found[ids.index(query["after"]) + 1 :] if query["after"] in ids else []
-    page = found[: int(limit)]
+        ids = [item["id"] for item in asked]
+        asked = asked[ids.index(query["after"]) + 1 :] if query["after"] in ids else []
+    page = asked[:limit]
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else "",
         "last_id": page[-1]["id"] if page else "",
-        "has_more": len(found) > len(page),
+        "has_more": len(asked) > len(page),
     }
 
 
@@ -290,14 +294,14 @@ class ResponsesCall:
     stream: bool
     background: bool
     ignored: tuple[str, ...]
-    look: Look
-    keep: Callable[[Reply], None]
+    options: ResponseOptions
+    keep: Callable[[ResponseBuilder], None]
 
-    def encoder(self, head: Head) -> ResponseEncoder:
-        return ResponseEncoder(head, self.look, self.keep)
+    def encoder(self, head: ReplyHead) -> ResponseEncoder:
+        return ResponseEncoder(head, self.options, self.keep)
 
-    def fold(self, head: Head, events: Iterable[Event]) -> dict[str, Any]:
-        reply = Reply(head, self.look)
+    def fold(self, head: ReplyHead, events: Iterable[Event]) -> dict[str, Any]:
+        reply = ResponseBuilder(head, self.options)
         for event in events:
             reply.take(event)
         self.keep(reply)

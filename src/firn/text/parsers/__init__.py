@@ -1,4 +1,4 @@
-"""Tool-call formats, one file a family. A file is found by being here and naming its FORMATS."""
+"""Tool-call formats, one file for each family. A file is found by being here, and names its FORMATS."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from firn.text.call_grammar import CallGrammar
 from firn.text.calls import CallParser
 from firn.text.lark import Lark
-from firn.text.router import Router
-from firn.text.schema import Toolbox
+from firn.text.schema import ToolSchemas
+from firn.text.splitter import ReplySplitter
 
 WriteCall = Callable[[str, Mapping[str, Any]], str]
 """(tool, arguments) -> a call as a model would write it."""
@@ -22,7 +22,7 @@ WriteCall = Callable[[str, Mapping[str, Any]], str]
 
 @dataclass(frozen=True, slots=True)
 class Clues:
-    """What a format may be recognised by: the chat template's source and the vocabulary."""
+    """What a format is recognised by: the chat template's source and the vocabulary."""
 
     template: str
     has_token: Callable[[str], bool]
@@ -34,7 +34,7 @@ class ToolFormat:
 
     opens: the markers at which `parser` takes over; starts: single characters that are such markers
     as the first thing of a reply. tokens: control tokens that belong to the markup, and must be
-    seen as text. router: for a format that shapes the whole reply, not its calls alone; `reply` then
+    seen as text. splitter: for a format that shapes the whole reply, not its calls alone; `reply` then
     is the grammar of one, around calls, an answer, or either.
     grammar: that of its calls, by which a model can be held to make one. write: a call as text.
     bare: where calls have no marker, a regular expression of the replies that are one of these tools.
@@ -50,7 +50,7 @@ class ToolFormat:
     tokens: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
-    router: Callable[[Toolbox, str], Router] | None = None
+    splitter: Callable[[ToolSchemas, str], ReplySplitter] | None = None
     grammar: Callable[[CallGrammar], str] | None = None
     reply: Callable[[Lark, str | None, str | None], str] | None = None
     write: WriteCall | None = None

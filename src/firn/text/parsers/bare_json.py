@@ -13,14 +13,14 @@ from firn.text.calls import Script
 from firn.text.json_calls import NAME_KEYS, JsonCallParser, JsonTape, write_json
 from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.schema import Toolbox
+from firn.text.schema import ToolSchemas
 
 
 class BareJson(JsonCallParser):
     any_key = False
 
-    def __init__(self, marker: str, toolbox: Toolbox, *, known_only: bool = True) -> None:
-        super().__init__(marker, toolbox, known_only=True)
+    def __init__(self, marker: str, schemas: ToolSchemas, *, known_only: bool = True) -> None:
+        super().__init__(marker, schemas, known_only=True)
 
     def script(self) -> Script[None]:
         self.tape.pos = 0  # the marker is the first character of the call

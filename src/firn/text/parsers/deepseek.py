@@ -9,7 +9,7 @@ from __future__ import annotations
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import Script
-from firn.text.json_calls import JsonCallParser, JsonTape, write_json
+from firn.text.json_calls import JsonTape, SectionCallParser, write_json
 from firn.text.parsers import ToolFormat
 
 
@@ -22,28 +22,12 @@ CALL, CALL_END, SEP = _tag("tool call begin"), _tag("tool call end"), _tag("tool
 FENCE = "```"
 
 
-class DeepSeek(JsonCallParser):
-    def script(self) -> Script[None]:
-        yield from self.tape.skip()
-        if self.marker == SECTION:
-            yield from self.tape.expect(CALL)
-        yield from self._call()
-        while (yield from self._next_call()):
-            yield from self._call()
-        yield from self.tape.close(SECTION_END)
+class DeepSeek(SectionCallParser):
+    section, section_end = SECTION, SECTION_END
+    call_open, call_end = CALL, CALL_END
+    fence = FENCE
 
-    def _next_call(self) -> Script[bool]:
-        yield from self.tape.skip()
-        found = yield from self.tape.take(CALL)
-        return found
-
-    def _call(self) -> Script[None]:
-        yield from self.guarded(self._one(), CALL_END, SECTION_END)
-        yield from self.tape.close(FENCE)
-        yield from self.tape.close(CALL_END)
-        self.tape.keep()
-
-    def _one(self) -> Script[None]:
+    def read_call(self) -> Script[None]:
         name, _ = yield from self.tape.until(SEP, limit=256)
         char = yield from JsonTape(self.tape).next_char()
         if char != "{":  # the first word was the kind of call

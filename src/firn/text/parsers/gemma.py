@@ -78,7 +78,7 @@ class Gemma(CallParser):
             lead, types = joint, ANY
             if closer == "}":
                 key = yield from self._key()
-                types = ANY if depth else self.toolbox.types(self.name, key)
+                types = ANY if depth else self.schemas.types(self.name, key)
                 lead += json.dumps(key, ensure_ascii=False) + ": "
             yield from self._value(lead, types, sink, depth=depth)
             yield from self.tape.skip()

@@ -1,4 +1,4 @@
-"""Harmony, the channels of gpt-oss. The format shapes the whole reply, so it brings its own router."""
+"""Harmony, the format of gpt-oss. It shapes the whole reply, so it has a splitter of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from firn.text.harmony import (
     MESSAGE,
     START,
     HarmonyCall,
-    HarmonyRouter,
+    HarmonySplitter,
 )
 from firn.text.lark import Lark
 from firn.text.parsers import Clues, ToolFormat
@@ -49,7 +49,7 @@ FORMATS = (
     ToolFormat(
         name="harmony",
         parser=HarmonyCall,
-        router=HarmonyRouter,
+        splitter=HarmonySplitter,
         opens=(),
         tokens=CONTROL,
         aliases=("gpt_oss", "openai"),

@@ -20,7 +20,7 @@ CLOSERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TagLayout:
     """How calls stand in a pair of tags: each in its own, or all in one list."""
 
     is_list: bool = True
@@ -30,9 +30,9 @@ class Layout:
 
 
 LAYOUTS = {
-    "<tool_call>": Layout(is_list=False, line="\n"),
-    "<|action_start|><|plugin|>": Layout(is_list=False, between=', "parameters": ', line="\n"),
-    "<|START_ACTION|>": Layout(
+    "<tool_call>": TagLayout(is_list=False, line="\n"),
+    "<|action_start|><|plugin|>": TagLayout(is_list=False, between=', "parameters": ', line="\n"),
+    "<|START_ACTION|>": TagLayout(
         before='{"tool_call_id": "0", "tool_name": ', between=', "parameters": ', line="\n"
     ),
 }
@@ -58,7 +58,7 @@ def _matches(clues: Clues) -> bool:
 
 def _grammar(g: CallGrammar) -> str:
     opening = next((o for o in CLOSERS if o in g.template), "<tool_call>")
-    layout = LAYOUTS.get(opening, Layout())
+    layout = LAYOUTS.get(opening, TagLayout())
     closer = CLOSERS[opening]
     if closer not in g.template and not g.lark.is_token(closer):  # the end of the reply is the end
         closer = ""

@@ -7,7 +7,7 @@ import re
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
 from firn.text.calls import NotACall, Script
-from firn.text.json_calls import JsonCallParser, write_json
+from firn.text.json_calls import SectionCallParser, write_json
 from firn.text.parsers import ToolFormat
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -17,27 +17,11 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
-class KimiK2(JsonCallParser):
-    def script(self) -> Script[None]:
-        yield from self.tape.skip()
-        if self.marker == SECTION:
-            yield from self.tape.expect(CALL)
-        yield from self._call()
-        while (yield from self._next_call()):
-            yield from self._call()
-        yield from self.tape.close(SECTION_END)
+class KimiK2(SectionCallParser):
+    section, section_end = SECTION, SECTION_END
+    call_open, call_end = CALL, CALL_END
 
-    def _next_call(self) -> Script[bool]:
-        yield from self.tape.skip()
-        found = yield from self.tape.take(CALL)
-        return found
-
-    def _call(self) -> Script[None]:
-        yield from self.guarded(self._one(), CALL_END, SECTION_END)
-        yield from self.tape.close(CALL_END)
-        self.tape.keep()
-
-    def _one(self) -> Script[None]:
+    def read_call(self) -> Script[None]:
         header, _ = yield from self.tape.until(ARGUMENTS, limit=512)
         call_id = header.strip()
         found = _ID.fullmatch(call_id)

@@ -35,12 +35,12 @@ class PythonTag(BareJson):
             text = text.removesuffix(end)
         calls = python_calls(text)
         names = [c.name.removesuffix(".call") for c in calls]
-        if calls and all(name in self.toolbox for name in names):
+        if calls and all(name in self.schemas for name in names):
             for name, call in zip(names, calls, strict=True):
                 self.whole(name, call.arguments)
             return
         for tool in CODE_TOOLS:
-            if tool in self.toolbox:
+            if tool in self.schemas:
                 self.whole(tool, {"code": text})
                 return
         raise NotACall

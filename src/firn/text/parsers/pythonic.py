@@ -13,7 +13,7 @@ from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
 from firn.text.pythonic import PythonCall, python_calls, write_call
-from firn.text.schema import Toolbox
+from firn.text.schema import ToolSchemas
 
 CLOSERS = {
     "<|tool_call_start|>": "<|tool_call_end|>",
@@ -42,8 +42,8 @@ class Pythonic(CallParser):
 class BarePythonic(Pythonic):
     """A list of calls of known tools that is the whole reply."""
 
-    def __init__(self, marker: str, toolbox: Toolbox, *, known_only: bool = True) -> None:
-        super().__init__(marker, toolbox, known_only=True)
+    def __init__(self, marker: str, schemas: ToolSchemas, *, known_only: bool = True) -> None:
+        super().__init__(marker, schemas, known_only=True)
 
     def script(self) -> Script[None]:
         yield from self._could_be_a_call()

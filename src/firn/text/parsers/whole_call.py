@@ -9,15 +9,15 @@ from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.messages import tools_to_template
 from firn.text.native import NativeParser
 from firn.text.parsers import ToolFormat
-from firn.text.schema import Toolbox
+from firn.text.schema import ToolSchemas
 
 
 class WholeCall(CallParser):
     def __init__(
-        self, marker: str, toolbox: Toolbox, *, native: NativeParser, known_only: bool = False
+        self, marker: str, schemas: ToolSchemas, *, native: NativeParser, known_only: bool = False
     ) -> None:
         self._native = native
-        super().__init__(marker, toolbox, known_only=known_only)
+        super().__init__(marker, schemas, known_only=known_only)
 
     def script(self) -> Script[None]:
         body = yield from self._body()
@@ -40,7 +40,7 @@ class WholeCall(CallParser):
 
     def _parsed(self, body: str) -> Any:
         try:
-            return self._native.parse(body, tools_to_template(self.toolbox.tools))
+            return self._native.parse(body, tools_to_template(self.schemas.tools))
         except Exception as e:
             # The port's contract: foreign code, any exception of which says "no call".
             raise NotACall from e

@@ -1,0 +1,47 @@
+"""Reads request bodies: JSON only, each within its limit, all together within the memory set aside."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope
+
+from firn.api.body import check_content_type, read_body
+from firn.api.exchange import Exchange, exchange_of
+from firn.core.errors import Overloaded
+
+
+class BodyReader:
+    """Owner of the memory for all bodies; one per app, on the asyncio thread.
+
+    A body alone always has room. What it takes is released at the end of the exchange: texts and
+    pictures live as long as their request.
+    """
+
+    def __init__(self, *, limit_nbytes: int, total_nbytes: int) -> None:
+        """limit_nbytes: of one body."""
+        self._limit_nbytes = limit_nbytes
+        self._total_nbytes = total_nbytes
+        self.used_nbytes = 0
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """Raises BadRequest, BodyTooLarge, Overloaded, ClientGone."""
+        headers, exchange = scope["headers"], exchange_of(scope)
+        check_content_type(headers)
+        return await read_body(
+            headers,
+            receive,
+            limit_nbytes=self._limit_nbytes,
+            take=lambda nbytes: self._take(nbytes, exchange),
+        )
+
+    def release(self, exchange: Exchange) -> None:
+        self.used_nbytes -= exchange.body_nbytes
+        exchange.body_nbytes = 0
+
+    def _take(self, nbytes: int, exchange: Exchange) -> None:
+        others = self.used_nbytes - exchange.body_nbytes
+        if others and self.used_nbytes + nbytes > self._total_nbytes:
+            raise Overloaded(
+                "The requests of this moment are too large together; try again shortly."
+            )
+        self.used_nbytes += nbytes
+        exchange.body_nbytes += nbytes

@@ -1,0 +1,133 @@
+"""Where engine events change threads.
+
+The engine thread publishes once a step; the router hands each event to the session that waits for it.
+Everything but `publish` happens on the asyncio thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from firn.core.errors import FirnError, ShuttingDown
+from firn.core.events import JobFailed
+from firn.core.ports import Delivery
+from firn.core.values import RequestId
+
+
+class EventQueue:
+    """The deliveries of one call, in order. Owned by its session; lives on the asyncio thread.
+
+    `take` returns all that has arrived, or an empty list after `silence_s` without a delivery. One
+    timer per queue fires once a period, so that waiting for a token costs no timer of its own.
+    """
+
+    def __init__(self, *, silence_s: float) -> None:
+        self._deliveries: list[Delivery] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._silence_s = silence_s
+        self._silent = True
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(silence_s, self._check_silence)
+
+    def put(self, delivery: Delivery) -> None:
+        self._deliveries.append(delivery)
+        self._silent = False
+        self._wake()
+
+    async def take(self) -> list[Delivery]:
+        if not self._deliveries:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        taken, self._deliveries = self._deliveries, []
+        return taken
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _check_silence(self) -> None:
+        if self._silent:
+            self._wake()
+        self._silent = True
+        self._timer = self._loop.call_later(self._silence_s, self._check_silence)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EventRouter:
+    """Owner of the queues: which request's events go where, and who is still being served.
+
+    One per app, living as long as it does.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[RequestId, EventQueue] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining = False
+        self._n_calls = 0
+
+    # --- engine thread -------------------------------------------------------------------
+
+    def publish(self, batch: Sequence[Delivery]) -> None:
+        """Called once a step, from any thread; one wake-up of the loop, whatever the batch."""
+        loop = self._loop
+        if loop is None:
+            return  # no call has been accepted yet
+        try:
+            loop.call_soon_threadsafe(self._deliver, tuple(batch))
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+            # The HTTP server is gone, and its clients with it: there is nobody to tell.
+
+    # --- asyncio thread ------------------------------------------------------------------
+
+    def open(self, ids: Iterable[RequestId], *, silence_s: float) -> EventQueue:
+        """One queue for all requests of a call. Raises ShuttingDown while draining."""
+        if self._draining:
+            raise ShuttingDown()
+        self._loop = asyncio.get_running_loop()
+        queue = EventQueue(silence_s=silence_s)
+        for request in ids:
+            self._queues[request] = queue
+        self._n_calls += 1
+        return queue
+
+    def close(self, ids: Iterable[RequestId], queue: EventQueue) -> None:
+        """Forget the call; events still on their way to it are dropped."""
+        for request in ids:
+            self._queues.pop(request, None)
+        queue.close()
+        self._n_calls -= 1
+
+    @property
+    def n_calls(self) -> int:
+        """Calls that were accepted and have not ended."""
+        return self._n_calls
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def drain(self) -> None:
+        """Accept no new calls; those that run go on."""
+        self._draining = True
+
+    def fail(self, request: RequestId, error: FirnError) -> None:
+        """End one call with this error; does nothing if it has ended already."""
+        self._deliver([(request, JobFailed(error))])
+
+    def fail_all(self, error: FirnError) -> None:
+        """End every call that still runs with this error."""
+        self._deliver([(request, JobFailed(error)) for request in self._queues])
+
+    def _deliver(self, batch: Sequence[Delivery]) -> None:
+        for delivery in batch:
+            queue = self._queues.get(delivery[0])
+            if queue is not None:
+                queue.put(delivery)

@@ -1,0 +1,209 @@
+"""From a request to the engine's job: checked, rendered and tokenized, with all that reads its reply."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from firn.api.prompting import gathered, make_prompt
+from firn.api.running import RunningRequest
+from firn.api.services import ApiLimits, Services
+from firn.api.sparse import refuse_sparse
+from firn.api.think_budget import ThinkBudget
+from firn.core.errors import BadRequest, ContextTooLong, InvalidValue
+from firn.core.values import (
+    Chat,
+    FillInMiddle,
+    GenerateRequest,
+    Job,
+    ModelInfo,
+    Namespace,
+    Prompt,
+    RawText,
+    RawTokens,
+    Sampling,
+    ToolChoice,
+    ToolMode,
+)
+from firn.text.call_check import CallCheck
+from firn.text.constraint import constraint
+from firn.text.formats import PLAIN
+from firn.text.reply import ReplyReader
+from firn.text.unread_calls import UnreadCalls
+
+logger = logging.getLogger("firn.api")
+
+
+class JobMaker:
+    """Makes the jobs of one call. Owner: its session; `make` works in the tokenize pool."""
+
+    def __init__(
+        self, services: Services, namespace: Namespace, new_tool_id: Callable[[], str]
+    ) -> None:
+        self._services = services
+        self._namespace = namespace
+        self._new_tool_id = new_tool_id
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises BadRequest or ModelNotFound for what can be told without a prompt."""
+        model = self._services.engine.model
+        self._services.check_model(request.model)
+        most, asked = self._services.limits.max_request_tokens, request.max_tokens
+        if most is not None and asked is not None and asked > most:
+            raise InvalidValue("max_tokens", f"must be at most {most} on this server")
+        if not model.generates:
+            raise BadRequest("This model makes embeddings; it does not generate.", param="model")
+        for token, _ in request.sampling.logit_bias:
+            if token >= model.vocab_size:
+                raise InvalidValue("logit_bias", f"the model has no token {token}")
+        if self._services.compile_grammar is None:
+            refuse_constraints(request)
+        refuse_sparse(request, self._services.sparse)
+
+    async def make(self, run: RunningRequest) -> Job:
+        """Fills in the run, too, which nobody else looks at meanwhile."""
+        run.request = await gathered(self._services, run.request, self._namespace)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._services.pool, self._job, run)
+
+    def _job(self, run: RunningRequest) -> Job:
+        """In the tokenize pool."""
+        services, request = self._services, run.request
+        model = services.engine.model
+        prompt = make_prompt(services, request, self._namespace)
+        run.n_prompt = len(prompt)
+        if services.keeps_prompts:
+            run.prompt = prompt
+        if request.echo:
+            self._note_echo(run, prompt)
+        for note in prompt.notes:
+            logger.info("%s %s", run.id, note)
+        tail = services.prompts.tail(prompt) if isinstance(request.source, Chat) else ""
+        grammar = self._grammar(run, tail)
+        run.readers = [self._reader(run, tail, choice) for choice in range(request.n)]
+        run.budgets = self._budgets(request)
+        if isinstance(request.source, Chat) and offers_tools(request.source):
+            run.watches = [UnreadCalls(request.source.tools) for _ in range(request.n)]
+        return Job(
+            id=run.id,
+            prompt=prompt,
+            max_tokens=reply_length(request, prompt, model, services.limits),
+            sampling=sampling_for(model, request.sampling),
+            n=request.n,
+            eos=self._eos(request, grammar),
+            top_logprobs=request.top_logprobs,
+            prompt_logprobs=run.echoed_ids is not None,
+            namespace=self._namespace,
+            cache=request.cache,
+            grammar=grammar,
+            speculates=request.speculates,
+            # It only guides drafts: a control token that it spells does no harm.
+            prediction=tuple(services.tokenizer.encode(request.prediction, add_special=False)),
+            sparse=services.sparse.of(request.sparse_keep),
+        )
+
+    def _note_echo(self, run: RunningRequest, prompt: Prompt) -> None:
+        match run.request.source:
+            case RawText(text=text) | FillInMiddle(prefix=text):
+                run.echo = text
+            case RawTokens(ids):
+                run.echo = self._services.tokenizer.decode(ids)
+            case Chat():
+                return
+        if run.request.top_logprobs is not None:
+            run.echoed_ids = prompt.ids
+
+    def _grammar(self, run: RunningRequest, prompt_tail: str) -> Any:
+        """The compiled constraint of the request's replies, if any."""
+        services, source = self._services, run.request.source
+        if services.compile_grammar is None:
+            return None
+        held = constraint(
+            run.request,
+            format=services.reply_format,
+            tokenizer=services.tokenizer,
+            prompt_tail=prompt_tail,
+            soften=services.softener(self._namespace),
+        )
+        run.unenforced = held.left_out
+        if held.left_out and isinstance(source, Chat):
+            logger.info("%s cannot be held to %s", run.id, ", ".join(held.left_out))
+            loose = [
+                t for t in source.tools if any(p.startswith(f"{t.param}#") for p in held.left_out)
+            ]
+            run.checks = [CallCheck(loose) for _ in range(run.request.n)]
+        if held.grammar is None:
+            return None
+        return services.compile_grammar(held.grammar, self._namespace)
+
+    def _reader(self, run: RunningRequest, prompt_tail: str, choice: int) -> ReplyReader:
+        services, request = self._services, run.request
+        # A raw completion is shown as it is: nothing in it is markup.
+        chat = request.source if isinstance(request.source, Chat) else None
+        return ReplyReader(
+            services.tokenizer,
+            choice=run.first_choice + choice,
+            stop=request.stop,
+            format=PLAIN if chat is None else services.reply_format,
+            tools=() if chat is None else chat.tools,
+            tool_choice=ToolChoice() if chat is None else chat.tool_choice,
+            prompt_tail=prompt_tail,
+            new_id=self._new_tool_id,
+            logprobs=request.top_logprobs is not None,
+        )
+
+    def _budgets(self, request: GenerateRequest) -> list[ThinkBudget]:
+        limit, closing = request.reasoning.budget_tokens, self._services.reply_format.closing
+        if limit is None or not closing or not isinstance(request.source, Chat):
+            return []
+        tokens = tuple(self._services.tokenizer.encode(closing, add_special=False))
+        return [ThinkBudget(limit, tokens) for _ in range(request.n)]
+
+    def _eos(self, request: GenerateRequest, grammar: Any) -> frozenset[int]:
+        """The tokens that end its replies."""
+        # A grammar that is satisfied can only end: no other token is allowed then.
+        if request.ignore_eos and grammar is None:
+            return frozenset()
+        return self._services.tokenizer.eos | self._services.prompts.ends(request.source)
+
+
+# --- a request against what server and model can do: pure ------------------------------------
+
+
+def refuse_constraints(request: GenerateRequest) -> None:
+    """Raises BadRequest: without a grammar engine nothing can hold the model to a form."""
+    if request.grammar is not None:
+        raise BadRequest(
+            f"{request.grammar.param}: constrained output is not available on this server.",
+            param=request.grammar.param,
+        )
+    source = request.source
+    if isinstance(source, Chat) and source.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
+        raise BadRequest(
+            "tool_choice: a tool call cannot be enforced on this server; use 'auto'.",
+            param="tool_choice",
+        )
+
+
+def offers_tools(chat: Chat) -> bool:
+    return bool(chat.tools) and chat.tool_choice.mode is not ToolMode.NONE
+
+
+def reply_length(
+    request: GenerateRequest, prompt: Prompt, model: ModelInfo, limits: ApiLimits
+) -> int:
+    # [0, n_prompt) prompt   [n_prompt, context_length) room for the reply
+    room = model.context_length - len(prompt)
+    if room < 1:
+        raise ContextTooLong(len(prompt), model.context_length)
+    if request.max_tokens is not None:
+        return min(request.max_tokens, room)
+    return min(limits.max_tokens, limits.max_request_tokens or room, room)
+
+
+def sampling_for(model: ModelInfo, sampling: Sampling) -> Sampling:
+    """A top_k that leaves every token in is no top_k."""
+    return sampling if sampling.top_k < model.vocab_size else replace(sampling, top_k=0)

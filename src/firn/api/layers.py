@@ -1,0 +1,214 @@
+"""The layers around every route, outermost first: log and ids, host names, CORS, API keys, rate limit.
+
+Plain ASGI: none of them touches a token on its way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from firn.api.affinity import HEADER
+from firn.api.auth import Keys
+from firn.api.body import ClientGone
+from firn.api.body_reader import BodyReader
+from firn.api.errors import ErrorShapes, InternalFault
+from firn.api.exchange import SCOPE_KEY, Exchange, exchange_of, send_error
+from firn.api.hosts import Hosts, is_local
+from firn.api.rate_limit import RateLimit
+from firn.core.errors import FirnError, HostNotAllowed, Overloaded, Unauthorized
+from firn.core.values import Namespace
+
+logger = logging.getLogger("firn.api")
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""For supervisors and browsers: no key needed, and no log line above DEBUG."""
+POLLED_PATHS = frozenset({"/metrics", "/v1/loads"})
+"""Programs ask for these every few seconds: no log line above DEBUG either."""
+PAGE_FILES = "/page/"
+"""The dashboard's files lie below. They are the same for everybody and need no key; what the page shows
+it asks for with one."""
+OVER_LIMIT_KEY = "firn.over_limit"
+"""Set in the scope of a connection beyond the limit: only the open paths are answered on it."""
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "request-id",
+    "retry-after",
+    "x-firn-unenforced",
+    "x-firn-approximate",
+    "x-session",
+)
+"""What a page of an allowed origin may read of a response."""
+MAX_WHY_CHARS = 300
+
+
+def add_layers(
+    app: FastAPI,
+    *,
+    shapes: ErrorShapes,
+    metrics: RequestCounts,
+    bodies: BodyReader,
+    keys: Keys,
+    hosts: Hosts,
+    allow_origins: Sequence[str],
+    requests_per_minute: int | None,
+) -> None:
+    """Around an app that has all its routes. The last layer added is the outermost."""
+    if requests_per_minute:
+        app.add_middleware(RateLimit, per_minute=requests_per_minute, shapes=shapes)
+    app.add_middleware(Authentication, keys=keys, shapes=shapes)
+    if allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=list(EXPOSED_HEADERS),
+        )
+    app.add_middleware(HostCheck, hosts=hosts, shapes=shapes)
+    routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(RequestLog, shapes=shapes, metrics=metrics, bodies=bodies, routes=routes)
+
+
+def is_page_file(path: str) -> bool:
+    return path.startswith(PAGE_FILES)
+
+
+class RequestCounts(Protocol):
+    def count_request(self, own: Namespace, route: str, status: int, *, gone: bool) -> None: ...
+
+
+class RequestLog:
+    """Outermost: gives an exchange its id, catches what nobody else did, logs a line at the end.
+
+    `routes` are the paths that get a metric of their own: clients may ask for any number of others.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        shapes: ErrorShapes,
+        metrics: RequestCounts,
+        bodies: BodyReader,
+        routes: frozenset[str],
+    ) -> None:
+        self._app = app
+        self._shapes = shapes
+        self._metrics = metrics
+        self._bodies = bodies
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # It is there already where a server of several models vouches for the caller.
+        exchange = scope.setdefault(SCOPE_KEY, Exchange())
+        # OpenAI's clients look for the one, Anthropic's for the other.
+        tags = [(name, exchange.id.encode()) for name in (b"x-request-id", b"request-id")]
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                more = [*tags, *_affinity_header(exchange)]
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        except ClientGone:
+            exchange.gone = True
+        except Exception:
+            logger.exception("%s %s %a failed", exchange.id, scope["method"], scope["path"][:200])
+            if exchange.status:
+                raise  # too late for a status: the server breaks the connection
+            exchange.fault = InternalFault(exchange.id)
+            await send_error(tagged, exchange.fault, self._shapes.of(scope["path"]))
+        finally:
+            self._bodies.release(exchange)
+            self._log(exchange, scope)
+
+    def _log(self, exchange: Exchange, scope: Scope) -> None:
+        path, known = scope["path"], scope["path"] in self._routes
+        route, own = path if known else "other", exchange.caller.own
+        self._metrics.count_request(own, route, exchange.status, gone=exchange.gone)
+        quiet = path in OPEN_PATHS | POLLED_PATHS or exchange.passed_on or is_page_file(path)
+        logger.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "%s %s %s %s %.3fs%s%s%s",
+            exchange.id,
+            scope["method"],
+            path if known else ascii(path[:200]),  # it may hold line breaks
+            exchange.status or "-",
+            time.perf_counter() - exchange.began_at,
+            exchange.summary,
+            _why(exchange.fault),
+            " client gone" if exchange.gone else "",
+        )
+
+
+def _affinity_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    return [(HEADER, exchange.conversation.encode())] if exchange.conversation else []
+
+
+def _why(fault: FirnError | None) -> str:
+    """What the client was told. It may quote what the client sent: escaped, and not all of it."""
+    return "" if fault is None else f" error={fault.code} {fault.message[:MAX_WHY_CHARS]!a}"
+
+
+class HostCheck:
+    """Refuses what was sent to another host's name. Outside of CORS: no page is told anything."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Hosts, shapes: ErrorShapes) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._shapes = shapes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._hosts.check(scope["headers"])
+        except HostNotAllowed as error:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await send_error(send, error, self._shapes.of(scope["path"]))
+            return
+        if scope["type"] == "http" and exchange_of(scope).own_page is None:
+            exchange_of(scope).own_page = self._hosts.is_own_page(scope["headers"])
+        await self._app(scope, receive, send)
+
+
+class Authentication:
+    """Admits callers by their API key. Inside of CORS, so that a browser may read the refusal."""
+
+    def __init__(self, app: ASGIApp, *, keys: Keys, shapes: ErrorShapes) -> None:
+        self._app = app
+        self._keys = keys
+        self._shapes = shapes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            is_open = scope["path"] in OPEN_PATHS
+            try:
+                if scope.get(OVER_LIMIT_KEY) and not is_open:
+                    raise Overloaded("The server has too many connections; try again shortly.")
+                caller = self._keys.admit(scope["headers"], local=is_local(scope))
+                exchange_of(scope).caller = caller
+            except (Unauthorized, Overloaded) as error:
+                needs_key = isinstance(error, Overloaded) or not is_page_file(scope["path"])
+                if not is_open and needs_key:
+                    exchange_of(scope).fault = error
+                    await send_error(send, error, self._shapes.of(scope["path"]))
+                    return
+        await self._app(scope, receive, send)

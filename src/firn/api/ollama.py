@@ -1,0 +1,40 @@
+"""What all routes of Ollama's API share: model names with a tag, keep_alive, durations. Pure."""
+
+from __future__ import annotations
+
+import time
+
+from firn.api.fields import Fields
+from firn.core import duration
+from firn.core.errors import InvalidValue
+
+TAG = ":latest"
+"""Clients put it behind a name that has no tag."""
+
+
+def model_name(body: Fields) -> str:
+    """Empty where the body names none."""
+    return (body.string("model") or "").removesuffix(TAG)
+
+
+def keep_alive_s(body: Fields) -> float | None:
+    """Raises InvalidValue. A server of one model only checks it: its model stays."""
+    given = body.get("keep_alive")
+    if given is None:
+        return None
+    try:
+        return duration.seconds(given)
+    except ValueError as e:
+        raise InvalidValue("keep_alive", str(e)) from None
+
+
+def durations(began_ns: int, first_ns: int | None) -> dict[str, int]:
+    """In nanoseconds. Where the time of the first token is not known, all of it was decoding."""
+    now_ns = time.perf_counter_ns()
+    first_ns = began_ns if first_ns is None else first_ns
+    return {
+        "total_duration": now_ns - began_ns,
+        "load_duration": 0,
+        "prompt_eval_duration": first_ns - began_ns,
+        "eval_duration": max(now_ns - first_ns, 1),
+    }

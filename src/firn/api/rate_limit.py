@@ -1,0 +1,71 @@
+"""A limit on the requests that each client may send in a minute: --rate-limit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from firn.api.errors import ErrorShapes
+from firn.api.exchange import exchange_of, send_error
+from firn.core.errors import TooManyRequests
+
+WINDOW_S = 60.0
+MAX_CLIENTS = 10_000
+"""Remembered at once; beyond that, the client that asked longest ago is forgotten."""
+
+
+class RequestRate:
+    """When each client has asked within the last minute. Owner: its layer, on the asyncio thread."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute = per_minute
+        self._clock = clock
+        self._times: OrderedDict[str, deque[float]] = OrderedDict()
+
+    def take(self, client: str) -> float:
+        """Count a request: 0.0, or the seconds until it would be let in, and then it is not counted."""
+        now = self._clock()
+        times = self._times.setdefault(client, deque())
+        self._times.move_to_end(client)
+        while len(self._times) > MAX_CLIENTS:
+            self._times.popitem(last=False)
+        while times and times[0] <= now - WINDOW_S:
+            times.popleft()
+        if len(times) >= self._per_minute:
+            return min(times[0] + WINDOW_S - now, WINDOW_S)
+        times.append(now)
+        return 0.0
+
+
+class RateLimit:
+    """A layer around the routes, inside of Authentication, which knows the caller. Only POSTs count:
+    looking at models and health does not."""
+
+    def __init__(self, app: ASGIApp, *, per_minute: int, shapes: ErrorShapes) -> None:
+        self._app = app
+        self._per_minute = per_minute
+        self._rate = RequestRate(per_minute)
+        self._shapes = shapes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            wait_s = self._rate.take(_client(scope))
+            if wait_s > 0:
+                error = TooManyRequests(self._per_minute, retry_after_s=math.ceil(wait_s))
+                exchange_of(scope).fault = error
+                await send_error(send, error, self._shapes.of(scope["path"]))
+                return
+        await self._app(scope, receive, send)
+
+
+def _client(scope: Scope) -> str:
+    """Its key; its address where there are no keys."""
+    caller = exchange_of(scope).caller
+    if caller.has_key:
+        return caller.own
+    address = scope.get("client")
+    return address[0] if address else ""

@@ -1,0 +1,1 @@
+"""The routes beside the dialects' own, one file for each subject."""

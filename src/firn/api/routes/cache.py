@@ -1,0 +1,120 @@
+"""/v1/cache: statistics, probe, pin, unpin and clear.
+
+A caller sees and changes its own namespace only; the operator sees everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from firn.api.body import decoded
+from firn.api.body_reader import BodyReader
+from firn.api.dialects import Dialect
+from firn.api.exchange import exchange_of
+from firn.api.openapi import error_responses
+from firn.api.origins import check_may_change_cache
+from firn.api.prompting import prompt_of
+from firn.api.services import Services
+from firn.api.session import Session
+from firn.core.errors import InvalidValue, NotFound
+from firn.core.events import Failed
+from firn.core.ports import CacheAdmin
+from firn.core.values import GenerateRequest, Namespace
+
+OWN_ADMISSION = frozenset({"bytes_per_token", "bytes_per_row"})
+"""These depend on the model alone, and tell nothing about others."""
+
+
+class CacheRoutes:
+    """One per app. `dialects` decode the bodies of probe and pin."""
+
+    def __init__(
+        self, services: Services, admin: CacheAdmin, dialects: list[Dialect], bodies: BodyReader
+    ) -> None:
+        self._services = services
+        self._admin = admin
+        self._dialects = dialects
+        self._bodies = bodies
+
+    def add_to(self, app: FastAPI) -> None:
+        add = functools.partial(app.add_api_route, responses=error_responses())
+        add("/v1/cache/stats", self.stats, methods=["GET"], summary="What the cache holds and did")
+        add("/v1/cache/probe", self.probe, methods=["POST"], summary="What a request would reuse")
+        add("/v1/cache/pin", self.pin, methods=["POST"], summary="Keep a request's prefix")
+        add("/v1/cache/unpin", self.unpin, methods=["POST"], summary="Let a prefix go again")
+        add("/v1/cache", self.clear, methods=["DELETE"], summary="Forget what is stored")
+
+    async def stats(self, request: Request) -> dict[str, Any]:
+        stats = await asyncio.wrap_future(self._admin.stats(exchange_of(request.scope).visible))
+        caller = exchange_of(request.scope).caller
+        if not caller.operator:  # how full the machine is tells what others do
+            own = {"calls": self._services.quotas.n_calls(caller.own)}
+            shown = {k: v for k, v in stats.get("admission", {}).items() if k in OWN_ADMISSION}
+            stats["admission"] = {**shown, **own}
+        return stats
+
+    async def probe(self, request: Request) -> dict[str, Any]:
+        namespace = exchange_of(request.scope).namespace
+        prompt = await prompt_of(self._services, await self._decode(request), namespace)
+        return await asyncio.wrap_future(self._admin.probe(prompt, namespace))
+
+    async def pin(self, request: Request) -> dict[str, Any]:
+        """Computes the prompt first, where it is not stored yet."""
+        check_may_change_cache(request.scope)
+        namespace = exchange_of(request.scope).namespace
+        wanted = await self._decode(request)
+        await self._compute(wanted, request)
+        prompt = await prompt_of(self._services, wanted, namespace)
+        return await asyncio.wrap_future(self._admin.pin(prompt, namespace))
+
+    async def unpin(self, request: Request) -> dict[str, Any]:
+        check_may_change_cache(request.scope)
+        namespace = exchange_of(request.scope).namespace
+        prompt = await prompt_of(self._services, await self._decode(request), namespace)
+        return await asyncio.wrap_future(self._admin.unpin(prompt, namespace))
+
+    async def clear(
+        self, request: Request, namespace: str | None = None, model: str | None = None
+    ) -> dict[str, Any]:
+        """`namespace` (a digest, as `firn cache ls` shows it) must be the caller's own."""
+        check_may_change_cache(request.scope)
+        if model is not None and not self._services.serves(model):
+            raise NotFound(f"The model {model!r} is not served here.", param="model")
+        own = exchange_of(request.scope).namespace
+        if namespace is not None and namespace != own:
+            raise NotFound("This namespace is not yours, or does not exist.", param="namespace")
+        cleared = own if namespace is not None else exchange_of(request.scope).visible
+        return await asyncio.wrap_future(self._admin.clear(cleared))
+
+    async def _decode(self, request: Request) -> GenerateRequest:
+        raw = await self._bodies.read(request.scope, request.receive)
+        own = exchange_of(request.scope).caller.own
+        return await decoded(raw, self._services.pool, lambda body: self._request(body, own))
+
+    def _request(self, body: dict[str, Any], own: Namespace) -> GenerateRequest:
+        key = "messages" if "messages" in body else "prompt"
+        path = "/v1/chat/completions" if key == "messages" else "/v1/completions"
+        dialect = next(d for d in self._dialects if d.path == path)
+        call = dialect.decode(body, namespace=own)
+        if len(call.requests) != 1:
+            raise InvalidValue(key, "one prompt at a time")
+        self._services.check_model(call.requests[0].model)
+        return call.requests[0]
+
+    async def _compute(self, wanted: GenerateRequest, request: Request) -> None:
+        exchange = exchange_of(request.scope)
+        one = replace(wanted, max_tokens=1, n=1, top_logprobs=None, grammar=None)
+        session = Session(
+            self._services, [one], id=f"{exchange.id}-pin", namespace=exchange.namespace
+        )
+        with self._services.quotas.call(exchange.caller.own, session), closing(session):
+            await session.start()
+            async for batch in session:
+                if batch and isinstance(batch[-1], Failed):
+                    raise batch[-1].error

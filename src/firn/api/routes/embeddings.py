@@ -1,0 +1,182 @@
+"""/v1/embeddings, in OpenAI's dialect.
+
+Texts are computed between the engine's steps, in batches of bounded size, so that replies under way are
+hardly delayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from firn.api import fields
+from firn.api.dialects import JsonRoute, RouteRequest
+from firn.api.fields import Fields
+from firn.api.services import Services
+from firn.core.errors import BadRequest, InvalidValue
+from firn.core.ports import Embedder
+
+MAX_TEXTS = 2048
+MAX_CHARS = 8 * 2**20
+"""Of all texts of a request: they are tokenized before any is computed."""
+BATCH_TOKENS = 4096
+"""Padding included; a longer text is computed alone."""
+
+
+def embedding_routes(services: Services) -> tuple[JsonRoute, ...]:
+    async def answer(asked: RouteRequest) -> Mapping[str, Any]:
+        return await _answer(services, Fields(asked.body))
+
+    return (
+        JsonRoute("POST", "/v1/embeddings", "Texts as vectors", answer, _SCHEMA, computes=True),
+    )
+
+
+async def _answer(services: Services, body: Fields) -> dict[str, Any]:
+    services.check_model(body.string("model") or "")
+    form = body.get("encoding_format")
+    if form is not None:
+        form = fields.one_of(form, "encoding_format", ("float", "base64"))
+    truncate = body.boolean("truncate", False)
+    vectors, n_tokens = await embed(services, body, truncate=truncate)
+    return {
+        "object": "list",
+        "model": services.engine.model.name,
+        "data": [
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": _packed(vector) if form == "base64" else vector,
+            }
+            for i, vector in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+    }
+
+
+async def embed(
+    services: Services, body: Fields, *, truncate: bool
+) -> tuple[list[list[float]], int]:
+    """The vectors of the body's `input`, and how many tokens it had."""
+    embedder = services.embedder
+    if embedder is None:
+        raise BadRequest(
+            "This model makes no embeddings: its folder says nothing about pooling "
+            "(modules.json, 1_Pooling/config.json).",
+            param="model",
+        )
+    n_dims = body.integer("dimensions", low=1, high=embedder.n_dims)
+    given = body.require("input")
+    loop = asyncio.get_running_loop()
+    texts = await loop.run_in_executor(
+        services.pool, lambda: _tokens(services, embedder, _texts_or_ids(given), truncate=truncate)
+    )
+    vectors: dict[int, list[float]] = {}
+    for batch in batches([len(text) for text in texts]):
+        future = embedder.embed([texts[i] for i in batch], n_dims=n_dims)
+        computed = await asyncio.wrap_future(future)
+        vectors.update(zip(batch, computed, strict=True))
+    return [vectors[i] for i in range(len(texts))], sum(map(len, texts))
+
+
+def _texts_or_ids(given: Any) -> list[str | list[int]]:
+    """A string, strings, token ids, or lists of token ids."""
+    if isinstance(given, str):
+        return [fields.string(given, "input", max_chars=MAX_CHARS, empty=False)]
+    if not isinstance(given, list):
+        raise InvalidValue("input", f"must be a string or an array, not {fields.kind(given)}")
+    if given and type(given[0]) is int:
+        return [_ids(given, "input")]
+    found: list[str | list[int]] = []
+    for i, value in enumerate(fields.array(given, "input", low=1, high=MAX_TEXTS)):
+        param = f"input[{i}]"
+        found.append(_ids(value, param) if isinstance(value, list) else _text(value, param))
+    if sum(len(text) for text in found if isinstance(text, str)) > MAX_CHARS:
+        raise InvalidValue("input", f"must have at most {MAX_CHARS} characters in all")
+    return found
+
+
+def _text(value: Any, param: str) -> str:
+    return fields.string(value, param, empty=False)
+
+
+def _ids(value: list[Any], param: str) -> list[int]:
+    return [
+        fields.integer(token, f"{param}[{i}]", low=0)
+        for i, token in enumerate(fields.array(value, param, low=1))
+    ]
+
+
+def _tokens(
+    services: Services, embedder: Embedder, given: Sequence[str | list[int]], *, truncate: bool
+) -> list[list[int]]:
+    """In the tokenize pool."""
+    found = []
+    n_ids, limit = services.engine.model.n_ids, embedder.max_tokens
+    for i, value in enumerate(given):
+        if isinstance(value, str):
+            try:
+                ids = services.tokenizer.encode(value, add_special=True)
+            except UnicodeEncodeError:
+                raise InvalidValue("input", f"text {i} has an unpaired surrogate") from None
+        else:
+            ids = value
+        if not ids:
+            raise InvalidValue("input", f"text {i} has no tokens")
+        if max(ids) >= n_ids:
+            raise InvalidValue("input", f"the model has no token {max(ids)}")
+        if len(ids) > limit and not truncate:
+            raise InvalidValue(
+                "input", f"text {i} has {len(ids)} tokens; {limit} is the most (or set truncate)"
+            )
+        found.append(cut(ids, limit, special=services.tokenizer.special))
+    return found
+
+
+def cut(ids: list[int], limit: int, *, special: frozenset[int]) -> list[int]:
+    """The first `limit` tokens; a control token at the end stays at the end, as in training."""
+    if len(ids) <= limit:
+        return ids
+    return [*ids[: limit - 1], ids[-1]] if ids[-1] in special else ids[:limit]
+
+
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of texts to be computed together: of similar length, so that little is padding."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and lengths[i] * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _packed(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "input": {
+            "oneOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+                {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            ]
+        },
+        "encoding_format": {"enum": ["float", "base64", None]},
+        "dimensions": {"type": ["integer", "null"], "minimum": 1},
+        "truncate": {
+            "type": ["boolean", "null"],
+            "description": "Cut what is too long, in place of an error.",
+        },
+    },
+    "example": {"input": "Hello"},
+}

@@ -1,0 +1,148 @@
+"""/v1/models, as OpenAI's clients ask for it and as Anthropic's do, page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from firn.api.fields import page_limit
+from firn.api.openapi import error_responses
+from firn.api.services import Services
+from firn.core.bounds import SAMPLING
+from firn.core.errors import InvalidValue, ModelNotFound
+
+PAGE = 20
+MAX_PAGE = 1000
+Route = Callable[..., Awaitable[dict[str, Any]]]
+
+
+def add_models(app: FastAPI, services: Services) -> None:
+    async def models(request: Request) -> dict[str, Any]:
+        listed = [model_object(services)]
+        return page(listed, request.query_params, find=lambda name: _served(services, name))
+
+    async def model(model_id: str) -> dict[str, Any]:
+        if not services.serves(model_id):
+            raise ModelNotFound(model_id, services.engine.model.name)
+        return model_object(services)
+
+    add_routes(app, models, model)
+
+
+def add_routes(app: FastAPI, models: Route, model: Route) -> None:
+    """`models`: all of them, in pages. `model`: the one with an id."""
+    for method in ("GET", "HEAD"):
+        app.add_api_route(
+            "/v1/models",
+            models,
+            methods=[method],
+            summary="What is served",
+            responses=error_responses(),
+            include_in_schema=method == "GET",
+            openapi_extra={"parameters": PARAMETERS},
+        )
+    missing: dict[int | str, dict[str, Any]] = {404: {"description": "Not served here"}}
+    app.add_api_route("/v1/models/{model_id:path}", model, summary="One model", responses=missing)
+
+
+def _served(services: Services, name: str) -> str | None:
+    return services.engine.model.name if services.serves(name) else None
+
+
+def page(
+    listed: list[dict[str, Any]],
+    query: Mapping[str, str],
+    *,
+    find: Callable[[str], str | None],
+) -> dict[str, Any]:
+    """Anthropic's way of paging: `limit` of them behind after_id, or in front of before_id.
+
+    find: the id of the model that a name stands for; None: there is none.
+    """
+    n_wanted = page_limit(query, default=PAGE, high=MAX_PAGE)
+    after, before = (_place(listed, query, name, find) for name in ("after_id", "before_id"))
+    if after is not None and before is not None:
+        raise InvalidValue("before_id", "cannot be combined with after_id")
+    # after_id: [after + 1, ...) in this order   before_id: [..., before), the last of them
+    rest = listed[:before] if after is None else listed[after + 1 :]
+    shown = rest[-n_wanted:] if before is not None else rest[:n_wanted]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(rest) > len(shown),
+    }
+
+
+def _place(
+    listed: list[dict[str, Any]],
+    query: Mapping[str, str],
+    name: str,
+    find: Callable[[str], str | None],
+) -> int | None:
+    if name not in query:
+        return None
+    model_id = find(query[name])
+    if model_id is None:
+        raise InvalidValue(name, "no such model is served here")
+    return next(i for i, each in enumerate(listed) if each["id"] == model_id)
+
+
+def model_object(services: Services) -> dict[str, Any]:
+    """The model as OpenAI's clients know it and as Anthropic's do, with members of our own."""
+    model, defaults, limits = services.engine.model, services.defaults, services.limits
+    born = datetime.fromtimestamp(model.created, tz=UTC)
+    sampling = asdict(defaults.sampling)
+    return {
+        "id": model.name,
+        "object": "model",
+        "type": "model",
+        "display_name": model.name,
+        "created": model.created,
+        "created_at": born.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context_length,
+        "max_tokens": limits.max_request_tokens or model.context_length,
+        "owned_by": "firn",
+        "architecture": model.architecture,
+        "context_length": model.context_length,
+        "dtype": model.dtype,
+        "vision": model.vision,
+        "layer_kinds": list(model.layer_kinds),
+        "batched": model.batchable,
+        "unbatched_why": model.unbatchable_why,
+        "sampling_defaults": {name: sampling[name] for name in SAMPLING},
+        "state": "loaded",
+        "bytes": model.weights_nbytes,
+        "capabilities": capabilities(services),
+    }
+
+
+def capabilities(services: Services) -> list[str]:
+    """What it can be asked for."""
+    model, template = services.engine.model, services.tokenizer.chat_template
+    can = {
+        "completion": model.generates,
+        "chat": model.generates and template is not None,
+        "vision": model.vision,
+        "tools": model.generates and services.reply_format.tool is not None,
+        "thinking": model.generates and services.reply_format.closing != "",
+        "embeddings": services.embedder is not None,
+        "rerank": services.reranker is not None,
+    }
+    return [name for name, able in can.items() if able]
+
+
+PARAMETERS = [
+    {"name": name, "in": "query", "required": False, "schema": schema}
+    for name, schema in (
+        ("after_id", {"type": "string"}),
+        ("before_id", {"type": "string"}),
+        ("limit", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": PAGE}),
+    )
+]

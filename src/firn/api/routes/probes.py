@@ -1,0 +1,94 @@
+"""/health, /ready and /metrics: for supervisors, load balancers and Prometheus.
+
+Where callers have keys, how busy the server is tells each of them what others do: that is for the
+operator alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from firn import __version__
+from firn.api.auth import Caller
+from firn.api.cache_metrics import CacheMetrics, own_snapshot
+from firn.api.exchange import exchange_of
+from firn.api.metrics import Metrics
+from firn.api.services import Services
+
+
+def add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
+    async def health(request: Request) -> dict[str, Any]:
+        return _health(services, exchange_of(request.scope).caller)
+
+    async def ready() -> JSONResponse:
+        why = _why_not_ready(services)
+        body = {"ready": why is None, "why": why}
+        return JSONResponse(body, status_code=200 if why is None else 503)
+
+    async def prometheus(request: Request) -> Response:
+        caller = exchange_of(request.scope).caller
+        if caller.operator:
+            shown = metrics.render()
+        else:
+            shown = metrics.render_own(caller.own, extra=await _own_cache(services, caller))
+        return Response(shown, media_type=CONTENT_TYPE_LATEST)
+
+    not_now: dict[int | str, dict[str, Any]] = {503: {"description": "Not now"}}
+    for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
+        add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
+        add("/health", health, summary="The process is alive")
+        add("/ready", ready, summary="The engine answers", responses=not_now)
+    app.add_api_route("/metrics", prometheus, summary="For Prometheus", response_class=Response)
+
+
+def _health(services: Services, caller: Caller) -> dict[str, Any]:
+    engine = services.engine.health()
+    calls: dict[str, Any] = {}
+    stages: dict[str, Any] = {}
+    if caller.operator or not services.keys.required:
+        calls = {"calls": services.event_router.n_calls}
+        stages = {
+            "waiting": engine.n_waiting,
+            "prefilling": engine.n_prefilling,
+            "decoding": engine.n_decoding,
+        }
+    return {
+        "status": "ok" if engine.alive else "engine dead",
+        "version": __version__,
+        "model": services.engine.model.name,
+        "draining": services.event_router.draining,
+        **calls,
+        "engine": {
+            "alive": engine.alive,
+            "last_step_age_s": round(engine.last_step_age_s, 3),
+            **stages,
+        },
+        **services.health_details(),
+    }
+
+
+def _why_not_ready(services: Services) -> str | None:
+    """None: it is ready."""
+    engine = services.engine.health()
+    if services.event_router.draining:
+        return "shutting down"
+    if not engine.alive:
+        return "the engine has stopped"
+    if engine.last_step_age_s > services.limits.stale_after_s:
+        return f"the engine has taken no step for {engine.last_step_age_s:.0f} s"
+    return None
+
+
+async def _own_cache(services: Services, caller: Caller) -> tuple[Collector, ...]:
+    """The cache's counters for one caller."""
+    if services.cache_admin is None:
+        return ()
+    stats = await asyncio.wrap_future(services.cache_admin.stats(caller.namespace))
+    return (CacheMetrics(lambda: own_snapshot(stats)),)

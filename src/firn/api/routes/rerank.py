@@ -1,0 +1,226 @@
+"""/v1/rerank, in Cohere's and in Jina's shape: documents in the order in which they answer a query.
+
+Each document is a prompt of its own, and the model's next token decides: "yes" or "no". They run side by
+side in the engine's batch; instruction and query, which they share, are computed once and cached like
+any prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from firn.api import fields
+from firn.api.auth import SHARED
+from firn.api.dialects import JsonRoute, RouteRequest
+from firn.api.fields import Fields
+from firn.api.prompting import make_prompt
+from firn.api.services import Services
+from firn.api.session import Session
+from firn.core.errors import BadRequest, InvalidValue
+from firn.core.events import Failed, TextDelta, TextLogprob
+from firn.core.values import GenerateRequest, Namespace, RawTokens, Sampling
+from firn.text import rerank
+from firn.text.rerank import Reranker
+
+PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+"""Cohere's clients send the version, others do not."""
+MAX_DOCUMENTS = 1000
+WAVE = 32
+"""Documents in the engine at a time: a long list must not fill its queue."""
+TOP = 64
+"""Likeliest tokens that are asked for: the other answer is nearly always among them."""
+FORCED = 1e4
+"""A bias that no logit outweighs; logprobs are of the logits without it."""
+
+
+def rerank_routes(services: Services) -> tuple[JsonRoute, ...]:
+    async def answer(asked: RouteRequest) -> Mapping[str, Any]:
+        return await _answer(services, Fields(asked.body), asked.namespace)
+
+    summary = "Documents by how well they answer"
+    return tuple(JsonRoute("POST", path, summary, answer, _SCHEMA, computes=True) for path in PATHS)
+
+
+async def _answer(services: Services, body: Fields, own: Namespace) -> dict[str, Any]:
+    services.check_model(body.string("model") or "")
+    reranker = services.reranker
+    if reranker is None:
+        raise BadRequest("This model is not a reranker.", param="model")
+    query = fields.string(body.require("query"), "query", empty=False)
+    instruction = body.string("instruction") or rerank.INSTRUCTION
+    documents = _documents(body.require("documents"))
+    top_n = body.integer("top_n", low=1) or len(documents)
+    limit = body.integer("max_tokens_per_doc", low=1)
+    shows = body.boolean("return_documents", False)
+    body.skip("rank_fields", "max_chunks_per_doc", "truncation", "user")
+    # What a query's documents share is cached as the caller's other prompts are.
+    namespace = own if services.keys.private else SHARED
+    work = _Reranking(services, reranker, namespace)
+    prompts = await work.prompts(query, documents, instruction, limit=limit)
+    scores = await work.scores(prompts)
+    order = sorted(range(len(documents)), key=lambda i: -scores[i])[:top_n]
+    n_tokens = sum(map(len, prompts))
+    return {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "object": "list",
+        "model": services.engine.model.name,
+        "results": [
+            {
+                "index": i,
+                "relevance_score": scores[i],
+                **({"document": {"text": documents[i]}} if shows else {}),
+            }
+            for i in order
+        ],
+        "usage": {
+            "prompt_tokens": n_tokens,
+            "total_tokens": n_tokens,
+            "prompt_tokens_details": {"cached_tokens": work.n_cached},
+        },
+        "meta": {
+            "api_version": {"version": "2"},
+            "billed_units": {"search_units": 1},
+            "tokens": {"input_tokens": n_tokens, "output_tokens": 0},
+        },
+    }
+
+
+def _documents(given: Any) -> list[str]:
+    texts = []
+    for i, value in enumerate(fields.array(given, "documents", low=1, high=MAX_DOCUMENTS)):
+        param = f"documents[{i}]"
+        if isinstance(value, dict):
+            value, param = Fields(value, param).require("text"), f"{param}.text"
+        texts.append(fields.string(value, param))
+    return texts
+
+
+class _Reranking:
+    """One request. Owned by its task."""
+
+    def __init__(self, services: Services, reranker: Reranker, namespace: Namespace) -> None:
+        self._services = services
+        self._reranker = reranker
+        self._namespace = namespace
+        self.n_cached = 0
+
+    async def prompts(
+        self, query: str, documents: Sequence[str], instruction: str, *, limit: int | None
+    ) -> list[tuple[int, ...]]:
+        loop = asyncio.get_running_loop()
+
+        def make() -> list[tuple[int, ...]]:
+            return [self._prompt(query, text, instruction, limit) for text in documents]
+
+        return await loop.run_in_executor(self._services.pool, make)
+
+    def _prompt(
+        self, query: str, document: str, instruction: str, limit: int | None
+    ) -> tuple[int, ...]:
+        """In the tokenize pool. limit: of the document's tokens."""
+        services = self._services
+        if limit is not None:
+            document = self._cut(document, limit)
+        chat = rerank.question(query, document, instruction)
+        request = GenerateRequest("", chat, reasoning=rerank.NO_THINKING)
+        prompt = make_prompt(services, request, self._namespace)
+        return tuple(prompt.ids.tolist())
+
+    def _cut(self, document: str, limit: int) -> str:
+        tokenizer = self._services.tokenizer
+        try:
+            ids = tokenizer.encode(document, add_special=False)
+        except UnicodeEncodeError:
+            raise InvalidValue("documents", "an unpaired surrogate, which is not text") from None
+        return document if len(ids) <= limit else tokenizer.decode(ids[:limit])
+
+    async def scores(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
+        scores: list[float] = []
+        for start in range(0, len(prompts), WAVE):
+            scores += await self._wave(prompts[start : start + WAVE])
+        return scores
+
+    async def _wave(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
+        """Each is asked for "yes"; where "no" is not among the likeliest, for "no" too."""
+        yes, no = self._reranker.yes, self._reranker.no
+        first = await self._logprobs(prompts, yes)
+        no_bytes = self._services.tokenizer.token_bytes(no)
+        others: list[float | None] = [
+            next((logprob for _, raw, logprob in token.top if raw == no_bytes), None)
+            for token in first
+        ]
+        missing = [i for i, logprob in enumerate(others) if logprob is None]
+        if missing:
+            second = await self._logprobs([prompts[i] for i in missing], no)
+            for i, token in zip(missing, second, strict=True):
+                others[i] = token.logprob
+        return [
+            rerank.relevance(token.logprob or 0.0, other or 0.0)
+            for token, other in zip(first, others, strict=True)
+        ]
+
+    async def _logprobs(self, prompts: Sequence[tuple[int, ...]], token: int) -> list[TextLogprob]:
+        """How likely each prompt goes on with this token."""
+        requests = [
+            GenerateRequest(
+                "",
+                RawTokens(ids),
+                sampling=Sampling(temperature=0.0, logit_bias=((token, FORCED),)),
+                max_tokens=1,
+                top_logprobs=TOP,
+                ignore_eos=True,
+            )
+            for ids in prompts
+        ]
+        by_choice: dict[int, TextLogprob] = {}
+        session = Session(
+            self._services,
+            requests,
+            id=f"rerank-{uuid.uuid4().hex}",
+            namespace=self._namespace,
+        )
+        with closing(session):
+            await session.start()
+            async for batch in session:
+                for event in batch:
+                    if isinstance(event, TextDelta) and event.logprobs:
+                        by_choice.setdefault(event.choice, event.logprobs[0])
+                    elif isinstance(event, Failed):
+                        raise event.error
+            self.n_cached += session.usage.n_cached
+        return [by_choice[i] for i in range(len(prompts))]
+
+
+_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["query", "documents"],
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "query": {"type": "string", "minLength": 1},
+        "documents": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_DOCUMENTS,
+            "items": {
+                "oneOf": [
+                    {"type": "string"},
+                    {
+                        "type": "object",
+                        "required": ["text"],
+                        "properties": {"text": {"type": "string"}},
+                    },
+                ]
+            },
+        },
+        "top_n": {"type": ["integer", "null"], "minimum": 1},
+        "return_documents": {"type": ["boolean", "null"]},
+        "max_tokens_per_doc": {"type": ["integer", "null"], "minimum": 1},
+        "instruction": {"type": ["string", "null"]},
+        "keep_alive": {"type": ["string", "number", "null"]},
+    },
+    "example": {"query": "What is firn?", "documents": ["Old snow.", "A kind of bread."]},
+}

@@ -1,0 +1,144 @@
+"""/v1/cache/tree: the stored prefixes as a tree, each of which can be pinned, unpinned or forgotten.
+
+A caller sees and changes its own namespace only; the operator sees everything. However large the tree
+is, an answer is bounded, and read in slices that delay no step of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from firn.api.excerpts import excerpt
+from firn.api.exchange import exchange_of
+from firn.api.fields import page_limit
+from firn.api.openapi import error_responses
+from firn.api.origins import check_may_change_cache
+from firn.api.services import Services
+from firn.core.ports import CacheAdmin, SlicedQuery
+from firn.core.values import Namespace
+
+DEFAULT_RUNS, MAX_RUNS = 500, 5000
+FRESH_S = 1.0
+"""Several dashboards that show the same tree share an answer that is no older."""
+MAX_ANSWERS = 16
+PATH = "/v1/cache/tree"
+PARAMETERS = [
+    {"name": "node", "in": "query", "required": False, "schema": {"type": "string"}},
+    {
+        "name": "limit",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_RUNS, "default": DEFAULT_RUNS},
+    },
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _TreeAnswer:
+    at: float
+    answer: dict[str, Any]
+
+
+class TreeRoutes:
+    """One per app, on the asyncio thread."""
+
+    def __init__(self, services: Services, admin: CacheAdmin) -> None:
+        self._services = services
+        self._admin = admin
+        self._one_at_a_time = asyncio.Lock()
+        self._answers: dict[tuple[Namespace | None, str | None, int], _TreeAnswer] = {}
+
+    def add_to(self, app: FastAPI) -> None:
+        add = functools.partial(app.add_api_route, responses=error_responses())
+        add(
+            PATH,
+            self.tree,
+            methods=["GET"],
+            summary="What is stored, as a tree",
+            openapi_extra={"parameters": PARAMETERS},
+        )
+        add(f"{PATH}/{{node}}", self.node, methods=["GET"], summary="What a prefix takes and saves")
+        add(f"{PATH}/{{node}}/pin", self.pin, methods=["POST"], summary="Keep a stored prefix")
+        add(f"{PATH}/{{node}}/unpin", self.unpin, methods=["POST"], summary="Let it go again")
+        add(
+            f"{PATH}/{{node}}/forget",
+            self.forget,
+            methods=["POST"],
+            summary="Forget a prefix and all that goes on from it",
+        )
+
+    async def tree(self, request: Request) -> dict[str, Any]:
+        limit = limit_of(request.query_params)
+        which = (exchange_of(request.scope).visible, request.query_params.get("node"), limit)
+        async with self._one_at_a_time:
+            kept = self._answers.get(which)
+            if kept is None or time.monotonic() - kept.at > FRESH_S:
+                kept = _TreeAnswer(time.monotonic(), await self._read(*which))
+                self._answers.pop(which, None)
+                self._answers[which] = kept
+                while len(self._answers) > MAX_ANSWERS:
+                    del self._answers[next(iter(self._answers))]
+        return kept.answer
+
+    async def _read(
+        self, namespace: Namespace | None, node: str | None, limit: int
+    ) -> dict[str, Any]:
+        with_tokens = self._services.show_text
+        answer = self._admin.browse(namespace, node, limit=limit, with_tokens=with_tokens)
+        return await self._collect(answer)
+
+    async def _collect(self, slices: SlicedQuery) -> dict[str, Any]:
+        while not await asyncio.wrap_future(slices.step()):
+            pass
+        return await self._services.offload(lambda: self._with_texts(slices.answer()), when=True)
+
+    def _with_texts(self, answer: dict[str, Any]) -> dict[str, Any]:
+        for run in answer.get("runs", ()):
+            tokens = run.pop("tokens", ())
+            if tokens:
+                run["text"] = excerpt(self._services, tokens)
+        return answer
+
+    async def node(self, request: Request, node: str) -> dict[str, Any]:
+        return await asyncio.wrap_future(self._admin.node(exchange_of(request.scope).visible, node))
+
+    async def pin(self, request: Request, node: str) -> dict[str, Any]:
+        return await self._change(request, lambda visible: self._admin.pin_node(visible, node))
+
+    async def unpin(self, request: Request, node: str) -> dict[str, Any]:
+        return await self._change(request, lambda visible: self._admin.unpin_node(visible, node))
+
+    async def forget(self, request: Request, node: str) -> dict[str, Any]:
+        check_may_change_cache(request.scope)
+        try:
+            return await self._collect(
+                self._admin.forget_node(exchange_of(request.scope).visible, node)
+            )
+        finally:
+            self._answers.clear()
+
+    async def _change(
+        self,
+        request: Request,
+        change: Callable[[Namespace | None], Future[dict[str, Any]]],
+    ) -> dict[str, Any]:
+        check_may_change_cache(request.scope)
+        try:
+            changed: dict[str, Any] = await asyncio.wrap_future(
+                change(exchange_of(request.scope).visible)
+            )
+            return changed
+        finally:
+            self._answers.clear()
+
+
+def limit_of(query: Mapping[str, str]) -> int:
+    return page_limit(query, default=DEFAULT_RUNS, high=MAX_RUNS)

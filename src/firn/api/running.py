@@ -1,0 +1,94 @@
+"""One request of a call while it is in the engine: what its session must remember of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from firn.api.think_budget import ThinkBudget
+from firn.core.events import Admitted, TokenLogprob
+from firn.core.values import GenerateRequest, Prompt, RequestId, TokenArray, Usage
+from firn.text.call_check import CallCheck
+from firn.text.reply import ReplyReader
+from firn.text.unread_calls import UnreadCalls
+
+NOT_ADMITTED = Admitted(0)
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """Owner: its session. `JobMaker` fills it in before the session looks at it."""
+
+    id: RequestId
+    request: GenerateRequest
+    first_choice: int
+    readers: list[ReplyReader] = field(default_factory=list)
+    budgets: list[ThinkBudget] = field(default_factory=list)
+    """One a choice, where thinking is limited."""
+    watches: list[UnreadCalls] = field(default_factory=list)
+    """One a choice, where tools were offered."""
+    checks: list[CallCheck] = field(default_factory=list)
+    """One a choice, where a call may break its schema."""
+    unenforced: tuple[str, ...] = ()
+    """Places of the request that no grammar holds the reply to."""
+    finished: set[int] = field(default_factory=set)
+    """Choices that have ended."""
+    n_prompt: int = 0
+    n_read: int = 0
+    """Of the prompt, reused tokens included."""
+    echo: str | None = None
+    """The prompt's text, where the reply begins with it."""
+    echoed_ids: TokenArray | None = None
+    """The prompt's tokens, where the reply shows their logprobs."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of all but the first of `echoed_ids`, as far as they have come."""
+    admitted: Admitted = NOT_ADMITTED
+    n_drafted: int = 0
+    n_accepted: int = 0
+    prompt: Prompt | None = None
+    reply: list[int] = field(default_factory=list)
+    """Tokens of its first choice. Like `prompt`, kept for a trace, or for people who may read it."""
+    submitted: bool = False
+    done: bool = False
+
+    @property
+    def is_admitted(self) -> bool:
+        """It has left the engine's queue."""
+        return self.admitted is not NOT_ADMITTED
+
+    @property
+    def n_completion(self) -> int:
+        return sum(reader.n_completion for reader in self.readers)
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens computed so far: its reply, and the prompt less what was cached or skipped."""
+        if not self.is_admitted:
+            return self.n_completion
+        spared = self.admitted.n_cached + self.admitted.n_skipped
+        return self.n_completion + self.n_prompt - spared
+
+    @property
+    def n_logprobs(self) -> int:
+        """Logprobs that its replies show so far, those of the prompt included."""
+        if self.request.top_logprobs is None:
+            return 0
+        n_echoed = 0 if self.echoed_ids is None else len(self.echoed_ids) * self.request.n
+        return (1 + self.request.top_logprobs) * (n_echoed + self.n_completion)
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """The echo has to wait: not all that it shows has come."""
+        ids = self.echoed_ids
+        return ids is not None and len(self.prompt_logprobs) < len(ids) - 1
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            n_prompt=self.n_prompt,
+            n_completion=self.n_completion,
+            n_cached=self.admitted.n_cached,
+            n_reasoning=sum(reader.n_reasoning for reader in self.readers),
+            n_drafted=self.n_drafted,
+            n_accepted=self.n_accepted,
+            n_skipped=self.admitted.n_skipped,
+        )

@@ -1,0 +1,124 @@
+"""Reads the parts of messages: prepares pictures, and puts a short text in place of what cannot be read.
+
+A picture that a tool has returned once is sent again with every turn, so refusing it would end the
+session. Only a part of what the user has just written is refused: the user can do something about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from firn.core.errors import BadDocument, BadPart, BadPicture
+from firn.core.ports import Pictures
+from firn.core.values import DocumentPart, Message, OtherPart, Part, PicturePart, TextPart
+from firn.text.picture_spans import ReadyPicture
+
+MAX_PICTURES = 256
+"""In one prompt. Each is decoded before the prompt's length is known."""
+PARAGRAPH = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadableMessages:
+    """Messages of text and prepared pictures. notes: what was left out of them, for the log."""
+
+    messages: tuple[Message, ...]
+    notes: tuple[str, ...] = ()
+
+
+class PartReader:
+    """Immutable. pictures: None for a model that takes none.
+
+    in_results: the template has a place for pictures in a tool's result.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures | None = None,
+        *,
+        in_results: bool = True,
+    ) -> None:
+        self._pictures = pictures
+        self._in_results = in_results
+
+    def read(self, messages: Sequence[Message], *, newest: int) -> ReadableMessages:
+        """newest: the message whose parts are refused if they cannot be read. Raises BadPart."""
+        if all(isinstance(p, TextPart) for m in messages for p in m.parts):
+            return ReadableMessages(tuple(messages))
+        found: list[Message] = []
+        notes: list[str] = []
+        n_pictures = 0
+        for i, message in enumerate(messages):
+            parts: list[Part] = []
+            for part in message.parts:
+                try:
+                    n_pictures += isinstance(part, PicturePart)
+                    parts.append(self._read(part, message, n_pictures))
+                except BadPart as fault:
+                    if i == newest:
+                        raise
+                    parts.append(TextPart(_stand_in(part, seen=self._pictures is not None)))
+                    notes.append(f"{fault.message} A text stands in its place.")
+            found.append(replace(message, parts=_together(message.parts, parts)))
+        return ReadableMessages(tuple(found), tuple(notes))
+
+    def _read(self, part: Part, message: Message, n_pictures: int) -> Part:
+        match part:
+            case TextPart():
+                return part
+            case PicturePart():
+                return self._picture(part, message, n_pictures)
+            case DocumentPart():
+                return self._document(part)
+            case OtherPart():
+                raise BadPart(part.param, f"{part.kind[:64]!r} is not supported here.")
+
+    def _picture(self, part: PicturePart, message: Message, n_pictures: int) -> Part:
+        if self._pictures is None:
+            raise BadPicture(part.param, "this model takes no images.")
+        if n_pictures > MAX_PICTURES:
+            raise BadPicture(part.param, f"more than {MAX_PICTURES} images.")
+        if message.role == "tool" and not self._in_results:
+            raise BadPicture(part.param, "this model takes no images in tool results.")
+        prepared = self._pictures.prepare(part)
+        return ReadyPicture(
+            part.url, part.param, part.data, owner=part.owner, fault=part.fault, prepared=prepared
+        )
+
+    def _document(self, part: DocumentPart) -> Part:
+        if part.text is None:
+            raise BadDocument(part.param, part.fault or "this server reads no documents.")
+        return TextPart(PARAGRAPH.join(filter(None, (part.lead, part.text))))
+
+
+def _stand_in(part: Part, *, seen: bool) -> str:
+    """The same text each time, whatever the reason was: prompts keep their prefix."""
+    match part:
+        case PicturePart() if seen:
+            return "[An image was here. It could not be shown.]"
+        case PicturePart():
+            return "[An image was here. This model cannot see images.]"
+        case DocumentPart():
+            lead = f"{part.lead}{PARAGRAPH}" if part.lead else ""
+            return f"{lead}[A document was here. It could not be read as text.]"
+        case OtherPart():
+            return f"[{part.kind[:64]} was here. This model cannot take it.]"
+        case TextPart():
+            return part.text
+
+
+def _together(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Joins texts: that of a document, or one in place of something, is a paragraph of its own."""
+    found: list[Part] = []
+    was_new = False
+    for before, part in zip(sent, parts, strict=True):
+        is_new = not isinstance(before, TextPart)
+        last = found[-1] if found else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart) and (is_new or was_new):
+            joint = PARAGRAPH if last.text.strip() and part.text.strip() else ""
+            found[-1] = TextPart(last.text + joint + part.text)
+        else:
+            found.append(part)
+        was_new = is_new
+    return tuple(found)

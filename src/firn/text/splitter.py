@@ -1,0 +1,222 @@
+"""Splits a reply into text, reasoning and tool calls, however the stream is cut.
+
+No markup is passed on as text, and no text is lost: a tag that never completes, or what turns out to be
+no call, is passed on as text. Blank space around reasoning and calls belongs to the markup.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from firn.text.calls import SPACE, CallParser
+from firn.text.pieces import Piece, ReasoningPiece, TextPiece
+from firn.text.scan import Finder
+
+
+class ReplySplitter(Protocol):
+    @property
+    def in_reasoning(self) -> bool: ...
+
+    def feed(self, text: str) -> list[Piece]: ...
+
+    def finish(self) -> list[Piece]: ...
+
+
+class MakeParser(Protocol):
+    def __call__(self, marker: str, *, known_only: bool) -> CallParser: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarkers:
+    """Where calls begin, and what reads them from there.
+
+    starts: single characters that begin a call as the first thing of a reply.
+    """
+
+    opens: tuple[str, ...]
+    make: MakeParser
+    starts: tuple[str, ...] = ()
+
+
+class TagSplitter:
+    """Owner: one choice of one reply."""
+
+    def __init__(
+        self,
+        think: ThinkTags | None,
+        calls: CallMarkers | None,
+        *,
+        in_reasoning: bool,
+        drop: tuple[str, ...] = (),
+    ) -> None:
+        self.in_reasoning = in_reasoning
+        self._think = think
+        self._calls = calls
+        self._drop = drop
+        opens = calls.opens if calls else ()
+        tags = (think.open, think.close) if think else ()
+        self._text_finder = Finder((*tags, *opens, *drop))
+        self._reasoning_finder = Finder((think.close, *opens) if think else ())
+        self._parser: CallParser | None = None
+        self._n_fed = 0
+        self._at_start = True
+        self._is_fresh = True
+        self._skip = "\n" if in_reasoning else ""
+        self._space = TextPiece("", 0)
+        """Blank space that is text only if text follows."""
+        self._out: list[Piece] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        self._n_fed += len(text)
+        self._work(text)
+        return self._given()
+
+    def finish(self) -> list[Piece]:
+        while self._parser is not None:
+            self._out.extend(self._parser.finish())
+            self._work(self._leave_parser())
+        if self.in_reasoning:
+            self._reason(self._reasoning_finder.flush())
+        else:
+            held = self._text_finder.flush()
+            self._say(held, self._n_fed - len(held))
+            if self._space.text:
+                self._out.append(self._space)
+        return self._given()
+
+    def _given(self) -> list[Piece]:
+        found, self._out = self._out, []
+        return found
+
+    def _work(self, text: str) -> None:
+        while text:
+            if self._parser is not None:
+                text = self._read_call(self._parser, text)
+            elif self.in_reasoning:
+                text = self._read_reasoning(text)
+            else:
+                text = self._read_text(text)
+
+    # --- text ------------------------------------------------------------------------------
+
+    def _read_text(self, text: str) -> str:
+        if self._is_fresh and self._calls is not None and self._calls.starts:
+            return self._read_start(text, self._calls)
+        finder = self._text_finder
+        before, needle, after = finder.feed(text)
+        if before:
+            self._say(
+                before, self._n_fed - len(after) - len(needle) - len(finder.held) - len(before)
+            )
+        if needle:
+            self._meet(needle, self._n_fed - len(after) - len(needle))
+        return after
+
+    def _read_start(self, text: str, calls: CallMarkers) -> str:
+        """The first thing of a reply whose calls have no marker of their own."""
+        bare = text.lstrip(SPACE)
+        if len(bare) < len(text):
+            self._say(text[: len(text) - len(bare)], self._n_fed - len(text))
+        if not bare:
+            return ""
+        self._is_fresh = False
+        if bare[0] not in calls.starts:
+            return bare
+        self._enter_parser(bare[0], calls)
+        return bare[1:]
+
+    def _meet(self, needle: str, at: int) -> None:
+        if needle in self._drop:
+            self._is_fresh = self._at_start
+            self._space, self._skip = TextPiece("", 0), "\n"
+        elif self._think and needle == self._think.open:
+            self.in_reasoning = True
+            self._space, self._skip = TextPiece("", 0), "\n"
+        elif self._think and needle == self._think.close:
+            if self._at_start:  # reasoning that was never opened, or opened and closed elsewhere
+                self._is_fresh = True
+                self._space, self._skip = TextPiece("", 0), "\n"
+            else:
+                self._say(needle, at)
+        elif self._calls:
+            self._enter_parser(needle, self._calls)
+
+    def _say(self, text: str, at: int) -> None:
+        """Text to the reader; blank space at its end waits, as a call may follow it."""
+        if self._skip:
+            bare = text.lstrip(self._skip)
+            if not bare:
+                return
+            at += len(text) - len(bare)
+            text, self._skip = bare, ""
+        if self._space.text:
+            text, at = self._space.text + text, self._space.at
+            self._space = TextPiece("", 0)
+        if self._calls is not None or (self._at_start and text.isspace()):
+            bare = text.rstrip(SPACE)
+            if len(bare) < len(text):
+                self._space = TextPiece(text[len(bare) :], at + len(bare))
+                text = bare
+        if text:
+            self._at_start = False
+            self._out.append(TextPiece(text, at))
+
+    # --- reasoning -------------------------------------------------------------------------
+
+    def _read_reasoning(self, text: str) -> str:
+        before, needle, after = self._reasoning_finder.feed(text)
+        if before:
+            self._reason(before)
+        if needle and self._think and needle == self._think.close:
+            self.in_reasoning = False
+            self._is_fresh = self._at_start
+            self._space, self._skip = TextPiece("", 0), "\n"
+        elif needle and self._calls:
+            self._enter_parser(needle, self._calls)
+        return after
+
+    def _reason(self, text: str) -> None:
+        """Reasoning to the reader, without the line breaks between it and its tags."""
+        if self._skip:
+            text = text.lstrip(self._skip)
+            if not text:
+                return
+            self._skip = ""
+        text = self._space.text + text
+        bare = text.rstrip("\n")
+        self._space = TextPiece(text[len(bare) :], 0)
+        if bare:
+            self._out.append(ReasoningPiece(bare))
+
+    # --- calls -----------------------------------------------------------------------------
+
+    def _enter_parser(self, marker: str, calls: CallMarkers) -> None:
+        # A call inside reasoning is either a slip (the tag was not closed) or a quotation.
+        self._parser = calls.make(marker, known_only=self.in_reasoning)
+
+    def _read_call(self, parser: CallParser, text: str) -> str:
+        self._out.extend(parser.feed(text))
+        return self._leave_parser() if parser.done else ""
+
+    def _leave_parser(self) -> str:
+        """The text behind the call; where there was no call, its first character is text for good."""
+        parser, self._parser = self._parser, None
+        if parser is None:
+            return ""
+        rest = parser.rest
+        if parser.n_calls:
+            self._at_start = False
+            self._space, self._skip = TextPiece("", 0), "\n" if self.in_reasoning else SPACE
+            return rest
+        if self.in_reasoning:
+            self._reason(rest[:1])
+        else:
+            self._say(rest[:1], self._n_fed - len(rest))
+        return rest[1:]

@@ -1,0 +1,167 @@
+"""Which turns a chat template can render: found out at load, by rendering small chats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firn.core.errors import TemplateFailed
+from firn.core.ports import Tokenizer
+from firn.core.values import Message, TextPart, Tool, ToolCall
+from firn.text.messages import TemplateStyle, to_template, tools_to_template
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRules:
+    """What a template renders in its place, without changing what comes before it. The default: all.
+
+    leading_system: a system message in front. late_system: one anywhere. user_runs: two user turns in
+    a row. tools: a list of tools. calls: calls and results. several_calls: more than one call in a
+    message. user_after_results: a user turn right after tool results. notes_in_results: that turn
+    would change what comes before it (templates drop the thinking before a question), so a program's
+    note belongs inside the result.
+
+    What interrupted agents leave behind: assistant_runs: two turns of the assistant in a row.
+    assistant_first: one before any question. unanswered: a call without a result. orphans: a result
+    without a call. system_alone: a system message and nothing else.
+    """
+
+    leading_system: bool = True
+    late_system: bool = True
+    user_runs: bool = True
+    tools: bool = True
+    calls: bool = True
+    several_calls: bool = True
+    user_after_results: bool = True
+    notes_in_results: bool = False
+    assistant_runs: bool = True
+    assistant_first: bool = True
+    unanswered: bool = True
+    orphans: bool = True
+    system_alone: bool = True
+
+
+def turn_rules(tokenizer: Tokenizer, style: TemplateStyle) -> TurnRules:
+    """What the template of this tokenizer can render."""
+    return _TemplateProbe(tokenizer, style).rules()
+
+
+def _said(role: Any, text: str, **more: Any) -> Message:
+    return Message(role, (TextPart(text),), **more)
+
+
+_TOOL = Tool("lookabout", "Looks about.", {"type": "object", "properties": {}})
+_FIRST = ToolCall("call00001", _TOOL.name, {"at": "hazelsky"})
+_OTHER = ToolCall("call00002", _TOOL.name, {"at": "hazelsea"})
+_RULE, _LATE, _LATER = (_said("system", text) for text in ("aspenrule", "cedarlate", "yewlater"))
+_ASK, _AGAIN, _MORE = (_said("user", text) for text in ("alderask", "rowanask", "elmask"))
+_ANSWER = _said("assistant", "birchanswer")
+_RESULT = _said("tool", "lindenresult", tool_call_id=_FIRST.id)
+_OTHER_RESULT = _said("tool", "mapleresult", tool_call_id=_OTHER.id)
+_ANSWER_TOO = _said("assistant", "pineanswer")
+_CALL = Message("assistant", tool_calls=(_FIRST,))
+_CALLS = Message("assistant", tool_calls=(_FIRST, _OTHER))
+_THOUGHT = Message("assistant", tool_calls=(_FIRST,), reasoning="oakthought")
+_WITH_CALL, _WITH_THOUGHT = (_ASK, _CALL, _RESULT), (_ASK, _THOUGHT, _RESULT)
+
+
+class _TemplateProbe:
+    """Owner: one call of `turn_rules`."""
+
+    def __init__(self, tokenizer: Tokenizer, style: TemplateStyle) -> None:
+        self._tokenizer = tokenizer
+        self._style = style
+        self._seen: dict[tuple[bool, tuple[int, ...]], str | None] = {}
+
+    def rules(self) -> TurnRules:
+        leading = self._shows((_RULE, _ASK))
+        listed = self._rendered((_ASK,), tools=True)
+        calls = self._shows(_WITH_CALL, tools=True)
+        after_results = calls and self._shows((*_WITH_CALL, _MORE), tools=True)
+        return TurnRules(
+            leading_system=leading,
+            late_system=self._takes_late_system(with_calls=calls),
+            user_runs=self._keeps((_ASK,), (_MORE,), ())
+            and self._keeps((_ASK, _ANSWER, _AGAIN), (_MORE,), ()),
+            tools=listed is not None and _TOOL.name in listed,
+            calls=calls,
+            several_calls=calls and self._shows((_ASK, _CALLS, _RESULT, _OTHER_RESULT), tools=True),
+            user_after_results=after_results,
+            notes_in_results=after_results
+            and not self._keeps(_WITH_THOUGHT, (_MORE,), (), tools=True),
+            assistant_runs=self._shows((_ASK, _ANSWER, _ANSWER_TOO, _MORE)),
+            assistant_first=self._shows((_ANSWER, _MORE))
+            and (not calls or self._shows((_ANSWER, _MORE), tools=True)),
+            unanswered=not calls or self._shows((_ASK, _CALL, _MORE), tools=True),
+            orphans=not calls or self._shows((_ASK, _RESULT, _MORE), tools=True),
+            system_alone=self._shows((_RULE,)) and (not calls or self._shows((_RULE,), tools=True)),
+        )
+
+    def _takes_late_system(self, *, with_calls: bool) -> bool:
+        places = [
+            ((_ASK,), (_LATE,), (_ANSWER, _MORE)),
+            ((_ASK, _ANSWER), (_LATE,), (_MORE,)),
+            ((_ASK, _ANSWER), (_LATE, _LATER), (_MORE,)),
+            ((_ASK, _ANSWER, _MORE), (_LATE,), ()),
+            ((_RULE, _ASK, _ANSWER, _MORE), (_LATE,), ()),
+        ]
+        if not all(self._keeps(*place) for place in places):
+            return False
+        ends: list[tuple[Message, ...]] = [(), (_ANSWER, _MORE)] if with_calls else []
+        return all(self._keeps(_WITH_THOUGHT, (_LATE,), end, tools=True) for end in ends)
+
+    def _keeps(
+        self,
+        before: tuple[Message, ...],
+        late: tuple[Message, ...],
+        after: tuple[Message, ...],
+        *,
+        tools: bool = False,
+    ) -> bool:
+        """Whether `late` is shown in its place, and changes nothing of what was said before it."""
+        chat = (*before, *late, *after)
+        text, without = self._rendered(chat, tools), self._rendered((*before, *after), tools)
+        if text is None or without is None or not self._shows(chat, tools=tools):
+            return False
+        last = _texts(before[-1:])[-1]
+        end = text.find(last) + len(last)
+        return text[:end] == without[:end]
+
+    def _shows(self, chat: tuple[Message, ...], *, tools: bool = False) -> bool:
+        """Whether the text of every message is there, in order."""
+        text = self._rendered(chat, tools)
+        if text is None:
+            return False
+        at = 0
+        for said in _texts(chat):
+            at = text.find(said, at)
+            if at < 0:
+                return False
+            at += len(said)
+        return True
+
+    def _rendered(self, chat: tuple[Message, ...], tools: bool = False) -> str | None:
+        key = (tools, tuple(map(id, chat)))  # all of them constants of this file
+        if key not in self._seen:
+            self._seen[key] = self._render(chat, tools_to_template((_TOOL,)) if tools else None)
+        return self._seen[key]
+
+    def _render(
+        self, chat: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str | None:
+        try:
+            messages = to_template(chat, style=self._style)
+            return self._tokenizer.render(messages, tools=tools, kwargs={})
+        except TemplateFailed:
+            return None
+
+
+def _texts(chat: Sequence[Message]) -> list[str]:
+    """The texts of the messages, in order; of calls, their arguments. Thinking may be left out."""
+    found = []
+    for message in chat:
+        found += [message.text] if message.text else []
+        for call in message.tool_calls:
+            found += call.arguments.values() if isinstance(call.arguments, Mapping) else ()
+    return found

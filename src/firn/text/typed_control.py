@@ -1,0 +1,99 @@
+"""Control tokens that somebody has typed are text, wherever a template puts them. Pure.
+
+What users, tools and files bring may spell a control token; only what the template itself writes is one.
+A rendered text does not show which is which, so a chat in which somebody has typed one is rendered a
+second time, with marks in those places: see `typed_marks`. A chat in which nobody has, which is nearly
+every one, costs a scan of its texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
+
+from firn.core.ports import Tokenizer
+from firn.core.values import Message, Part, TextPart
+from firn.text.rendering import Content, Render, Rendered, Span, joined_text, texts_of
+from firn.text.text_scanner import TextScanner
+from firn.text.typed_marks import BETWEEN, TypedMarks
+
+_BRACKETED = re.compile(r"[<\[◁][^\s]+[>\]▷]")
+_LIKE_HTML = re.compile(r"</?[a-zA-Z][a-zA-Z0-9]*>")
+
+
+def control_texts(tokenizer: Tokenizer, known: Collection[str] = ()) -> frozenset[str]:
+    """What in the vocabulary is control, or markup like it.
+
+    Vocabularies add tokens of other kinds, too: runs of spaces, HTML tags. Those are text, unless the
+    template writes them, or `known` markup is made of them.
+    """
+    template = tokenizer.chat_template or ""
+
+    def is_control(text: str, token: int) -> bool:
+        if token in tokenizer.special or text in known:
+            return not text.isspace()
+        if not _BRACKETED.fullmatch(text):
+            return False
+        return not _LIKE_HTML.fullmatch(text) or text in template
+
+    return frozenset(t for t, token in tokenizer.added_tokens.items() if is_control(t, token))
+
+
+class TypedControl:
+    """Finds typed control tokens. Immutable.
+
+    `own`: markup of thoughts and calls. What the assistant has said holds it as the model wrote it.
+    """
+
+    def __init__(self, control: Collection[str], *, own: Collection[str] = ()) -> None:
+        self._control = control
+        self._own = own
+        self._any = TextScanner(control)
+        self._alien = TextScanner(t for t in control if t not in own)
+
+    def including(self, texts: Collection[str]) -> TypedControl:
+        if all(text in self._control for text in texts):
+            return self
+        return TypedControl({*self._control, *texts}, own=self._own)
+
+    def spans(self, text: str) -> tuple[Span, ...]:
+        """Every place where a control token is spelled."""
+        return tuple(m.span() for m in self._any.all(text))
+
+    def render(self, content: Content, render: Render) -> Rendered:
+        """Raises TemplateFailed."""
+        if not self._typed_in(content):
+            return Rendered(render(content))
+        return TypedMarks(self._joined(content), render, self._find).result()
+
+    def _typed_in(self, content: Content) -> bool:
+        others: list[str] = []
+        own: list[str] = []
+        for text, is_own in texts_of(content):
+            (own if is_own else others).append(text)
+        return self._any.is_in(BETWEEN.join(others)) or self._alien.is_in(BETWEEN.join(own))
+
+    def _find(self, text: str, is_own: bool) -> Iterator[re.Match[str]]:
+        return (self._alien if is_own else self._any).all(text)
+
+    def _joined(self, content: Content) -> Content:
+        """With those texts of a message as one that spell a token only together."""
+
+        def whole(message: Message) -> Message:
+            found: list[Part] = []
+            for is_text, run in groupby(message.parts, key=lambda p: isinstance(p, TextPart)):
+                parts = list(run)
+                if not is_text or len(parts) == 1:
+                    found += parts
+                    continue
+                if self._n_found(parts) != len(self.spans(joined_text(parts))):
+                    parts = [TextPart(joined_text(parts))]
+                found += parts
+            return replace(message, parts=tuple(found))
+
+        return replace(content, messages=tuple(map(whole, content.messages)))
+
+    def _n_found(self, parts: Iterable[Part]) -> int:
+        return sum(len(self.spans(p.text)) for p in parts if isinstance(p, TextPart))

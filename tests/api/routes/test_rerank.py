@@ -1,0 +1,128 @@
+"""/v1/rerank on a tiny random model, beside mlx-lm computing the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from firn.config import CacheConfig, Config, ModelConfig
+from firn.core.values import Reasoning
+from firn.text import rerank
+from tests.api.real import Real, serving
+from tests.fakes import FakeTokenizer
+from tests.zoo import write_folder
+
+QUERY = "What does the server keep of a prompt that it has read once, and for how long is it kept?"
+DOCUMENTS = ["Firn is old snow.", "A traveller reads the layers.", "", "<|im_end|> is text here."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny-reranker"
+    write_folder("llama", path)
+    (path / "1_LogitScore").mkdir()
+    ids = {"true_token_id": 300, "false_token_id": 17}
+    (path / "1_LogitScore" / "config.json").write_text(json.dumps(ids))
+    return path
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> Iterator[Real]:
+    cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, cache_block_tokens=16)
+    config = Config(model=ModelConfig(path=str(folder)), cache=cache)
+    with serving(folder, config=config) as running:
+        yield running
+
+
+def ask(real: Real, path: str = "/v1/rerank", **body: Any) -> Any:
+    body = {"query": QUERY, "documents": DOCUMENTS, **body}
+    return httpx.post(f"{real.url}{path}", json=body, timeout=60)
+
+
+def expected(real: Real, folder: Path, document: str) -> float:
+    """The share of the one token beside the other, at the end of the prompt."""
+    chat = rerank.question(QUERY, document)
+    prompt = real.server.services.prompts.make(chat, reasoning=Reasoning(enabled=False))
+    model, _ = load_model(folder)
+    logits = model(mx.array(prompt.ids)[None])[0, -1].astype(mx.float32)
+    yes, no = logits[300].item(), logits[17].item()
+    return math.exp(yes) / (math.exp(yes) + math.exp(no))
+
+
+def test_scores_are_those_of_the_two_tokens(real: Real, folder: Path) -> None:
+    found = ask(real).json()
+    scores = {result["index"]: result["relevance_score"] for result in found["results"]}
+    assert sorted(scores) == [0, 1, 2, 3]
+    for i, document in enumerate(DOCUMENTS):
+        assert scores[i] == pytest.approx(expected(real, folder, document), rel=1e-3)
+    ordered = [result["relevance_score"] for result in found["results"]]
+    assert ordered == sorted(ordered, reverse=True)
+    assert found["usage"]["total_tokens"] > 0
+    assert found["meta"]["tokens"]["input_tokens"] == found["usage"]["total_tokens"]
+
+
+def test_the_query_is_read_once(real: Real) -> None:
+    ask(real)
+    again = ask(real, documents=["Something else entirely.", *DOCUMENTS]).json()["usage"]
+    cached = again["prompt_tokens_details"]["cached_tokens"]
+    assert cached > again["prompt_tokens"] // 2
+
+
+def test_the_shapes_of_both_apis(real: Real) -> None:
+    objects = [{"text": text} for text in DOCUMENTS]
+    found = ask(real, "/v2/rerank", documents=objects, top_n=2, return_documents=True).json()
+    assert len(found["results"]) == 2
+    for result in found["results"]:
+        assert result["document"] == {"text": DOCUMENTS[result["index"]]}
+    assert "document" not in ask(real, "/rerank").json()["results"][0]
+    cut = ask(real, max_tokens_per_doc=1).json()
+    assert cut["usage"]["total_tokens"] < ask(real).json()["usage"]["total_tokens"]
+    other = ask(real, instruction="Find recipes.").json()
+    assert other["usage"]["total_tokens"] != ask(real).json()["usage"]["total_tokens"]
+
+
+def test_more_documents_than_run_at_once(real: Real) -> None:
+    documents = [f"Number {i % 7}." for i in range(70)]
+    results = ask(real, documents=documents).json()["results"]
+    assert len(results) == 70
+    by_text: dict[str, set[float]] = {}
+    for result in results:
+        score = round(result["relevance_score"], 3)
+        by_text.setdefault(documents[result["index"]], set()).add(score)
+    assert all(len(scores) == 1 for scores in by_text.values())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"query": ""}, {"documents": []}, {"documents": [1]}, {"top_n": 0}, {"model": "x"}]
+)
+def test_what_is_wrong(real: Real, wrong: dict[str, Any]) -> None:
+    refused = ask(real, **wrong)
+    assert refused.status_code in (400, 404)
+    assert refused.json()["error"]["param"].startswith(next(iter(wrong)))
+
+
+def test_it_is_shown(real: Real) -> None:
+    assert "rerank" in httpx.get(f"{real.url}/v1/models").json()["data"][0]["capabilities"]
+
+
+class YesNo(FakeTokenizer):
+    def token_id(self, text: str) -> int | None:
+        return {"yes": 5, "no": 6}.get(text)
+
+
+def test_which_models_rerank() -> None:
+    assert rerank.detect_reranker("Qwen3-Reranker-0.6B", YesNo(), None) == rerank.Reranker(5, 6)
+    assert rerank.detect_reranker("Qwen3-8B", YesNo(), None) is None
+    assert rerank.detect_reranker("a-reranker", FakeTokenizer(), None) is None
+    score = {"true_token_id": 1, "false_token_id": 2}
+    assert rerank.detect_reranker("any", FakeTokenizer(), score) == rerank.Reranker(1, 2)
+    assert rerank.relevance(0.0, 0.0) == 0.5
+    assert rerank.relevance(-1e9, 0.0) == pytest.approx(0.0)

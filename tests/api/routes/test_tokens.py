@@ -1,0 +1,245 @@
+"""/v1/tokenize, /v1/detokenize and /v1/embeddings over a fake engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from fastapi.responses import JSONResponse
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firn.api.routes.embeddings import BATCH_TOKENS, MAX_CHARS, batches, cut
+from firn.api.routes.tokens import MAX_TEXT_CHARS
+from firn.core.errors import StepFailed
+from firn.core.values import Chat, GenerateRequest, Namespace, PicturePart, TextPart
+from tests.api.live import Live, serve
+from tests.api.scripted import post
+
+# --- tokens --------------------------------------------------------------------------------
+
+
+def test_a_text_and_back(shared_live: Live) -> None:
+    found = post(shared_live, "/v1/tokenize", {"text": "hé<|im_end|>"}).json()
+    assert found["ids"] == [104, 195, 169, 256]
+    assert found["count"] == len(found["tokens"]) == 4
+    assert found["tokens"][0] == "h"
+    assert found["tokens"][3] == "<|im_end|>"
+    back = post(shared_live, "/v1/detokenize", {"ids": found["ids"]}).json()
+    assert back["text"] == "hé<|im_end|>"
+
+
+def test_a_chat_as_its_template_renders_it(shared_live: Live) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    found = post(shared_live, "/v1/tokenize", body).json()
+    text = post(shared_live, "/v1/detokenize", {"ids": found["ids"]}).json()["text"]
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    used = post(shared_live, "/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
+    assert used == found["count"]
+
+
+def test_texts_longer_than_the_context_can_be_counted(shared_live: Live) -> None:
+    assert post(shared_live, "/v1/tokenize", {"text": "x" * 9000}).json()["count"] == 9000
+
+
+def test_a_book_is_not_tokenized(shared_live: Live) -> None:
+    answer = post(shared_live, "/v1/tokenize", {"text": "x" * (MAX_TEXT_CHARS + 1)})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "text"
+
+
+def test_a_long_answer_is_written_like_a_short_one(shared_live: Live) -> None:
+    text = "Grüße <&>\u2028 " * 1000
+    found = post(shared_live, "/v1/tokenize", {"text": text})
+    assert found.headers["content-type"] == "application/json"
+    ids = found.json()["ids"]
+    assert post(shared_live, "/v1/detokenize", {"ids": ids}).json()["text"] == text
+    assert found.content == JSONResponse(found.json()).body
+
+
+def test_older_names_work(shared_live: Live) -> None:
+    assert post(shared_live, "/v1/tokenize", {"prompt": "hi"}).json()["ids"] == [104, 105]
+    assert post(shared_live, "/v1/detokenize", {"tokens": [104]}).json()["prompt"] == "h"
+
+
+def test_the_model_is_checked(shared_live: Live) -> None:
+    for path, body in (("tokenize", {"text": "a"}), ("detokenize", {"ids": [1]})):
+        assert post(shared_live, f"/v1/{path}", body | {"model": "other"}).status_code == 404
+
+
+CAT = ["<|im_start|>user", "cat<|im_end|>", "<|im_start|>assistant"]
+PICTURE = "https://pictures.example/cat.png"
+
+
+async def fetched(request: GenerateRequest, owner: Namespace) -> GenerateRequest:
+    """A picture by its address is a word here: what came of it can be seen in the prompt."""
+    assert isinstance(request.source, Chat)
+    (message,) = request.source.messages
+    seen = tuple(TextPart("cat") if isinstance(p, PicturePart) else p for p in message.parts)
+    return replace(
+        request, source=replace(request.source, messages=(replace(message, parts=seen),))
+    )
+
+
+def test_pictures_are_fetched_for_those_who_only_count() -> None:
+    part = {"type": "image_url", "image_url": {"url": PICTURE}}
+    block = {"type": "image", "source": {"type": "url", "url": PICTURE}}
+    item = {"type": "input_image", "image_url": PICTURE}
+    with serve(fetch_pictures=fetched) as live:
+        shown = post(live, "/v1/tokenize", {"messages": [{"role": "user", "content": [part]}]})
+        assert "".join(shown.json()["tokens"]).split() == CAT
+        n_tokens = shown.json()["count"]
+        counted = post(
+            live,
+            "/v1/messages/count_tokens",
+            {"messages": [{"role": "user", "content": [block]}]},
+        )
+        assert counted.json() == {"input_tokens": n_tokens}
+        body = {"input": [{"role": "user", "content": [item]}]}
+        counted = post(live, "/v1/responses/input_tokens", body)
+        assert counted.json()["input_tokens"] == n_tokens
+
+
+# --- vectors -------------------------------------------------------------------------------
+
+
+class FakeEmbedder:
+    """A text's vector: its length, its first token, its last, and a zero."""
+
+    n_dims = 4
+    max_tokens = 10
+
+    def __init__(self) -> None:
+        self.batches: list[list[list[int]]] = []
+        self.fails = False
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], *, n_dims: int | None = None
+    ) -> Future[list[list[float]]]:
+        self.batches.append([list(text) for text in texts])
+        found: Future[list[list[float]]] = Future()
+        vectors = [[float(len(t)), float(t[0]), float(t[-1]), 0.0][:n_dims] for t in texts]
+
+        def answer() -> None:
+            if self.fails:
+                found.set_exception(StepFailed("it broke"))
+            else:
+                found.set_result(vectors)
+
+        threading.Thread(target=answer).start()
+        return found
+
+
+@pytest.fixture(scope="module")
+def embedder() -> FakeEmbedder:
+    return FakeEmbedder()
+
+
+@pytest.fixture(scope="module")
+def live(embedder: FakeEmbedder) -> Iterator[Live]:
+    with serve(embedder=embedder) as running:
+        yield running
+
+
+def test_the_client_gets_floats_from_base64(live: Live) -> None:
+    found = live.openai().embeddings.create(model="fake", input="hi")
+    assert [item.embedding for item in found.data] == [[2.0, 104.0, 105.0, 0.0]]
+    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (2, 2)
+    assert found.model == "fake"
+    raw = post(live, "/v1/embeddings", {"input": "hi", "encoding_format": "base64"}).json()
+    assert isinstance(raw["data"][0]["embedding"], str)
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_many_texts_come_in_their_order(live: Live, form: Any) -> None:
+    texts = ["abc", "d", "ef", "abcdefgh"]
+    found = live.openai().embeddings.create(model="fake", input=texts, encoding_format=form)
+    assert [item.index for item in found.data] == [0, 1, 2, 3]
+    lengths = [3.0, 1.0, 2.0, 8.0]
+    if form == "float":
+        assert [item.embedding[0] for item in found.data] == lengths
+    assert found.usage.prompt_tokens == 14
+
+
+def test_tokens_in_place_of_texts(live: Live, embedder: FakeEmbedder) -> None:
+    client = live.openai()
+    client.embeddings.create(model="fake", input=[1, 2, 3])
+    client.embeddings.create(model="fake", input=[[1, 2], [3]])
+    assert embedder.batches[-2:] == [[[1, 2, 3]], [[3], [1, 2]]]
+
+
+def test_dimensions(live: Live) -> None:
+    found = live.openai().embeddings.create(model="fake", input="hi", dimensions=2)
+    assert found.data[0].embedding == [2.0, 104.0]
+
+
+def test_too_long_is_refused_or_cut(live: Live) -> None:
+    with pytest.raises(openai.BadRequestError, match="11 tokens; 10 is the most"):
+        live.openai().embeddings.create(model="fake", input=["a", "x" * 11])
+    found = live.openai().embeddings.create(
+        model="fake", input="abcdefghijk", extra_body={"truncate": True}
+    )
+    assert found.data[0].embedding == [10.0, 97.0, 106.0, 0.0]
+    assert found.usage.prompt_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [""]}, "input[0]"),
+        ({"input": [None]}, "input[0]"),
+        ({"input": [[]]}, "input[0]"),
+        ({"input": [-1]}, "input[0]"),
+        ({"input": [1, "a"]}, "input[1]"),
+        ({"input": [["a"]]}, "input[0][0]"),
+        ({"input": [99999]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a" * (MAX_CHARS + 1)}, "input"),
+        ({"input": ["a" * (MAX_CHARS // 2 + 1)] * 2}, "input"),
+        ({"input": "a", "dimensions": 5}, "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "truncate": "yes"}, "truncate"),
+        ({"input": "a", "model": 5}, "model"),
+    ],
+)
+def test_bad_bodies(live: Live, body: dict[str, Any], param: str) -> None:
+    answer = post(live, "/v1/embeddings", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_fault_in_the_model_is_a_named_error(live: Live, embedder: FakeEmbedder) -> None:
+    embedder.fails = True
+    answer = post(live, "/v1/embeddings", {"input": "a"})
+    embedder.fails = False
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "it broke")
+
+
+def test_a_model_that_only_generates_says_so(shared_live: Live) -> None:
+    with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
+        shared_live.openai().embeddings.create(model="fake", input="hi")
+
+
+@given(st.lists(st.integers(1, BATCH_TOKENS * 2), min_size=1, max_size=50))
+def test_pieces_are_bounded_and_lose_nothing(lengths: list[int]) -> None:
+    found = list(batches(lengths))
+    assert sorted(i for piece in found for i in piece) == list(range(len(lengths)))
+    for piece in found:
+        padded = max(lengths[i] for i in piece) * len(piece)
+        assert len(piece) == 1 or padded <= BATCH_TOKENS
+
+
+def test_a_closing_control_token_survives_the_cut() -> None:
+    assert cut([1, 2, 3, 4, 9], 3, special=frozenset({9})) == [1, 2, 9]
+    assert cut([1, 2, 3, 4, 5], 3, special=frozenset({9})) == [1, 2, 3]
+    assert cut([1, 9], 3, special=frozenset({9})) == [1, 9]

@@ -1,0 +1,111 @@
+"""Running replies through routers, and folding what comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from firn.core.values import Tool
+from firn.text.formats import ReplyFormat
+from firn.text.make_splitter import make_splitter
+from firn.text.native import NativeParser
+from firn.text.pieces import CallArguments, CallStart, Piece, ReasoningPiece, TextPiece
+
+WEATHER = Tool(
+    "get_weather",
+    "The weather of a place.",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "where": {"type": "object"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "note": {"type": ["string", "null"]},
+        },
+    },
+)
+OTHER = Tool("other", "Takes anything.", {})
+TOOLS = (WEATHER, OTHER)
+NATIVE = NativeParser("fake", "<call>", "</call>", lambda text, tools: json.loads(text))
+
+
+@dataclass
+class Call:
+    name: str
+    text: str = ""
+    id: str | None = None
+
+    @property
+    def arguments(self) -> Any:
+        return json.loads(self.text)
+
+
+@dataclass
+class Reply:
+    """A reply put together again; `order` is the sequence of what came, runs of one kind as one."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    n_pieces: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reply) and self.key() == other.key()
+
+    def key(self) -> tuple[object, ...]:
+        return (self.text, self.reasoning, self.calls, self.order)
+
+
+def fold(pieces: Iterable[Piece], raw: str | None = None) -> Reply:
+    reply = Reply()
+    for piece in pieces:
+        reply.n_pieces += 1
+        kind = type(piece).__name__
+        if reply.order[-1:] != [kind]:
+            reply.order.append(kind)
+        if isinstance(piece, TextPiece):
+            assert piece.text
+            if raw is not None:
+                assert raw[piece.at : piece.at + len(piece.text)] == piece.text
+            reply.text += piece.text
+        elif isinstance(piece, ReasoningPiece):
+            assert piece.text
+            reply.reasoning += piece.text
+        elif isinstance(piece, CallStart):
+            reply.calls.append(Call(piece.name, id=piece.id))
+        elif isinstance(piece, CallArguments):
+            assert piece.text
+            reply.calls[-1].text += piece.text
+    return reply
+
+
+def read(
+    format: ReplyFormat,
+    chunks: Sequence[str],
+    *,
+    tools: tuple[Tool, ...] = TOOLS,
+    tail: str = "",
+) -> Reply:
+    splitter = make_splitter(format, tools, tail)
+    assert splitter is not None
+    pieces: list[Piece] = []
+    for chunk in chunks:
+        pieces += splitter.feed(chunk)
+    pieces += splitter.finish()
+    return fold(pieces, "".join(chunks))
+
+
+def read_at_every_split(
+    format: ReplyFormat, text: str, *, tools: tuple[Tool, ...] = TOOLS, tail: str = ""
+) -> Reply:
+    """The reply, which must not depend on how its text is cut."""
+    whole = read(format, [text], tools=tools, tail=tail)
+    assert read(format, list(text), tools=tools, tail=tail) == whole
+    for i in range(1, len(text)):
+        assert read(format, [text[:i], text[i:]], tools=tools, tail=tail) == whole, i
+    return whole

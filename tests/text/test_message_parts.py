@@ -1,0 +1,118 @@
+"""What a model cannot take becomes a text, unless somebody has just sent it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from firn.core.errors import BadDocument, BadPart, BadPicture
+from firn.core.values import (
+    Chat,
+    DocumentPart,
+    Message,
+    OtherPart,
+    PicturePart,
+    PreparedPicture,
+    TextPart,
+)
+from firn.text.message_parts import MAX_PICTURES, PartReader
+from firn.text.picture_spans import ReadyPicture
+
+SEEN, BROKEN = PicturePart("data:ok", "messages[0]"), PicturePart("data:broken", "messages[0]")
+SOUND = OtherPart("input_audio", "messages[0].content[0].type")
+PAPER = DocumentPart("", "application/pdf", "notes.pdf", "messages[0]", text="Firn is old snow.")
+SEALED = DocumentPart("", "application/pdf", "", "messages[0]", fault="the document is encrypted.")
+NO_EYES, UNSHOWN = (
+    "[An image was here. This model cannot see images.]",
+    "[An image was here. It could not be shown.]",
+)
+
+
+class Eyes:
+    placeholder, inline, whole = "<image>", False, False
+
+    def prepare(self, part: PicturePart) -> PreparedPicture:
+        if "broken" in part.url:
+            raise BadPicture(part.param, "the image is broken.")
+        return PreparedPicture(b"", "<image>", np.array([1]), None)
+
+
+def told(*parts: Any, role: Any = "tool") -> Message:
+    return Message(role, parts)
+
+
+def only(reader: PartReader, *parts: Any, **more: Any) -> tuple[Any, ...]:
+    return reader.read([told(*parts, **more)], newest=-1).messages[0].parts
+
+
+def test_a_model_without_eyes() -> None:
+    found = PartReader().read([told(TextPart("see"), SEEN, TextPart("that"))], newest=-1)
+    (part,) = found.messages[0].parts
+    assert part == TextPart(f"see\n\n{NO_EYES}\n\nthat")
+    assert found.notes == ("messages[0]: this model takes no images. A text stands in its place.",)
+
+
+def test_a_model_with_eyes() -> None:
+    reader = PartReader(Eyes())
+    (ready,) = only(reader, SEEN)
+    assert isinstance(ready, ReadyPicture)
+    assert only(reader, BROKEN) == (TextPart(UNSHOWN),)
+    assert only(PartReader(Eyes(), in_results=False), SEEN) == (TextPart(UNSHOWN),)
+    assert isinstance(
+        only(PartReader(Eyes(), in_results=False), SEEN, role="user")[0], ReadyPicture
+    )
+    many = only(reader, *[SEEN] * (MAX_PICTURES + 2))
+    assert [isinstance(p, ReadyPicture) for p in many] == [True] * MAX_PICTURES + [False]
+
+
+def test_other_things() -> None:
+    assert only(PartReader(), SOUND) == (
+        TextPart("[input_audio was here. This model cannot take it.]"),
+    )
+    assert only(PartReader(), PAPER) == (TextPart("notes.pdf\n\nFirn is old snow."),)
+    assert only(PartReader(), SEALED) == (
+        TextPart("[A document was here. It could not be read as text.]"),
+    )
+
+
+def test_texts_are_left_alone() -> None:
+    parts = (TextPart("a"), TextPart("b"))
+    assert only(PartReader(), *parts) == parts
+    assert only(PartReader(Eyes()), *parts, SEEN, *parts)[:2] == parts
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [(SEEN, BadPicture), (SOUND, BadPart), (SEALED, BadDocument)]
+)
+def test_what_a_user_has_just_sent_is_refused(part: Any, kind: type[BadPart]) -> None:
+    with pytest.raises(kind) as caught:
+        PartReader().read([told(part, role="user")], newest=0)
+    assert caught.value.param == part.param
+    assert caught.value.status == 400
+
+
+def said(*roles: str) -> Chat:
+    made = [Message(r.removesuffix("+"), aside=r.endswith("+")) for r in roles]  # type: ignore[arg-type]
+    return Chat(tuple(made))
+
+
+@pytest.mark.parametrize(
+    ("roles", "newest"),
+    [
+        (("user",), 0),
+        (("system", "user"), 1),
+        (("user", "assistant", "user", "system"), 2),
+        (("user", "user"), 1),
+        (("user", "assistant"), -1),
+        (("user", "assistant", "tool"), -1),
+        (("user", "assistant", "tool", "user"), -1),
+        (("user", "assistant", "tool", "user+"), -1),
+        (("user", "assistant", "user", "user+"), 2),
+        ((), -1),
+    ],
+)
+def test_which_message_is_a_users_newest(roles: tuple[str, ...], newest: int) -> None:
+    """What comes with a tool's result is an agent's, not a user's."""
+    assert said(*roles).newest == newest

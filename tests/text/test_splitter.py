@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firn.text.formats import ReplyFormat
+from firn.text.make_splitter import make_splitter
+from firn.text.splitter import ThinkTags
+from tests.text.replies import TOOLS, Reply, read, read_at_every_split
+
+THINK = ThinkTags("<think>", "</think>")
+THINKS = ReplyFormat(think=THINK)
+BOTH = ReplyFormat(tool="json_tags", think=THINK)
+CALL = '<tool_call>{"name": "other", "arguments": {}}</tool_call>'
+
+TABLE: list[tuple[str, str, str, str]] = [
+    # the text, the prompt's tail, what is text, what is reasoning
+    ("plain", "", "plain", ""),
+    ("  plain \n", "", "  plain \n", ""),
+    ("<think>hm</think>yes", "", "yes", "hm"),
+    ("<think>\nhm\n\n</think>\n\nyes\n", "", "yes\n", "hm"),
+    ("\n<think>hm</think>yes", "", "yes", "hm"),
+    ("hm</think>yes", "<think>\n", "yes", "hm"),
+    ("hm</think>yes", "user<think>", "yes", "hm"),
+    ("yes", "<think>\n\n</think>\n\n", "yes", ""),
+    ("<think>hm</think>yes", "<think>\n\n</think>\n\n", "yes", "hm"),
+    ("</think>\n\nyes", "", "yes", ""),
+    ("a</think>b", "", "a</think>b", ""),
+    ("a <think>b</think> c", "", "a  c", "b"),
+    ("<think>cut", "", "", "cut"),
+    ("<think>cut</thi", "", "", "cut</thi"),
+    ("a <thi", "", "a <thi", ""),
+    ("a < b <t <th>", "", "a < b <t <th>", ""),
+    ("<think></think>", "", "", ""),
+    ("<<think>hm</think>>", "", "<>", "hm"),
+    ("say <think> now", "what is <think>?", "say", "now"),
+]
+
+
+@pytest.mark.parametrize(("text", "tail", "said", "reasoning"), TABLE)
+@pytest.mark.parametrize("format", [THINKS, BOTH], ids=["think", "think and tools"])
+def test_reasoning(format: ReplyFormat, text: str, tail: str, said: str, reasoning: str) -> None:
+    reply = read_at_every_split(format, text, tail=tail)
+    assert reply.text.replace(" ", "") == said.replace(" ", "")
+    assert reply.reasoning.replace(" ", "") == reasoning.replace(" ", "")
+    assert reply.calls == []
+
+
+def test_space_around_calls_belongs_to_the_markup() -> None:
+    reply = read_at_every_split(BOTH, f"one \n\n{CALL}\n\n{CALL}\n two \n")
+    assert reply.text == "onetwo \n"
+    assert reply.order == [
+        "TextPiece",
+        "CallStart",
+        "CallArguments",
+        "CallStart",
+        "CallArguments",
+        "TextPiece",
+    ]
+
+
+def test_space_alone_before_a_call_is_nothing() -> None:
+    assert read_at_every_split(BOTH, f"\n\n{CALL}\n").order == ["CallStart", "CallArguments"]
+
+
+def test_space_is_text_where_no_call_follows() -> None:
+    assert read_at_every_split(BOTH, "\n\n a \n\n").text == "\n\n a \n\n"
+
+
+def test_reasoning_between_calls() -> None:
+    reply = read_at_every_split(BOTH, f"<think>a</think>{CALL}<think>b</think>{CALL}")
+    assert (reply.reasoning, reply.text, len(reply.calls)) == ("ab", "", 2)
+
+
+def test_after_a_call_in_reasoning_the_reasoning_goes_on() -> None:
+    reply = read_at_every_split(BOTH, f"a\n{CALL}\nb</think>c", tail="<think>")
+    assert (reply.reasoning, reply.text, len(reply.calls)) == ("ab", "c", 1)
+
+
+def test_a_call_without_markers_may_follow_reasoning() -> None:
+    format = ReplyFormat(tool="bare_json", think=THINK)
+    bare = '{"name": "other", "parameters": {}}'
+    for start in ("<think>hm</think>\n\n", "</think>\n", "\n"):
+        assert len(read_at_every_split(format, start + bare).calls) == 1
+    assert read_at_every_split(format, "so: " + bare).text == "so: " + bare
+
+
+def test_dropped_markup() -> None:
+    format = ReplyFormat(think=ThinkTags("<T>", "</T>"), drop=("<R>", "</R>"))
+    assert read_at_every_split(format, "<T>hm</T><R>yes</R>") == Reply(
+        "yes", "hm", [], ["ReasoningPiece", "TextPiece"]
+    )
+
+
+def test_nothing_to_look_for_needs_no_router() -> None:
+    assert make_splitter(ReplyFormat(), TOOLS, "") is None
+    assert make_splitter(ReplyFormat(tool="json_tags"), (), "") is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            ["<think>", "</think>", CALL, "<", "think>", "a", " ", "\n", "<tool_call>"]
+        ),
+        max_size=10,
+    ),
+    data=st.data(),
+)
+def test_no_split_matters_and_plain_text_is_whole(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    chunks = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    whole = read(BOTH, [text])
+    assert read(BOTH, chunks) == read(BOTH, list(text)) == whole
+    if not {"<think>", "</think>", CALL} & set(parts) and "<think>" not in text:
+        assert whole.text == text
+
+
+@given(st.text(alphabet="<think/>tool_call{}ab \n", max_size=40))
+def test_text_that_holds_no_whole_tag_passes_unchanged(text: str) -> None:
+    if not any(tag in text for tag in ("<think>", "</think>")):
+        assert read(BOTH, list(text)).text == text

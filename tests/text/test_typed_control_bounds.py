@@ -1,0 +1,68 @@
+"""However many control tokens somebody types, they are told apart in time that grows with the text."""
+
+from __future__ import annotations
+
+import pytest
+
+from firn.core.values import Message, TextPart
+from firn.text import typed_marks
+from firn.text.rendering import Content
+from firn.text.typed_control import TypedControl
+
+END, START = "<|im_end|>", "<|im_start|>"
+N = 30_000
+
+
+def user(text: str) -> Message:
+    return Message("user", (TextPart(text),))
+
+
+def nosy(content: Content) -> str:
+    """As templates that look into what they are given, and write something else then."""
+    said = "".join(
+        f"{START}{m.text.count(END)} {END in m.text} {m.text}{END}" for m in content.messages
+    )
+    return f"{said}{START}"
+
+
+def spelled(content: Content) -> int:
+    return sum(m.text.count(END) + m.text.count(START) for m in content.messages)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Content((user(f"{END} " * N),)),
+        Content((user(END * N),)),
+        Content((user(f"{END}{START} x " * N),)),
+        Content(tuple(user(f"a{END}b {i}") for i in range(2000))),
+    ],
+    ids=["one text", "one behind the other", "two kinds", "many messages"],
+)
+def test_thousands_of_typed_tokens(content: Content) -> None:
+    found = TypedControl([END, START]).render(content, nosy)
+    assert found.text == nosy(content)
+    # All but what the template itself has written.
+    n_own = 2 * len(content.messages) + 1
+    assert (
+        len(found.typed)
+        == spelled(content)
+        == found.text.count(END) + found.text.count(START) - n_own
+    )
+
+
+def test_a_slow_template_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(typed_marks, "RENDERINGS_S", 0.0)
+    kinds = [f"<|t{i:03}|>" for i in range(64)]
+    n_renders = 0
+
+    def render(content: Content) -> str:
+        nonlocal n_renders
+        n_renders += 1
+        text = content.messages[0].text
+        return f"{sum(kind in text for kind in kinds)} {text}"
+
+    text = " x ".join(kinds)
+    found = TypedControl(kinds).render(Content((user(text),)), render)
+    assert n_renders <= 3
+    assert len(found.typed) == len(kinds)
