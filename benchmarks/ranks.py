@@ -59,25 +59,25 @@ def _free_port() -> int:
 def measure() -> None:
     import mlx.core as mx
 
-    from firn.ranks.team import form
+    from firn.ranks.joining import form
 
-    team = form()
+    member = form()
     tokens = mx.zeros((8,), dtype=mx.int32)
     sums = mx.zeros((8, WIDTH), dtype=mx.float16)
 
     def share() -> None:
-        mx.eval(team.group.share(tokens))
+        mx.eval(member.group.share(tokens))
 
     def add() -> None:
-        mx.eval(team.group.add(sums))
+        mx.eval(member.group.add(sums))
 
     for _ in range(20):
         share()
-    if team.follower is not None:
-        follow(team.follower, {"share": share, "add": add})
+    if member.follower is not None:
+        follow(member.follower, {"share": share, "add": add})
         return
-    assert team.leader is not None
-    leader = team.leader
+    assert member.leader is not None
+    leader = member.leader
     rows = {
         "a decode step's calls (launch, collect), as rank 0 pays for them": lambda: (
             leader.tell("launch", 7),
@@ -87,7 +87,10 @@ def measure() -> None:
             "prefill", 7, 0, CHUNK, 4 * CHUNK, None, blob=bytes(4 * CHUNK)
         ),
         "32 payloads cut, noted, and sent": lambda: (
-            [leader.note("cut", i, "pages", 7, 0, 4096, 256 * i, 256 * (i + 1)) for i in range(32)],
+            [
+                leader.tell_later("cut", i, "pages", 7, 0, 4096, 256 * i, 256 * (i + 1))
+                for i in range(32)
+            ],
             leader.flush(),
         ),
     }

@@ -33,7 +33,7 @@ try:
     from firn.cache.storage.io import Changes, TierIo
     from firn.cache.storage.threads import IoThreads
     from firn.cache.tiers import TierOptions
-    from firn.cache.tiers._folder import SHELVES, path_of
+    from firn.cache.tiers._folder import SUBFOLDERS, path_of
     from firn.cache.tiers.ssd import SsdTier
     from firn.core.keys import Key, child_key
 except ImportError as error:
@@ -49,8 +49,8 @@ MIB = 1 << 20
 
 def fill(folder: Path, n_records: int) -> None:
     """Chains of blocks, with few bytes behind their labels; a child is older than its parent."""
-    for shelf in SHELVES:
-        (folder / shelf).mkdir(parents=True, exist_ok=True)
+    for subfolder in SUBFOLDERS:
+        (folder / subfolder).mkdir(parents=True, exist_ok=True)
     root, body, now = Key(bytes(32)), bytes(2048), time.time()
     parent = root
     for i in range(n_records):

@@ -1,13 +1,14 @@
 """Sparse prefill: right answers and first tokens, against prompts that are read in full.
 
     python benchmarks/sparse.py [--draft itself|hybrid] [--tokens 4096,8192,12288] [--sessions 10]
-        [--one-message]
+        [--one-message] [--score-once]
     python benchmarks/sparse.py --device-run [--shape 8b] [--tokens 32768] [--keep 0.2] [--rounds 3]
     python benchmarks/sparse.py --scorer-run [--shape 8b] [--chunks 2048,8192] [--cached]
 
 The first asks the built-in recall model for facts that stand somewhere in a long message (held out of
 its training), in full and at each share; itself or the hybrid scores. --one-message: facts and question
-are one message, whose middle is thinned. Nothing is cached. The model is so small that no draft is
+are one message, whose middle is thinned. --score-once: a prompt is scored once for all shares, and no
+times are told, for a slow draft. Nothing is cached. The model is so small that no draft is
 smaller: its times show what scoring costs, not what sparse prefill gives.
 
 The second is about time alone, on any device: random weights of a large shape, with a small one that
@@ -38,7 +39,7 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core.ports import PrefixCache
 from firn.core.sparse import Sparse
-from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, TextPart
+from firn.core.values import CacheControl, Chat, Message, Namespace, Prompt, Scores, TextPart
 from firn.demo.facts import Placement, make_session, n_facts_for
 from firn.models import device as devices
 from firn.models import loader
@@ -101,17 +102,43 @@ class Exam:
         return self.tokenizer.decode(said) == expected, answer
 
 
+class RememberingScorer(AttentionScorer):
+    """Scores a prompt once, for all shares."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._known: dict[bytes, Scores] = {}
+
+    def read(self, reading: Reading, n_tokens: int, *, alone: bool = False) -> None:
+        if reading.prompt.ids.tobytes() not in self._known:
+            super().read(reading, n_tokens, alone=alone)
+
+    def settle(self, reading: Reading) -> bool:
+        return reading.prompt.ids.tobytes() in self._known or super().settle(reading)
+
+    def scores(self, reading: Reading) -> Scores:
+        key = reading.prompt.ids.tobytes()
+        if key not in self._known:
+            self._known[key] = super().scores(reading)
+        return self._known[key]
+
+
 def answers(
-    draft: str, lengths: Sequence[int], n_sessions: int, placement: Placement, *, out: Path | None
+    draft: str,
+    lengths: Sequence[int],
+    n_sessions: int,
+    placement: Placement,
+    *,
+    once: bool,
+    out: Path | None,
 ) -> None:
     name = {"itself": "firn-demo", "hybrid": "firn-demo-hybrid"}[draft]
     target = loader.load(folder_of("firn-demo"), served_name="firn-demo", cpu_dtype="float32")
     small = loader.load(folder_of(name), served_name=name, cpu_dtype="float32")
 
     def scorer() -> AttentionScorer:
-        return AttentionScorer(
-            small.model, small.info, make_layers=small.make_layers, cache=CacheOff()
-        )
+        make = RememberingScorer if once else AttentionScorer
+        return make(small.model, small.info, make_layers=small.make_layers, cache=CacheOff())
 
     config = {"model_type": "qwen3"}
     rows, found = [], []
@@ -121,7 +148,8 @@ def answers(
     with engine:
         for n_tokens in lengths:
             exam = Exam(n_tokens, n_sessions, placement)
-            exam.sit(engine, 0, SHARES[0])  # warms up
+            if not once:
+                exam.sit(engine, 0, SHARES[0])  # warms up
             right = dict.fromkeys((None, *SHARES), 0)
             ratios: dict[float | None, list[float]] = {keep: [] for keep in right}
             for n in range(n_sessions):
@@ -135,12 +163,13 @@ def answers(
             cells = [f"{n_prompt}", f"{right[None]}/{n_sessions}"]
             for keep in SHARES:
                 ratio = statistics.median(ratios[keep])
-                cells.append(f"{right[keep]}/{n_sessions} {ratio:.2f}")
+                ratio_shown = "" if once else f" {ratio:.2f}"
+                cells.append(f"{right[keep]}/{n_sessions}{ratio_shown}")
                 point = {"tokens": n_prompt, "keep": keep, "ratio": ratio}
                 found.append(point | {"right": right[keep], "full": right[None]})
             rows.append(cells)
             print(grid([["tokens", "in full", *map(str, SHARES)], *rows]), flush=True)
-    print("right answers, and the first token's time over that of the full prompt")
+    print("right answers" + ("" if once else ", and the first token's time over the full prompt's"))
     if out is not None:
         options = {"draft": draft, "sessions": n_sessions, "placement": placement}
         save(out, "sparse", options=options, result=found)
@@ -282,6 +311,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=numbers)
     parser.add_argument("--sessions", type=int, default=10)
     parser.add_argument("--one-message", action="store_true")
+    parser.add_argument("--score-once", action="store_true")
     parser.add_argument("--device-run", action="store_true")
     parser.add_argument("--scorer-run", action="store_true")
     parser.add_argument("--cached", action="store_true")
@@ -300,7 +330,7 @@ def main() -> None:
     else:
         lengths = args.tokens or [4096, 8192, 12288]
         placement: Placement = "question" if args.one_message else "message"
-        answers(args.draft, lengths, args.sessions, placement, out=args.out)
+        answers(args.draft, lengths, args.sessions, placement, once=args.score_once, out=args.out)
 
 
 if __name__ == "__main__":

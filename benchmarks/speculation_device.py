@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from engines import BenchEngine
+from engines import BenchEngine, MakeLayers
 from report import grid, names, numbers, save
 
 from firn.core.values import Job
@@ -27,9 +27,10 @@ from firn.models import device as devices
 from firn.models.batch import Group, Launched, Row
 from firn.models.drafters import NOTHING, Guess
 from firn.models.drafters.mtp import MtpDrafter
-from firn.models.gate import Hope, Odds
-from firn.models.speculation import MAX_DEAR, MAX_DRAFT, Record, Speculation
-from firn.models.traits import TRAITS
+from firn.models.gate import ExpectedTokens, Odds
+from firn.models.raggedcheck import traits_of
+from firn.models.speculation import MAX_COSTLY, MAX_DRAFT, N_REST, RowGuesses, Speculation
+from firn.models.traits import Traits
 from firn.models.verify import Taken, Verification
 from models import COMMON, CONFIGS
 
@@ -50,6 +51,7 @@ SHAPES: dict[str, tuple[dict[str, Any], mx.Dtype]] = {
     "tiny": (CONFIGS["dense"], mx.float32),
 }
 N_PROMPT = 512
+WARM_UP = (1.0, 0.8, 1.0)
 
 
 class Oracle:
@@ -126,8 +128,8 @@ class OracleHead(Oracle):
 class OracleSpeculation(Speculation):
     """The reply is forced here to make it known; the guesses are the oracle's all the same."""
 
-    def __init__(self, oracle: Oracle) -> None:
-        super().__init__(oracle, traits=TRAITS[devices.device().kind])
+    def __init__(self, oracle: Oracle, traits: Traits) -> None:
+        super().__init__(oracle, traits=traits)
         self.oracle = oracle
         self.step_ms: dict[str, list[float]] = {}
 
@@ -140,7 +142,7 @@ class OracleSpeculation(Speculation):
         if pace is not None:
             wide = f"x{step.width}" if isinstance(step, Verification) else ""
             kind = wide or ("drained" if self._drains else "back" if pace.n_wide else "plain")
-            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.heard_at))
+            self.step_ms.setdefault(kind, []).append(1000 * (self._clock() - pace.read_at))
         super()._time(group, taken, step)
 
     def told(self) -> str:
@@ -152,16 +154,21 @@ class OracleSpeculation(Speculation):
         ]
         return "; ".join([*each, f"allowance {self.allowance.steps:.1f}"])
 
-    def _look(self, row: Row, record: Record) -> None:
-        record.next, record.source = NOTHING, 0
+    def _look(self, row: Row, guessed: RowGuesses) -> None:
+        guessed.next, guessed.source = NOTHING, 0
         if self.oracle.is_free:
-            record.next = self.oracle.guess([row], MAX_DRAFT)[0]
+            guessed.next = self.oracle.guess([row], MAX_DRAFT)[0]
 
-    def _dear_hope(self, row: Row, record: Record | None, n_pending: int) -> Hope | None:
-        if record is None or not record.is_ready or self.oracle.is_free:
+    def _rest(self, row: Row, guessed: RowGuesses) -> int:
+        return N_REST if self.oracle.is_free and self._is_weak(guessed) else 0
+
+    def _expected_of_costly(
+        self, row: Row, guessed: RowGuesses | None, n_pending: int
+    ) -> ExpectedTokens | None:
+        if guessed is None or not guessed.is_ready or self.oracle.is_free:
             return None
-        odds = [self._chance(record, 0, i) for i in range(MAX_DEAR)]
-        return Hope.of(odds, n_pending=n_pending)
+        odds = [self._chance(guessed, 0, i) for i in range(MAX_COSTLY)]
+        return ExpectedTokens.of(odds, n_pending=n_pending)
 
 
 def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guesses: bool) -> float:
@@ -180,6 +187,12 @@ def rate(engine: BenchEngine, *, n_streams: int, n_tokens: int, seed: int, guess
     ended = min(a.times[-1] for a in answers)
     n = sum(sum(began < t <= ended for t in a.times) for a in answers)
     return n / (ended - began)
+
+
+def warm_up(engine: BenchEngine, oracle: Oracle, *, n_streams: int, n_tokens: int) -> None:
+    """Every shape of a step is prepared, which takes longer than many steps."""
+    for seed, oracle.right in enumerate(WARM_UP):
+        rate(engine, n_streams=n_streams, n_tokens=n_tokens, seed=1 + seed, guesses=True)
 
 
 def compare(engine: BenchEngine, args: argparse.Namespace, n_streams: int) -> Found:
@@ -229,10 +242,10 @@ def run(args: argparse.Namespace) -> None:
     result = []
     oracle = OracleHead() if args.head else Oracle()
 
-    def speculation(model: Any) -> OracleSpeculation:
+    def speculation(model: Any, make_layers: MakeLayers) -> OracleSpeculation:
         if isinstance(oracle, OracleHead):
             oracle.head = MtpDrafter(model)
-        return OracleSpeculation(oracle)
+        return OracleSpeculation(oracle, traits_of(model, make_layers, devices.device().kind))
 
     began = time.perf_counter()
     with BenchEngine(
@@ -245,6 +258,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"the engine is up after {time.perf_counter() - began:.0f} s", flush=True)
         call = engine.engine.call
         for n_streams in numbers(args.streams):
+            warm_up(engine, oracle, n_streams=n_streams, n_tokens=args.tokens)
             for right in [float(x) for x in names(args.right)]:
                 oracle.right = right
                 call(lambda parts: parts.runner.speculation.forget()).result()  # type: ignore[attr-defined]

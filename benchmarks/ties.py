@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from engines import BenchEngine
+from engines import BenchEngine, MakeLayers
 from report import cli, grid, names, save
 from speculation import ASKS
 
@@ -29,7 +29,7 @@ from firn.models import loader
 from firn.models.batch import Group
 from firn.models.drafters import NOTHING, Guess
 from firn.models.hub import HubRules
-from firn.models.speculation import Speculation, Width
+from firn.models.speculation import DraftPlan, Speculation
 from firn.text.prompt import PromptMaker
 
 N_GUESSES, RIGHT = 8, 0.9
@@ -75,8 +75,8 @@ class Known:
 
 
 class Always(Speculation):
-    def _width(self, group: Group, *, flows: bool = False) -> Width:
-        return Width(1 + N_GUESSES)
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+        return DraftPlan(1 + N_GUESSES)
 
 
 def prompts(name: str, folder: Path, n: int) -> list[list[int]]:
@@ -103,7 +103,7 @@ def measure(name: str, *, n_replies: int, n_tokens: int) -> list[str]:
     loaded = loader.load(folder, served_name=name, cpu_dtype="auto")
     known = Known()
 
-    def speculation(model: Any) -> Speculation:
+    def speculation(model: Any, make_layers: MakeLayers) -> Speculation:
         return Always(known)
 
     build = partial(

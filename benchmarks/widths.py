@@ -1,12 +1,14 @@
 """What a step of several tokens takes on this device: by width, by rows, and if its shape is new.
 
     PYTHONPATH=src python benchmarks/widths.py [--shape 4b] [--rows 1,8] [--widths 2,5,9,17]
-        [--steps 24] [--parts]
+        [--steps 24] [--only plain,alone,padded,new] [--parts]
+        [--mlx-products]
 
     plain     one token a row, the next step prepared while the device computes; `alone` waits for each
     new       several tokens, all accepted: attention sees another number of columns at each step
     again     the same lengths once more
-    padded    columns in blocks of 512 and a mask, as steps with drafts have them on CUDA
+    padded    columns in blocks of 512 and a mask, as steps with drafts have them on CUDA; `bias`: the
+              mask is one of numbers
 
 host: until the step is dispatched. all: until its tokens are read. Medians in ms, and the longest step.
 """
@@ -21,10 +23,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from report import cli, grid, numbers
+from report import cli, grid, names, numbers
 from speculation_device import SHAPES
 
+from firn.models import cuda
+from firn.models import device as devices
 from firn.models.padding import in_blocks
+from firn.models.ragged import ALL_COLUMNS, Columns
 from firn.models.rewind import Step, ready
 from models import random_model
 
@@ -36,8 +41,8 @@ class Bench:
         self.model, self.n_rows, self.n_steps = model, n_rows, n_steps
         self.vocab = model.args.vocab_size
 
-    def caches(self, *, block: int = 0) -> list[Any]:
-        """With a prompt in them. block: as a group that drafts has them."""
+    def caches(self, columns: Columns | None = None) -> list[Any]:
+        """With a prompt in them. columns: as a group that drafts has them."""
         rows = []
         for i in range(self.n_rows):
             layers = make_prompt_cache(self.model)
@@ -48,7 +53,7 @@ class Bench:
         if self.n_rows == 1:
             return rows[0]
         layers = [KVCache.merge(list(same)) for same in zip(*rows, strict=True)]
-        return ready(layers, block=block) if block else layers
+        return ready(layers, columns) if columns else layers
 
     def plain(self, *, in_flight: bool) -> list[tuple[float, float]]:
         layers, tokens, found = self.caches(), mx.zeros((self.n_rows,), dtype=mx.int32), []
@@ -65,13 +70,15 @@ class Bench:
             heard = time.perf_counter()
         return found[self.n_steps :]
 
-    def wide(self, width: int, *, block: int, layers: list[Any]) -> list[tuple[float, float]]:
+    def wide(
+        self, width: int, layers: list[Any], columns: Columns = ALL_COLUMNS
+    ) -> list[tuple[float, float]]:
         found = []
         ids = [list(range(1, width + 1))] * self.n_rows
         for _ in range(self.n_steps):
             began = time.perf_counter()
             step = Step(layers, [width] * self.n_rows, width)
-            logits = self.model(mx.array(ids), cache=in_blocks(layers, max(block, 1)))
+            logits = self.model(mx.array(ids), cache=in_blocks(layers, columns))
             tokens = mx.argmax(logits, axis=-1)
             mx.async_eval(tokens)
             host = time.perf_counter() - began
@@ -138,6 +145,8 @@ def run(args: argparse.Namespace) -> None:
     if args.parts:
         parts(config, dtype, widths=numbers(args.widths), n_steps=args.steps)
         return
+    if devices.device().kind == "cuda" and not args.mlx_products:
+        cuda.tune()
     model = random_model(config, dtype=dtype)
     rows = [["rows", "width", "", "host", "all", "longest", "first"]]
 
@@ -150,21 +159,24 @@ def run(args: argparse.Namespace) -> None:
         rows.append([str(n), str(width), what, *(f"{x:.1f}" for x in ms)])
         print(" ".join(rows[-1]), flush=True)
 
+    wanted = names(args.only)
     for n in numbers(args.rows):
         bench = Bench(model, n_rows=n, n_steps=args.steps)
-        show(n, 1, "plain", bench.plain(in_flight=True))
-        show(n, 1, "alone", bench.plain(in_flight=False))
+        for what in ("plain", "alone"):
+            if what in wanted:
+                show(n, 1, what, bench.plain(in_flight=what == "plain"))
         for width in numbers(args.widths):
-            show(
-                n, width, "padded", bench.wide(width, block=BLOCK, layers=bench.caches(block=BLOCK))
-            )
-            if n > 1:
+            if "padded" in wanted:
+                for what, columns in (("padded", Columns(BLOCK)), ("bias", Columns(BLOCK, True))):
+                    layers = bench.caches(columns)
+                    show(n, width, what, bench.wide(width, layers, columns))
+            if n > 1 or "new" not in wanted:
                 continue
             layers = bench.caches()
-            show(n, width, "new", bench.wide(width, block=0, layers=layers))
+            show(n, width, "new", bench.wide(width, layers))
             for layer in layers:
                 layer.trim(width * args.steps)
-            show(n, width, "again", bench.wide(width, block=0, layers=layers))
+            show(n, width, "again", bench.wide(width, layers))
     print(grid(rows))
 
 
@@ -174,6 +186,8 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--widths", default="2,5,9,17,32")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--only", default="plain,alone,padded,new", help="new: and the same again")
+    parser.add_argument("--mlx-products", action="store_true", help="not by firn's kernel")
     parser.add_argument("--parts", action="store_true", help="products and attention by themselves")
     run(parser.parse_args())
 

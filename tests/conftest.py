@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -15,9 +19,36 @@ from tests import one_blas
 settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("firn")
 
+HEAVY = (
+    "ranks/test_text.py", "models/test_speculation.py", "vision/test_reuse.py", "sweep/test_sweep.py",
+    "traces/test_simulate.py", "cache/test_cache_exact.py", "test_oracle.py", "test_stores.py",
+    "cache/test_cache_faults.py", "cache/test_live_rows.py", "cli/test_cli_chat.py",
+    "models/test_batching.py", "models/drafters/test_mtp.py", "test_ssd_processes.py",
+    "vision/test_guesses.py", "test_ssd_faults_oracle.py", "models/drafters/test_model.py",
+    "cache/test_cache_requests.py", "test_sparse_prefill.py", "test_sparse_server.py",
+    "cli/test_cli_doctor.py", "fleet/test_front.py", "cache/test_tree_below.py",
+    "cache/test_ssd_story.py", "models/test_put_back.py", "test_exchanged_weights.py",
+)  # fmt: skip
+"""Files that take longest come first: a worker that began one last would keep the others waiting."""
+
 # Newer Apple GPUs, and NVIDIA's, multiply float32 with 10 bits of it otherwise, and tests compare logits
 # of batched and single rows. MLX reads this with its first product.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def _few_certificates() -> str:
+    """A file of one certificate. Every HTTP client reads all of them before its first request, which
+    takes longer than the requests of most tests; and none of those leaves this machine."""
+    first = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
+    path = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "certificate.pem"
+    path.parent.mkdir(exist_ok=True)
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text("".join(first[:2]) + "\n")
+    own.replace(path)
+    return str(path)
+
+
+os.environ["SSL_CERT_FILE"] = _few_certificates()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -32,3 +63,14 @@ def _one_mlx_for_all() -> Iterator[None]:
         patch.setattr(softmax, "install_if_faster", lambda: False)
         patch.setattr(rope, "install", lambda: None)
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"tests/{name}": i for i, name in enumerate(HEAVY)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(HEAVY)))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and a million objects of libraries stay: no collection need look at them."""
+    gc.collect()
+    gc.freeze()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from firn.cache.storage.faults import TierFault
-from firn.cache.tiers import Buffer, Found, Gone, Seen, Stored
+from firn.cache.tiers import Buffer, FoundRecord, Gone, Seen, Stored
 from tests.dict_tier import DictTier
 
 
@@ -21,17 +21,18 @@ class DictStore(DictTier):
         self.gate: threading.Event | None = None
         """Questions wait for it."""
         self.is_down = False
+        self.deadline_s = 60.0
 
     def scan(self) -> Iterator[Seen | Gone[str]]:
         return iter(())
 
-    def find(self, names: Sequence[str]) -> list[Found]:
+    def find(self, names: Sequence[str]) -> list[FoundRecord]:
         self.rounds.append(list(names))
         if self.gate is not None:
             self.gate.wait(60)
         self._check()
         there = ((name, self._records.get(name)) for name in names)
-        return [Found(name, len(raw), time.time()) for name, raw in there if raw is not None]
+        return [FoundRecord(name, len(raw), time.time()) for name, raw in there if raw is not None]
 
     def read(self, name: str, n: int | None = None) -> memoryview:
         self._check()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -10,12 +12,21 @@ from firn.models import cpu
 from firn.models import device as devices
 from firn.models.cpu.blas import Blas
 
+MEMO = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "blas.json"
+
 
 def attach() -> Blas:
     if devices.device().kind != "cpu":
         return Blas("a GPU's own")
-    memo = Path(tempfile.gettempdir()) / f"firn-tests-{os.getuid()}" / "blas.json"
-    blas = cpu.attach("auto", memo=memo)
+    blas = cpu.attach("auto", memo=MEMO)
     if blas.library and "PYTEST_XDIST_WORKER" in os.environ:
         blas.library.set_threads(1)  # the other cores have workers of their own
     return blas
+
+
+def remember(home: Path) -> None:
+    """Servers whose XDG_CACHE_HOME this is need not find out what was found out here: that takes
+    longer than most of what they are started for."""
+    (home / "firn").mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # a GPU's own
+        shutil.copy(MEMO, home / "firn" / "blas.json")

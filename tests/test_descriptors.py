@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ def serving(folder: Path) -> Iterator[tuple[str, int]]:
                 httpx.get(f"{url}/ready", timeout=30)
                 break
             except httpx.TransportError:
-                pass
+                time.sleep(0.02)
         yield url, process.pid
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
@@ -78,6 +79,7 @@ def test_half_requests_take_no_descriptor_from_others(tmp_path: Path) -> None:
             assert stats["ssd"]["folder"]["state"] == "ok"
             if stats["ssd"]["records"]:
                 break
+            time.sleep(0.02)
 
 
 def test_the_limit_is_raised_as_far_as_it_goes() -> None:

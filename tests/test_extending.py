@@ -22,7 +22,7 @@ import firn
 from firn.api import dialects
 from firn.cache import codecs, tiers
 from firn.cache.tiers import TierOptions
-from firn.demo.server import Child
+from firn.demo.server import ServerProcess
 from firn.models import drafters
 from firn.text import parsers
 from tests.api.live import GREETING, serve
@@ -126,7 +126,9 @@ def test_the_codec_keeps_the_contract(contract: Any) -> None:
 
     def feed(layer: Any, rows: Any, starts: Any, n: int) -> None:
         (row,), (start,) = rows, starts
-        mx.eval(layer.update(table(row, 64)[0, 0, start : start + n]))
+        for token in table(row, 64)[0, 0, start : start + n]:
+            layer.update(token[None])
+        mx.eval(layer.average)
 
     codec = codecs.registry()["decay_model.DecayCache"]
     kind = Specimen("decay", codec, lambda: cache(0.1), feed, lambda layer, n: (layer.average,))
@@ -219,7 +221,7 @@ def test_a_server_runs_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTHONPATH", str(copy.parent))
     records = tmp_path / "records.db"
     tier = ("--no-ssd-cache", "--tier", f"sqlite://localhost{records}?spill=all")
-    server = Child(
+    server = ServerProcess(
         "firn-demo",
         *tier,
         "--speculation",

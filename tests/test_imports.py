@@ -85,12 +85,14 @@ REACHES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Names with an underscore that may be read from outside, by reason."""
 BORROWS: dict[str, tuple[tuple[str, str], ...]] = {
-    "the folder's layout and health, for what people ask of it": (
+    "the folder's layout, for what people ask of it": (
         ("cache", "firn.cache.tiers._folder"),
-        ("cache", "firn.cache.tiers._health"),
         ("cli", "firn.cache.tiers._folder"),
     ),
-    "an address is read before its tier is opened": (("assembly", "firn.cache.tiers._address"),),
+    "an address is read before its tier is opened": (
+        ("assembly", "firn.cache.tiers._address"),
+        ("cli", "firn.cache.tiers._address"),
+    ),
 }
 """Private modules that others may import, by reason: (the importing package, the module)."""
 HEAVY = ("mlx", "mlx_lm", "mlx_vlm", "transformers", "numpy", "fastapi", "uvicorn", "httpx")

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from firn import kv_events
 from firn.core.errors import SetupError
 from firn.core.values import Namespace
 from firn.kv_events import END_SEQ, TOPIC, EventPublisher
-from tests.cache.lab import DENSE, LabEngine, tree
+from tests.cache.lab import DENSE, LabEngine, nodes_of, tree
 
 zmq = pytest.importorskip("zmq", reason="the package pyzmq is not installed")
 msgpack = pytest.importorskip("msgpack", reason="the package msgpack is not installed")
@@ -145,7 +146,7 @@ def test_what_is_evicted_is_told() -> None:
         stored = lab.between_steps(
             lambda: {
                 int.from_bytes(n.key[:8], "big")
-                for n in lab.tree.records.tree.nodes()
+                for n in nodes_of(lab.tree.records.tree)
                 if n.n_tokens == BLOCK
             }
         )
@@ -165,6 +166,27 @@ def test_a_subscriber_that_missed_something_asks_again() -> None:
             late.replay(0)
         assert late.chains() == [PROMPT[:48]]
         assert late.replay(10**6) == 0
+
+
+def test_after_a_flood_subscribers_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was dropped is not known any more: an index that misses some of it would be wrong."""
+    with publishing() as (lab, router):
+        lab.submit(PROMPT, 1).wait()
+        until(router, [PROMPT[:48]])
+        monkeypatch.setattr(kv_events, "MAX_QUEUE", 0)
+        lab.submit([7, *PROMPT], 1).wait()
+        until(router, [])
+        monkeypatch.undo()
+        lab.submit([8, *PROMPT], 1).wait()
+        until(router, [[8, *PROMPT][:48]])
+
+
+def test_a_replay_begins_with_the_batch_that_is_asked_for() -> None:
+    with publishing() as (lab, router):
+        lab.submit(PROMPT, 1).wait()
+        until(router, [PROMPT[:48]])
+        router.blocks.clear()
+        assert router.replay(router.seqs[-1]) == 1
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1", "ipc:///tmp/x", "nonsense"])

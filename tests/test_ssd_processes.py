@@ -17,7 +17,7 @@ import httpx
 from firn.cache.tiers._folder import Disk, FolderLock
 from firn.demo.facts import Session, make_session
 from firn.demo.server import ServerProcess
-from tests.cache.tiers.test_ssd_folder import du
+from tests.cache.tiers.folders import du
 from tests.soak.house import House as Servers
 
 GIB = 1 << 30
@@ -96,6 +96,7 @@ class House(Servers):
             found = server.get("/v1/cache/stats")
             if found["ssd"]["records"] >= found["memory"]["records"]:
                 return
+            time.sleep(0.02)
         raise AssertionError(found)
 
 

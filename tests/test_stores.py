@@ -17,12 +17,17 @@ import httpx
 import pytest
 
 from firn.cache.prefix import PrefixTree
+from firn.cache.tiers import discover
+from firn.cache.tiers._address import parse_address
+from firn.cache.tiers._store import StoreTier
+from firn.cache.tiers.s3 import S3Client
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.core.errors import SetupError
 from firn.demo.facts import Session
 from firn.engine import EngineParts
 from tests import stores
 from tests.api.real import Real, serving
+from tests.cache.lab import nodes_of
 from tests.harness import Eager
 from tests.soak.house import Answer, ask, sessions
 
@@ -38,6 +43,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model computes sooner than a store answers: here it waits to see."""
     monkeypatch.setattr("firn.cache.loading.UNKNOWN_PATIENCE_S", WAIT_S)
     monkeypatch.setattr("firn.cache.loading.ASK_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr("firn.cache.storage.client.TierClient.deadline_s", WAIT_S)
     monkeypatch.setattr("firn.cache.storage.client.RESCAN_S", 0.1)
     for name, value in stores.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
@@ -97,7 +103,7 @@ class Machine:
             cache = parts.cache
             assert isinstance(cache, PrefixTree)
             below = cache.records.tiers[-1]
-            nodes = cache.records.tree.nodes()
+            nodes = nodes_of(cache.records.tree)
             writing = any(r.writing for n in nodes for r in n.records.values())
             return bool(below._to_spill or writing or below._results.qsize())
 
@@ -331,6 +337,102 @@ def test_s3_is_killed_and_comes_back(tmp_path: Path) -> None:
             stores.make_bucket(server.port)
             one.until(lambda s: s["folder"]["state"] == "ok")
             assert one.ask(talks[1], 1).right
+    finally:
+        server.kill()
+
+
+# --- rclone's server, which ignores conditions and ranges -----------------------------------
+
+
+@pytest.fixture(scope="module")
+def rclone() -> None:
+    if why := stores.why_no_rclone():
+        pytest.skip(why)
+
+
+@pytest.mark.usefixtures("rclone")
+def test_rclone_is_as_bad_as_it_is_taken_for(tmp_path: Path) -> None:
+    """Else the tests below prove less than they say. The tier gets on with it all the same."""
+    import obstore
+
+    with running(stores.rclone_server(tmp_path / "s3")) as server:
+        address = parse_address(address_of("s3", server.port))
+        tier = discover()["s3"](address.options)
+        assert isinstance(tier, StoreTier)
+        assert isinstance(tier._client, S3Client)
+        for data in (b"first", b"second"):
+            obstore.put(tier._client._store, "taken", data, mode="create", use_multipart=False)
+        assert bytes(obstore.get(tier._client._store, "taken").bytes()) == b"second"
+        with pytest.raises(obstore.exceptions.GenericError, match="non-partial"):
+            obstore.get_range(tier._client._store, "taken", start=1, end=3)
+        name = f"{7:064x}.pages"
+        tier.write(name, [b"abc", b"def"], used_at=time.time())
+        assert bytes(tier.read(name, 4)) == b"abcd"
+        assert [f.nbytes for f in tier.find([name, f"{8:064x}.pages"])] == [6]
+        tier.delete(name)
+        assert tier.find([name]) == []
+
+
+@pytest.mark.usefixtures("rclone")
+def test_rclone_two_servers_a_kill_and_a_torn_object(tmp_path: Path) -> None:
+    talks = sessions(3, first=80)
+    with running(stores.rclone_server(tmp_path / "s3")) as server:
+        address = address_of("s3", server.port, "spill=all", QUICK)
+        with machine(None, address) as first, machine(None, address) as second:
+            assert first.ask(talks[0], 0).right
+            first.settle()
+            answer = second.ask(talks[0], 1)
+            assert (answer.right, answer.n_cached > answer.n_prompt // 2) == (True, True)
+            # Both have the same to write at the same time, and each overwrites the other's.
+            assert first.ask(talks[1], 0).right
+            assert second.ask(talks[1], 0).right
+            first.settle()
+            second.settle()
+            with server.paused():  # a put is on its way when the server dies
+                assert first.ask(talks[2], 0).right
+                first.until(lambda s: s["folder"]["state"] == "paused")
+                server.kill()
+            assert second.ask(talks[2], 0).right
+            server.start()
+            first.until(lambda s: s["folder"]["state"] == "ok")
+            first.settle()
+        objects = sorted((tmp_path / "s3").rglob("*.safetensors"))
+        for path in objects[::3]:
+            path.write_bytes(path.read_bytes()[:-9])
+        with machine(None, address) as third:
+            for talk in talks:
+                assert third.ask(talk, 2).right
+            third.settle()
+            assert third.store()["folder"]["counts"]["damaged"] > 0
+        with machine(None, address) as fourth:
+            for talk in talks:
+                answer = fourth.ask(talk, 2)
+                assert (answer.right, answer.n_cached > answer.n_prompt // 2) == (True, True)
+
+
+@pytest.mark.usefixtures("rclone")
+def test_rclone_refuses_a_wrong_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """moto takes any signature; this one does not."""
+    (talk,) = sessions(1, first=90)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    with running(stores.rclone_server(tmp_path / "s3")) as server:
+        address = address_of("s3", server.port, "spill=all", QUICK)
+        with machine(None, address) as one:
+            assert one.ask(talk, 0).right
+            status = one.until(lambda s: s["folder"]["state"] == "paused")
+            assert status["folder"]["reason"].startswith("no permission")
+    warnings = [r for r in caplog.records if "is left alone" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "not-the-secret" not in caplog.text
+
+
+@contextmanager
+def running(server: stores.Served) -> Iterator[stores.Served]:
+    server.start()
+    try:
+        yield server
     finally:
         server.kill()
 

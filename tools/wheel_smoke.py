@@ -62,7 +62,7 @@ def main() -> int:
         info = check_files(wheel)
         said(f"{wheel.name}: {wheel.stat().st_size >> 10} KiB, {len(MUST_HAVE)} files looked for")
         bin_folder = install(work, wheel)
-        use(work, bin_folder, version=info.split("-")[1].removesuffix(".dist-info"))
+        use(work, bin_folder, version=info.removesuffix(".dist-info").split("-")[1])
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             for file in (work / "dist").iterdir():
@@ -109,7 +109,8 @@ def use(work: Path, bin_folder: Path, *, version: str) -> None:
         raise SystemExit(f"firn --version does not say {version}")
     run(firn, "doctor", home=home)
     with server(firn, home) as url:
-        with urllib.request.urlopen(f"{url}/", timeout=30) as page:
+        browser = urllib.request.Request(f"{url}/", headers={"accept": "text/html"})
+        with urllib.request.urlopen(browser, timeout=30) as page:
             if b"app.js" not in page.read():
                 raise SystemExit("there is no dashboard at /")
         first, n_cached = chat(url)

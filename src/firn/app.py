@@ -37,9 +37,9 @@ from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import leave, no_later_than
 from firn.listener import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
+from firn.ranks.joining import RankMember, end_start, options_digest
 from firn.ranks.leader import Leader
-from firn.ranks.leading import Leading
-from firn.ranks.team import Team, end_start, options_digest
+from firn.ranks.leader_parts import LeaderParts
 from firn.traces.record import Recorder
 
 log = logging.getLogger("firn")
@@ -58,17 +58,17 @@ def serve(config: Config) -> int:
     """Run the server until it is told to stop. Returns the process's exit code."""
     configure_logs(config.log.level)
     raise_descriptor_limit()
-    team = None
+    member = None
     if config.model.tensor_parallel:
-        config, team = join_ranks(config)
-        if team.follower is not None:
-            return leave(follow(config, team))
+        config, member = join_ranks(config)
+        if member.follower is not None:
+            return leave(follow(config, member))
     sock = bind(config.server.host, config.server.port)
     prompts = warm_prompts(config)
     try:
-        server = build(config, team=team)
+        server = build(config, member=member)
     except SetupError as e:
-        if team is not None:
+        if member is not None:
             end_start(e)
         raise
     server.own_process()
@@ -122,22 +122,22 @@ class Server:
         self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
 
 
-def build(config: Config, *, front: int | None = None, team: Team | None = None) -> Server:
+def build(config: Config, *, front: int | None = None, member: RankMember | None = None) -> Server:
     """Load the model and wire everything to it. Raises SetupError.
 
-    front: the process that shares memory out among its models, if there is one. team: the ranks that
-    serve the model together; this one speaks for all.
+    front: the process that shares memory out among its models, if there is one. member: this process
+    among the ranks that serve the model together; it speaks for all.
     """
-    leading = None
-    if team is not None and team.leader is not None:
-        leading = Leading(team, team.leader, options=options_digest(config))
+    leader_parts = None
+    if member is not None and member.leader is not None:
+        leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
     folder = find_folder(config.model)
     config = with_model_defaults(config, folder)
     trace_path = config.log.record_trace
     trace = None if trace_path is None else TraceFile.open(trace_path)
     name, namespaces = served_name(config), keys_of(config).namespaces
-    text = load_text(config, folder, with_pictures=leading is None)
-    spec = ServerSpec(config, folder, name, namespaces, text.processor, front, leading)
+    text = load_text(config, folder, with_pictures=leader_parts is None)
+    spec = ServerSpec(config, folder, name, namespaces, text.processor, front, leader_parts)
     event_router = EventRouter()
     died: list[str] = []
     engine: Engine[ServerParts] = Engine(
@@ -158,10 +158,10 @@ def build(config: Config, *, front: int | None = None, team: Team | None = None)
         event_router=event_router,
         pool=pool,
         recorder=recorder,
-        n_ranks=1 if team is None else team.group.size,
+        n_ranks=1 if member is None else member.group.size,
     )
-    memory = watch_engine(engine, front=front, is_sharded=team is not None)
-    ranks = leading.leader if leading else None
+    memory = watch_engine(engine, front=front, is_sharded=member is not None)
+    ranks = leader_parts.leader if leader_parts else None
     return Server(
         services, engine, event_router, pool, died, memory, recorder=recorder, ranks=ranks
     )

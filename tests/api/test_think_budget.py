@@ -143,6 +143,15 @@ def test_harmony_goes_on_to_its_final_channel() -> None:
         assert texts(asked.result()) == ("a" * 10, "a" * 20)
 
 
+def test_the_thoughts_of_every_choice_are_counted() -> None:
+    with scripted_server("<think>" + "a" * 10 + "</think>b") as live:
+        body: Any = {"model": "fake", "messages": ASK["messages"]}
+        one, three = (live.openai().chat.completions.create(**body, n=n) for n in (1, 3))
+    counted = [reply.usage.completion_tokens_details.reasoning_tokens for reply in (one, three)]
+    assert counted[0] >= 10
+    assert counted[1] == 3 * counted[0]
+
+
 @pytest.mark.parametrize("format", [ReplyFormat(), ReplyFormat(tool="json_tags")])
 def test_a_model_that_does_not_think_has_nothing_to_end(format: ReplyFormat) -> None:
     with scripted_server("plain", format=format) as live:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from firn.assembly.memory import MemoryWatch, Planned, beside_others, plan_server
-from firn.config import Config, EngineConfig
+from firn.config import CacheConfig, Config, EngineConfig
 from firn.core.memory_plan import GIB, MIN_CAPACITY_NBYTES, MachineMemory, ModelMemory
 from firn.host.reservations import Reservation, Reserved
 
@@ -19,6 +19,16 @@ MODEL = ModelMemory(8 * GIB, 100 << 10, 0, context_length=100_000)
 @pytest.fixture
 def planned() -> Planned:
     return plan_server(Config(), MAC, MODEL, chunk=512, exact=False)
+
+
+def test_each_store_has_a_queue_for_each_cache() -> None:
+    def n_queues(*tiers: str, **engine: str) -> int:
+        config = Config(cache=CacheConfig(tiers=tiers), engine=EngineConfig(**engine))
+        return plan_server(config, MAC, MODEL, chunk=512, exact=False).options.n_store_queues
+
+    assert n_queues() == n_queues(draft_model="small") == 0
+    assert n_queues("redis://a/0", "s3://b") == 2
+    assert n_queues("redis://a/0", "s3://b", draft_model="small") == 4
 
 
 class Machine:

@@ -8,7 +8,7 @@ garbage. On top of `HashRunner` that makes every wrong block a wrong answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,11 +20,12 @@ from firn.cache.layout import Layout
 from firn.cache.parts import Needs, Part
 from firn.cache.planning.estimates import Estimates
 from firn.cache.prefix import CacheSettings, PrefixTree
-from firn.cache.tree import InRow, Node, PartTotals, Record
+from firn.cache.tree import InRow, Node, PartTotals, Record, Tree
 from firn.core.keys import Key, KeyTokens, child_key
 from firn.core.ports import Restored
 from firn.core.values import Job, Prompt
-from tests.hash_runner import GARBAGE, Faults, HashEngine, HashGroup, HashLayer, HashRow, HashRunner
+from tests.hash_engine import HashEngine
+from tests.hash_runner import GARBAGE, Faults, HashGroup, HashLayer, HashRow, HashRunner
 
 
 def _nothing(where: str) -> None:
@@ -313,8 +314,14 @@ def prompt_of(ids: Sequence[int], boundaries: Sequence[int] = ()) -> Prompt:
 # --- what must always hold -----------------------------------------------------------------
 
 
+def nodes_of(tree: Tree) -> Iterator[Node]:
+    """All nodes but roots."""
+    for root in tree.roots():
+        yield from (node for node in tree.subtree(root) if node is not root)
+
+
 def records_of(tree: PrefixTree) -> list[Record]:
-    return [r for n in tree.records.tree.nodes() for r in n.records.values()]
+    return [r for n in nodes_of(tree.records.tree) for r in n.records.values()]
 
 
 def n_leases(tree: PrefixTree) -> int:
@@ -332,7 +339,7 @@ def check_tree(tree: PrefixTree, *, whole: bool = True) -> None:
         used = len(root.children) or root.n_leases or root.cleared_at > 0
         assert used, "an empty root was left behind"
         _check_branch(root)
-    for node in tree.records.tree.nodes():
+    for node in nodes_of(tree.records.tree):
         _check_node(node, tree, whole=whole)
     check_books(tree)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tests.cache.lab import check_books, n_leases, records_of
+from tests.cache.lab import check_books, n_leases, nodes_of, records_of
 from tests.harness import Harness
 
 DEADLINE_S = 60.0
@@ -22,7 +22,7 @@ def on_its_way(harness: Harness) -> dict[str, int]:
         "records to spill": len(tier._to_spill),
         "records being written": sum(r.writing != 0 for r in records_of(cache)),
         "leases": n_leases(cache),
-        "pins": sum(n.n_pins for n in cache.records.tree.nodes()),
+        "pins": sum(n.n_pins for n in nodes_of(cache.records.tree)),
         "orders": io.n_pending,
         "queued bytes": io.write_nbytes,
         "records that leave": cache.records.tree.leaving_nbytes,

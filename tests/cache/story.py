@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ArraysCache
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from tests import one_blas
+from tests.cache.lab import nodes_of
 from tests.cache.tiny import Build, tiny, tokens
 from tests.harness import Harness, Result
 
@@ -78,7 +79,7 @@ def contents(harness: Harness) -> Contents:
             (node.key, part.value): [
                 bits(a) for i in range(record.arrays.n_layers) for a in record.arrays.layer(i)
             ]
-            for node in harness.cache.records.tree.nodes()
+            for node in nodes_of(harness.cache.records.tree)
             for part, record in node.records.items()
             if record.arrays is not None
         }

@@ -12,7 +12,7 @@ import pytest
 from firn.cache.storage import tier_set
 from firn.cache.tiers._folder import Disk, Listed
 from tests.cache.test_decisions import ask, found, server, settle
-from tests.cache.tiers.test_ssd_folder import Lockless
+from tests.cache.tiers.folders import Lockless
 from tests.hash_runner import prompt_of as words
 
 

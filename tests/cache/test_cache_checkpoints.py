@@ -18,9 +18,11 @@ from tests.cache.lab import (
     WINDOW_AND_STATE,
     LabEngine,
     Shape,
+    nodes_of,
     tree,
 )
-from tests.hash_runner import Outcome, prompt_of
+from tests.hash_engine import Outcome
+from tests.hash_runner import prompt_of
 
 # A chat: system [0, 700), user [.., 900), assistant [.., 1500), user [.., 1800), generation prompt.
 CHAT = (700, 900, 1500, 1800)
@@ -319,6 +321,6 @@ def test_exact_mode_keeps_states_on_chunks_only(shape: Shape) -> None:
         assert Chat(lab, 3, system).turn().n_cached == 128
         ids = prompt_of(5, 200)
         assert [ask(lab, ids, [100], 8).n_cached for _ in range(2)] == [0, 192]
-        ends = {n.end for n in cache.records.tree.nodes() if n.records}
+        ends = {n.end for n in nodes_of(cache.records.tree) if n.records}
         assert all(e % 16 == 0 for e in ends)
         lab.check()

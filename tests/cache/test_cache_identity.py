@@ -25,7 +25,17 @@ from firn.cache.storage.container import Header, pack, unpack
 from firn.core.keys import Key
 from firn.core.values import CacheControl, Namespace, PictureSpan, Prompt
 from firn.models.fingerprint import fingerprint
-from tests.cache.lab import DENSE, HYBRID, LabEngine, LabLayer, LabRow, Shape, prompt_of, tree
+from tests.cache.lab import (
+    DENSE,
+    HYBRID,
+    LabEngine,
+    LabLayer,
+    LabRow,
+    Shape,
+    nodes_of,
+    prompt_of,
+    tree,
+)
 from tests.cache.specimens import SPECIMENS, Specimen, all_same
 from tests.hash_runner import prompt_of as words
 from tests.zoo import write_folder
@@ -76,7 +86,7 @@ def test_how_it_is_served_is_not_a_part_of_it() -> None:
         cache = tree(DENSE, limit_nbytes=limit)
         with LabEngine(DENSE, cache=cache, **options) as lab:
             lab.submit(words(1, 40), 4).wait().check()
-            roots.add(tuple(sorted(n.key for n in cache.records.tree.nodes())))
+            roots.add(tuple(sorted(n.key for n in nodes_of(cache.records.tree))))
     assert len(roots) == 1
 
 

@@ -26,8 +26,9 @@ from tests.cache.lab import (
     records_of,
     tree,
 )
-from tests.hash_runner import Outcome, reply_to
+from tests.hash_engine import Outcome
 from tests.hash_runner import prompt_of as words
+from tests.hash_runner import reply_to
 
 EACH = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 TOKEN_EXACT = pytest.mark.parametrize(

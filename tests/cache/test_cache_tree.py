@@ -41,6 +41,7 @@ from tests.cache.lab import (
     Shape,
     check_tree,
     longest,
+    nodes_of,
     prompt_of,
     records_of,
     tree,
@@ -282,7 +283,7 @@ class Machine(RuleBasedStateMachine):
         ends = [t.node for t in cursors if hasattr(t, "node")]
         ends = [n for n in ends if self.tree.records.tree.is_attached(n.root)]
         want = Counter(above for n in ends for above in (*n.path(), n.root))
-        nodes = [*self.tree.records.tree.roots(), *self.tree.records.tree.nodes()]
+        nodes = [*self.tree.records.tree.roots(), *nodes_of(self.tree.records.tree)]
         assert {n: n.n_leases for n in nodes if n.n_leases} == want
 
     def check_protected(self) -> None:
@@ -296,7 +297,7 @@ class Machine(RuleBasedStateMachine):
 
     def protect(self) -> None:
         self.protected = {r: r.node for r in records_of(self.tree) if r.node.n_pins}
-        for node in self.tree.records.tree.nodes():
+        for node in nodes_of(self.tree.records.tree):
             if node.n_leases:
                 for above in node.path():
                     if Part.PAGES in above.records:
@@ -310,7 +311,7 @@ class Machine(RuleBasedStateMachine):
         check_tree(self.tree, whole=self.whole)
         admin.clear(self.tree)
         assert records_of(self.tree) == []
-        assert list(self.tree.records.tree.nodes()) == []
+        assert list(nodes_of(self.tree.records.tree)) == []
         assert not any(len(root.children) for root in self.tree.records.tree.roots())
         assert self.tree.records.memory.nbytes == 0
 

@@ -27,7 +27,7 @@ from firn.core.values import CacheControl, Namespace
 from tests.cache.lab import DENSE, HYBRID, LabEngine, Shape, check_tree, records_of, tree
 from tests.cache.lab import prompt_of as lab_prompt
 from tests.harness import Eager
-from tests.hash_runner import Outcome
+from tests.hash_engine import Outcome
 from tests.hash_runner import prompt_of as words
 from tests.slow_disk import SlowDisk
 

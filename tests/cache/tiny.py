@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
+from tests.cache.lab import nodes_of
 from tests.harness import Harness, Result, running
 from tests.zoo import VOCAB_SIZE, ZOO, Entry, build_entry
 
@@ -87,7 +88,7 @@ def same_bits(a: Result, b: Result) -> bool:
 def payloads(harness: Harness) -> dict[tuple[bytes, str], list[mx.array]]:
     """Every record in memory, by its content address."""
     found: dict[tuple[bytes, str], list[mx.array]] = {}
-    for node in harness.cache.records.tree.nodes():
+    for node in nodes_of(harness.cache.records.tree):
         for part, record in node.records.items():
             arrays = list(record.arrays.stacks)
             found[node.key, part.value] = arrays

@@ -19,8 +19,9 @@ from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.core.values import CacheControl, Job, Prompt, RequestId, Sampling
 from firn.models.runner import Runner
+from tests.dict_cache import DictCache
 from tests.harness import model_info
-from tests.hash_runner import DictCache, HashRunner
+from tests.hash_runner import HashRunner
 from tests.models.alone import with_caches
 from tests.zoo import build
 

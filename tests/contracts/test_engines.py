@@ -15,7 +15,7 @@ from firn.core.ports import Delivery
 from firn.core.values import RequestId
 from tests.contracts.stands import assert_fits, job_of, prompt_of
 from tests.fakes import FakeEngine
-from tests.hash_runner import WAIT_S, HashEngine
+from tests.hash_engine import WAIT_S, HashEngine
 
 
 @contextmanager

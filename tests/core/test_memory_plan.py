@@ -13,6 +13,7 @@ from firn.core.memory_plan import (
     GIB,
     LEAST_TOKENS,
     MIN_CHUNK,
+    STORE_QUEUE_NBYTES,
     MachineMemory,
     MemoryOptions,
     MemoryPlan,
@@ -75,6 +76,17 @@ def test_the_defaults_of_every_mac_hold(machine: MachineMemory, of: ModelMemory)
         assert smallest + least_chunk > machine.device_nbytes, "it is refused what would fit"
     if of.weights_nbytes <= machine.physical_nbytes // 2:
         assert plan.fits, "half of a Mac's memory can always be a model"
+
+
+@pytest.mark.parametrize(("machine", "of"), PAIRS)
+def test_what_waits_for_stores_is_in_the_plan(machine: MachineMemory, of: ModelMemory) -> None:
+    """Two stores, for the model and for a draft model beside it."""
+    options = replace(METAL, n_store_queues=4)
+    plan, without = plan_memory(machine, of, options), plan_memory(machine, of, METAL)
+    assert plan.store_queues_nbytes == 4 * STORE_QUEUE_NBYTES
+    if plan.fits:
+        check(plan, machine, of, options)
+        assert without.fits
 
 
 @pytest.mark.parametrize(("machine", "of"), PAIRS)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from firn.core.memory_plan import MIN_CHUNK
 from firn.engine.chunks import ChunkSizes
-from tests.hash_runner import HashEngine, prompt_of
+from tests.hash_engine import HashEngine
+from tests.hash_runner import prompt_of
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 

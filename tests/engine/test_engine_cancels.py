@@ -8,15 +8,9 @@ import pytest
 
 from firn.core.events import ChoiceDone, JobDone, Token
 from firn.core.values import Sampling
-from tests.hash_runner import (
-    DictCache,
-    Faults,
-    HashEngine,
-    HashRow,
-    Outcome,
-    prompt_of,
-    reply_to,
-)
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine, Outcome
+from tests.hash_runner import Faults, HashRow, prompt_of, reply_to
 
 WARM = Sampling(temperature=1.0, seed=3)
 
@@ -248,8 +242,8 @@ def test_thousands_of_cancels_leave_nothing_behind(group_rows: int) -> None:
                     crowd.interfere(outcome)
             gate.set()
             for outcome in outcomes:
-                while not outcome.finished.is_set() and outcome.job.id not in crowd.cancelled:
-                    lab.between_steps()
+                while outcome.job.id not in crowd.cancelled and not outcome.finished.wait(0.001):
+                    pass
             lab.between_steps(crowd.open.clear)
             assert lab.leftovers() == {}, f"after wave {wave}"
             cache.store.clear()

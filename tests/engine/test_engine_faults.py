@@ -20,18 +20,9 @@ from firn.core.values import Sampling
 from firn.engine import EngineLimits, EngineParts
 from firn.engine.budget import Budget, RowCost
 from firn.engine.engine import Engine
-from tests.hash_runner import (
-    VOCAB_SIZE,
-    WAIT_S,
-    DictCache,
-    Faults,
-    HashEngine,
-    HashRow,
-    HashRunner,
-    Outcome,
-    prompt_of,
-    reply_to,
-)
+from tests.dict_cache import DictCache
+from tests.hash_engine import WAIT_S, HashEngine, Outcome
+from tests.hash_runner import VOCAB_SIZE, Faults, HashRow, HashRunner, prompt_of, reply_to
 
 WARM = Sampling(temperature=1.0, seed=11)
 BAD = VOCAB_SIZE + 1

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 
 from firn.core.events import Token
 from firn.core.values import RequestId, Sampling
-from tests.hash_runner import (
-    VOCAB_SIZE,
-    DictCache,
-    Faults,
-    HashEngine,
-    HashRow,
-    Outcome,
-    next_token,
-    prompt_of,
-    reply_to,
-)
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine, Outcome
+from tests.hash_runner import VOCAB_SIZE, Faults, HashRow, next_token, prompt_of, reply_to
 
 WARM = Sampling(temperature=1.0, seed=3)
 

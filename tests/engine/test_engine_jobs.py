@@ -13,17 +13,9 @@ from firn.core.errors import InvalidValue, NeverFits, QueueFull
 from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, Token
 from firn.core.values import CacheControl, RequestId, Sampling
 from firn.engine import EngineParts
-from tests.hash_runner import (
-    VOCAB_SIZE,
-    WAIT_S,
-    DictCache,
-    Faults,
-    HashEngine,
-    HashRow,
-    Outcome,
-    prompt_of,
-    reply_to,
-)
+from tests.dict_cache import DictCache
+from tests.hash_engine import WAIT_S, HashEngine, Outcome
+from tests.hash_runner import VOCAB_SIZE, Faults, HashRow, prompt_of, reply_to
 
 # --- one job -------------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ import pytest
 from firn.core.errors import EngineDead, StepFailed
 from firn.core.values import Sampling
 from firn.engine.recovery import MAX_DEVICE_FAULTS
-from tests.hash_runner import GARBAGE, DictCache, Faults, HashEngine, HashRow, Outcome, prompt_of
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine, Outcome
+from tests.hash_runner import GARBAGE, Faults, HashRow, prompt_of
 
 WARM = Sampling(temperature=1.0, seed=5)
 

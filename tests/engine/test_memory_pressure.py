@@ -14,7 +14,9 @@ from firn.core.events import Admitted, ChoiceDone, Prefilled
 from firn.core.ports import Restored
 from firn.core.values import Job, Sampling
 from firn.engine.budget import Budget, RowCost
-from tests.hash_runner import DictCache, Faults, HashEngine, HashRow, prompt_of
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine
+from tests.hash_runner import Faults, HashRow, prompt_of
 
 WARM = Sampling(temperature=1.0, seed=3)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+import time
+from typing import Any, ClassVar
 
 import pytest
 
 from firn.cache.codecs import leaves
+from firn.engine import prefill, prompt_batches
 from firn.engine.prompt_batches import N_TRIED, TRY_EVERY, BatchTrial
 from firn.models.together import can_read_together, together_fault
 from tests.cache.lab import IN_ROWS, LabEngine, tree
 from tests.cache.tiny import Build, Reference, cold_and_warm, tiny, tokens
+from tests.dict_cache import DictCache
 from tests.harness import Harness, running
+from tests.hash_engine import HashEngine
 from tests.hash_runner import Faults, reply_to
 from tests.hash_runner import prompt_of as words
 
@@ -29,7 +33,7 @@ def together(harness: Any) -> Any:
 
 
 def read_together(harness: Harness) -> None:
-    harness.between_steps(lambda: setattr(together(harness), "_choice", Always()))
+    harness.between_steps(lambda: setattr(together(harness), "_trial", Always()))
 
 
 def submit_at_once(harness: Harness, prompts: list[list[int]], n_reply: int) -> list[Any]:
@@ -132,7 +136,7 @@ def test_exact_mode_reads_one_by_one() -> None:
 
 def lab_of(faults: Faults | None = None, **options: Any) -> LabEngine:
     lab = LabEngine(IN_ROWS, faults, cache=tree(IN_ROWS, block=8), **options)
-    lab.between_steps(lambda: setattr(together(lab), "_choice", Always()))
+    lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
     return lab
 
 
@@ -146,6 +150,56 @@ def test_what_two_prompts_share_is_computed_once() -> None:
             outcome.wait().check()
         assert lab.runner.n_prefilled <= 64 + 5 * 12 + 8
         lab.check()
+
+
+def test_what_is_on_its_way_is_not_computed_along() -> None:
+    cache = DictCache(racing=True)
+    with HashEngine(cache=cache, chunk=400) as lab:
+        lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
+        gate = lab.hold()
+        asked = [lab.submit(words(i, 40), 2) for i in range(3)]
+        gate.set()
+        for outcome in asked:
+            outcome.wait().check()
+        assert lab.runner.n_together == 0
+        cache.racing = False
+        gate = lab.hold()
+        asked = [lab.submit(words(10 + i, 40), 2) for i in range(3)]
+        gate.set()
+        for outcome in asked:
+            outcome.wait().check()
+        assert lab.runner.n_together == 1
+
+
+def test_of_the_time_of_a_pass_each_prompt_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cache would think that computing takes as many times longer, and load instead."""
+    now = [0.0]
+
+    class Clock:
+        sleep = staticmethod(time.sleep)
+        perf_counter = staticmethod(lambda: now[0])
+
+    class Noting(DictCache):
+        seen: ClassVar[list[tuple[int, float]]] = []
+
+        def saw_prefill(self, start: int, end: int, seconds: float) -> None:
+            self.seen.append((end - start, seconds))
+
+    def take_a_second(row: Any, chunk: Any) -> None:
+        now[0] += 1.0
+
+    for module in (prefill, prompt_batches):
+        monkeypatch.setattr(module, "time", Clock)
+    cache = Noting()
+    with HashEngine(Faults(prefill=take_a_second), cache=cache, chunk=400) as lab:
+        lab.between_steps(lambda: setattr(together(lab), "_trial", Always()))
+        gate = lab.hold()
+        asked = [lab.submit(words(i, n), 2) for i, n in enumerate((41, 61))]
+        gate.set()
+        for outcome in asked:
+            outcome.wait().check()
+        assert lab.runner.n_together == 1
+    assert sorted(cache.seen) == [(40, pytest.approx(0.8)), (60, pytest.approx(1.2))]
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])

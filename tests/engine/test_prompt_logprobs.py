@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from firn.core.events import Admitted, ChoiceDone, JobDone, Prefilled, PromptLogprobs, Token
 from firn.core.values import CacheControl, Sampling
-from tests.hash_runner import VOCAB_SIZE, DictCache, Faults, HashEngine, prompt_of, scores_of
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine
+from tests.hash_runner import VOCAB_SIZE, Faults, prompt_of, scores_of
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 40])

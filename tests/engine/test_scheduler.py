@@ -77,7 +77,10 @@ def test_whoever_fits_next_is_not_left_waiting(view: PendingWork) -> None:
 
 
 def test_one_that_does_not_fit_holds_back_smaller_ones_behind_it() -> None:
+    """By its rows and by its bytes alike: else a stream of small ones would keep it waiting for ever."""
     view = replace(EMPTY, waiting=waiting_of([(3, 0), (1, 0)]), n_rows=2)
+    assert plan(view).admit == ()
+    view = replace(EMPTY, waiting=waiting_of([(1, 100), (1, 1)]), n_rows=2, free_nbytes=50)
     assert plan(view).admit == ()
 
 

@@ -20,15 +20,9 @@ from firn.core.values import (
 )
 from firn.engine.budget import Budget, RowCost
 from firn.engine.thinning import select
-from tests.hash_runner import (
-    DictCache,
-    Faults,
-    HashEngine,
-    HashRow,
-    Outcome,
-    prompt_of,
-    reply_to,
-)
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine, Outcome
+from tests.hash_runner import Faults, HashRow, prompt_of, reply_to
 
 N_PROMPT = 640
 HALF = Sparse(0.5, 100)

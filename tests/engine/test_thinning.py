@@ -27,16 +27,25 @@ def job_of(n_prompt: int, sparse: Sparse | None) -> Job:
 def test_the_best_chunks_are_kept_with_the_first_and_the_last() -> None:
     scores = np.zeros(10 * CHUNK, dtype=np.float32)
     scores[5 * CHUNK + 3] = 1.0
-    kept = select(scores, start=0, keep=0.5)
+    kept = select(scores, start=0, keep=0.4)
     chunks = sorted({int(p) // CHUNK for p in kept})
     assert chunks == [0, 4, 5, 6, 9], "what matters, and what is beside it"
     assert len(kept) == 5 * CHUNK
 
 
+def test_what_is_essential_leaves_the_best_of_the_rest_its_share() -> None:
+    """However many tools there are, what the answer needs is read."""
+    scores = np.zeros(40 * CHUNK, dtype=np.float32)
+    scores[35 * CHUNK] = 1.0
+    kept = select(scores, start=0, keep=0.1, essential=[(0, 20 * CHUNK)])
+    assert set(range(35 * CHUNK, 36 * CHUNK)) <= set(kept.tolist())
+    assert len(kept) == (20 + 1 + 1) * CHUNK
+
+
 def test_what_is_cached_is_kept_and_chunks_stand_at_absolute_places() -> None:
     scores = np.zeros(10 * CHUNK, dtype=np.float32)
     scores[7 * CHUNK] = 1.0
-    kept = select(scores, start=70, keep=0.4)
+    kept = select(scores, start=70, keep=0.2)
     assert kept[:70].tolist() == list(range(70))
     assert set(range(70, 96)) <= set(kept.tolist()), "the rest of the chunk in which it was resumed"
     assert {p for p in kept.tolist() if p >= 96} == {*range(224, 256), *range(288, 320)}
@@ -62,7 +71,8 @@ def test_whatever_the_scores_the_rules_hold(
     assert set(range(start + 1)) <= found, "what is cached, and the first chunk"
     assert all(set(range(*r)) <= found for r in ranges)
     forced = len(select(scores, start=start, keep=0.0, essential=ranges))
-    assert len(found) <= max(forced, start + keep * (n - start))
+    assert len(found) <= forced + keep * (n - forced)
+    assert len(found) > forced + keep * (n - forced) - CHUNK, "as much as it may be"
 
 
 def test_a_prompt_of_which_nearly_all_is_kept_is_read_in_full() -> None:

@@ -41,6 +41,11 @@ def test_a_stop_inside_a_picture_is_none() -> None:
     assert cuts(30, chunk=16, stops=[5, 10, 20], unbroken=[(8, 14)]) == [5, 16, 20, 30]
 
 
+def test_a_stop_at_a_pictures_edge_is_one() -> None:
+    """Text ends before a picture, and behind one: both are places to resume at."""
+    assert cuts(30, chunk=16, stops=[8, 14], unbroken=[(8, 14)]) == [8, 14, 16, 30]
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int]]]:
     at, ranges = 0, []

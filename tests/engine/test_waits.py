@@ -7,7 +7,9 @@ import time
 import pytest
 
 from firn.core.events import Admitted
-from tests.hash_runner import DictCache, HashEngine, prompt_of
+from tests.dict_cache import DictCache
+from tests.hash_engine import HashEngine
+from tests.hash_runner import prompt_of
 
 
 @pytest.mark.parametrize("racing", [False, True])

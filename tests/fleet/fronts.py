@@ -26,9 +26,9 @@ from firn.config import Config, load
 from firn.fleet import server
 from firn.fleet.catalogue import ModelCatalogue
 from firn.fleet.model import Model
+from firn.fleet.placement import ModelState, PlacementRules
 from firn.fleet.process import COMMAND, SpawnedProcess, launch
 from firn.fleet.relay import WaitLimits
-from firn.fleet.turns import ModelState, PlacementRules
 
 T = TypeVar("T")
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from firn.demo.facts import make_session
-from firn.fleet.turns import PlacementRules
+from firn.fleet.placement import PlacementRules
 from tests.fleet.fronts import NEED_GB, config, fronting
 from tests.zoo import write_folder
 

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from firn.demo.facts import make_session
-from firn.fleet.turns import ModelState
+from firn.fleet.placement import ModelState
 from firn.traces.read import read
 from firn.traces.trace import TraceEntry
 from tests.fleet.fronts import Running, config, fronting

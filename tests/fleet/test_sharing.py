@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 
+from firn.fleet.placement import ModelState, PlacementRules
 from firn.fleet.relay import WaitLimits
-from firn.fleet.turns import ModelState, PlacementRules
 from tests.fleet.fronts import ECHO, NEED_GB, Running, config, fronting
 
 QUICK = PlacementRules(min_stay_s=0.0, turn_min_s=0.5, turn_max_s=0.5, hold_max_s=0.2)

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from firn.core.values import Job
 from firn.models.batch import Group
 from firn.models.drafters import NOTHING, Drafter, Guess
-from firn.models.speculation import Speculation, Width
+from firn.models.speculation import DraftPlan, Speculation
 from firn.models.traits import TRAITS, Traits
 
 Replies = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
@@ -80,5 +80,5 @@ class Bold(Speculation):
         self._rng = random.Random(seed)
         self._least = least
 
-    def _width(self, group: Group, *, flows: bool = False) -> Width:
-        return Width(self._rng.randint(self._least, 12))
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+        return DraftPlan(self._rng.randint(self._least, 12))

@@ -120,12 +120,12 @@ class Simulation:
         drafts = None
         if self.speculation is not None:
             self.now += self.machine.guess_s * len(group.rows)
-            drafts = self.speculation.plan(group, lambda: self._hear(group, said))
+            drafts = self.speculation.plan(group, lambda: self._read_all(group, said))
         self.now += self.machine.host_s
         seats = tuple(group.seats)
         step: Any
         if drafts is None:
-            flows = any(not s.is_heard for s in group.unread)
+            flows = any(not s.is_counted for s in group.unread)
             step = Launched(seats, NO_PICKS, flows)
         else:
             width = self.machine.traits.shape(1 + max(map(len, drafts)))
@@ -137,15 +137,15 @@ class Simulation:
             self._read(group, group.unread[0], said)
             del self._done_at[id(group.unread.pop(0))]
 
-    def _hear(self, group: Group, said: dict[Row, int]) -> None:
+    def _read_all(self, group: Group, said: dict[Row, int]) -> None:
         for step in group.unread:
             self._read(group, step, said)
 
     def _read(self, group: Group, step: Any, said: dict[Row, int]) -> None:
         self.now = max(self.now, self._done_at[id(step)])
-        if step.is_heard:
+        if step.is_counted:
             return
-        step.is_heard = True
+        step.is_counted = True
         taken = []
         drafts = step.drafts if isinstance(step, Verification) else [()] * len(step.rows)
         for row, draft in zip(step.rows, drafts, strict=True):
@@ -159,7 +159,7 @@ class Simulation:
             row.pending = [tokens[-1]]
             taken.append(Taken(row, tokens, (None,) * len(tokens), len(draft), right))
         if self.speculation is not None:
-            self.speculation.heard(group, taken, step)
+            self.speculation.count(group, taken, step)
 
 
 def a_job() -> Job:

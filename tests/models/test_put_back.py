@@ -12,13 +12,13 @@ from tests.cache.lab import n_leases
 from tests.harness import Harness, running
 from tests.models.alone import assert_same, plain, prompt_of
 
-N_REPLY = 60
+N_REPLY = 36
 
 
 def squeeze(h: Harness, capacity: int) -> None:
-    """A byte a token, and little set aside for a reply: eight of them outgrow this together."""
+    """A byte a token, and little set aside for a reply: six of them outgrow this together."""
     budget = Budget(RowCost(1, 0), capacity_nbytes=capacity, reserve_tokens=16, grow_tokens=16)
-    h.between_steps(lambda: setattr(h.engine._loop, "budget", budget))
+    h.between_steps(lambda: setattr(h.engine._loop.inflight, "budget", budget))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next", "falcon_h1"])
@@ -35,7 +35,7 @@ def test_a_reply_that_had_to_wait_goes_on_as_it_would_have(
         caplog.at_level("INFO", "firn.engine"),
         running(plain(name), chunk=32, cache_nbytes=1 << 30 if cached else None) as h,
     ):
-        squeeze(h, 400)
+        squeeze(h, 340)
         greedy = [h.submit(p, N_REPLY) for p in prompts[2:]]
         drawn = [h.submit(p, N_REPLY, sampling=warm) for p in prompts[:2]]
         for prompt, result in zip(prompts[2:], greedy, strict=True):

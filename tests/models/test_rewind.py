@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.cache.codecs import At
 from firn.cache.layout import Layout
 from firn.models.padding import in_blocks
+from firn.models.ragged import ALL_COLUMNS, Columns
 from firn.models.rewind import Step, is_rewindable, ready
 from firn.models.selfcheck import prefilled
 from tests.models.test_speculation import KINDS
@@ -29,21 +30,21 @@ def text(row: int, n: int) -> list[int]:
     return [(7 * row + 3 * j) % 50 + 1 for j in range(n)]
 
 
-def caches(model: Any, n_rows: int, *, block: int) -> list[Any]:
+def caches(model: Any, n_rows: int, *, columns: Columns) -> list[Any]:
     rows = [
         prefilled(model, list(make_prompt_cache(model)), text(i, LENGTHS[i])) for i in range(n_rows)
     ]
     layers = rows[0]
     if n_rows > 1:
         layers = [type(same[0]).merge(list(same)) for same in zip(*rows, strict=True)]
-    return ready(layers, block=block)
+    return ready(layers, columns)
 
 
 def take(
-    model: Any, layers: list[Any], fed: list[list[int]], kept: Sequence[int], *, block: int
+    model: Any, layers: list[Any], fed: list[list[int]], kept: Sequence[int], *, columns: Columns
 ) -> None:
     step = Step(layers, [len(f) for f in fed], FED)
-    mx.eval(model(mx.array(fed), cache=in_blocks(layers, block)))
+    mx.eval(model(mx.array(fed), cache=in_blocks(layers, columns)))
     step.settle(kept)
 
 
@@ -59,10 +60,10 @@ def held(layers: list[Any], layout: Layout, lengths: Sequence[int]) -> list[byte
 
 @pytest.mark.parametrize("name", [k for k in KINDS if k != "llama4"])
 @pytest.mark.parametrize("n_rows", [1, 3])
-@pytest.mark.parametrize("block", [1, 64])
-def test_rejected_tokens_leave_no_bit(name: str, n_rows: int, block: int) -> None:
+@pytest.mark.parametrize("columns", [ALL_COLUMNS, Columns(64)], ids=["all", "blocks"])
+def test_rejected_tokens_leave_no_bit(name: str, n_rows: int, columns: Columns) -> None:
     model = build(name)
-    layers = caches(model, n_rows, block=block)
+    layers = caches(model, n_rows, columns=columns)
     layout = Layout.of(list(make_prompt_cache(model)))
     lengths = LENGTHS[:n_rows]
     right = [text(i, n + FED)[n:] for i, n in enumerate(lengths)]
@@ -75,14 +76,14 @@ def test_rejected_tokens_leave_no_bit(name: str, n_rows: int, block: int) -> Non
     other = copy.deepcopy(layers)
     before = held(layers, layout, lengths)
     assert before
-    take(model, layers, wrong, kept, block=block)
+    take(model, layers, wrong, kept, columns=columns)
     if partly:
-        take(model, other, right, kept, block=block)
+        take(model, other, right, kept, columns=columns)
         after = [n + k for n, k in zip(lengths, kept, strict=True)]
         assert held(layers, layout, after) == held(other, layout, after)
     else:
         assert held(layers, layout, lengths) == before
-        take(model, layers, right, [FED] * n_rows, block=block)
-        take(model, other, right, [FED] * n_rows, block=block)
+        take(model, layers, right, [FED] * n_rows, columns=columns)
+        take(model, other, right, [FED] * n_rows, columns=columns)
         after = [n + FED for n in lengths]
         assert held(layers, layout, after) == held(other, layout, after) != before

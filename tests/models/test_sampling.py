@@ -105,6 +105,14 @@ def test_exactly_the_support_comes(sampling: Sampling) -> None:
     assert drawn(logits, sampling) == support(logits, sampling)
 
 
+def test_a_mass_of_exactly_top_p_is_enough() -> None:
+    logits = np.full(VOCAB, -np.inf, dtype=np.float32)
+    logits[:3] = math.log(2), 0.0, 0.0
+    half = mx.softmax(mx.array(logits)).max().item()
+    assert half == pytest.approx(0.5)
+    assert drawn(logits, Sampling(top_p=half)) == {0}
+
+
 @given(
     seed=st.integers(0, 1 << 20),
     top_k=st.integers(0, VOCAB),
@@ -296,8 +304,12 @@ def test_a_prompt_counts_for_repetition_only() -> None:
 
 
 def test_prompt_tokens_outside_the_logits_are_nothing_to_penalise() -> None:
-    s = Sampling(temperature=0.0, repetition_penalty=1.3)
-    picked(logits_of(7), [picker_of(s, prompt=[1, VOCAB, VOCAB + 100])])
+    """A prompt may have ids beyond them, as those of pictures; the rest of it counts as ever."""
+    logits = logits_of(7)
+    best = int(logits[0].argmax())
+    s = Sampling(temperature=0.0, repetition_penalty=100.0)
+    strange = picker_of(s, prompt=[best, VOCAB, VOCAB + 100])
+    assert picked(logits, [strange]) == picked(logits, [picker_of(s, prompt=[best])]) != [best]
 
 
 def test_bias_forces_and_forbids() -> None:

@@ -15,6 +15,7 @@ from firn.cache.off import CacheOff
 from firn.core.values import CacheControl, Namespace, Prompt, Scores
 from firn.models.scoring import N_LOOKAHEAD, AttentionScorer
 from firn.models.shapes import few_shapes
+from tests.cache.lab import nodes_of
 from tests.harness import model_info, scorer_of
 from tests.zoo import VOCAB_SIZE, build
 
@@ -123,7 +124,7 @@ def test_what_it_says_itself_is_never_stored() -> None:
     scorer, prompt = made("llama"), prompt_of(96)
     scores_of(scorer, prompt)
     tree = scorer._cache.records.tree
-    assert max(node.end for node in tree.nodes()) == len(prompt) - 1
+    assert max(node.end for node in nodes_of(tree)) == len(prompt) - 1
 
 
 def test_one_that_is_given_up_keeps_what_it_has_read() -> None:

@@ -69,6 +69,22 @@ def test_a_padded_chunk_leaves_the_same_past(name: str) -> None:
         assert mx.allclose(mine, theirs, atol=1e-4)
 
 
+def test_a_wide_chunk_in_a_full_ones_place_leaves_the_same_past(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if full chunks had 64 tokens."""
+    for name, value in (("FULL", 64), ("NARROW", 16), ("WIDTHS", (16, 32, 48, 64))):
+        monkeypatch.setattr(shapes, name, value)
+    prompt = prompt_of(200)
+    plain, (padded, seen) = make_runner("qwen3", few=False)[0], make_runner("qwen3", few=True)
+    ends = (64, 105, 128, 180, 199)
+    a, b = read(plain, prompt, *ends), read(padded, prompt, *ends)
+    assert seen[1] == (48, 0), "padded, without a mask"
+    assert a.n_tokens == b.n_tokens == 199
+    for mine, theirs in zip(past(a), past(b), strict=True):
+        assert mx.allclose(mine, theirs, atol=1e-4)
+
+
 def test_what_was_padded_is_decoded_alike() -> None:
     prompt = prompt_of(120)
     texts = []
@@ -106,6 +122,8 @@ def test_full_chunks_in_their_place_are_left_alone() -> None:
     padded = few.fit([layer], FULL - 1)
     assert padded is not None
     assert padded.width == FULL
+    mask = padded.layers[0].make_mask(FULL, return_array=False, window_size=None)
+    assert mask == "causal", "padding behind its tokens needs no mask of its own"
     assert few.fit([layer], FULL + 1) is None, "long ones are worth a plan"
     layer.offset += 1
     assert few.fit([layer], FULL) is not None, "not in its place"

@@ -10,7 +10,7 @@ import signal
 
 import httpx
 
-from tests.ranks.processes import Ranks
+from tests.ranks.processes import STOP_S, Ranks
 
 BODY = {"prompt": "hello", "max_tokens": 3000, "stream": True, "ignore_eos": True}
 
@@ -31,6 +31,21 @@ def busy_follower(ranks: Ranks) -> None:
             lines.append(line)
     assert any('"error"' in line for line in lines), lines[-3:]
     assert ranks.wait() == [1, -signal.SIGKILL], ranks.log(0)[-3000:]
+
+
+def frozen_follower(ranks: Ranks) -> None:
+    """It keeps its connections and its part in the step is never done: only its silence tells."""
+    lines = []
+    with httpx.stream("POST", f"{ranks.url}/v1/completions", json=BODY, timeout=60) as told:
+        for line in told.iter_lines():
+            if not lines:
+                ranks.processes[1].send_signal(signal.SIGSTOP)
+            lines.append(line)
+    assert any('"error"' in line for line in lines), lines[-3:]
+    assert ranks.processes[0].wait(STOP_S) == 1, ranks.log(0)[-3000:]
+    assert "rank 1 has not been heard of" in ranks.log(0)
+    ranks.processes[1].send_signal(signal.SIGCONT)
+    assert ranks.processes[1].wait(STOP_S) == 1, "thawed, it finds that rank 0 is gone"
 
 
 def busy_leader(ranks: Ranks) -> None:

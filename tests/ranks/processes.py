@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from firn.demo.server import _free_port
+from tests import one_blas
 
 START_S = 120.0
 """Bounds, not expectations: the machine may be busy."""
@@ -50,6 +51,7 @@ class Ranks:
 def start(model: Path, *flags: str, folder: Path) -> Ranks:
     """folder: for logs, and for the home of these processes."""
     folder.mkdir(parents=True, exist_ok=True)
+    one_blas.remember(folder / "home")
     port = _free_port()
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{_free_port()}"] for _ in range(N_RANKS)]))

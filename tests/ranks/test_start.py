@@ -12,7 +12,7 @@ import pytest
 from firn.cli.serve import serve
 from firn.config import Config, EngineConfig, ModelConfig, ModelTable
 from firn.core.errors import SetupError
-from firn.ranks.team import agree, check_options, host_of_first
+from firn.ranks.joining import agree, check_options, host_of_first
 from tests import zoo
 from tests.ranks import processes
 

@@ -162,6 +162,12 @@ def test_experts(
         deaths.idle_follower(ranks)
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_a_frozen_rank(model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with serving(model, *flags, folder=tmp_path / "ranks") as ranks:
+        deaths.frozen_follower(ranks)
+
+
 def records(folder: Path, *, rank: int) -> list[Path]:
     return sorted((folder / f"rank-{rank}-of-2").glob("??/*.safetensors"))
 

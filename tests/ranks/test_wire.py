@@ -10,7 +10,7 @@ import pytest
 
 from firn.core.ranks import RankCall
 from firn.ranks.leader import Leader
-from firn.ranks.wire import Closed, Line, encode
+from firn.ranks.wire import LinkClosed, RankLink, encode
 
 CALLS = [
     RankCall("launch", (7,)),
@@ -19,17 +19,17 @@ CALLS = [
 ]
 
 
-def pair() -> tuple[socket.socket, Line]:
+def pair() -> tuple[socket.socket, RankLink]:
     server = socket.create_server(("127.0.0.1", 0))
     near = socket.create_connection(server.getsockname())
     far, _ = server.accept()
     server.close()
-    return near, Line(far)
+    return near, RankLink(far)
 
 
 @pytest.mark.parametrize("step", [1, 7, 4096, 1 << 20])
 def test_calls_arrive_whole_however_they_are_cut(step: int) -> None:
-    near, line = pair()
+    near, link = pair()
     calls = CALLS if step > 100 else [CALLS[0], CALLS[2]]
     data = b"".join(map(encode, calls))
 
@@ -39,29 +39,29 @@ def test_calls_arrive_whole_however_they_are_cut(step: int) -> None:
         near.close()
 
     threading.Thread(target=send).start()
-    assert [line.receive() for _ in calls] == calls
-    with pytest.raises(Closed):
-        line.receive()
+    assert [link.receive() for _ in calls] == calls
+    with pytest.raises(LinkClosed):
+        link.receive()
 
 
 def test_answers_wait_for_whoever_is_to_hear_them() -> None:
-    near, line = pair()
-    leader = Leader({1: line})
+    near, link = pair()
+    leader = Leader({1: link})
     near.sendall(encode(RankCall("ready", ({"capacity": 3},))))
     assert leader.gather("ready", timeout_s=30)[1].args == ({"capacity": 3},)
     heard: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
     near.sendall(encode(RankCall("seen", ([], []))))
-    leader.hear("seen", lambda rank, call: heard.put(call))
+    leader.on_answer("seen", lambda rank, call: heard.put(call))
     assert heard.get(timeout=30).name == "seen"
     leader.end()
     near.close()
 
 
 def test_what_is_noted_comes_before_what_is_told() -> None:
-    near, line = pair()
-    leader, far = Leader({1: line}), Line(near)
-    leader.note("cut", 1)
-    leader.note("drop", [1])
+    near, link = pair()
+    leader, far = Leader({1: link}), RankLink(near)
+    leader.tell_later("cut", 1)
+    leader.tell_later("drop", [1])
     leader.tell("launch", 7)
     leader.end()
     assert [far.receive().name for _ in range(4)] == ["cut", "drop", "launch", "end"]

@@ -161,6 +161,28 @@ TEXTS: dict[str, list[str]] = {
 NATIVE = NativeParser("fake", "<call>", "</call>", lambda text, tools: json.loads(text))
 
 
+BROKEN: dict[str, tuple[str, str]] = {
+    "deepseek": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{"a" 1}<｜tool▁call▁end｜>',
+        '<｜tool▁call▁begin｜>other<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>other<|tool_call_argument_begin|>"
+        '{"a" 1}<|tool_call_end|>',
+        '<|tool_call_begin|>other<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+    ),
+}
+"""Two calls of a section each, the first of which is no JSON: what was said of it stands."""
+
+
+@pytest.mark.parametrize("format", BROKEN)
+def test_a_broken_call_takes_no_good_one_along(format: str) -> None:
+    reply = read_at_every_split(ReplyFormat(tool=format), "".join(BROKEN[format]))
+    assert [(c.name, c.text) for c in reply.calls] == [("other", '{"a" 1}'), ("other", '{"a": 1}')]
+    assert reply.text == ""
+
+
 @pytest.mark.parametrize(
     ("format", "text"), [(f, text) for f, cases in TEXTS.items() for text in cases]
 )
@@ -181,29 +203,6 @@ def test_arguments_that_stop_being_json_go_on_as_they_are() -> None:
     text = tagged('{"name": "other", "arguments": {"a": 1, oops}}') + "after"
     reply = read_at_every_split(ReplyFormat(tool="json_tags"), text)
     assert reply.calls == [Call("other", '{"a": 1, oops}}')]
-    assert reply.text == "after"
-
-
-@pytest.mark.parametrize(
-    ("format", "opens", "between", "ends", "end"),
-    [
-        ("kimi_k2", "<|tool_call_begin|>other", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
-        ("deepseek", "<｜tool▁call▁begin｜>other", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    ],
-)  # fmt: skip
-def test_a_broken_call_ends_at_its_own_mark(
-    format: str, opens: str, between: str, ends: str, end: str
-) -> None:
-    """The next call of its section is read as if nothing had happened."""
-    begin = {"kimi_k2": "<|tool_calls_section_begin|>", "deepseek": "<｜tool▁calls▁begin｜>"}[
-        format
-    ]
-    broken, good = (f"{opens}{between}{given}{ends}" for given in ('{"a": 1, oops}', '{"b": 2}'))
-    reply = read_at_every_split(ReplyFormat(tool=format), f"{begin}{broken}{good}{end}after")
-    assert [(c.name, c.text) for c in reply.calls] == [
-        ("other", '{"a": 1, oops}'),
-        ("other", '{"b": 2}'),
-    ]
     assert reply.text == "after"
 
 

@@ -22,8 +22,7 @@ def small_trace(seed: int, n_requests: int = 300) -> Trace:
     return Trace.of(agent_trace(n_requests, seed=seed, block=BLOCK, **SMALL), block=BLOCK)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.4, 2.0])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "share"), [(1, 0.02), (2, 0.1), (1, 0.4), (2, 2.0)])
 def test_memory_holds_what_the_cache_holds(seed: int, share: float) -> None:
     trace = small_trace(seed)
     n_blocks = int(trace.n_nodes * share)
@@ -31,8 +30,7 @@ def test_memory_holds_what_the_cache_holds(seed: int, share: float) -> None:
     assert play(SimulatedMemory(trace, n_blocks=n_blocks)).tolist() == expected
 
 
-@pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "share"), [(1, 0.05), (2, 0.15), (1, 0.4)])
 def test_an_ssd_holds_what_the_cache_holds(seed: int, share: float) -> None:
     trace = small_trace(seed, 120)
     n_blocks = int(trace.n_nodes * share)

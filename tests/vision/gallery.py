@@ -22,7 +22,7 @@ from firn.models import loader, vision_load
 from firn.models.processor import VisionProcessor
 from firn.models.tokenizer import HfTokenizer
 from firn.models.vision import VisionModel
-from firn.models.vision_gemma import reads_whole_images
+from firn.models.vision_gemma import has_whole_pictures
 from firn.text.messages import to_template
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
@@ -59,7 +59,7 @@ def processor(name: str) -> VisionProcessor:
 
 @functools.cache
 def pictures(name: str) -> Pictures:
-    whole = reads_whole_images(reference_model(name))
+    whole = has_whole_pictures(reference_model(name))
     return Pictures(processor(name), whole=whole, limits=PictureLimits())
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from firn.models import loader
 from firn.models.drafters.mtp import MtpDrafter
-from firn.models.mtp import Head, MtpModel, with_head_layer
+from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.mtp_load import has_head, read_head
 from firn.models.raggedcheck import ragged_fault, rewind_fault
 from tests.harness import running
@@ -30,9 +30,11 @@ def test_guesses_behind_pictures(name: str) -> None:
     rng = random.Random(4)
     wanted = [(c, rng.randint(10, 24)) for c in chats(rng, 5)]
     prompts = [gallery.prompt_of(name, *c) for c, _ in wanted]
-    known = {}
-    for prompt, (chat, n) in zip(prompts, wanted, strict=True):
-        known[tuple(prompt.ids.tolist()), 0] = gallery.reference(name, chat, n)[1]
+    expected = [gallery.reference(name, chat, n) for chat, n in wanted]
+    known = {
+        (tuple(prompt.ids.tolist()), 0): tokens
+        for prompt, (_, tokens, _) in zip(prompts, expected, strict=True)
+    }
     speculation = Bold(Knowing(known, right=0.8, vocab_size=200))
     model, make_layers = gallery.build(name)()
     assert rewind_fault(model, make_layers) is None
@@ -41,9 +43,8 @@ def test_guesses_behind_pictures(name: str) -> None:
         gallery.build(name), chunk=16, block=16, max_rows=3, speculation=lambda: speculation
     ) as h:
         results = [h.submit(p, n) for p, (_, n) in zip(prompts, wanted, strict=True)]
-        for result, (chat, n) in zip(results, wanted, strict=True):
+        for result, (_, tokens, margins) in zip(results, expected, strict=True):
             result.wait()
-            _, tokens, margins = gallery.reference(name, chat, n)
             assert gallery.agree(result.reply, tokens, margins)
         assert not h.cache.stats.faults
     assert speculation.totals.n_accepted > 20 or not speculation.in_groups
@@ -56,7 +57,7 @@ def test_a_prediction_head_of_the_text_part(tmp_path: Path) -> None:
     blind = loader.load(gallery.folder(name), served_name="tiny").model
     layer = next(x for x in blind.model.layers[::-1] if hasattr(x, "self_attn"))
     size = int(blind.model.embed_tokens.weight.shape[-1])
-    head = Head(layer, hidden_size=size, eps=1e-5)
+    head = PredictionHead(layer, hidden_size=size, eps=1e-5)
     weights.fill(head, seed=1, dtype=mx.float32, gains={})
     published = as_published(head, "qwen3_5", config=config)
     mx.save_safetensors(str(tmp_path / "model-00002.safetensors"), published)
@@ -76,12 +77,12 @@ def test_a_prediction_head_of_the_text_part(tmp_path: Path) -> None:
 
     wanted = [(c, rng.randint(10, 24)) for c in chats(rng, 5)]
     prompts = [gallery.prompt_of(name, *c) for c, _ in wanted]
+    expected = [gallery.reference(name, chat, n) for chat, n in wanted]
     with running(make, chunk=16, block=16, max_rows=3, speculation=speculate) as h:
         for _ in range(2):
             results = [h.submit(p, n) for p, (_, n) in zip(prompts, wanted, strict=True)]
-            for result, (chat, n) in zip(results, wanted, strict=True):
+            for result, (_, tokens, margins) in zip(results, expected, strict=True):
                 result.wait()
-                _, tokens, margins = gallery.reference(name, chat, n)
                 assert gallery.agree(result.reply, tokens, margins)
         assert all(r.n_cached for r, p in zip(results, prompts, strict=True) if len(p) > 32)
         assert not h.cache.stats.faults

@@ -59,7 +59,7 @@ class Pair:
 
     def ask(self, *messages: Message) -> tuple[Prompt, Result]:
         prompt = gallery.prompt_of(self.name, SYSTEM, *messages)
-        a, b = self.cold.ask(prompt, 8), self.warm.ask(prompt, 8)
+        a, b = self.cold.ask(prompt, 5), self.warm.ask(prompt, 5)
         if self.exact:
             assert b.n_cached % CHUNK == 0
             assert (a.logprobs, a.tokens) == (b.logprobs, b.tokens), f"after {b.n_cached}"

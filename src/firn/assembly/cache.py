@@ -10,23 +10,23 @@ from pathlib import Path
 
 from firn.assembly.compute import ComputeSettings
 from firn.cache.admin.inventory import ModelNote, note_model
-from firn.cache.asking import StoreIo
 from firn.cache.layout import Layout
 from firn.cache.off import CacheOff
 from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.cache.storage.io import Io, TierIo
 from firn.cache.storage.seal import Seal, load_seal
+from firn.cache.storage.spill_policy import spill_policy
+from firn.cache.storage.store_io import StoreIo
 from firn.cache.storage.threads import IoThreads
 from firn.cache.tiers import Store, TierOptions, discover
 from firn.cache.tiers._address import parse_address
-from firn.cache.worth import spill_policy
 from firn.config import CacheConfig, Config, default_cache_dir
 from firn.core.errors import SetupError, UnknownCacheLayer
-from firn.core.memory_plan import GIB, MIB
+from firn.core.memory_plan import GIB, MIB, STORE_QUEUE_NBYTES
 from firn.core.values import ModelInfo, Namespace
 from firn.host.backups import leave_out
 from firn.models.loader import LoadedModel
-from firn.ranks.leading import Leading
+from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -36,7 +36,6 @@ STORE_FLUSH_S = 5.0
 """Likewise, to a store."""
 N_STORE_THREADS = 8
 """A store that hangs must not keep the disk's threads; many wait for answers at once."""
-STORE_QUEUE_NBYTES = 64 << 20
 
 
 def build_cache(
@@ -45,9 +44,9 @@ def build_cache(
     capacity_nbytes: int,
     *,
     compute: ComputeSettings,
-    leading: Leading | None = None,
+    leader_parts: LeaderParts | None = None,
 ) -> PrefixTree | CacheOff:
-    """leading: the ranks that each hold a slice of every record, if there are several."""
+    """leader_parts: the ranks that each hold a slice of every record, if there are several."""
     wanted = config.cache
     if wanted.disable_prefix_cache:
         log.info("the prefix cache is off")
@@ -64,12 +63,12 @@ def build_cache(
         exact_chunk=compute.exact_chunk,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
-    make = PrefixTree if leading is None else leading.make_tree
+    make = PrefixTree if leader_parts is None else leader_parts.make_tree
     return make(
         layout,
         settings,
         fingerprint=loaded.info.fingerprint,
-        dtype=computed_in(loaded, compute.arithmetic, leading.text if leading else ""),
+        dtype=computed_in(loaded, compute.arithmetic, leader_parts.text if leader_parts else ""),
     )
 
 
@@ -120,7 +119,7 @@ def add_tiers(
     device: str,
     namespaces: Sequence[Namespace],
     wake: Callable[[], None],
-    leading: Leading | None = None,
+    leader_parts: LeaderParts | None = None,
 ) -> None:
     """Put a cache on the tiers below memory. namespaces: whose records are looked for there."""
     seal = seal_of(config)
@@ -128,14 +127,14 @@ def add_tiers(
     if not tiers:
         log.info("ssd cache: off (--no-ssd-cache)")
     for name, options in tiers.items():
-        if leading is not None:
-            options = leading.options_of(options)
+        if leader_parts is not None:
+            options = leader_parts.options_of(options)
         folder = Path(options.location)
         leave_out(folder)
         own = TierIo(
             kinds[name](options), threads, seal=seal, flush_timeout_s=FLUSH_S, progress=_flushing
         )
-        io: Io = own if leading is None else leading.io_over(own, cache)
+        io: Io = own if leader_parts is None else leader_parts.io_over(own, cache)
         where = re.sub(r"[^\w-]", "-", f"{device}-{platform.node()}")
         cache.keep_estimates(folder / "models" / f"{model.fingerprint.hex()}.{where}.estimates")
         cache.add_tier(name, io, namespaces=namespaces, wake=wake)

@@ -1,4 +1,4 @@
-"""How this machine computes a model: the device, the engine's limits, and what a CPU multiplies with."""
+"""How this machine computes a model: the device, the engine's limits, and what it multiplies with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from firn.config import Config, default_cache_dir
 from firn.engine import EngineLimits
-from firn.models import cpu, loader
+from firn.models import cpu, cuda, loader
 from firn.models import device as devices
 from firn.models.cpu.blas import Blas
 from firn.models.cpu.dtype import Choice as CpuDtype
@@ -52,6 +52,8 @@ def compute_settings(config: Config, architecture: str, name: str) -> ComputeSet
     device, options = devices.device(), config.engine
     exact = _is_exact(config, architecture, name)
     blas = _tune_cpu(config, exact=exact) if device.kind == "cpu" else None
+    if device.kind == "cuda" and not exact:
+        cuda.tune()
     limits = EngineLimits(
         max_rows=options.max_concurrency,
         max_queue=options.max_queue,

@@ -50,11 +50,11 @@ def load_encoder(
 def for_any_thread(
     text_embedder: embedder.TextEmbedder | None,
     run: Callable[[Callable[[], Any]], Future[Any]],
-) -> embedder.EmbedderDesk | None:
+) -> embedder.EngineEmbedder | None:
     """The embedder as the API sees it. run: calls a function on the engine thread."""
     if text_embedder is None:
         return None
-    return embedder.EmbedderDesk(
+    return embedder.EngineEmbedder(
         lambda f: run(lambda: f(text_embedder)),
         n_dims=text_embedder.n_dims,
         max_tokens=text_embedder.max_tokens,

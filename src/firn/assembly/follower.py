@@ -36,7 +36,7 @@ from firn.models.ranks.group import check
 from firn.models.ranks.runner import FollowerRunner, in_step
 from firn.models.transient import transient_of
 from firn.ranks.follower import Follower
-from firn.ranks.team import Team, check_options, form, options_digest
+from firn.ranks.joining import RankMember, check_options, form, options_digest
 
 log = logging.getLogger("firn.ranks")
 
@@ -46,7 +46,7 @@ PAYLOADS = frozenset({"cut", "tokens", "copied", "joined", "drop", "arrive", "to
 """Calls after which what was cut may still wait to be computed."""
 
 
-def join_ranks(config: Config) -> tuple[Config, Team]:
+def join_ranks(config: Config) -> tuple[Config, RankMember]:
     """Join the processes that serve one model; the settings that hold there. Raises SetupError."""
     check_options(config)
     log.info("waiting for the other ranks")
@@ -54,35 +54,35 @@ def join_ranks(config: Config) -> tuple[Config, Team]:
     return replace(config, engine=off), form()
 
 
-def follow(config: Config, team: Team) -> int:
+def follow(config: Config, member: RankMember) -> int:
     """Serve rank 0 until it ends. Returns the process's exit code."""
-    follower = team.follower
+    follower = member.follower
     assert follower is not None
     follower.heed_signals()
     try:
-        loop = _build(config, team, follower)
+        loop = _build(config, member, follower)
     except SetupError as e:
         follower.answer("failed", str(e))
         threading.Event().wait()  # rank 0 reports it, and ends this process
-    log.info("%s follows", team.text)
-    follower.is_following = True
+    log.info("%s follows", member.text)
+    follower.begin()
     try:
         loop.run()
     except Exception as e:
-        log.critical("%s failed: %r", team.text, e, exc_info=e)
+        log.critical("%s failed: %r", member.text, e, exc_info=e)
         follower.answer("failed", repr(e))
         os._exit(1)
     return 0
 
 
-def _build(config: Config, team: Team, follower: Follower) -> FollowerLoop:
-    settings, folder = _checked(config, team, follower)
+def _build(config: Config, member: RankMember, follower: Follower) -> FollowerLoop:
+    settings, folder = _checked(config, member, follower)
     name = served_name(config)
     before = beside_others(devices.look(devices.device()))
     compute = compute_settings(config, str(settings["model_type"]), name)
     (cpu_dtype,) = follower.expect("load").args
     compute = replace(compute, cpu_dtype=cpu_dtype)
-    loaded = load_model(ServerSpec(config, folder, name, ()), compute, shard=team.group.shard)
+    loaded = load_model(ServerSpec(config, folder, name, ()), compute, shard=member.group.shard)
     planned = _planned(config, settings, before, compute, loaded)
     devices.set_limits(compute.device.kind, planned.plan)
     follower.answer(
@@ -97,7 +97,7 @@ def _build(config: Config, team: Team, follower: Follower) -> FollowerLoop:
     write_queue_nbytes = planned.plan.write_queue_nbytes
     slices = _slices(
         config,
-        team,
+        member,
         follower,
         compute=compute,
         loaded=loaded,
@@ -111,10 +111,10 @@ def _build(config: Config, team: Team, follower: Follower) -> FollowerLoop:
         inputs=loaded.inputs,
         threads=threads_of(loaded, compute),
     )
-    return FollowerLoop(follower, runner.follow(team.group), slices)
+    return FollowerLoop(follower, runner.follow(member.group), slices)
 
 
-def _checked(config: Config, team: Team, follower: Follower) -> tuple[dict[str, Any], Path]:
+def _checked(config: Config, member: RankMember, follower: Follower) -> tuple[dict[str, Any], Path]:
     """Whether the model is here and can be sharded; if not, rank 0 reports why."""
     said: dict[str, Any] = {"error": "", "node": platform.node()}
     settings: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _checked(config: Config, team: Team, follower: Follower) -> tuple[dict[str, 
     try:
         folder = find_folder(config.model)
         settings = loader.read_config(folder)
-        check(settings, team.group.size, name=folder.name, text_only=config.model.text_only)
+        check(settings, member.group.size, name=folder.name, text_only=config.model.text_only)
     except SetupError as e:
         said["error"] = str(e)
     follower.answer("checked", said | {"options": options_digest(config)})
@@ -146,7 +146,7 @@ def _planned(
 
 def _slices(
     config: Config,
-    team: Team,
+    member: RankMember,
     follower: Follower,
     *,
     compute: ComputeSettings,
@@ -162,18 +162,18 @@ def _slices(
     except UnknownCacheLayer:
         return None
     settings = CacheSettings(0, wanted.cache_block_tokens, compute.exact_chunk)
-    text = settings.layout(layout, computed_in(loaded, compute.arithmetic, team.text))
+    text = settings.layout(layout, computed_in(loaded, compute.arithmetic, member.text))
     identity = Identity(loaded.info.fingerprint, text)
     slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
     for name, options in tiers_of(wanted).items():
-        slices.add_tier(_tier(config, team, name, options, write_queue_nbytes))
+        slices.add_tier(_tier(config, member, name, options, write_queue_nbytes))
     return slices
 
 
 def _tier(
-    config: Config, team: Team, name: str, options: TierOptions, write_queue_nbytes: int
+    config: Config, member: RankMember, name: str, options: TierOptions, write_queue_nbytes: int
 ) -> TierIo:
-    folder = team.folder(Path(options.location))
+    folder = member.folder(Path(options.location))
     leave_out(folder)
     tier = discover()[name](replace(options, location=str(folder)))
     threads = IoThreads(max_write_nbytes=write_queue_nbytes)

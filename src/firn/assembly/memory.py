@@ -61,7 +61,7 @@ class Planned:
         parts = (
             f"weights {plan.weights_nbytes // MIB}, requests and cache {plan.capacity_nbytes // MIB}, "
             f"a prefill chunk {plan.chunk_nbytes // MIB}, buffers {plan.buffer_cache_nbytes // MIB}, "
-            f"writing {plan.write_queue_nbytes // MIB}"
+            f"writing {(plan.write_queue_nbytes + plan.store_queues_nbytes) // MIB}"
         )
         log.info("memory, in MiB of %d: %s", plan.limit_nbytes // MIB, parts)
         if not plan.fits:
@@ -124,6 +124,7 @@ def options_of(config: Config, *, chunk: int, exact: bool) -> MemoryOptions:
         headroom_nbytes=None if headroom is None else int(headroom * GIB),
         device_share=engine.gpu_memory_utilization,
         wired_nbytes=int(engine.wired_limit * GIB),
+        n_store_queues=len(config.cache.tiers) * (2 if engine.draft_model else 1),
     )
 
 

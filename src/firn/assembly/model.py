@@ -21,7 +21,7 @@ from firn.models.batch import BUFFER_TOKENS
 from firn.models.hub import HubRules
 from firn.models.processor import VisionProcessor
 from firn.models.weight_memory import WeightMemory
-from firn.ranks.leading import Leading
+from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -38,7 +38,7 @@ class ServerSpec:
     processor: VisionProcessor | None = None
     front: int | None = None
     """The process that shares memory out among its models, if there is one."""
-    leading: Leading | None = None
+    leader_parts: LeaderParts | None = None
     """The ranks that the model is sharded over, if it is."""
 
 

@@ -20,7 +20,9 @@ from firn.assembly.model import ServerSpec, load_model, row_cost
 from firn.cache.off import CacheOff
 from firn.cache.prefix import PrefixTree
 from firn.cache.storage.threads import IoThreads
+from firn.config import Config
 from firn.core.memory_plan import MIN_CAPACITY_NBYTES
+from firn.core.values import ModelInfo
 from firn.engine import Budget, EngineParts, RowCost, recipes_of
 from firn.kv_events import EventPublisher
 from firn.models import device as devices
@@ -30,7 +32,7 @@ from firn.models.runner import Runner
 from firn.models.shapes import FULL, FewShapes
 from firn.models.speculation import Speculation
 from firn.models.transient import transient_of
-from firn.ranks.leading import Leading
+from firn.ranks.leader_parts import LeaderParts
 
 log = logging.getLogger("firn")
 
@@ -57,18 +59,18 @@ class ServerParts(EngineParts):
 
 def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
     """On the engine thread. wake: gets the engine to tick. Raises SetupError."""
-    config, folder, leading = spec.config, spec.folder, spec.leading
+    config, folder, leader_parts = spec.config, spec.folder, spec.leader_parts
     machine = beside_others(devices.look(devices.device()), group=spec.front)
     settings, recipe = loader.read_config(folder), embeddings.read_recipe(folder)
     compute = compute_settings(config, str(settings["model_type"]), spec.name)
-    if leading is not None:
-        compute = _prepare_ranks(spec, leading, settings, compute)
+    if leader_parts is not None:
+        compute = _prepare_ranks(spec, leader_parts, settings, compute)
         if recipe is not None:
             log.warning("no embeddings: the model is sharded over ranks")
             recipe = None
     if recipe is not None and embedder.needs_encoder(folder, settings):
         return _encoder_parts(spec, recipe, compute)
-    loaded = load_model(spec, compute, shard=leading.shard if leading else None)
+    loaded = load_model(spec, compute, shard=leader_parts.shard if leader_parts else None)
     planner = MemoryPlanner(
         config,
         machine,
@@ -81,11 +83,14 @@ def build_parts(spec: ServerSpec, wake: Callable[[], None]) -> ServerParts:
 
 
 def _prepare_ranks(
-    spec: ServerSpec, leading: Leading, settings: Mapping[str, Any], compute: ComputeSettings
+    spec: ServerSpec,
+    leader_parts: LeaderParts,
+    settings: Mapping[str, Any],
+    compute: ComputeSettings,
 ) -> ComputeSettings:
     """All ranks are about to load the model in this way. Raises SetupError."""
-    compute = replace(compute, cpu_dtype=leading.dtype_for(compute.cpu_dtype))
-    leading.prepare(
+    compute = replace(compute, cpu_dtype=leader_parts.dtype_for(compute.cpu_dtype))
+    leader_parts.prepare(
         settings,
         spec.name,
         text_only=spec.config.model.text_only,
@@ -103,19 +108,13 @@ def _decoder_parts(
     wake: Callable[[], None],
 ) -> ServerParts:
     config, info, device = spec.config, loaded.info, compute.device.kind
-    put_on_tiers = partial(
-        add_tiers,
-        config,
-        device=device,
-        namespaces=spec.namespaces,
-        wake=wake,
-        leading=spec.leading,
-    )
+    put_on_tiers = _tiers(spec, device=device, wake=wake)
     cost, threads = row_cost(loaded), threads_of(loaded, compute)
+    alone_nbytes = planner.plan(cost, info.weights_nbytes).alone_nbytes
     setup = speculation.DraftSetup(
         exact=compute.exact,
         cpu_dtype=compute.cpu_dtype,
-        cache_nbytes=cache_nbytes(config, planner.plan(cost, info.weights_nbytes).alone_nbytes),
+        cache_nbytes=cache_nbytes(config, alone_nbytes),
         add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     )
     guessing = speculation.build(config, loaded, setup)
@@ -135,14 +134,13 @@ def _decoder_parts(
         transient=planner.transient,
         chunk_nbytes=plan.chunk_nbytes,
     )
-    tree = build_cache(config, loaded, alone_nbytes, compute=compute, leading=spec.leading)
+    tree = build_cache(
+        config, loaded, alone_nbytes, compute=compute, leader_parts=spec.leader_parts
+    )
     if isinstance(tree, PrefixTree):
-        if config.cache.kv_events is not None:
-            tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
-        if scorer is not None:
-            tree.expect(recipes_of(scorer.recipe))
+        _prepare_tree(config, tree, recipe=scorer.recipe if scorer else None)
         put_on_tiers(tree, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
-        tree.set_room(budget.free_nbytes())
+    tree.set_room(budget.free_nbytes())
     shapes = padding(loaded)
     runner = _runner(
         spec,
@@ -164,13 +162,35 @@ def _decoder_parts(
     )
 
 
+def _tiers(
+    spec: ServerSpec, *, device: str, wake: Callable[[], None]
+) -> Callable[[PrefixTree, ModelInfo, IoThreads], None]:
+    """Puts a cache on the tiers below memory."""
+    return partial(
+        add_tiers,
+        spec.config,
+        device=device,
+        namespaces=spec.namespaces,
+        wake=wake,
+        leader_parts=spec.leader_parts,
+    )
+
+
+def _prepare_tree(config: Config, tree: PrefixTree, *, recipe: str | None) -> None:
+    """recipe: of the scorer by which prompts may be thinned; their roots are looked for in the tiers."""
+    if config.cache.kv_events is not None:
+        tree.records.tree.announcer = EventPublisher(config.cache.kv_events)
+    if recipe is not None:
+        tree.expect(recipes_of(recipe))
+
+
 def _capacity(
     spec: ServerSpec, loaded: loader.LoadedModel, planned: Planned, *, device: str
 ) -> tuple[int, int]:
     """For live requests and stored prefixes; and what it would be were this server alone here."""
     capacity_nbytes, alone_nbytes = planned.plan.capacity_nbytes, planned.alone_nbytes
-    if spec.leading is not None:
-        capacity_nbytes = spec.leading.begin(loaded.info, capacity_nbytes, device=device)
+    if spec.leader_parts is not None:
+        capacity_nbytes = spec.leader_parts.begin(loaded.info, capacity_nbytes, device=device)
         alone_nbytes = min(alone_nbytes, capacity_nbytes)
     return capacity_nbytes, alone_nbytes
 
@@ -178,7 +198,7 @@ def _capacity(
 def _shapes(
     spec: ServerSpec, compute: ComputeSettings, loaded: loader.LoadedModel
 ) -> FewShapes | None:
-    return shapes_of(loaded, compute) if spec.leading is None else None
+    return shapes_of(loaded, compute) if spec.leader_parts is None else None
 
 
 def _runner(
@@ -197,8 +217,10 @@ def _runner(
         "threads": threads,
         "speculation": speculation,
     }
-    if spec.leading is not None:  # all ranks read and group rows alike, whatever memory each has
-        return spec.leading.make_runner(loaded.model, loaded.info, **options)
+    if (
+        spec.leader_parts is not None
+    ):  # all ranks read and group rows alike, whatever memory each has
+        return spec.leader_parts.make_runner(loaded.model, loaded.info, **options)
     return Runner(loaded.model, loaded.info, **options, shapes=shapes, max_padding=max_padding)
 
 

@@ -25,9 +25,8 @@ from firn.models.drafters.model import ModelDrafter
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.hub import HubRules
 from firn.models.mtp import MtpModel, with_head_layer
-from firn.models.raggedcheck import ragged_fault, rewind_fault
+from firn.models.raggedcheck import ragged_fault, rewind_fault, traits_of
 from firn.models.speculation import Speculation
-from firn.models.traits import TRAITS
 
 log = logging.getLogger("firn")
 
@@ -129,7 +128,7 @@ def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Gues
     why = ragged_fault(loaded.model, loaded.make_layers) if loaded.info.batchable else None
     if why:
         log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
-    traits = TRAITS[device().kind]
+    traits = traits_of(loaded.model, loaded.make_layers, device().kind)
     alone = discover()
     name = "lookup" if wanted == "auto" else wanted
     drafters: list[Drafter] = [alone[name]()] if name in alone else []
@@ -199,6 +198,7 @@ def _drafter(draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str)
             cache=any_cursors(cache),
             batchable=info.batchable and ragged_fault(draft.model, draft.make_layers) is None,
             n_ids=info.n_ids,
+            traits=traits_of(draft.model, draft.make_layers, device().kind),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {name} cannot guess: {e}") from e

@@ -6,15 +6,16 @@ written by one part of the cache, and is headed by its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.lookup import Question
 from firn.cache.planning.match import Walk
 from firn.cache.planning.plan import GRACE_S
+from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import InRow, Mark, Node, PackedTokens, Record, Root, Tree
 from firn.core.events import Admitted
 from firn.core.keys import KeyTokens
@@ -85,7 +86,7 @@ class Loading:
 class PendingQuestion:
     """Stores that have not answered yet what they have of the prompt. Written by `Loader`."""
 
-    question: Question
+    question: StoreQuestion
     tiers: set[int]
     until: float
     """How long an answer is worth waiting for."""
@@ -111,6 +112,8 @@ class CacheCursor:
     commit_every: int
     """Tokens between two commits."""
     clock: Callable[[], float]
+    patient_until: float = math.inf
+    """Nothing is waited for after this, but what arrives faster than it could be computed."""
     unbroken: Sequence[tuple[int, int]] = ()
     """Ranges of the prompt inside which it cannot resume."""
     reply: Sequence[int] = ()
@@ -162,14 +165,14 @@ class CacheCursor:
             return self._awaits_answer
         until = loading.busy_patience_until if busy else loading.patience_until
         now = self.clock()
-        return now < until or loading.wins(now)
+        return now < min(until, self.patient_until) or loading.wins(now)
 
     def commit_due(self, n_tokens: int) -> bool:
         return self.writes and n_tokens - self.n_saved >= self.commit_every
 
     @property
     def _awaits_answer(self) -> bool:
-        return self.asking is not None and self.clock() < self.asking.until
+        return self.asking is not None and self.clock() < min(self.asking.until, self.patient_until)
 
     # --- what the cache asks ---------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import takewhile
 
 from firn.cache.cursor import CacheCursor, Loading, PendingQuestion
-from firn.cache.lookup import Question
 from firn.cache.parts import Needs
 from firn.cache.planning import checkpoints
 from firn.cache.planning.match import Match, Walk, resume_points
@@ -23,6 +22,7 @@ from firn.cache.records import Records
 from firn.cache.storage.client import TierClient
 from firn.cache.storage.events import RecordRead, StoreAnswered
 from firn.cache.storage.faults import Damaged, Missing, TierError
+from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Node, Record
 
 MAX_PLANS = 3
@@ -181,13 +181,13 @@ class Loader:
             self.end(cursor)
             self.begin(cursor, start=cursor.node.end)
 
-    def _question(self, cursor: CacheCursor) -> tuple[Question, int]:
+    def _question(self, cursor: CacheCursor) -> tuple[StoreQuestion, int]:
         """What to ask, and where the prompt could resume without an answer."""
         walk, identity = cursor.walk(self._records.tree), self._records.identity
         points = resume_points(walk, self._needs, lambda record: record.obtainable)
         n_now = next(points).n_tokens
         limit = walk.before(len(walk.tokens) - 1)
-        question = Question(
+        question = StoreQuestion(
             root=cursor.root.key,
             fingerprint=identity.fingerprint,
             layout=identity.layout,

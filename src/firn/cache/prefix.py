@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from firn.cache.commit import Committer
@@ -174,6 +175,8 @@ class PrefixTree:
             writes=control.write,
             commit_every=self._committer.commit_every,
             clock=self._clock,
+            patient_until=self._clock()
+            + min((tier.deadline_s for tier in self.records.tiers), default=inf),
             unbroken=prompt.unbroken,
             reply_at=None if thinned is None else prompt.position(len(prompt)),
             counted=thinned is not None,  # its whole prompt was looked up, and counted, before

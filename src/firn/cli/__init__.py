@@ -175,9 +175,18 @@ def _doctor(
     ] = False,
     folder: Dir = None,
     models_dir: ModelsDir = None,
+    tiers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tier",
+            help="Shared store to try out with one small record (otherwise those of the settings).",
+            metavar="ADDRESS",
+            show_default=False,
+        ),
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
-    """Print versions, device, memory and disk, what models need, and say what is wrong.
+    """Print versions, device, memory, disk and stores, what models need, and say what is wrong.
 
     Downloads nothing, and reads weights only with --measure. The exit code is 1 when something is wrong.
     """
@@ -188,6 +197,7 @@ def _doctor(
     flags: dict[str, Any] = {"fleet.models": given[1:]} if len(given) > 1 else {}
     flags |= {"model.path": given[0]} if given else {}
     flags |= {"fleet.models_dir": str(models_dir)} if models_dir else {}
+    flags |= {"cache.tiers": tiers} if tiers else {}
     settings = load(flags, environ=os.environ, file=config)
     if settings.several and not measure:
         from firn.cli.doctor_fleet import doctor_fleet
@@ -196,7 +206,8 @@ def _doctor(
     if len(given) > 1:
         raise UsageError("--measure times one model at a time")
     model = given[0] if given else None
-    raise typer.Exit(doctor(looked_at(model), measure=measure, cache_dir=where))
+    stores = settings.cache.tiers
+    raise typer.Exit(doctor(looked_at(model), measure=measure, cache_dir=where, stores=stores))
 
 
 def _show(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -57,11 +57,19 @@ def doctor(
     *,
     measure: bool = False,
     cache_dir: Path | None = None,
+    stores: Sequence[str] = (),
     console: Console | None = None,
 ) -> int:
-    """Prints the findings; 1 when one of them is a problem. cache_dir: None for the user's own."""
+    """Prints the findings; 1 when one of them is a problem. cache_dir: None for the user's own.
+
+    stores: addresses of shared stores, which are tried out.
+    """
+    from firn.cli.doctor_store import look_at_stores
+
     console = console or Console(highlight=False)
-    findings = [*look_at_machine(cache_dir or default_cache_dir()), *look_at_model(model)]
+    findings = [*look_at_machine(cache_dir or default_cache_dir())]
+    findings += look_at_stores(stores)
+    findings += look_at_model(model, n_stores=len(stores))
     if measure and not any(finding.mark == "problem" for finding in findings):
         with console.status("loading and timing the model"):
             findings += time_model(model or BUILTIN_MODEL)
@@ -151,7 +159,7 @@ def _disk_finding(folder: Path) -> Finding:
 # --- the model -----------------------------------------------------------------------------
 
 
-def look_at_model(name: str | None) -> Iterator[Finding]:
+def look_at_model(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
     if name is None:
         return
     if name == BUILTIN_MODEL:
@@ -172,11 +180,11 @@ def look_at_model(name: str | None) -> Iterator[Finding]:
         text = f"{name} is not (or not wholly) on this machine; `firn serve` would download it"
         yield Finding("model", text, "note")
         return
-    yield from describe_model(inspect_folder(folder), device, memory())
+    yield from describe_model(inspect_folder(folder), device, memory(), n_stores=n_stores)
 
 
 def describe_model(
-    report: ModelReport, device: DeviceReport, now: SystemMemory
+    report: ModelReport, device: DeviceReport, now: SystemMemory, *, n_stores: int = 0
 ) -> Iterator[Finding]:
     yield Finding("model", str(report.folder))
     n_stored = report.weights_nbytes
@@ -200,13 +208,13 @@ def describe_model(
     for problem in report.problems:
         yield Finding("", problem, "problem")
     if report.weights_nbytes:
-        yield from _budget(report, device, now)
+        yield from _budget(report, device, now, n_stores)
 
 
 def time_model(name: str) -> Iterator[Finding]:
     """Loads it as a server would, and says where the time of a chunk and of a step goes."""
     from firn.assembly import model_names
-    from firn.models import cpu, loader
+    from firn.models import cpu, cuda, loader
     from firn.models import device as devices
     from firn.models.timing import measure
 
@@ -215,6 +223,8 @@ def time_model(name: str) -> Iterator[Finding]:
     if device.kind == "cpu":
         blas = cpu.tune("auto", exact=False, memo=default_cache_dir() / "blas.json")
         cpu_dtype = "auto" if blas.library else "model"
+    elif device.kind == "cuda":
+        cuda.tune()
     try:
         folder = model_names.resolve(name)
         loaded = loader.load(folder, served_name=name, cpu_dtype=cpu_dtype)
@@ -254,13 +264,16 @@ def _cache_text(report: ModelReport) -> str:
     return ", ".join(parts)
 
 
-def _budget(report: ModelReport, device: DeviceReport, now: SystemMemory) -> Iterator[Finding]:
+def _budget(
+    report: ModelReport, device: DeviceReport, now: SystemMemory, n_stores: int
+) -> Iterator[Finding]:
     """What a server would plan with its defaults: the table, and the context that it allows."""
     from firn.assembly.memory import beside_others
     from firn.models.device import LARGEST_CHUNKS
 
     machine = beside_others(machine_of(device, now))
-    model, options = model_of(report), MemoryOptions(chunk=LARGEST_CHUNKS[machine.kind])
+    model = model_of(report)
+    options = MemoryOptions(chunk=LARGEST_CHUNKS[machine.kind], n_store_queues=n_stores)
     plan, fits_alone = verdict(machine, model, options)
     topic = "budget"
     for nbytes, text in budget_rows(machine, plan):

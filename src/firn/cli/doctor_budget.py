@@ -80,6 +80,8 @@ def budget_rows(machine: MachineMemory, plan: MemoryPlan) -> Iterator[tuple[int,
     yield -plan.chunk_nbytes, "a prefill chunk while it runs"
     yield -plan.buffer_cache_nbytes, "buffers that MLX keeps for reuse"
     yield -plan.write_queue_nbytes, "records that wait to be written"
+    if plan.store_queues_nbytes:
+        yield -plan.store_queues_nbytes, "records that wait to be sent to stores"
     yield (
         plan.limit_nbytes - plan.total_nbytes + plan.capacity_nbytes,
         "requests and stored prefixes",

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from firn.cli.doctor import Finding, look_at_machine, print_findings, size
+from firn.cli.doctor_store import look_at_stores
 from firn.config import Config, default_cache_dir
 from firn.core.errors import SetupError
 from firn.fleet.catalogue import ModelCatalogue, ModelSpec
@@ -20,7 +21,9 @@ GIB = 1 << 30
 def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:
     """Prints the findings; 1 when one of them is a problem."""
     console = Console(highlight=False)
-    findings = [*look_at_machine(cache_dir or default_cache_dir()), *look_at_fleet(config)]
+    findings = [*look_at_machine(cache_dir or default_cache_dir())]
+    findings += look_at_stores(config.cache.tiers)
+    findings += look_at_fleet(config)
     print_findings(findings, console)
     return int(any(finding.mark == "problem" for finding in findings))
 

@@ -2,7 +2,7 @@
 
     limit      the lesser of what the device may use, less headroom and what other firn servers have
                reserved, and what the machine has available
-    - weights - one prefill chunk - MLX's buffer cache - the write queue
+    - weights - one prefill chunk - MLX's buffer cache - the write queues
     = capacity, which live requests and stored prefixes share
 
 Invariant: the parts of a plan that fits never exceed its limit, and it has room for one request of
@@ -31,6 +31,8 @@ MIN_BUFFER_CACHE_NBYTES = 32 * MIB
 MAX_WRITE_QUEUE_NBYTES, MIN_WRITE_QUEUE_NBYTES = 1 * GIB, 32 * MIB
 WRITE_QUEUE_SHARE = 0.05
 """Of what weights leave: evicted records that are still to be written."""
+STORE_QUEUE_NBYTES = 64 * MIB
+"""Records that wait to be sent to one shared store: more would only wait longer."""
 SYSTEM_SHARE = 0.125
 MIN_SYSTEM_NBYTES, MAX_SYSTEM_NBYTES = 1 * GIB, 8 * GIB
 """Of physical memory: what is left to the system and to other programs, at the least."""
@@ -110,6 +112,8 @@ class MemoryOptions:
     device_share: float | None = None
     """Of the device's memory, in place of a headroom."""
     wired_nbytes: int = 0
+    n_store_queues: int = 0
+    """Caches times shared stores: each pair has a write queue of its own."""
 
     @property
     def longest_chunk(self) -> int:
@@ -128,6 +132,9 @@ class MemoryPlan:
     chunk_nbytes: int
     buffer_cache_nbytes: int
     write_queue_nbytes: int
+    """Of the SSD."""
+    store_queues_nbytes: int
+    """Of all shared stores."""
     capacity_nbytes: int
     wired_nbytes: int
     context_tokens: int
@@ -144,6 +151,7 @@ class MemoryPlan:
             + self.chunk_nbytes
             + self.buffer_cache_nbytes
             + self.write_queue_nbytes
+            + self.store_queues_nbytes
             + self.capacity_nbytes
         )
 
@@ -151,7 +159,8 @@ class MemoryPlan:
 def plan_memory(machine: MachineMemory, model: ModelMemory, options: MemoryOptions) -> MemoryPlan:
     headroom = _headroom(machine, options)
     limit, limited_by = _limit(machine, headroom)
-    left = limit - model.weights_nbytes
+    store_queues = options.n_store_queues * STORE_QUEUE_NBYTES
+    left = limit - model.weights_nbytes - store_queues
     n_least = min(LEAST_TOKENS, model.context_length or LEAST_TOKENS)
     need = model.row_nbytes(n_least)
     ample, tight = _ample(limit, left, model, options), _tightest(model, options, n_least)
@@ -167,6 +176,7 @@ def plan_memory(machine: MachineMemory, model: ModelMemory, options: MemoryOptio
         chunk_nbytes=chunk,
         buffer_cache_nbytes=buffers,
         write_queue_nbytes=queue,
+        store_queues_nbytes=store_queues,
         capacity_nbytes=capacity,
         wired_nbytes=min(options.wired_nbytes, model.weights_nbytes),
         context_tokens=_context(model, options, capacity, chunk),

@@ -43,17 +43,17 @@ class Followers(Protocol):
         ...
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
-        """Send a call to all, and what was noted before. Any thread. Raises RankLost."""
+        """Send a call to all, with what waits for it (`tell_later`). Any thread. Raises RankLost."""
         ...
 
-    def note(self, name: str, *args: Any) -> None:
+    def tell_later(self, name: str, *args: Any) -> None:
         """A call that may wait for the next one that is sent."""
         ...
 
-    def hear(self, name: str, take: OnAnswer) -> None:
+    def on_answer(self, name: str, take: OnAnswer) -> None:
         """Who is given the answers of this name."""
         ...
 
-    def lose(self, why: str) -> RankLost:
+    def end_group(self, why: str) -> RankLost:
         """What happened here the others do not know of: end the group. Returns what to raise."""
         ...

@@ -1,11 +1,10 @@
 """How much device memory live requests may take. Owner: the engine thread.
 
-    capacity (core.memory_plan) is shared by live caches and stored records
+    capacity (core.memory_plan) is shared by live rows and stored records
 
-Records give way first (the engine tells the cache what is left for it), then new requests wait, and when
-replies have grown beyond all of it the youngest goes back to its tokens. A request's need is an estimate
-from the layers' shapes, times a factor learned from what was really used, so that it neither refuses
-what would fit nor admits what would not.
+Records give way first (the engine tells the cache what is left for it), then new requests wait, and
+when replies outgrow all of it the youngest request goes back to its tokens. A request's need is
+estimated from the layers' shapes, times a factor learned from what rows really used.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from firn.core.memory_plan import Transient
 from firn.core.values import Job, RequestId
 
 REPLY_RESERVE_TOKENS = 1024
-"""A reply's length is unknown: this much of max_tokens is set aside at admission."""
+"""Set aside for a reply at admission, since its length is unknown; max_tokens if that is less."""
 GROW_TOKENS = 256
-"""What is set aside for a reply that has used up its reserve: a buffer's next step."""
+"""Set aside for a reply that has used up its reserve: the next step of its buffer."""
 LEARN_FROM_TOKENS = 1024
-"""Shorter rows teach nothing: their buffers are mostly a first step, and their windows not full."""
+"""Shorter rows teach nothing: their buffers are mostly a first step, and their windows are not full."""
 LEARNING_RATE = 0.2
 MIN_FACTOR, MAX_FACTOR = 0.5, 4.0
 CHUNK_LEARNING_RATE = 0.25
 MIN_CHUNK_FACTOR, MAX_CHUNK_FACTOR = 0.25, 4.0
 TEACHING_CHUNK_NBYTES = 16 << 20
-"""Smaller ones are hidden by whatever else is allocated meanwhile."""
+"""Smaller chunks are lost among whatever else is allocated meanwhile."""
 
 NO_TRANSIENT = Transient(0)
 
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """Bytes of one live row: per token it holds, and whatever its length."""
+    """Bytes of one live row: for each token it holds, and fixed."""
 
     per_token_nbytes: int
     fixed_nbytes: int
@@ -58,7 +57,7 @@ class Budget:
         reserve_tokens: int = REPLY_RESERVE_TOKENS,
         grow_tokens: int = GROW_TOKENS,
     ) -> None:
-        """chunk_nbytes: what one prefill chunk may take beside the capacity; 0: as much as it likes."""
+        """chunk_nbytes: what one prefill chunk may take besides the capacity; 0: no limit."""
         self.cost = cost
         self.capacity_nbytes = capacity_nbytes
         self.most_nbytes = capacity_nbytes
@@ -76,7 +75,7 @@ class Budget:
     # --- requests --------------------------------------------------------------------------
 
     def need_nbytes(self, job: Job) -> int:
-        """What this request will take; raises NeverFits when its prompt alone is too much."""
+        """What this request will take. Raises NeverFits if its prompt alone is too much."""
         prompt = job.n * self.cost.of(len(job.prompt))
         most = max(self.most_nbytes, self.capacity_nbytes)
         if prompt * min(self.factor, 1.0) > most:
@@ -84,20 +83,20 @@ class Budget:
         return self.grown_nbytes(job, [0] * job.n)
 
     def grown_nbytes(self, job: Job, replies: Sequence[int]) -> int:
-        """What it takes with replies of so many tokens, and with the next of each."""
+        """What it takes with replies of so many tokens, and what is set aside for more."""
         n_prompt = len(job.prompt)
         ahead = (max(n + self._grow_tokens, self._reserve_tokens) for n in replies)
         rows = (self.cost.of(n_prompt + min(n, job.max_tokens)) for n in ahead)
         return int(sum(rows) * self.factor)
 
     def outgrown(self, job: Job, replies: Sequence[int]) -> bool:
-        """Whether it takes more than there will ever be, alone as it is."""
+        """Whether it alone takes more than there will ever be."""
         nbytes = sum(self.cost.of(len(job.prompt) + n) for n in replies)
         most = max(self.most_nbytes, self.capacity_nbytes)
         return nbytes * min(self.factor, 1.0) > max(most, self.cost.of(len(job.prompt)) * job.n)
 
     def admit(self, job: Job, need_nbytes: int) -> None:
-        """Also later, when it needs more or less."""
+        """Reserve memory for it; again when it needs more or less."""
         self._held[job.id] = need_nbytes
 
     def release(self, job: Job) -> None:
@@ -111,11 +110,11 @@ class Budget:
         return sum(self._held.values())
 
     def free_nbytes(self) -> int:
-        """What new requests may take; records that fill it now will be evicted for them."""
+        """What new requests may take; records that fill it now are evicted for them."""
         return self.capacity_nbytes - self.held_nbytes
 
     def view(self) -> dict[str, int | float]:
-        """The estimate and what it rests on, for people."""
+        """The estimate and what it is based on, for people."""
         return {
             "capacity_bytes": self.capacity_nbytes,
             "held_bytes": self.held_nbytes,
@@ -138,14 +137,15 @@ class Budget:
     # --- prefill chunks --------------------------------------------------------------------
 
     def chunk_tokens(self, depth: int, *, most: int) -> int:
-        """How large a chunk may be behind so many tokens."""
+        """How many tokens a chunk may have behind `depth` others."""
         if not self._chunk_nbytes:
             return most
         allowed = self._chunk_nbytes / self.chunk_factor
         return self._transient.largest_chunk(depth, allowed, most=most)
 
     def learn_chunk(self, n_tokens: int, depth: int, used_nbytes: int) -> None:
-        """A chunk raised the peak of the device's memory: more counts at once, less little by little."""
+        """A chunk raised the device's peak memory. A higher factor counts at once, a lower one
+        gradually."""
         estimated = self._transient.of(n_tokens, depth)
         if used_nbytes <= 0 or estimated < TEACHING_CHUNK_NBYTES:
             return

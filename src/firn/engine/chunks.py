@@ -1,9 +1,10 @@
-"""How many prompt tokens the next chunk reads: by depth, by company, by how long others took.
+"""How many prompt tokens the next chunk reads: by depth, by load, by how long earlier chunks took.
 
-A large chunk uses the device better, and holds up whoever waits for it: decoders for their next token,
-newcomers for their first. Alone, a chunk may take a second; in company little more than the usual one
-takes behind a short context, or what the user has said. Time per token is learned from every chunk, as
-a line over depth. Sizes are halves of the largest, so that chunks still end at common positions.
+A large chunk uses the device better, and holds up other requests: those that decode wait for their
+next token, new ones for their first. Alone, a chunk may take a second; otherwise little more than
+the usual one takes behind a short context, or what the user has set. Time per token is learned from
+every chunk, as a line over depth. Sizes are halves of the largest, so that chunks still end at
+common positions.
 
 Owner: the engine thread.
 """
@@ -15,17 +16,17 @@ from dataclasses import dataclass
 from firn.core.memory_plan import MIN_CHUNK
 
 ALONE_S = 1.0
-"""The longest step while nobody waits. Metal's watchdog ends commands after a few seconds."""
+"""The longest step while no other request waits. Metal's watchdog ends commands after a few seconds."""
 DEEPER = 1.25
-"""How much longer than behind a short context a chunk may take in company, where nobody has said."""
+"""How much longer than behind a short context a chunk may take while others wait, by default."""
 MEMORY = 0.95
-"""What an older chunk counts for beside a newer one."""
+"""Weight of a chunk in the average, relative to the one after it."""
 MIN_TEACHING_TOKENS = 32
 
 
 @dataclass(slots=True)
 class TimeByDepth:
-    """Seconds per token over depth, fitted to the newest points. Never falls with depth."""
+    """Seconds per token as a line over depth, fitted to the newest points. Never falls with depth."""
 
     weight: float = 0.0
     depth: float = 0.0
@@ -34,7 +35,7 @@ class TimeByDepth:
     product: float = 0.0
 
     def add(self, depth: float, seconds: float) -> None:
-        """Means, each with the older points counting less."""
+        """Update the weighted means; older points count less."""
         self.weight = self.weight * MEMORY + 1.0
         share = 1.0 / self.weight
         self.depth += share * (depth - self.depth)
@@ -53,7 +54,7 @@ class TimeByDepth:
 
 class ChunkSizes:
     def __init__(self, usual: int, *, largest: int = 0, max_step_s: float = 0.0) -> None:
-        """largest: 0 for chunks that are always the usual ones. max_step_s: 0 for no such bound."""
+        """largest: 0 for chunks of always the usual size. max_step_s: 0 for no such bound."""
         self._usual = usual
         self._largest = max(largest, usual) if largest else 0
         self._max_step_s = max_step_s
@@ -61,11 +62,11 @@ class ChunkSizes:
         self._line = TimeByDepth()
 
     def shrink(self) -> None:
-        """The device failed: too much memory or too long a command, likely. Half as much from now on."""
+        """The device failed, likely for memory or too long a command: halve the largest chunk."""
         self._most = max(self._most // 2, min(MIN_CHUNK, self._most))
 
     def choose(self, depth: int, *, alone: bool) -> int:
-        """For a prompt of which `depth` tokens are read. alone: nobody else waits for anything."""
+        """For a prompt of which `depth` tokens are read. alone: no other request waits for anything."""
         return min(self._choose(depth, alone=alone), self._most)
 
     def _choose(self, depth: int, *, alone: bool) -> int:
@@ -81,6 +82,6 @@ class ChunkSizes:
         return chunk
 
     def saw(self, start: int, end: int, seconds: float) -> None:
-        """A chunk [start, end) took so long."""
+        """Reading [start, end) took this long."""
         if end - start >= MIN_TEACHING_TOKENS:
             self._line.add((start + end) / 2, seconds / (end - start))

@@ -1,7 +1,7 @@
-"""The engine as other threads see it: an inbox, a thread that owns everything else, its life and death.
+"""The engine as other threads see it: an inbox, and a thread that owns everything else.
 
-Whatever others want of the thread goes through the inbox and is done between two steps. If the thread
-dies, every waiting client is told at once and `on_death` is called.
+What other threads want goes through the inbox and is done between two steps. If the thread dies, every
+waiting client is told at once and `on_death` is called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ T = TypeVar("T")
 P = TypeVar("P", bound=EngineParts)
 
 IDLE_TICK_S = 0.5
+"""How often an idle engine ticks the cache."""
 LOAD_TICK_S = 0.005
+"""Likewise, while requests wait for a load."""
 
 
 class Engine(Generic[P]):
@@ -74,11 +76,11 @@ class Engine(Generic[P]):
             if self._n_queued >= self._queue_room():
                 raise QueueFull(self._n_queued)
             self._n_queued += 1
-            # Under the lock: a job must not slip in after the last look into the inbox.
+            # Under the lock: no job may come in after the inbox was emptied for the last time.
             self._inbox.put(lambda: self._loop.accept(job))
 
     def _queue_room(self) -> int:
-        """Those whom free rows take at their next step do not wait, however short the queue is."""
+        """Requests that get a free row at the next step do not count as waiting."""
         limits = self._parts.limits
         return max(limits.max_queue, limits.max_rows - self._loop.inflight.n_admitted)
 
@@ -97,15 +99,15 @@ class Engine(Generic[P]):
         self._inbox.put(lambda: None)
 
     def call(self, function: Callable[[P], T]) -> Future[T]:
-        """Run a function on the engine thread between two steps: how others ask about the cache."""
+        """Run a function on the engine thread between two steps."""
         future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # nobody waits for it any more
+                return  # cancelled by whoever asked
             try:
                 future.set_result(function(self._parts))
-            except Exception as e:  # the caller's function: its faults are the caller's
+            except Exception as e:  # a fault of the caller's function is the caller's to handle
                 future.set_exception(e)
 
         with self._lock:
@@ -161,11 +163,11 @@ class Engine(Generic[P]):
                 self._last_step = time.monotonic()
             self._end_all(ShuttingDown())
         except BaseException:
-            log.critical("the engine died", exc_info=True)
+            log.critical("the engine died; every open request is told", exc_info=True)
             try:
                 self._end_all(EngineDead())
             except Exception:
-                log.critical("nobody could be told", exc_info=True)
+                log.critical("open requests could not be told", exc_info=True)
             self._on_death()
         finally:
             self._parts.cache.close()
@@ -179,7 +181,7 @@ class Engine(Generic[P]):
             if not self._loop.busy:
                 self._loop.inflight.flush()
                 wait = IDLE_TICK_S if self._parts.cache.settled else 0.0
-                if self._loop.inflight.tasks:  # they wait for a load, but not for long
+                if self._loop.inflight.tasks:  # they wait for a load that ends soon
                     wait = min(wait, LOAD_TICK_S)
                 self._inbox.get(timeout=wait)()
             while True:
@@ -196,11 +198,11 @@ class Engine(Generic[P]):
             self._n_queued += 1
 
     def _end_all(self, error: FirnError) -> None:
-        """Tell everyone, those in the inbox too: nobody waits for a thread that is gone."""
+        """Tell every client, including those whose job is still in the inbox."""
         with self._lock:
             self._alive = False
         self._loop.end_all(error)
-        while not self._inbox.empty():  # new jobs, and cancels that find nobody
+        while not self._inbox.empty():  # new jobs, and cancels of requests that are gone
             self._inbox.get_nowait()()
         self._loop.end_all(error)
         with self._lock:

@@ -11,12 +11,12 @@ log = logging.getLogger("firn.engine")
 
 
 def may_be_the_devices(error: Exception) -> bool:
-    """What a device reports late is raised by whoever uses it next; it comes as a RuntimeError."""
+    """MLX raises a device fault as a RuntimeError, perhaps late, in whatever uses the device next."""
     return isinstance(error, RuntimeError | MemoryError)
 
 
 def client_error(job: Job, error: Exception) -> FirnError:
-    """The error as the client is told it; what firn has no name for goes to the log."""
+    """The error as the client is told it; one that firn has no name for is logged in full."""
     if isinstance(error, FirnError):
         return error
     log.warning("request %s failed: %r", job.id, error, exc_info=error)

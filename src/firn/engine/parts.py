@@ -16,14 +16,14 @@ class EngineLimits:
     aligned: bool = False
     """Every chunk ends at a multiple of prefill_chunk: exact reuse needs it."""
     largest_chunk: int = 0
-    """Chunks may grow to this, and shrink, by depth and company; 0: they are all prefill_chunk."""
+    """Chunks grow to this, and shrink, by depth and load; 0: all have prefill_chunk tokens."""
     max_step_s: float = 0.0
-    """The longest that a chunk should hold up those who decode; 0: by what the usual chunk takes."""
+    """The longest that a chunk should hold up decoding requests; 0: by what the usual chunk takes."""
     common_chunk: int = 0
     """Longer chunks begin and end at multiples of this, shorter ones are padded by the runner: for a
     device that prefers few shapes. 0: chunks end anywhere."""
     scored_nbytes: int = 128 << 20
-    """Logits of a chunk whose every token is scored: where the vocabulary is large it is shorter."""
+    """Logits of a chunk whose logprobs are wanted: with a large vocabulary the chunk is shorter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Short prompts that wait together are read in one pass, where that has been seen to pay.
+"""Short prompts that wait at the same time are read in one pass, where measurements say that it pays.
 
-A pass of few tokens leaves a device idle; how much is the device's and the model's own. So both ways
-are tried, each is timed by what a token takes, and the better one is kept; the other is tried again now
-and then. Prompts that share what they have not read yet are not read together: the second gets it from
-the first. Nothing of it in exact mode: other shapes are other bits.
+A pass of few tokens leaves a device partly idle; how much depends on the device and the model. So
+both ways are tried and timed per token, the faster one is used, and the other is tried again now
+and then. Prompts that share what they have not read yet are not read together: the second gets it
+from the first. Not in exact mode: other shapes give other bits.
 
 Owner: the engine thread.
 """
@@ -25,23 +25,23 @@ from firn.engine.sequence import PrefillTask
 log = logging.getLogger("firn.engine")
 
 MAX_TOKENS = 1024
-"""Of a prompt, with what is read of it: a pass is padded to its longest."""
+"""The longest prompt: a pass is padded to its longest."""
 MAX_NEW_TOKENS = 512
 MIN_NEW_TOKENS = 8
 MIN_FULL = 0.6
-"""Of a pass: tokens that are not padding."""
+"""The least share of a pass that is not padding."""
 N_SHARED = 16
-"""Prompts that agree so far beyond what they have read wait for each other."""
+"""Prompts that agree on so many unread tokens wait for each other."""
 N_TRIED, N_KEPT = 4, 9
 WORTH = 0.95
-"""What a token takes together, over what it takes alone: above that it does not pay."""
+"""Time of a token read together over one read alone: above this it does not pay."""
 TRY_EVERY = 64
-"""Occasions between two passes of the way that does not pay."""
+"""Occasions between two trials of the slower way."""
 
 
 @dataclass(eq=False)
 class BatchTrial:
-    """Whether to read short prompts together, by what both ways took."""
+    """Decides whether to read short prompts together, by what both ways took."""
 
     alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
     together_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
@@ -49,7 +49,7 @@ class BatchTrial:
     _n: int = 0
 
     def next(self) -> bool:
-        """Whether the next ones are to be read together."""
+        """Whether to read the next ones together."""
         self._n += 1
         if len(self.together_s) < N_TRIED or len(self.alone_s) < N_TRIED:
             return len(self.together_s) <= len(self.alone_s)
@@ -71,7 +71,7 @@ class PromptBatches:
         self.n_passes = 0
 
     def find(self, task: PrefillTask, *, most: int) -> list[PrefillTask]:
-        """Who else is read in this task's pass. most: tokens of a pass."""
+        """The tasks to read in the same pass. most: tokens of a pass."""
         task.others, task.share = [], 1.0
         if not self._works or not self._is_short(task):
             return []
@@ -98,7 +98,7 @@ class PromptBatches:
         )
 
     def prefill(self, task: PrefillTask, others: Sequence[PrefillTask]) -> bool:
-        """Dispatch a pass for all of them; False if that does not work for this model after all."""
+        """Dispatch a pass for all of them. False: it does not work for this model after all."""
         tasks = [task, *others]
         total, began = sum(t.n_left for t in tasks), time.perf_counter()
         starts = [t.row.n_tokens for t in tasks]
@@ -108,7 +108,7 @@ class PromptBatches:
                 [t.row for t in tasks], [t.prompt for t in tasks], [t.n_total for t in tasks]
             )
         except (RuntimeError, MemoryError):
-            raise  # the device's
+            raise  # a device fault, not the model's
         except Exception as e:
             log.warning("prompts cannot be read together: %r", e, exc_info=e)
             self._works = False
@@ -120,7 +120,7 @@ class PromptBatches:
         return True
 
     def settled(self, task: PrefillTask, seconds: float) -> None:
-        """A pass that this task led took so long."""
+        """A pass that this task led took this long."""
         if task.is_occasion or task.others:
             n_tokens = task.row.n_tokens - task.chunk_start
             self._trial.saw(
@@ -129,7 +129,7 @@ class PromptBatches:
 
 
 def _alike(task: PrefillTask, waiting: Sequence[PrefillTask], *, most: int) -> list[PrefillTask]:
-    """Those that fill a pass of at most so many tokens with little padding."""
+    """Tasks that fill a pass of at most `most` tokens with little padding."""
     chosen: list[PrefillTask] = []
     for other in sorted(waiting, key=lambda t: abs(t.n_left - task.n_left)):
         every = [task, *chosen, other]
@@ -144,7 +144,7 @@ def _alike(task: PrefillTask, waiting: Sequence[PrefillTask], *, most: int) -> l
 
 
 def _share(a: PrefillTask, b: PrefillTask) -> bool:
-    """Whether one would compute what the other computes."""
+    """Whether both would compute the same tokens."""
     start = min(a.row.n_tokens, b.row.n_tokens)
     end = max(a.row.n_tokens, b.row.n_tokens) + N_SHARED
     mine, theirs = a.prompt.ids[start:end], b.prompt.ids[start:end]

@@ -1,7 +1,7 @@
 """What the next step does, as a pure function of what there is to do.
 
 Fairness, in four rules:
-- Decoders take a step between any two prefill chunks, so a long prompt never silences the others.
+- Replies take a decode step between any two prefill chunks, so a long prompt never stops them.
 - Requests are admitted in the order they came.
 - Of two consecutive chunks one goes to the oldest prompt and one to the prompt with the least left.
   Short prompts pass a 100K one within a few chunks, and the long one still gets half of all prefill:
@@ -31,7 +31,8 @@ class Waiting:
 class Prefilling:
     """A prompt being read, in order of arrival.
 
-    racing: a part of it is being loaded meanwhile. waits: so soon that no chunk should be begun.
+    racing: a part of it is being loaded meanwhile. waits: the load ends so soon that no chunk
+    should start.
     """
 
     task: int
@@ -74,7 +75,7 @@ def _admit(work: PendingWork) -> tuple[RequestId, ...]:
     admitted: list[RequestId] = []
     n_rows, free = work.n_rows, work.free_nbytes
     for w in work.waiting:
-        alone = n_rows == 0  # an empty engine takes anything: refusing would wait for ever
+        alone = n_rows == 0  # an empty engine takes anything: nothing else can make room
         if n_rows + w.n_rows > work.max_rows and not alone:
             break
         if w.need_nbytes > free and not alone:

@@ -14,7 +14,7 @@ from firn.core.values import Job, Prompt
 
 @dataclass(frozen=True, slots=True)
 class ForcedTokens:
-    """Positions [at, end) of a reply that are not left to the model."""
+    """Tokens of a reply at positions [at, end) that the model does not pick."""
 
     at: int
     tokens: tuple[int, ...]
@@ -24,7 +24,7 @@ class ForcedTokens:
         return self.at + len(self.tokens)
 
     def rest(self, start: int) -> ForcedTokens:
-        """Of it what lies at `start` and beyond."""
+        """The part at `start` and beyond."""
         n_done = max(start - self.at, 0)
         return ForcedTokens(self.at + n_done, self.tokens[n_done:])
 
@@ -67,15 +67,16 @@ class Choice:
 
     @property
     def n_picked(self) -> int:
-        """Reply tokens that are picked, those in flight included."""
+        """Reply tokens that are picked, including those in flight."""
         if self.row is None:
             return len(self.tokens)
-        # More than that where a step was taken back, whose tokens all are here.
+        # A step that was taken back leaves more tokens here than the row has consumed.
         in_flight = self.row.n_tokens + 1 - len(self.sequence.job.prompt)
         return max(in_flight, len(self.tokens))
 
     def force(self, wanted: ForcedTokens) -> bool:
-        """Put off what comes too late; False where an earlier one has begun and is not over."""
+        """Start at the next position at the earliest. False: an earlier run of forced tokens is
+        under way."""
         if self.forced.at < self.n_picked < self.forced.end:
             return False
         self.forced = ForcedTokens(max(wanted.at, self.n_picked), wanted.tokens)
@@ -83,7 +84,7 @@ class Choice:
 
 
 def looked_up(cursor: Cursor, began_at: float) -> AdmissionTimes:
-    """The cache was asked just now."""
+    """The cache's lookup for a new request has just ended."""
     now = time.perf_counter()
     return AdmissionTimes(began_at, now, now, loads=cursor.racing)
 
@@ -101,13 +102,13 @@ class Sequence:
     need_nbytes: int = 0
     waits: AdmissionTimes | None = None
     was_put_back: bool = False
-    """It waits again: its rows were taken from it."""
+    """It waits again: its rows were dropped."""
     was_at_fault: bool = False
-    """A fault came up in its work, which may have been another's: it has had its second chance."""
+    """A fault in its work may have been another's: it has had its second chance."""
     keep: float | None = None
-    """Which share of its cold prompt is read, where that was decided."""
+    """Which share of its cold prompt sparse prefill reads."""
     n_skipped: int = 0
-    """Tokens of its prompt that are not read: `job` has the others."""
+    """Tokens of its prompt that are not read; `job` has the thinned prompt."""
     whole_admission: Admitted | None = None
     """What the cache had of its prompt before it was thinned."""
 
@@ -123,7 +124,7 @@ class Sequence:
     def admission(self) -> Admitted:
         """What the cache has done for its prompt, and what it waited for."""
         admission, whole = self.cursor.admission, self.whole_admission
-        if whole is not None:  # of the two, what the row was resumed from
+        if whole is not None:  # the row was resumed from the longer of the two
             admission = replace(
                 max(whole, admission, key=lambda f: f.n_cached), reason=whole.reason
             )
@@ -135,12 +136,12 @@ class Sequence:
 
     @property
     def replies(self) -> list[int]:
-        """How long the replies are that are not over."""
+        """Lengths of the replies that are not over."""
         return [len(c.tokens) for c in self.open_choices]
 
     @property
     def has_begun(self) -> bool:
-        """Some of its replies are longer than others: they are no more one prompt."""
+        """Its replies differ, so they can no longer be read as one prompt."""
         return any(c.tokens or c.done for c in self.choices)
 
 
@@ -158,17 +159,17 @@ class PrefillTask:
     cursor: Cursor
     row: LiveRow
     scored: bool = False
-    """The logprobs of its tokens are wanted."""
+    """The logprobs of the prompt's tokens are wanted."""
     reading: object | None = None
-    """Its scoring, until it is known which tokens are read."""
+    """Its scoring, until it is known which tokens to read (sparse prefill)."""
     chunk_start: int = 0
     chunk_began: float = 0.0
     share: float = 1.0
-    """Of the pass that it was last read in: its part of the tokens."""
+    """Its part of the tokens of the pass that it was last read in."""
     others: list[PrefillTask] = field(default_factory=list)
-    """Read in the same pass, which this one led."""
+    """Tasks read in the same pass, which this one leads."""
     is_occasion: bool = False
-    """Others could have been, whether or not they were."""
+    """Others could have been read with it, whether or not they were."""
 
     @property
     def is_prompt(self) -> bool:
@@ -185,5 +186,5 @@ class PrefillTask:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How much of the prompt is done, what is skipped included, and how much there is."""
+        """Positions done, including what is skipped, and all positions."""
         return self.prompt.position(self.row.n_tokens), self.prompt.position(len(self.prompt))

@@ -54,10 +54,10 @@ def select(
     keep: float,
     essential: Sequence[tuple[int, int]] = (),
 ) -> TokenArray:
-    """Positions to read: all before `start`, then the share `keep` of the rest, in whole chunks.
+    """Positions to read: all before `start`, the first and the last chunk, what is essential, and of the
+    rest the share `keep`, in whole chunks: the best by their mean score, smoothed over neighbours.
 
-    The first and the last chunk and what is essential come first, then the best by their mean score,
-    smoothed over neighbours.
+    The share is one of the rest: a long list of tools must not use it up.
     """
     n = len(scores)
     edges = np.unique([start, *range(start - start % CHUNK + CHUNK, n, CHUNK), n])
@@ -66,7 +66,7 @@ def select(
     chosen[[0, -1]] = True
     for first, end in essential:
         chosen |= (starts < end) & (edges[1:] > first)
-    room = keep * (n - start) - lengths[chosen].sum()
+    room = keep * lengths[~chosen].sum()
     means = np.add.reduceat(scores, starts) / lengths
     smooth = means.copy()
     smooth[1:] = np.maximum(smooth[1:], NEIGHBOUR_SHARE * means[:-1])

@@ -25,16 +25,16 @@ from firn.api.exchange import exchange_of
 from firn.fleet import proxy
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
+from firn.fleet.placement import ModelState
 from firn.fleet.relay import Relay
-from firn.fleet.turns import ModelState
 from firn.fleet.vouching import vouch
 
 MAX_WAITING = 256
-"""Frames of all models that wait for one watcher; then their processes wait."""
+"""Frames that may wait for one watcher; then the models' processes wait."""
 
 
 class Watchers:
-    """How many there are. Owner: the front, on the asyncio thread."""
+    """Counts them. Owner: the front, on the asyncio thread."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -56,7 +56,7 @@ def add_activity(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
 
 
 class _ActivityStream:
-    """What one watcher is told. Owner: the task that answers it."""
+    """The stream of one watcher. Owner: the task that answers it."""
 
     def __init__(self, fleet: Fleet, relay: Relay, scope: Scope, watchers: Watchers) -> None:
         self._fleet = fleet
@@ -92,7 +92,7 @@ class _ActivityStream:
                 task.cancel()
 
     def _models(self) -> list[dict[str, Any]]:
-        """How busy a model is tells a key what others do."""
+        """Only the operator sees how busy models are: it would tell a key about others."""
         operator = exchange_of(self._scope).caller.operator
         found = []
         for name, model in self._fleet.models.items():
@@ -105,7 +105,7 @@ class _ActivityStream:
         return found
 
     def _attach(self) -> None:
-        """Listen to whoever is loaded and not listened to yet."""
+        """Listen to each loaded model that is not listened to yet."""
         self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
         for name, model in self._fleet.models.items():
             if name not in self._tasks and self._fleet.peek(model) is not None:
@@ -126,10 +126,10 @@ class _ActivityStream:
                 *whole, rest = (rest + piece).split(b"\n\n")
                 for frame in whole:
                     if frame.startswith(b"event: hello"):
-                        continue  # the front has said its own
+                        continue  # the front has sent its own
                     await self._waiting.put(frame + b"\n\n")
         except proxy.ProcessLost:
-            pass  # unloaded, or restarted: it is listened to again when it is back
+            pass  # unloaded or restarted: `_attach` listens again when it is back
         finally:
             if reply is not None:
                 reply.close()

@@ -1,4 +1,4 @@
-"""Which models there are, by every name they have. Nothing here is loaded or running."""
+"""Which models there are, and every name they have. Nothing here is loaded or running."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from firn.core import duration
 from firn.core.errors import SetupError
 
 EVERY = "*"
-"""At the end of an alias: every name that begins so."""
+"""At the end of an alias: matches every name that begins with the rest."""
 TAG = ":latest"
-"""What Ollama's clients put behind a name."""
+"""Ollama's clients append this to names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as it is to be served. config: its child's. keep_alive_s: idle, FOREVER for always."""
+    """A model to be served. config: of its process. keep_alive_s: how long it stays loaded unused."""
 
     name: str
     config: Config
@@ -112,7 +112,7 @@ class ModelCatalogue:
 
 
 def _named_models(config: Config) -> Iterator[ModelSpec]:
-    """Those of the command line first, then those of the tables."""
+    """Models of the command line first, then those of the file's tables."""
     tables = {table.name: table for table in config.tables}
     listed = list(config.fleet.models)
     if config.origin("model.path").kind != "default":
@@ -199,9 +199,9 @@ def _subfolders(folder: Path) -> list[Path]:
 def child_config(
     config: Config, name: str, path: str, values: Mapping[str, Any] | None = None
 ) -> Config:
-    """Of one model's process. `values`: those of its table; what a flag or a variable says wins.
+    """The settings of one model's process. `values`: of its table; flags and variables win.
 
-    What is kept at the front's door (rates, calls of a key) is not kept again behind it.
+    Limits that the front enforces (rates, calls of a key) are not enforced again behind it.
     """
     mine: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for key, value in (values or {}).items():
@@ -222,7 +222,7 @@ def child_config(
 
 
 def to_json(config: Config) -> str:
-    """All settings that are not the defaults, as one line. It holds keys: not for argv or logs."""
+    """All settings that are not defaults, as one line. It contains API keys: not for argv or logs."""
     shown: dict[str, Any] = {}
     for item in OPTIONS:
         value = config.get(item.key)

@@ -1,4 +1,4 @@
-"""What a model's folder tells of it before it is loaded. Reads small files only, and never MLX."""
+"""What a model's folder says about it before it is loaded. Reads small files only, without MLX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THINKING = ("<think>", "<|channel|>", "enable_thinking", "reasoning_effort")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """None and empty: the folder does not say, or is not on this machine."""
+    """None or empty: the folder does not say, or is not on this machine."""
 
     architecture: str | None = None
     context_length: int | None = None
@@ -29,7 +29,7 @@ class ModelFacts:
 
 
 def folder_of(spec: ModelSpec) -> Path | None:
-    """Where it lies; None: it would have to be fetched or made first."""
+    """The model's folder; None: it would have to be downloaded or converted first."""
     name = spec.path
     if name in PACKAGED:
         return made_folder(PACKAGED[name], converted_dir())
@@ -43,7 +43,7 @@ def folder_of(spec: ModelSpec) -> Path | None:
 
 
 def check(spec: ModelSpec) -> None:
-    """Raises SetupError where there is no such model, and never will be."""
+    """Raises SetupError if there is no such model, and no download could bring it."""
     name = spec.path
     if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name) or find(name)):
         path = Path(name).expanduser()
@@ -62,7 +62,7 @@ def _in_hub_cache(name: str) -> Path | None:
 
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # whatever is wrong with it, the model's process will say
+    except Exception:  # whatever is wrong, the model's process will report it
         return None
 
 

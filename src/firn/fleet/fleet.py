@@ -1,5 +1,6 @@
-"""The models at work: who is loaded, who waits, who goes. Plans are made in turns.py and carried
-out here.
+"""Owns every model's state and process: which are loaded, what waits, what is unloaded.
+
+Plans are made in placement.py and carried out here.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from firn.fleet import memory
 from firn.fleet.catalogue import ModelCatalogue, ModelSpec
 from firn.fleet.memory import Room
 from firn.fleet.model import Lease, LoadWaiter, Model
+from firn.fleet.placement import NEVER, FleetPlan, ModelState, PlacementRules, Reason, make_plan
 from firn.fleet.process import Launch, Message, ModelProcess
-from firn.fleet.turns import NEVER, FleetPlan, ModelState, PlacementRules, Reason, make_plan
 
 log = logging.getLogger("firn.fleet")
 
 BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 STEADY_S = 60.0
-"""A process that has lived so long starts its back-off anew."""
+"""A process that has lived this long starts its back-off anew."""
 MAX_RESTARTS = 5
-"""In a row, of a model that nobody waits for."""
+"""Restarts in a row of a model that no request waits for."""
 END_S = 35.0
-"""For a process that has nothing left to do but to write."""
+"""How long a process has to write its records and end."""
 
 
 class Fleet:
@@ -57,8 +58,8 @@ class Fleet:
         folder_of: Callable[[ModelSpec], Path | None] = lambda spec: None,
         charge: Callable[[Namespace, int], None] = lambda own, n_tokens: None,
     ) -> None:
-        """folder: for the sockets. memory_nbytes: for all models together; 0: by the machine's.
-        charge: is told of tokens that were computed for a caller."""
+        """folder: for the sockets. memory_nbytes: of all models together; 0: by the machine's memory.
+        charge: called with the tokens that were computed for a caller."""
         self.catalogue = catalogue
         self._launch = launch
         self._folder = folder
@@ -75,13 +76,13 @@ class Fleet:
         self._contests: set[frozenset[str]] = set()
         self._n_sockets = 0
         self._device_nbytes: float = math.inf
-        """What the driver lets models have; no process of ours can tell before one has run."""
+        """What the driver lets models have; known once a model's process has reported it."""
         self.room = measure(memory_nbytes)
         for spec in catalogue:
             self.model(spec)
 
     def model(self, spec: ModelSpec) -> Model:
-        """Its record, made where it is new. A folder that was replaced is another model."""
+        """Its state, created if it is new. A folder that was replaced is another model."""
         found = self.models.get(spec.name)
         if found is None:
             footprint = memory.estimate(self._folder_of(spec))
@@ -94,13 +95,13 @@ class Fleet:
     # --- for requests ----------------------------------------------------------------------
 
     def try_enter(self, model: Model) -> Lease | None:
-        """At once, where it is loaded and takes requests."""
+        """A lease at once; None: it is not loaded, or takes no requests now."""
         if model.state is ModelState.LOADED and not (model.closed or model.unloading):
             return model.enter()
         return None
 
     def peek(self, model: Model) -> ModelProcess | None:
-        """Its process, for questions that are no use of it; None where it is not loaded."""
+        """Its process, for questions that do not count as use; None: it is not loaded."""
         return model.child if model.state is ModelState.LOADED else None
 
     def wait_for(self, model: Model) -> LoadWaiter:
@@ -123,7 +124,7 @@ class Fleet:
         return waiter
 
     def leave(self, model: Model, waiter: LoadWaiter) -> None:
-        """Wait no longer. Idempotent, and also for who has been let in since."""
+        """Wait no longer. Idempotent; releases a lease that was granted meanwhile."""
         if waiter in model.waiters:
             model.waiters.remove(waiter)
             self._wake.set()
@@ -138,8 +139,8 @@ class Fleet:
         )
 
     async def unload(self, model: Model) -> None:
-        """Once its replies have ended; returns when its memory is free. Pinned ones stay so, and are
-        loaded again when they are asked for."""
+        """Unload it once its replies have ended; returns when its memory is free. A pinned model stays
+        pinned, and is loaded again when a request needs it."""
         model.wanted_since = NEVER
         model.unloading = model.state in (ModelState.LOADING, ModelState.LOADED)
         if model.state is ModelState.LOADING and model.child is not None:
@@ -149,10 +150,10 @@ class Fleet:
         if model.state is not ModelState.UNLOADED:
             await model.over.wait()
 
-    # --- its task --------------------------------------------------------------------------
+    # --- planning --------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until `close`. Whenever something has changed, plan and carry out the plan."""
+        """Until `close`: whenever something has changed, make a plan and carry it out."""
         while not self._closing:
             self._wake.clear()
             if any(m.waiters or m.wanted_since < NEVER for m in self.models.values()):
@@ -167,7 +168,7 @@ class Fleet:
     def _plan(self) -> FleetPlan:
         loading = sum(
             m.footprint.nbytes for m in self.models.values() if m.state is ModelState.LOADING
-        )  # has not taken all of it yet
+        )  # has not allocated all of it yet
         if not self._memory_nbytes:
             budget = int(min(self.room.budget_nbytes, self._device_nbytes))
             self.room = replace(self.room, budget_nbytes=budget)
@@ -193,8 +194,8 @@ class Fleet:
                 self._contests.add(pair)
                 turn_s = self._rules.turn_s(self.models[staying].view())
                 log.warning(
-                    "%s and %s do not fit together and are both asked for: they take turns of up to "
-                    "%.0f s (--model-memory-gb says how much all models may take)",
+                    "%s and %s do not fit into memory together and both have requests: they take turns "
+                    "of up to %.0f s (--model-memory-gb sets how much all models may take)",
                     staying,
                     waiting,
                     turn_s,
@@ -208,7 +209,7 @@ class Fleet:
     # --- loading ---------------------------------------------------------------------------
 
     def _begin(self, model: Model) -> None:
-        """At once, so that the next plan knows of it."""
+        """Change its state at once, so that the next plan knows."""
         model.state, model.load_began, model.progress = ModelState.LOADING, time.monotonic(), ""
         model.wanted_since = NEVER
         model.over.clear()
@@ -315,7 +316,7 @@ class Fleet:
             self._wake.set()
 
     def _share_memory(self) -> None:
-        """Each may use what the others do not need."""
+        """Each loaded model may use what the others do not need."""
         held = [m for m in self.models.values() if m.state is not ModelState.UNLOADED]
         total = sum(m.footprint.nbytes for m in held)
         for model in held:
@@ -325,10 +326,10 @@ class Fleet:
                 nbytes = free - own.weights_nbytes - own.process_nbytes
                 model.child.tell({"do": "capacity", "nbytes": max(nbytes, 0)})
 
-    # --- its end ---------------------------------------------------------------------------
+    # --- unloading -------------------------------------------------------------------------
 
     def _retire(self, model: Model, reason: Reason | str) -> None:
-        """It has no replies left; its process writes what it has and ends."""
+        """It has no replies left: its process writes its records and ends."""
         assert model.child is not None
         log.info("unloading %s: %s", model.spec.name, _REASONS.get(reason, reason))
         model.state, model.closed = ModelState.DRAINING, False
@@ -339,7 +340,8 @@ class Fleet:
         self._spawn(self._see_off(model, model.child))
 
     async def _see_off(self, model: Model, child: ModelProcess) -> None:
-        """A reply that goes on in the background has all the time it needs."""
+        """Wait for replies that run in the background, however long they take; then for the
+        process's end."""
         idle = asyncio.ensure_future(model.ending.wait())
         both: set[asyncio.Future[Any]] = {idle, child.exited}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -348,7 +350,7 @@ class Fleet:
         child.kill()
 
     def _ended(self, model: Model, code: int) -> None:
-        """The process of a model that was loaded has ended, as it was told to or not."""
+        """The process of a loaded model has ended, whether or not it was told to."""
         asked = model.state is ModelState.DRAINING
         lived_s = time.monotonic() - model.loaded_at
         model.state, model.child = ModelState.UNLOADED, None
@@ -357,7 +359,7 @@ class Fleet:
         model.over.set()
         model.keep_alive_s = model.spec.keep_alive_s
         if not asked and not self._closing:
-            log.error("the process of %s has ended (%s)", model.spec.name, code_text(code))
+            log.error("the process of %s ended unexpectedly (%s)", model.spec.name, code_text(code))
             model.n_failures = 0 if lived_s > STEADY_S else model.n_failures
             self._back_off(model)
             model.error = ModelDied(model.spec.name)
@@ -370,14 +372,14 @@ class Fleet:
         self._wake.set()
 
     def drain(self) -> None:
-        """Load nothing more. Who waits is told so; who is being answered is answered."""
+        """Load nothing more. Waiting requests fail; running replies go on."""
         self._closing = True
         self._wake.set()
         for model in self.models.values():
             self._fail_waiters(model, ShuttingDown())
 
     def cut(self) -> None:
-        """Replies that still run end with an error."""
+        """End replies that still run with an error."""
         for model in self.models.values():
             if model.child is not None:
                 model.child.tell({"do": "stop", "drain_s": 0.0})
@@ -398,9 +400,9 @@ class Fleet:
 
 
 _REASONS: Mapping[str, str] = {
-    "idle": "nobody uses it",
-    "room": "another model needs its place",
-    "asked": "as asked",
+    "idle": "unused for its keep-alive time",
+    "room": "another model needs the memory",
+    "asked": "requested",
 }
 
 

@@ -1,7 +1,7 @@
-"""What a model needs while it is loaded, and what there is for all of them together.
+"""What a model needs while it is loaded, and what all models together may take.
 
-Before it was ever loaded, its files tell; then its process does: weights, the most that live
-requests have taken, the least that stored prefixes should have, and what a process takes besides.
+Before a model was ever loaded its files say; then its process reports: weights, the most that live
+requests have taken, the least that stored prefixes should have, and what the process itself takes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MIB, GIB = 1 << 20, 1 << 30
 PROCESS_NBYTES = 256 * MIB
 """Python, MLX and their libraries."""
 RECORDS_FLOOR_NBYTES = 64 * MIB
-"""Of stored prefixes; whatever more there is of them gives way."""
+"""The least for stored prefixes; more of them give way."""
 LIVE_FLOOR_NBYTES = 64 * MIB
 LIVE_SHARE = 0.1
 """Of the weights: what requests may take, before anything was measured."""
 CONVERSATION_TOKENS = 4096
-"""What a model should at least have room for."""
+"""Tokens of the one conversation that a model should at least have room for."""
 HEADROOM_SHARE = 0.1
 """Of the machine's memory, for everything else on it."""
 SMALL_MAC_NBYTES = 36 * GIB
@@ -47,7 +47,7 @@ class Footprint:
 
 
 def estimate(folder: Path | None) -> Footprint:
-    """By the files of its folder; None: it is not on this machine yet, and nothing is known."""
+    """By the files of its folder; None: it is not on this machine yet."""
     weights = 0
     if folder is not None:
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -55,7 +55,7 @@ def estimate(folder: Path | None) -> Footprint:
 
 
 def measured(report: Mapping[str, Any], before: Footprint) -> Footprint:
-    """By what its process says of itself. What live requests have taken once, they may take again."""
+    """By what its process reports. What live requests have taken once, they may take again."""
     row = report["bytes_per_row"] + CONVERSATION_TOKENS * report["bytes_per_token"]
     peak = max(report["live_peak"], row)
     known = before.live_nbytes if before.weights_nbytes == report["weights"] else 0
@@ -64,15 +64,15 @@ def measured(report: Mapping[str, Any], before: Footprint) -> Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """For all models. free_nbytes: what the machine could still give, infinite where it does not say."""
+    """For all models. free_nbytes: what the machine has left; infinite: unknown."""
 
     budget_nbytes: int
     free_nbytes: float
 
 
 def room(limit_nbytes: int) -> Room:
-    """Takes its time on macOS and with a GPU. limit_nbytes: as the user set it; 0: by the memory of
-    what computes."""
+    """Starts a program on macOS and with a GPU, so not for the asyncio thread. limit_nbytes: as the
+    user set it; 0: by the device's memory."""
     now = gpu_memory() or machine.memory()
     budget = limit_nbytes or int(now.total * usable_share(now.total))
     free = math.inf if now.available is None else float(now.available)
@@ -80,14 +80,15 @@ def room(limit_nbytes: int) -> Room:
 
 
 def usable_share(total_nbytes: int, *, platform: str = sys.platform) -> float:
-    """Of a machine's memory, for models. A Mac's GPU is given less, until a model's process tells."""
+    """The share of a machine's memory for models. A Mac's GPU may use less of it; a process reports
+    how much."""
     if platform == "darwin":
         return 2 / 3 if total_nbytes <= SMALL_MAC_NBYTES else 3 / 4
     return 1 - HEADROOM_SHARE
 
 
 def gpu_memory() -> machine.SystemMemory | None:
-    """Of the first NVIDIA GPU, where MLX computes there; None: it does not, or nobody can tell."""
+    """Of the first NVIDIA GPU; None: MLX does not compute there, or nvidia-smi does not say."""
     if not _mlx_uses_cuda():
         return None
     command = [

@@ -1,4 +1,4 @@
-"""One answer made of several: what every loaded model says of itself, with its name beside it."""
+"""One answer made of several: the same question to every loaded model, answers by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelAnswer:
 async def ask_loaded(
     fleet: Fleet, scope: Scope, target: bytes, models: Iterable[Model] | None = None
 ) -> list[ModelAnswer]:
-    """The same request to each model that is loaded; who does not answer is left out."""
+    """Send the same request to each loaded model; one that does not answer is left out."""
     asked = list(fleet.models.values() if models is None else models)
     found = await asyncio.gather(*(_ask(fleet, model, scope, target) for model in asked))
     return [answer for answer in found if answer is not None]

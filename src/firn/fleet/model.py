@@ -1,4 +1,4 @@
-"""What the front knows of one model while it runs: its state, its process, who uses it, who waits."""
+"""What the front knows of one model: its state, its process, its leases, the requests that wait."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from firn.core import duration
 from firn.core.errors import FirnError
 from firn.fleet.catalogue import ModelSpec
 from firn.fleet.memory import Footprint
+from firn.fleet.placement import NEVER, ModelState, ModelView
 from firn.fleet.process import ModelProcess
-from firn.fleet.turns import NEVER, ModelState, ModelView
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """The right to use a loaded model. Owned by the task of the request; give it back."""
+    """The right to use a loaded model. Owned by the request's task, which releases it."""
 
     model: Model
     child: ModelProcess
@@ -47,20 +47,20 @@ class Model:
     child: ModelProcess | None = None
     n_active: int = 0
     n_background: int = 0
-    """Replies that go on though nobody is connected."""
+    """Replies that run without a connected client."""
     waiters: list[LoadWaiter] = field(default_factory=list)
     closed: bool = False
     """Its turn is over: new requests wait."""
     unloading: bool = False
-    """Somebody asked for it: new requests wait, and it goes when those that run have ended."""
+    """On request: new requests wait, and it is unloaded when running replies have ended."""
     ending: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its process has nothing left to answer."""
+    """Set when its process has no more replies to send."""
     computed: dict[str, int] = field(default_factory=dict)
-    """Tokens by caller, as its process has counted them so far."""
+    """Tokens by caller, as its process has reported them."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it has no process."""
     wanted_since: float = NEVER
-    """It is to be loaded though no request waits."""
+    """Since when it is to be loaded although no request waits."""
     keep_alive_s: float = duration.FOREVER
     load_began: float = 0.0
     load_s: float = 5.0
@@ -72,7 +72,7 @@ class Model:
     error: FirnError | None = None
     progress: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What it said of itself when it was last loaded, for /v1/models."""
+    """What its process reported when it was last loaded, for /v1/models."""
     n_loads: int = 0
     n_unloads: dict[str, int] = field(default_factory=dict)
 

@@ -1,8 +1,8 @@
 """One model's process, as the front sees it: started, listened to, ended.
 
-It is told what to do by lines of JSON on its standard input, and tells how it is by lines on
-another pipe. The end of its input means that the front is gone, however that happened: then it ends
-by itself. It is a session of its own, so that a Ctrl-C at the terminal reaches the front alone.
+It gets orders as lines of JSON on its standard input, and reports in lines on another pipe. The end of
+its input means that the front is gone, however that happened: then it ends by itself. It has a session
+of its own, so that a Ctrl-C at the terminal reaches the front alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelProcess(Protocol):
     exited: asyncio.Future[int]
 
     def tell(self, message: Message) -> None:
-        """Nothing, where it has ended."""
+        """Does nothing if it has ended."""
         ...
 
     def kill(self) -> None: ...
@@ -41,7 +41,8 @@ class ModelProcess(Protocol):
 
 OnMessage = Callable[[Message], None]
 Launch = Callable[[ModelSpec, Path, OnMessage], Any]
-"""An awaitable ModelProcess; `OnMessage` is called with each of its messages, on the asyncio thread."""
+"""Starts a process; an awaitable ModelProcess. `OnMessage` gets each of its messages, on the asyncio
+thread."""
 
 
 class SpawnedProcess:
@@ -72,7 +73,7 @@ class SpawnedProcess:
             while line := await stream.readline():
                 hear(json.loads(line))
         except (ValueError, OSError):
-            log.exception("process %d said something unreadable", self.pid)
+            log.exception("a report of process %d cannot be read", self.pid)
         finally:
             transport.close()
 
@@ -89,7 +90,7 @@ class SpawnedProcess:
             stdin.write(json.dumps(message).encode() + b"\n")
 
     def kill(self) -> None:
-        """At once. Whatever it has started is in its session, and goes with it."""
+        """At once, with whatever it has started in its session."""
         if not self.exited.done():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""HTTP to a child on its socket: one request a connection, and its reply as it comes in.
+"""HTTP to a model's process on its socket: one request a connection, and its reply as it arrives.
 
-Bytes are passed on in the pieces in which they arrive, one wake-up a piece. A connection that is
-closed before the reply has ended tells the child that nobody listens any more.
+Bytes are forwarded in the pieces in which they arrive, one wake-up a piece. Closing a connection before
+the reply has ended tells the process that its client is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import httptools
 Headers = Sequence[tuple[bytes, bytes]]
 
 HIGH_NBYTES = 256 * 1024
-"""What is read ahead of a client that does not keep up."""
+"""How much is buffered for a client that does not keep up."""
 HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection",
      b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -29,7 +29,7 @@ OURS = b"x-firn-"
 
 
 class ProcessLost(Exception):
-    """The child is not there, or has gone in mid-reply."""
+    """The process does not answer, or ended during its reply."""
 
 
 @dataclass(frozen=True, slots=True)

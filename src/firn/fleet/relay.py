@@ -1,4 +1,4 @@
-"""A request's way through the front: which model it means, waiting for it, and its reply passed on."""
+"""A request at the front: find the model it names, wait until that is loaded, relay the reply."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ log = logging.getLogger("firn.fleet")
 
 RESPONSES = "/v1/responses"
 MAX_REMEMBERED = 20_000
-"""Whose stored responses are found again."""
+"""Stored responses whose model is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitLimits:
-    """wait_s: for a model. silence_s: after which a stream that waits gets a comment line."""
+    """wait_s: for a model to be loaded. silence_s: after it, a waiting stream gets a comment line."""
 
     wait_s: float = 300.0
     silence_s: float = 5.0
@@ -55,17 +55,17 @@ class WaitLimits:
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """What the front reads of a body."""
+    """What the front reads from a request's body."""
 
     model: str
     stream: Any
-    """None where it is not said."""
+    """As it was sent; None: it was not."""
     keep_alive_s: float | None
     body: Mapping[str, Any]
 
 
 class RemoteFault(FirnError):
-    """A fault that a child has rendered already, for a stream that has begun."""
+    """An error that the model's process has rendered, for a stream that has begun."""
 
     def __init__(self, status: int, raw: bytes) -> None:
         message, self.status = f"The model's process answered with {status}.", status
@@ -84,7 +84,7 @@ class RemoteFault(FirnError):
 
 
 class _NothingComputed:
-    """What a call counts for at the door; its tokens are counted where they are computed."""
+    """A call's tokens are counted by the model's process, not by the front."""
 
     n_waiting = 0
     n_computed = 0
@@ -114,7 +114,7 @@ class Relay:
         self.draining = False
         self.n_calls = 0
 
-    # --- whose it is -----------------------------------------------------------------------
+    # --- which model it is for -------------------------------------------------------------
 
     def find(self, name: str) -> Model:
         """Raises ModelNotFound."""
@@ -152,7 +152,7 @@ class Relay:
         try:
             id = str(scope["path_params"]["response_id"])
             name = self._responses.get(id.rpartition("_")[2])
-            # A model that has left took its responses along: nothing is loaded for them.
+            # Responses are lost with the model's process: nothing is loaded for them.
             if name is None or self._fleet.peek(self.find(name)) is None:
                 raise NotFound(f"There is no response {id[:64]!r} of yours.", param="response_id")
             nothing = ModelRequest(name, None, None, {})
@@ -199,7 +199,7 @@ def _wanted(body: dict[str, Any]) -> ModelRequest:
 
 
 class _RelayedCall:
-    """One request on its way to a child and back. Owned by its task."""
+    """One request on its way to a model's process and back. Owned by its task."""
 
     def __init__(
         self, relay: Relay, model: Model, scope: Scope, raw: bytes, wanted: ModelRequest
@@ -212,7 +212,7 @@ class _RelayedCall:
         self._exchange: Exchange = exchange_of(scope)
         self._dialect = relay.dialect(scope["path"])
         self._begun = False
-        """Status and headers are with the client."""
+        """Status and headers have been sent to the client."""
         self._is_stream = self._streams = False
         """What is sent is a stream; what was asked for is one."""
 
@@ -271,15 +271,15 @@ class _RelayedCall:
             raise
 
     def _check(self) -> None:
-        """Nothing is loaded for a body that is wrong. The Responses API refers to what only the
-        model's process has, and is checked there."""
+        """Load nothing for a bad body. Bodies of the Responses API refer to what only the model's
+        process has, and are checked there."""
         self._streams = self._wanted.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
             call = self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
             self._streams = call.stream
 
     async def _comfort(self, send: Send, *, waited_s: float) -> None:
-        """A comment line on a stream that waits: clients and proxies see that somebody is there."""
+        """Send a comment line on a stream that waits, so that clients and proxies keep it open."""
         if self._dialect is None or not self._streams:
             return
         dialect, model = self._dialect, self._model
@@ -322,7 +322,7 @@ class _RelayedCall:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _head(self, reply: proxy.ForwardedReply, send: Send) -> None:
-        if self._begun:  # with 200, while it waited
+        if self._begun:  # with status 200, while it waited
             if reply.status != 200:
                 raise RemoteFault(reply.status, await reply.body())
             return
@@ -345,7 +345,7 @@ _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 def _fresh_encoder(dialect: Dialect, exchange: Exchange, model: str) -> Encoder:
-    """One that can render a fault, for a stream that somebody else has written so far."""
+    """An encoder for an error at the end of a stream that the model's process has written so far."""
     example = {**dialect.schema()["example"], "stream": True}
     call = dialect.decode(example, namespace=exchange.caller.own)
     return call.encoder(_head_of(exchange, model))

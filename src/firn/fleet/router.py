@@ -1,6 +1,6 @@
-"""What routers ask of several models: how busy all of them are, and what one of them is.
+"""What routers ask a server of several models: how busy all of them are, and what one of them is.
 
-Nothing is loaded to be described.
+No model is loaded for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_router(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
 
 
 def merged(answers: Sequence[merging.ModelAnswer]) -> dict[str, Any]:
-    """Each loaded model is a rank, with its name beside it; means are over those."""
+    """Each loaded model counts as a rank, with its name; means are over loaded models."""
     told = [(answer.model, answer.json()) for answer in answers]
     each = [each["aggregate"] for _, each in told]
     ranks = [

@@ -1,6 +1,4 @@
-"""What the front answers itself: the list of models, loading and unloading, health, metrics, the
-cache.
-"""
+"""What the front answers itself: models, loading and unloading, health, metrics, the cache."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ from firn.fleet import merging
 from firn.fleet.files import ModelFacts, folder_of, read_facts
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
+from firn.fleet.placement import NEVER, ModelState
 from firn.fleet.relay import Relay
-from firn.fleet.turns import NEVER, ModelState
 
 
 class ModelListing:
@@ -52,7 +50,7 @@ class ModelListing:
         return [self.shown(self._fleet.model(spec)) for spec in self._fleet.catalogue]
 
     def shown(self, model: Model) -> dict[str, Any]:
-        """As the model's own process shows it, and what only the front knows."""
+        """As the model's own process shows it, with what only the front knows."""
         spec, catalogue = model.spec, self._fleet.catalogue
         born = datetime.fromtimestamp(self._began, tz=UTC)
         facts = ModelFacts() if model.details else self._read(model)
@@ -131,7 +129,9 @@ def add_loading(
         caller = exchange_of(request.scope).caller
         refuse_pages(request.scope, allow_origins)
         if not (caller.operator or (caller.has_key and not keys.has_admin)):
-            raise Forbidden("Models are loaded and unloaded by the operator of this server.")
+            raise Forbidden(
+                "Only the operator of this server may load and unload models (--admin-key)."
+            )
 
     async def load(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
@@ -163,7 +163,7 @@ def add_loading(
 
 
 async def _keep_alive(request: Request, bodies: BodyReader) -> float | None:
-    """Of a body that need not be there."""
+    """From the body, if there is one."""
     if request.headers.get("content-length", "0") == "0":
         return None
     body = parse_object(await bodies.read(request.scope, request.receive))
@@ -175,7 +175,7 @@ async def _keep_alive(request: Request, bodies: BodyReader) -> float | None:
 
 
 def add_ollama(app: FastAPI, catalog: ModelListing, relay: Relay, bodies: BodyReader) -> None:
-    """What Ollama's clients ask about models. Nothing is loaded for it."""
+    """What Ollama's clients ask about models. No model is loaded for it."""
     for extra in model_routes(catalog.listed, lambda name: catalog.shown(relay.find(name))):
 
         async def endpoint(request: Request, extra: JsonRoute = extra) -> JSONResponse:
@@ -199,7 +199,7 @@ def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
             "model": fleet.catalogue.default.name,
             "draining": relay.draining,
         }
-        # Where callers have keys, how busy the server is tells each of them what others do.
+        # Where callers have keys, how busy the server is would tell them about each other.
         if exchange_of(request.scope).caller.operator or not keys.required:
             shown["models"] = {m.spec.name: _state(m) for m in fleet.models.values()}
             shown["calls"] = relay.n_calls
@@ -300,11 +300,11 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         return {"models": _by_model(answers)}
 
     async def clear(request: Request, model: str | None = None) -> dict[str, Any]:
-        """Of the models that are loaded, or of one that must be."""
+        """Of all loaded models, or of one, which must be loaded."""
         check_may_change_cache(request.scope)
         found = chosen(model)
         if found and fleet.peek(found[0]) is None:
-            raise fleet.not_ready(found[0], "its cache is cleared while it is loaded")
+            raise fleet.not_ready(found[0], "its cache can be cleared only while it is loaded")
         answers = await merging.ask_loaded(fleet, request.scope, b"/v1/cache", found)
         return {"models": _by_model(answers)}
 

@@ -1,4 +1,4 @@
-"""The front process: builds and wires its parts, and runs them. No MLX in here, and no model."""
+"""The front process: builds and wires its parts, and runs them. It loads neither MLX nor a model."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from firn.fleet.activity import add_activity
 from firn.fleet.catalogue import ModelCatalogue
 from firn.fleet.files import check, folder_of
 from firn.fleet.fleet import Fleet
+from firn.fleet.placement import PlacementRules
 from firn.fleet.process import Launch, launch
 from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
-from firn.fleet.turns import PlacementRules
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import leave, no_later_than
 from firn.listener import Uvicorn, address, bind, connections
@@ -55,9 +55,9 @@ log = logging.getLogger("firn.fleet")
 
 GIB = 1 << 30
 DRAIN_S = 20.0
-"""How long a stopping server lets running requests go on before it cuts them."""
+"""How long running requests may go on when the server stops, before they are cut."""
 LEAVE_S = 75.0
-"""When the front is ended, if it has not ended by itself: children have their time before."""
+"""When the front is killed if it has not ended by itself; models' processes have ended before."""
 SOCKET_PATH_NBYTES = 103
 """macOS's limit of a Unix socket's path; Linux has 107."""
 SOCKET_NAME_NBYTES = len("/firn-12345678/99999.sock")
@@ -67,7 +67,7 @@ BY_BODY = (
     "/v1/detokenize", "/v1/cache/probe", "/v1/cache/pin", "/v1/cache/unpin", "/api/embed",
     "/api/embeddings", *RERANK_PATHS,
 )  # fmt: skip
-"""Besides those of the dialects: a POST whose body names its model."""
+"""Besides the dialects' paths: a POST whose body names its model."""
 BY_ID = (
     ("/v1/responses/{response_id}", ("GET", "DELETE")),
     ("/v1/responses/{response_id}/input_items", ("GET",)),
@@ -89,7 +89,7 @@ def serve(config: Config) -> int:
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
-    """For the sockets: nobody else's (0700), with a short path, for that of a socket is bounded."""
+    """For the sockets: private (0700), with a short path, since a socket's path has a length limit."""
     folder = Path(tempfile.mkdtemp(prefix="firn-", dir=socket_base(os.environ)))
     try:
         yield folder
@@ -98,18 +98,21 @@ def _private_folder() -> Iterator[Path]:
 
 
 def socket_base(environ: Mapping[str, str]) -> str:
-    """A folder that can be written and whose sockets' paths are short enough for every system."""
+    """A writable folder whose sockets' paths are short enough for every system."""
     places = (environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")
     for place in places:
         fits = len(os.fsencode(place)) + SOCKET_NAME_NBYTES <= SOCKET_PATH_NBYTES
         if place and fits and os.path.isdir(place) and os.access(place, os.W_OK):
             return place
-    raise SetupError(f"None of {', '.join(filter(None, places))} can hold a socket: set TMPDIR.")
+    raise SetupError(
+        f"No socket can be made in any of {', '.join(filter(None, places))}: set TMPDIR to a writable "
+        "folder with a short path."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class FrontParts:
-    """Of a front. The pool decodes large bodies."""
+    """What a front consists of. The pool decodes large bodies."""
 
     fleet: Fleet
     relay: Relay
@@ -126,7 +129,7 @@ def build(
     rules: PlacementRules | None = None,
     waits: WaitLimits | None = None,
 ) -> FrontParts:
-    """On the asyncio thread. `start` stands for a real process where it is given."""
+    """On the asyncio thread. start: how to start a model's process."""
     server = config.server
     quotas = Quotas(
         KeyLimits(
@@ -197,7 +200,7 @@ def _check_pinned(fleet: Fleet) -> None:
 
 
 class _AsgiEndpoint:
-    """An endpoint that is an ASGI app: Starlette takes a plain function for a request handler."""
+    """An endpoint that is an ASGI app: Starlette would take a plain function for a request handler."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
@@ -217,7 +220,7 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(130)  # asked twice: at once, and the children notice
+            os._exit(130)  # asked twice: at once; models' processes notice and end
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         parts.relay.draining = True

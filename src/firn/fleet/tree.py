@@ -1,6 +1,6 @@
-"""/v1/cache/tree of several models: asked of the one that is meant, which is loaded or has no tree.
+"""/v1/cache/tree of several models: forwarded to the model that is meant, if that is loaded.
 
-Nothing is loaded to be looked at.
+No model is loaded for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
 from firn.fleet.relay import Relay
 
-LOOKED_AT = "its cache is looked at while it is loaded"
+LOOKED_AT = "its cache can be read only while it is loaded"
 MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
 
 
@@ -58,7 +58,7 @@ def add_tree(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
 
 
 def chosen(fleet: Fleet, relay: Relay, name: str | None) -> Model:
-    """The model of this name; without one the default, or the first that is loaded if that is not."""
+    """The model of this name; without a name, the default, or else the first that is loaded."""
     if name:
         return relay.find(name)
     default = relay.find("")
@@ -67,7 +67,7 @@ def chosen(fleet: Fleet, relay: Relay, name: str | None) -> Model:
 
 
 async def ask_one(fleet: Fleet, model: Model, scope: Scope, why: str) -> Response:
-    """Its own answer to the same request. why: to be said where it is not loaded."""
+    """The model's own answer to the same request. why: for the error if it is not loaded."""
     query = scope["query_string"]
     target = scope["raw_path"] + (b"?" + query if query else b"")
     answers = await merging.ask_loaded(fleet, scope, target, [model])

@@ -1,7 +1,8 @@
-"""What the front says of a caller to the process that answers it: who it is, and the request's id.
+"""What the front tells a model's process about a caller: its identity, and the request's id.
 
-The front has checked keys, hosts and rates; behind it nobody is asked again. Clients cannot say any
-of it: the front passes on no header of theirs by these names, and its children hear nobody else.
+The front has checked keys, hosts and rates; behind it nothing is checked again. Clients cannot
+forge these headers: the front forwards none of theirs by these names, and only the front reaches
+the processes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
 def vouch(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    """The headers by which the front says so; also that its own page asks."""
+    """The headers that identify the caller, and say whether the server's own page asks."""
     caller = exchange.caller
     text = f"{caller.own} {caller.namespace} {int(caller.operator)}"
     said = [(CALLER, text.encode("ascii")), (REQUEST, exchange.id.encode("ascii"))]
@@ -29,7 +30,7 @@ def vouch(exchange: Exchange) -> list[tuple[bytes, bytes]]:
 
 
 class VouchedKeys(Keys):
-    """Callers are whom the front says they are; the keys tell which namespaces there can be."""
+    """Trusts the front about who calls; the keys only tell which namespaces there can be."""
 
     def admit(self, headers: RawHeaders, *, local: bool = False) -> Caller:
         for name, value in headers:
@@ -40,7 +41,7 @@ class VouchedKeys(Keys):
 
 
 def vouched(app: ASGIApp) -> ASGIApp:
-    """The app with the front's ids for its requests, so that both logs speak of the same."""
+    """The app with the front's request ids, so that both logs show the same."""
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -1,7 +1,7 @@
-"""A model's process: today's server on a private socket, for the front and nobody else.
+"""A model's process: the server of one model on a private socket, for the front alone.
 
-Run as `python -m firn.fleet.worker FD`. Settings come by standard input, keys among them; news go
-out by FD. When the input ends, the front is gone: this process saves what it has and ends too.
+Run as `python -m firn.fleet.worker FD`. Settings, with API keys, come on standard input; reports go
+out on FD. When the input ends, the front is gone: this process saves its records and ends too.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ log = logging.getLogger("firn.fleet")
 REPORT_S = PROGRESS_S = 0.5
 LEAVE_S = FLUSH_S + app.STOP_S + 5.0
 LIMITS = ConnectionLimits(max_open=1 << 20, max_heads=1 << 20)
-"""The front has counted its clients already."""
+"""The front limits connections; there is no second limit behind it."""
 
 
 class FrontLink:
-    """The two pipes to the front. `tell` from any thread; orders are heard on a thread of its own."""
+    """The two pipes to the front. `tell` from any thread; orders arrive on a thread of its own."""
 
     def __init__(self, fd: int) -> None:
         self.orphaned = False
@@ -80,7 +80,7 @@ class FrontLink:
         self._obey(None)
 
     def obey(self, obey: Callable[[Mapping[str, Any] | None], None]) -> None:
-        """Who is called with each order from now on, on another thread; None: the front is gone."""
+        """Sets what is called with each order, on another thread; with None: the front is gone."""
         self._obey = obey
 
     def tell(self, event: str, **details: Any) -> None:
@@ -99,7 +99,7 @@ def _orders(fd: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _end_at_once(order: Mapping[str, Any] | None) -> None:
-    """While the model is loaded there is nothing to save, whatever the order."""
+    """While the model is being loaded there is nothing to save, whatever the order."""
     os._exit(1)
 
 
@@ -125,7 +125,7 @@ def main() -> int:
         code = uvloop.run(_run(server, _services(server, config), path, prompts, link))
     finally:
         server.close()
-    if link.orphaned:  # the last one out: nobody else clears up
+    if link.orphaned:  # the front cannot remove the socket any more
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             path.parent.rmdir()
@@ -134,7 +134,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _progress(link: FrontLink, spec: ModelSpec) -> Iterator[None]:
-    """While the model is loaded, how much of its weights is there."""
+    """Report, while the model is being loaded, how much of its weights is in memory."""
     n_weights = max(estimate(folder_of(spec)).weights_nbytes, 1)
     done = threading.Event()
 
@@ -153,7 +153,7 @@ def _progress(link: FrontLink, spec: ModelSpec) -> Iterator[None]:
 
 
 def _services(server: app.Server, config: Config) -> Services:
-    """The server's, for callers whom the front vouches for."""
+    """The server's services, for callers that the front vouches for."""
     return replace(
         server.services,
         keys=VouchedKeys(
@@ -165,7 +165,7 @@ def _services(server: app.Server, config: Config) -> Services:
 
 
 class _SocketServer(Uvicorn):
-    """On one Unix socket, which belongs to this user alone."""
+    """Listens on one Unix socket, which only this user can open."""
 
     def __init__(self, *args: Any, path: Path) -> None:
         super().__init__(*args)
@@ -209,7 +209,7 @@ async def _run(
     stopping = asyncio.Event()
 
     def stop(drain_s: float | None) -> None:
-        """Replies may end; with `drain_s` they have so long, and then they are cut."""
+        """Let replies end; with `drain_s` they are cut after that time."""
         server.event_router.drain()
         stopping.set()
         if drain_s is not None:
@@ -219,7 +219,7 @@ async def _run(
     def obey(order: Mapping[str, Any] | None) -> None:
         match order:
             case None:
-                log.warning("the front is gone: ending")
+                log.warning("the front is gone: this model's process ends")
                 no_later_than(LEAVE_S)
                 loop.call_soon_threadsafe(stop, 0.0)
             case {"do": "stop", "drain_s": drain_s}:
@@ -245,18 +245,18 @@ async def _end_when_idle(
     server: app.Server, web: Uvicorn, stopping: asyncio.Event, link: FrontLink
 ) -> None:
     await stopping.wait()
-    while server.event_router.n_calls:  # those that go on in the background, too
+    while server.event_router.n_calls:  # including replies that run in the background
         await asyncio.sleep(0.02)
     no_later_than(LEAVE_S)
     link.tell("ending")
     web.should_exit = True
 
 
-# --- how it is -----------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------
 
 
 async def _report(server: app.Server, services: Services, web: Uvicorn, link: FrontLink) -> None:
-    """Once it listens, that it is ready; then whatever has changed."""
+    """Report that it is ready once it listens, and then whatever has changed."""
     while not web.started:
         await asyncio.sleep(0.005)
     peak, last, device = 0, None, devices.device()

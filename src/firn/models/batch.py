@@ -19,7 +19,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,13 +27,16 @@ from mlx_lm.models.cache import BatchKVCache
 
 from firn.core.values import Sampling
 from firn.models.carry import HiddenAt
-from firn.models.ragged import RaggedCache
+from firn.models.ragged import ALL_COLUMNS, Columns, RaggedCache
 from firn.models.rewind import plain, ready
 from firn.models.sampling import Picker, Picks, Scores, read_logprobs, to_host
 from firn.models.verify import Taken, Verification
 
+if TYPE_CHECKING:
+    from firn.models.backlog import HeadBacklog
+
 BUFFER_TOKENS = 256
-"""mlx-lm's caches grow by so many tokens."""
+"""By how many tokens mlx-lm's caches grow."""
 MAX_WASTE = 2.0
 """A group is padded to its longest row: it holds at most this many cells for each one in use."""
 SLACK_TOKENS = 2048
@@ -85,11 +88,15 @@ class Row:
 
     @property
     def live_layers(self) -> list[Any]:
-        return self.group.layers if self.group else self.layers
+        """Its caches, its group's where it is in one; all of them hold the same tokens."""
+        if self.group is None:
+            return self.layers
+        self.group.catch_up()
+        return self.group.layers
 
     @property
     def is_live(self) -> bool:
-        return bool(self.live_layers)
+        return bool(self.group.layers if self.group else self.layers)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +107,8 @@ class Launched:
     picks: Picks
     flows: bool = False
     """It was dispatched while the step before it was in flight."""
-    is_heard: bool = False
+    is_counted: bool = False
+    """The speculation knows what it took."""
     _taken: list[Taken] | None = None
 
     @property
@@ -135,10 +143,22 @@ class Group:
     """The caches are of classes whose rows can be set back one by one: see `rewind`."""
     patience: int = 0
     """Steps until vacant seats are taken out."""
+    columns: Columns = ALL_COLUMNS
+    """What its steps of several tokens see."""
+    backlog: HeadBacklog | None = None
+    """What the model's prediction head has not read yet, where it has one."""
 
     @classmethod
-    def of_one(cls, row: Row, token: int) -> Group:
-        group = cls([row], row.layers, mx.array([token]), width=row.n_tokens)
+    def of_one(
+        cls,
+        row: Row,
+        token: int,
+        *,
+        columns: Columns = ALL_COLUMNS,
+        backlog: HeadBacklog | None = None,
+    ) -> Group:
+        group = cls([row], row.layers, mx.array([token]), columns=columns, backlog=backlog)
+        group.width = row.n_tokens
         row.layers, row.group, row.pending = [], group, [token]
         return group
 
@@ -162,6 +182,7 @@ class Group:
     def join(self, row: Row, token: int, *, n_seats: int = 1) -> None:
         """n_seats: how many it may take for this row and those that follow it soon."""
         self.settle()
+        self.catch_up()
         seat = next((i for i, r in enumerate(self.seats) if r.group is not self), None)
         if seat is not None:
             self._seat(row, token, seat)
@@ -207,10 +228,16 @@ class Group:
                 with contextlib.suppress(Exception):
                     step.read()
 
-    def make_ready(self, *, block: int = 1) -> None:
-        """Before a step with drafts. block: see `ready`."""
+    def catch_up(self) -> None:
+        """Have every layer hold the same tokens: a prediction head rests in steps without drafts."""
+        if self.backlog is not None and self.layers:
+            self.backlog.read(self.layers, [row.gap for row in self.seats])
+
+    def make_ready(self) -> None:
+        """Before a step with drafts."""
+        self.catch_up()
         if not self.is_ready:
-            self.layers = ready(self.layers, block=block)
+            self.layers = ready(self.layers, self.columns)
             self.is_ready = True
 
     def leave(self, gone: Sequence[Row]) -> None:
@@ -237,6 +264,7 @@ class Group:
 
     def _close_up(self) -> None:
         """Take out the vacant seats, and the padding that nobody needs."""
+        self.catch_up()
         self.patience = 0
         self.width = self._n_longest
         keep = [i for i, r in enumerate(self.seats) if r.group is self]

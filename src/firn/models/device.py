@@ -12,7 +12,7 @@ from firn.host.machine import memory
 CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 512, "cuda": 2048}
 """Of a prompt, between two steps of others. In exact mode they are part of the answer's bits."""
 LARGEST_CHUNKS: dict[DeviceKind, int] = {"cpu": 256, "metal": 2048, "cuda": 8192}
-"""While nobody waits, behind short contexts."""
+"""While nobody waits and the context is short."""
 
 
 @dataclass(frozen=True, slots=True)

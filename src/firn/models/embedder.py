@@ -279,7 +279,7 @@ def refuse_to_generate() -> list[Any]:
 # --- from any thread -----------------------------------------------------------------------
 
 
-class EmbedderDesk:
+class EngineEmbedder:
     """Implements core.ports.Embedder: `run` has the engine thread call a function."""
 
     def __init__(

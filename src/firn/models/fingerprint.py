@@ -35,7 +35,7 @@ SIDE_CONFIG = "hf_quant_config.json"
 """Where some exporters keep the quantisation; both loaders read it."""
 REWRITTEN_DTYPES = frozenset({"F8_E8M0"})
 """MLX does not read them: mlx-vlm changes the header of such a file, loads it, and puts it back."""
-WORTH_A_WORD_NBYTES = 1 << 30
+LOGGED_NBYTES = 1 << 30
 
 
 def fingerprint(
@@ -82,7 +82,7 @@ class Fingerprint:
             _frame(digest, part.result())
         hashed = [p for p in self._parts if p.was_hashed]
         nbytes = sum(p.nbytes for p in hashed)
-        if nbytes >= WORTH_A_WORD_NBYTES:
+        if nbytes >= LOGGED_NBYTES:
             took = time.perf_counter() - self._began
             log.info("%.1f GiB of weights hashed while they loaded (%.1f s)", nbytes / 2**30, took)
         return digest.digest()
@@ -113,7 +113,7 @@ class _Weights:
             if self._hash is not None and self._memory is not None:
                 self._memory.remember(now, digest)
         elif before is None or WeightHash(self._paths).result() != before:
-            # Known before they were loaded and the same behind it: then they were the same meanwhile.
+            # Known before they were loaded and the same afterwards: so they were the same meanwhile.
             # Hashed meanwhile, they may have been loaded before the change and hashed after it.
             where = self._paths[0].parent
             raise SetupError(f"{where}: the weights changed while they were loaded; start again.")

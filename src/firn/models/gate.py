@@ -25,16 +25,17 @@ N_KEPT = 9
 """Newest measurements of a kind; their median is believed: single slow steps say nothing."""
 N_PLAIN = 3
 """Plain steps that are seen before anything is tried."""
-N_STALE, N_UNSURE = 256, 32
-"""A width that is passed over so often forgets a measurement: what spoke against it may be over. The
-second where it has few of them, which may have been a moment's."""
-N_UNSEEN = 512
-"""Wide steps after which a plain one is looked at again."""
+N_STALE, N_UNSURE = 128, 32
+"""A width that is passed over so often forgets its dearest measurement: what spoke against it may be
+over. The second where it has few of them, which may have been a moment's."""
+N_UNSEEN, N_DOUBTFUL = 512, 16
+"""Wide steps after which plain ones are looked at again. The second, and twice as many each time, where
+they seem dearer than wide ones: it may be that a few plain ones were slow."""
 PRIOR_CHANGE = 0.3
 PRIOR_EPISODE = 2.0
 MAX_EPISODE = 16.0
 MIN_GAIN = 1.05
-"""What is expected of drafts, to give up steps in flight for them; and of more of them, once begun."""
+"""How much drafts must gain for a step in flight to be given up; below: for more drafts, once begun."""
 MIN_MORE = 1.02
 EARNED, START, MOST, LEAST = 0.01, 2.0, 20.0, -1.0
 """Plain steps that drafts may lose: for each plain step, at the start, and at any time. What they lose
@@ -43,9 +44,9 @@ N_SURE = 3
 """Measurements that outvote what was thought before."""
 MAX_OFF = 4.0
 SLOWER_RATE, FASTER_RATE = 0.1, 0.3
-"""Of what guesses took more, or less, than thought, so much is believed."""
+"""How fast the time of guesses follows a measurement that is slower, or faster, than believed."""
 MEMORY = 300.0
-"""Guesses of a kind that are remembered, as it were."""
+"""Effective number of guesses of a kind that count."""
 PRIOR_WEIGHT = 8.0
 FADING = 0.99
 Kind = tuple[int, int]
@@ -66,9 +67,9 @@ class Recent:
         self._values.append(value)
         self._median = None
 
-    def forget_one(self) -> None:
+    def forget_worst(self) -> None:
         if self._values:
-            self._values.popleft()
+            self._values.remove(max(self._values))
             self._median = None
 
     def believed(self, prior: float) -> float:
@@ -79,8 +80,9 @@ class Recent:
 
     @property
     def median(self) -> float:
+        """The lower one of two: a machine is slow at times, and never fast by accident."""
         if self._median is None:
-            self._median = statistics.median(self._values)
+            self._median = statistics.median_low(self._values)
         return self._median
 
 
@@ -93,6 +95,10 @@ class _Rows:
     change: Recent = field(default_factory=Recent)
     n_seen: Counter[int] = field(default_factory=Counter)
     n_since_plain: int = 0
+    n_doubtful: int = 0
+    n_trusted: int = N_DOUBTFUL
+    n_wanted: int = N_PLAIN
+    """Plain steps to be seen before any more is tried."""
     n_passed: int = 0
 
 
@@ -110,29 +116,39 @@ class StepTimes:
         """Between the tokens of two plain steps, one of which was in flight."""
         rows = self._of(n_rows)
         rows.plain.saw(seconds)
+        rows.n_wanted = max(rows.n_wanted - 1, 0)
         rows.n_since_plain = 0
 
     def saw_wide(self, n_rows: int, width: int, seconds: float) -> float | None:
-        """Its price in plain steps; None where that says nothing, as kernels were prepared."""
+        """What it cost in plain steps. Once some were measured, that is what is believed of its width:
+        single slow steps are the machine's doing, and happen to plain ones as well. None where it says
+        nothing, as kernels were prepared."""
         rows = self._of(n_rows)
         rows.n_since_plain += 1
         rows.n_passed = 0
         rows.n_seen[width] += 1
         if rows.n_seen[width] <= self._traits.n_preparing or not rows.plain:
             return None
-        price, most = seconds / rows.plain.median, MAX_OFF * self.price(n_rows, width)
-        rows.wide.setdefault(width, Recent()).saw(price)
-        return min(price, most)
+        measured, before = seconds / rows.plain.median, self.price(n_rows, width)
+        known = rows.wide.setdefault(width, Recent())
+        known.saw(measured)
+        price = self.price(n_rows, width)
+        rows.n_doubtful = rows.n_doubtful + 1 if price < 1.0 else 0
+        if rows.n_since_plain >= N_UNSEEN or rows.n_doubtful >= rows.n_trusted:
+            if rows.n_doubtful:
+                rows.n_trusted *= 2
+            rows.n_wanted, rows.n_doubtful = N_PLAIN, 0
+        return price if len(known) >= N_SURE else min(measured, MAX_OFF * before)
 
     def saw_episode(self, n_rows: int, n_steps: int, extra_s: float) -> float:
-        """Drafts were tried so many times in a row; going over to them and back took so much more."""
+        """So many steps in a row had drafts; changing to them and back took so much longer. Returns what
+        such a change costs, in plain steps."""
         rows = self._of(n_rows)
         self._episode += 0.2 * (min(n_steps, MAX_EPISODE) - self._episode)
         if not rows.plain:
             return 0.0
-        change = max(extra_s, 0.0) / rows.plain.median
-        rows.change.saw(change)
-        return min(change, MAX_OFF)
+        rows.change.saw(max(extra_s, 0.0) / rows.plain.median)
+        return rows.change.believed(PRIOR_CHANGE)
 
     def passed_over(self, n_rows: int) -> None:
         """No drafts were tried, though there were some."""
@@ -140,14 +156,14 @@ class StepTimes:
         rows.n_passed += 1
         for each in (*rows.wide.values(), rows.change):
             if rows.n_passed % (N_STALE if len(each) >= N_SURE else N_UNSURE) == 0:
-                each.forget_one()
+                each.forget_worst()
 
     # --- asking ----------------------------------------------------------------------------
 
     def knows(self, n_rows: int) -> bool:
-        """Whether plain steps of so many rows were seen, and not too long ago."""
+        """Whether enough plain steps with `n_rows` rows were seen, and not too long ago."""
         rows = self._rows.get(n_rows)
-        return rows is not None and len(rows.plain) >= N_PLAIN and rows.n_since_plain < N_UNSEEN
+        return rows is not None and not rows.n_wanted
 
     def plain_s(self, n_rows: int) -> float:
         return self._of(n_rows).plain.median
@@ -173,11 +189,11 @@ class StepTimes:
         above = min((w for w in seen if w > width), default=None)
         if above is None:
             return seen.get(below, 1.0) * self._prior(n_rows, width) / self._prior(n_rows, below)
-        low, share = seen.get(below, 1.0), (width - below) / (above - below)
-        return low + share * (seen[above] - low)
+        low = seen[below] if below > 1 else min(1.0 + self._traits.flat, seen[above])
+        return low + (width - below) / (above - below) * (seen[above] - low)
 
-    def hoped(self, n_rows: int, width: int) -> float:
-        """Its price if a wider step is dearer than a narrower one only as devices have it: what was
+    def lowest_price(self, n_rows: int, width: int) -> float:
+        """Its price if it exceeds that of narrower steps only as it does on such devices: what was
         measured of it may be out of date, or have been one slow step."""
         shapes = sorted({self._traits.shape(w) for w in self._traits.widths if 1 < w < width})
         own = self._prior(n_rows, self._traits.shape(width))
@@ -215,7 +231,7 @@ class Allowance:
 
 
 class DraftTimes:
-    """Seconds that guesses take which are not free, for each token of so many rows."""
+    """Seconds that the costly drafter takes for each token, by the number of rows."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -268,17 +284,15 @@ class Odds:
 
 
 @dataclass(frozen=True, slots=True)
-class Hope:
-    """One row's prospects. n_pending: tokens that it must be fed anyway.
-
-    gains[k]: how many tokens it is expected to take with k guesses.
-    """
+class ExpectedTokens:
+    """Of one row and one step. n_pending: tokens that the row must be fed anyway. gains[k]: how many
+    tokens it is expected to take with k guesses."""
 
     n_pending: int = 1
     gains: tuple[float, ...] = (1.0,)
 
     @classmethod
-    def of(cls, odds: Sequence[float], *, n_pending: int = 1) -> Hope:
+    def of(cls, odds: Sequence[float], *, n_pending: int = 1) -> ExpectedTokens:
         """odds: of each guess, given that those before it were right."""
         gains, chance = [1.0], 1.0
         for p in odds:
@@ -293,8 +307,8 @@ class Hope:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """How wide the next step is to be, and what it is expected to bring: tokens a row and plain step."""
+class BestWidth:
+    """width: of the next step. rate: tokens expected of it, for each row and plain step."""
 
     width: int
     rate: float
@@ -302,35 +316,35 @@ class Best:
 
 def best_width(
     times: StepTimes,
-    hopes: Sequence[Hope],
+    rows: Sequence[ExpectedTokens],
     *,
     n_seats: int,
     widths: Sequence[int],
     flows: bool = False,
-    hopeful: bool = False,
+    explores: bool = False,
     allowance: Allowance | None = None,
     draft_s: Callable[[int], float] = lambda width: 0.0,
-) -> Best:
+) -> BestWidth:
     """The width that brings the most tokens a second; 1 where no drafts pay.
 
     A row drafts what the width leaves beside the tokens that it must be fed. flows: a step is in flight,
-    which is given up for drafts. hopeful: try what may have become cheaper. draft_s: how long the
-    guesses for a step of this width take.
+    which drafts would give up. explores: try widths that may have become cheaper. draft_s: how long
+    guessing takes for a step of this width.
     """
-    least = max(h.n_pending for h in hopes)
-    best = Best(1, (MIN_GAIN if flows else MIN_MORE) / times.price(n_seats, least))
-    if all(len(h.gains) == 1 for h in hopes) or not times.knows(n_seats):
+    least = max(row.n_pending for row in rows)
+    best = BestWidth(1, (MIN_GAIN if flows else MIN_MORE) / times.price(n_seats, least))
+    if all(len(row.gains) == 1 for row in rows) or not times.knows(n_seats):
         return best
     change, plain_s = times.change(n_seats) if flows else 0.0, times.plain_s(n_seats)
     for width in widths:
         if width <= least:
             continue
-        price = (times.hoped if hopeful else times.price)(n_seats, width)
+        price = (times.lowest_price if explores else times.price)(n_seats, width)
         loss = 0.0 if times.is_measured(n_seats, width) else price - 1.0
         if allowance is not None and not allowance.covers(loss):
             continue
-        tokens = sum(h.tokens(width) for h in hopes) / len(hopes)
+        tokens = sum(row.tokens(width) for row in rows) / len(rows)
         rate = tokens / (price + change + draft_s(width) / plain_s)
         if rate > best.rate:
-            best = Best(width, rate)
+            best = BestWidth(width, rate)
     return best

@@ -78,7 +78,7 @@ class Constraint:
         return int(self.matcher.validate_tokens(list(draft)))
 
     def look_ahead(self, draft: Sequence[int], places: Sequence[int], nbytes: int) -> None:
-        """Write the masks of the next token and of those behind each drafted one to these addresses."""
+        """Write the masks of the next token and of those after each drafted one to these addresses."""
         n_gone = 0
         for i, place in enumerate(places):
             self.matcher.unsafe_compute_mask_ptr(place, nbytes)

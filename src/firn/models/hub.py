@@ -11,6 +11,7 @@ from pathlib import Path
 from mlx_lm import utils as mlx_utils
 
 from firn.core.errors import SetupError
+from firn.models.faults import first_line
 
 log = logging.getLogger("firn.models")
 
@@ -43,9 +44,9 @@ def folder_of(name: str, rules: HubRules) -> Path:
         why = "--offline forbids to fetch it" if rules.offline else "the hub cannot be reached"
         raise SetupError(f"{name} is not on this machine and {why}.") from e
     except FileNotFoundError as e:
-        raise SetupError(f"{name} is not wholly on this machine: {_first_line(e)}") from e
+        raise SetupError(f"{name} is not wholly on this machine: {first_line(e)}") from e
     except (HfHubHTTPError, OSError, ValueError) as e:
-        raise SetupError(f"{name} could not be fetched from the hub: {_first_line(e)}") from e
+        raise SetupError(f"{name} could not be fetched from the hub: {first_line(e)}") from e
 
 
 def fetch_into(name: str, folder: Path, rules: HubRules) -> Path:
@@ -62,7 +63,7 @@ def fetch_into(name: str, folder: Path, rules: HubRules) -> Path:
     except LocalEntryNotFoundError as e:
         raise SetupError(f"{name}: the hub cannot be reached.") from e
     except (HfHubHTTPError, OSError, ValueError) as e:
-        raise SetupError(f"{name} could not be fetched from the hub: {_first_line(e)}") from e
+        raise SetupError(f"{name} could not be fetched from the hub: {first_line(e)}") from e
 
 
 def _download(name: str, retries: int) -> Path:
@@ -80,7 +81,7 @@ def _retried(name: str, fetch: Callable[[], Path], retries: int) -> Path:
             log.warning(
                 "the download of %s broke off (%s); once more in %.0f s",
                 name,
-                _first_line(e),
+                first_line(e),
                 pause_s,
             )
             time.sleep(pause_s)
@@ -102,8 +103,3 @@ def _broke_off(error: Exception) -> bool:
         status = int(reason.response.status_code)
         return status == 429 or status >= 500
     return isinstance(reason, httpx.TransportError | ConnectionError | TimeoutError)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

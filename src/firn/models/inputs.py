@@ -21,7 +21,7 @@ class Inputs(Protocol):
         ...
 
     def shift(self, prompt: Prompt) -> int:
-        """How far rotary positions are ahead of token counts behind this prompt."""
+        """How far rotary positions are ahead of token counts after this prompt."""
         ...
 
 

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make
 
 from firn.core.errors import SetupError
 from firn.core.memory_plan import Transient
+from firn.models.faults import first_line
 from firn.models.foreign import foreign_format
 from firn.models.loader import read_config, tokenizer_fault
 from firn.models.local import find
@@ -188,7 +189,7 @@ def _check_tokenizer(folder: Path, found: _Findings) -> None:
         try:
             template = template or bool(json.loads(settings.read_bytes()).get("chat_template"))
         except (OSError, ValueError, AttributeError) as error:
-            found.problems.append(f"{settings.name} cannot be read: {_line(error)}")
+            found.problems.append(f"{settings.name} cannot be read: {first_line(error)}")
             return
     if not template:
         found.notes.append("It has no chat template: a base model, for /v1/completions.")
@@ -198,12 +199,12 @@ def _check_tokenizer(folder: Path, found: _Findings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _TensorHeader:
     dtype: str
     nbytes: int
 
 
-_Header = dict[str, _Tensor]
+_Header = dict[str, _TensorHeader]
 
 
 def _headers(folder: Path, found: _Findings) -> Iterator[tuple[str, _Header]]:
@@ -216,7 +217,7 @@ def _headers(folder: Path, found: _Findings) -> Iterator[tuple[str, _Header]]:
         try:
             yield path.name, _header(path)
         except (OSError, ValueError) as error:
-            found.problems.append(f"{path.name}: {_line(error)}")
+            found.problems.append(f"{path.name}: {first_line(error)}")
 
 
 def _header(path: Path) -> _Header:
@@ -232,7 +233,9 @@ def _header(path: Path) -> _Header:
         try:
             entries = json.loads(file.read(n_header))
             spans = {k: v["data_offsets"] for k, v in entries.items() if k != "__metadata__"}
-            tensors = {k: _Tensor(entries[k]["dtype"], end - at) for k, (at, end) in spans.items()}
+            tensors = {
+                k: _TensorHeader(entries[k]["dtype"], end - at) for k, (at, end) in spans.items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError("has a damaged header; download it again.") from error
     end = 8 + n_header + max((end for _, end in spans.values()), default=0)
@@ -249,7 +252,7 @@ def _check_index(folder: Path, headers: Mapping[str, _Header], found: _Findings)
     try:
         where: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        found.problems.append(f"{index.name} cannot be read: {_line(error)}")
+        found.problems.append(f"{index.name} cannot be read: {first_line(error)}")
         return
     names = sorted(set(where.values()))
     missing = [name for name in names if not (folder / name).exists()]
@@ -346,13 +349,13 @@ def _cache_cost(folder: Path, found: _Findings) -> CacheCost | None:
     try:
         model, _ = mlx_utils.load_model(folder, lazy=True)
     except Exception as error:  # any module of mlx-lm may run here, and doctor must go on
-        found.problems.append(f"mlx-lm cannot build it: {_line(error)}")
+        found.problems.append(f"mlx-lm cannot build it: {first_line(error)}")
         return None
     try:
         # Buffers grow in steps of 256 tokens, so this difference is exact for all of them.
         pairs = list(zip(_traced(model, 1), _traced(model, 257), strict=True))
     except Exception as error:
-        found.notes.append(f"The size of its cache could not be estimated: {_line(error)}")
+        found.notes.append(f"The size of its cache could not be estimated: {first_line(error)}")
         return None
     windows = [long for _, long in pairs if isinstance(long, RotatingKVCache | ChunkedKVCache)]
     others = [(s, b) for s, b in pairs if not isinstance(b, RotatingKVCache | ChunkedKVCache)]
@@ -394,9 +397,3 @@ def _window_nbytes(layer: Any) -> int:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _line(error: Exception) -> str:
-    """The first line of what an exception says; its class where it says nothing."""
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__

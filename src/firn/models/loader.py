@@ -25,8 +25,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.core.errors import SetupError
 from firn.core.values import ModelInfo
 from firn.models import local as local_models
+from firn.models import vision_load
 from firn.models.batch import can_batch
 from firn.models.cpu import dtype
+from firn.models.faults import first_line
 from firn.models.fingerprint import Fingerprint, weight_files
 from firn.models.foreign import WHAT_TO_DO, foreign_format
 from firn.models.hub import HubRules, folder_of
@@ -109,7 +111,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise SetupError(f"{path} cannot be read: {_first_line(e)}") from e
+        raise SetupError(f"{path} cannot be read: {first_line(e)}") from e
     if not isinstance(config, dict) or "model_type" not in config:
         raise SetupError(f"{path} names no model_type.")
     return config
@@ -130,22 +132,20 @@ def load(
 ) -> LoadedModel:
     """Read the weights and describe the model. The caller's thread owns the arrays from then on.
 
-    picture: an example from the model's processor; with it the model is loaded with its vision tower.
-    memory: where digests of weights are remembered from one start to the next.
-    cpu_dtype: whether weights that are not float32 become so; auto: if there is memory for it.
-    max_context: of what the model can attend to, this much. shard: leaves of a model that was not read
-    yet what is this rank's.
+    picture: an example from the model's processor; with it the vision tower is loaded, too. memory:
+    where digests of weights are remembered from one start to the next. cpu_dtype: whether weights
+    become float32; auto: if there is memory for it. max_context: an upper limit of the context. shard:
+    cuts a model whose weights were not read yet down to this rank's part.
     """
     config = read_config(folder)
-    vision = picture is not None
+    vision, kind = picture is not None, str(config["model_type"])
     _check_files(folder, adapter, vision=vision)
     hashing = Fingerprint(folder, adapter=adapter, vision=vision, memory=memory)
     inputs: Inputs = IdsOnly()
     if picture is None:
         model, config = _load_weights(folder, config, adapter, trust_remote_code, shard)
+        widened = dtype.apply(model, cpu_dtype)
     else:
-        from firn.models import vision_load
-
         model = inputs = vision_load.load_weights(
             folder,
             config,
@@ -153,58 +153,63 @@ def load(
             trust_remote_code=trust_remote_code,
             feature_nbytes=feature_nbytes,
         )
-    widened = dtype.apply(model.model if picture is not None else model, cpu_dtype)
-    if picture is not None:
-        vision_load.check_pictures(model, picture, str(config["model_type"]))
-    kind = str(config["model_type"])
-    try:
-        logits, layers = _first_token(model)
-    except LOAD_FAULTS as e:
-        raise SetupError(f"{folder} ({kind}) does not run on this machine: {_first_line(e)}") from e
-    digest = hashing.result()
-    if widened:  # the same weights, but other roundings
-        digest = hashlib.blake2b(digest, digest_size=32, person=b"firn-float32").digest()
+        widened = dtype.apply(model.model, cpu_dtype)
+        vision_load.check_pictures(model, picture, kind)
+    logits, layers = _first_token(model, f"{folder} ({kind})")
     why_not = can_batch(layers) or batch_fault(model, lambda: make_prompt_cache(model), kind)
-    weights = [w for _, w in tree_flatten(model.parameters())]
+    n_vocab, (weights_dtype, weights_nbytes) = int(logits.shape[-1]), _weights(model)
     info = ModelInfo(
         name=served_name,
         path=str(folder),
         architecture=kind,
-        fingerprint=digest,
+        fingerprint=_with_rounding(hashing.result(), widened=widened),
         context_length=min(context_length(config), max_context or sys.maxsize),
-        vocab_size=int(logits.shape[-1]),
-        n_embeddings=_n_embeddings(model, int(logits.shape[-1])),
-        dtype=_dtype(weights),
-        weights_nbytes=sum(w.nbytes for w in weights),
+        vocab_size=n_vocab,
+        n_embeddings=_n_embeddings(model, n_vocab),
+        dtype=weights_dtype,
+        weights_nbytes=weights_nbytes,
         layer_kinds=tuple(type(layer).__name__ for layer in layers),
         batchable=why_not is None,
         unbatchable_why=why_not,
         vision=vision,
-        whole_pictures=picture is not None and model.whole_pictures,
+        whole_pictures=vision and model.whole_pictures,
         created=int(time.time()),
     )
     return LoadedModel(model, info, lambda: make_prompt_cache(model), layers, inputs)
 
 
-def _first_token(model: Any) -> tuple[mx.array, list[Any]]:
-    """One token through the model: the proof that it runs, the width of its logits, its layers.
+def _with_rounding(digest: bytes, *, widened: bool) -> bytes:
+    """Weights that were made float32 are the same weights, and give other roundings."""
+    if not widened:
+        return digest
+    return hashlib.blake2b(digest, digest_size=32, person=b"firn-float32").digest()
+
+
+def _first_token(model: Any, name: str) -> tuple[mx.array, list[Any]]:
+    """One token through the model: the proof that it runs, its logits, its layers. Raises SetupError.
 
     MLX's CPU has no 16-bit form of some operations (mixtures of experts need one): a model that stops
     there is run in 32 bits.
     """
-    layers = make_prompt_cache(model)
-    try:
-        logits = model(mx.array([[0]]), cache=layers)
-        mx.eval(logits)
-    except RuntimeError:
-        if mx.default_device() != mx.Device(mx.cpu):
-            raise
-        model.set_dtype(mx.float32)
+
+    def run() -> tuple[mx.array, list[Any]]:
         layers = make_prompt_cache(model)
         logits = model(mx.array([[0]]), cache=layers)
         mx.eval(logits, model.parameters())
-        log.warning("this CPU backend cannot run the model in 16 bits: it runs in 32")
-    return logits, layers
+        return logits, layers
+
+    try:
+        try:
+            return run()
+        except RuntimeError:
+            if mx.default_device() != mx.Device(mx.cpu):
+                raise
+            model.set_dtype(mx.float32)
+            found = run()
+            log.warning("this CPU backend cannot run the model in 16 bits: it runs in 32")
+            return found
+    except LOAD_FAULTS as e:
+        raise SetupError(f"{name} does not run on this machine: {first_line(e)}") from e
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokenizer:
@@ -217,7 +222,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> HfTokeni
         wrapper = mlx_utils.load_tokenizer(folder, extra, eos_token_ids=eos)
     except LOAD_FAULTS as e:
         # What is missing, if that is it: a library's own first line does not name a file.
-        why = tokenizer_fault(folder) or f"The tokenizer cannot be loaded: {_first_line(e)}"
+        why = tokenizer_fault(folder) or f"The tokenizer cannot be loaded: {first_line(e)}"
         raise SetupError(f"{folder}: {why}") from e
     return HfTokenizer(wrapper)
 
@@ -239,8 +244,6 @@ def load_processor(
     config = read_config(folder)
     if not is_vision(config):
         return None
-    from firn.models import vision_load
-
     vision_load.require_extra(folder.name)
     return vision_load.load_processor(
         folder, config, tokenizer, trust_remote_code=trust_remote_code
@@ -272,7 +275,7 @@ def _check_files(folder: Path, adapter: Path | None, *, vision: bool) -> None:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             missing = sorted(f for f in named if not (folder / f).exists())
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
-            raise SetupError(f"{index} cannot be read: {_first_line(e)}") from e
+            raise SetupError(f"{index} cannot be read: {first_line(e)}") from e
         if missing:
             raise SetupError(
                 f"{folder} lacks {len(missing)} weight files, among them {missing[0]}."
@@ -301,12 +304,12 @@ def _load_weights(
             mx.eval(model.parameters())
     except LOAD_FAULTS as e:
         kind = config.get("model_type")
-        raise SetupError(f"{folder} ({kind}) cannot be loaded: {_first_line(e)}") from e
+        raise SetupError(f"{folder} ({kind}) cannot be loaded: {first_line(e)}") from e
     return model, dict(full_config)
 
 
 def _n_embeddings(model: Any, default: int) -> int:
-    """Rows of the table in which token ids are looked up; MLX reads on behind its end."""
+    """Rows of the table in which token ids are looked up; MLX reads on past its end."""
     found = {
         path: module.weight.shape[0]
         for path, module in model.named_modules()
@@ -316,16 +319,13 @@ def _n_embeddings(model: Any, default: int) -> int:
     return int(found[min(found, key=len)]) if found else default
 
 
-def _dtype(weights: list[mx.array]) -> str:
-    """The type most floating-point weights have."""
+def _weights(model: Any) -> tuple[str, int]:
+    """The type that most floating-point weights have, and the bytes of all."""
     sizes: dict[str, int] = {}
+    weights = [w for _, w in tree_flatten(model.parameters())]
     for w in weights:
         if mx.issubdtype(w.dtype, mx.floating):
             name = str(w.dtype).removeprefix("mlx.core.")
             sizes[name] = sizes.get(name, 0) + w.size
-    return max(sizes, key=lambda k: sizes[k], default="unknown")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    most = max(sizes, key=lambda k: sizes[k], default="unknown")
+    return most, sum(w.nbytes for w in weights)

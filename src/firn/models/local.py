@@ -11,20 +11,20 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocalModel:
     """A model in MLX's format. name: as its maker and it are called, "owner/model"."""
 
     name: str
     folder: Path
 
 
-def lm_studio_models(home: Path | None = None) -> list[Found]:
+def lm_studio_models(home: Path | None = None) -> list[LocalModel]:
     """Those of LM Studio that are in MLX's format, not llama.cpp's."""
     found = {f.name: f for root in reversed(_roots(home or Path.home())) for f in _models(root)}
     return [found[name] for name in sorted(found)]
 
 
-def hub_models(cache: Path | None = None) -> list[Found]:
+def hub_models(cache: Path | None = None) -> list[LocalModel]:
     """Those of the hub's cache whose newest snapshot holds weights."""
     if cache is None:
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -38,7 +38,7 @@ def hub_models(cache: Path | None = None) -> list[Found]:
         except (OSError, UnicodeDecodeError):
             continue
         if kind == "models" and _is_model(snapshot):
-            found.append(Found(name.replace("--", "/", 1), snapshot))
+            found.append(LocalModel(name.replace("--", "/", 1), snapshot))
     return found
 
 
@@ -69,11 +69,11 @@ def _roots(home: Path) -> list[Path]:
     return [*places, home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"]
 
 
-def _models(root: Path) -> Iterator[Found]:
+def _models(root: Path) -> Iterator[LocalModel]:
     for maker in _folders(root):
         for folder in _folders(maker):
             if _is_model(folder):
-                yield Found(f"{maker.name}/{folder.name}", folder)
+                yield LocalModel(f"{maker.name}/{folder.name}", folder)
 
 
 def _is_model(folder: Path) -> bool:

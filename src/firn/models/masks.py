@@ -44,7 +44,7 @@ class Masks:
         return each.view(np.bool_)
 
     def fill_ahead(self, rows: Sequence[tuple[Constraint | None, Sequence[int]]]) -> Allowed:
-        """(positions, vocabulary) for the next token of every row and behind each token of its draft.
+        """(positions, vocabulary) for the next token of every row and after each token of its draft.
 
         A draft holds nothing that its constraint forbids: see `Constraint.permitted`.
         """

@@ -1,14 +1,14 @@
 """A model with its own prediction head: one more layer, which guesses the token after the next.
 
-    hidden state behind token t-1, embedding of token t  ->  head  ->  guess of token t+1
+    hidden state after token t-1, embedding of token t  ->  head  ->  guess of token t+1
 
-The head is a part of the forward pass, and its KV one more cache of plain attention behind the others:
-batched, set back, stored and restored as they are. So is the hidden state that it goes on from, in
-models that have states of their own:
+The head's KV is one more cache of plain attention, the last one: batched, set back, stored and
+restored as they are, and written along with them or a little later (`models.backlog`). The hidden state
+that the head goes on from is a layer, too, in models that have states of their own:
 
-    layers   [the model's ...][the head's KV][the hidden state behind the newest token]
+    layers   [the model's ...][the head's KV][the hidden state after the newest token]
 
-Models of plain attention are stored by block, and a state a block would be a multiple of it: behind a
+Models of plain attention are stored by block, and a state a block would be a multiple of it: after a
 restored prefix its newest token is read once more instead (`look_back`).
 
 Owner: the engine thread.
@@ -30,7 +30,7 @@ from firn.models.vision import VisionModel
 STATE = "ArraysCache"
 
 
-class Head(nn.Module):  # type: ignore[misc]
+class PredictionHead(nn.Module):  # type: ignore[misc]
     """What DeepSeek's and Qwen's models have in common, whatever they call it."""
 
     def __init__(self, layer: nn.Module, *, hidden_size: int, eps: float) -> None:
@@ -53,7 +53,7 @@ class Head(nn.Module):  # type: ignore[misc]
 class MtpModel(nn.Module):  # type: ignore[misc]
     """Callable like mlx-lm's models; the last of its caches are the head's."""
 
-    def __init__(self, base: Any, head: Head) -> None:
+    def __init__(self, base: Any, head: PredictionHead) -> None:
         super().__init__()
         self.base = base
         self.head = head
@@ -85,25 +85,37 @@ class MtpModel(nn.Module):  # type: ignore[misc]
     def __call__(
         self, ids: mx.array, cache: list[Any], *, carry: mx.array | None = None, **inputs: Any
     ) -> mx.array:
-        """carry: (rows, width), the hidden states behind the tokens before these, where no layer keeps
-        them. inputs: what a model of pictures takes beside ids."""
-        own, last, state = split(cache)
-        hidden, embeds = self._read(ids, own, inputs)
-        if state is not None and state[0] is not None:
-            carry = state[0][:, 0]
-        if carry is None:
-            carry = mx.zeros_like(hidden[:, 0])
-        before = mx.concatenate([carry[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
+        """Model and head. carry: (rows, width), the hidden states after the tokens before these, where
+        no layer keeps them. inputs: what a model of pictures takes beside ids."""
+        last, first = split(cache)[1], self.before(cache, carry)
+        hidden, embeds = self._read(ids, cache, inputs)
+        if first is None:
+            first = mx.zeros_like(hidden[:, 0])
+        before = mx.concatenate([first[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
         self.head(before, embeds, last)
-        self._hidden = hidden
-        if state is not None:
-            state[0] = _newest(hidden, state)
         # Nothing else needs the head's keys: they would not be computed, and the graph would grow.
         logits: mx.array = mx.depends(self._logits(hidden), [last.keys, last.values])
         return logits
 
+    def without_head(self, ids: mx.array, cache: list[Any], **inputs: Any) -> mx.array:
+        """The model alone: its head's KV stays behind, until `feed_head` has these tokens, too."""
+        hidden, _ = self._read(ids, cache, inputs)
+        return self._logits(hidden)
+
+    def feed_head(self, ids: mx.array, before: mx.array, head_cache: Any) -> None:
+        """Tokens (rows, n) that the model has read, and the hidden states before them (rows, n, width).
+
+        What the head would say of them is never computed: its keys are enough.
+        """
+        self.head(before, self._embed(ids), head_cache)
+
+    def before(self, cache: list[Any], carry: mx.array | None) -> mx.array | None:
+        """(rows, width): the hidden states after the newest tokens; None where nothing is known."""
+        state = split(cache)[2]
+        return carry if state is None or state[0] is None else state[0][:, 0]
+
     def look_back(self, token: int, cache: list[Any]) -> mx.array | None:
-        """The hidden state behind a lone row's newest token, computed once more; None where its layers
+        """The hidden state after a lone row's newest token, computed once more; None where its layers
         cannot take that back. (1, 1, width)"""
         own, _, state = split(cache)
         if state is not None:
@@ -122,13 +134,19 @@ class MtpModel(nn.Module):  # type: ignore[misc]
         return self._logits(out), out
 
     def _read(
-        self, ids: mx.array, own: list[Any], inputs: dict[str, Any]
+        self, ids: mx.array, cache: list[Any], inputs: dict[str, Any]
     ) -> tuple[mx.array, mx.array]:
-        """Hidden states and embeddings, side by side."""
-        if not self._pictures:
-            return self.base.model(ids, own), self._embed(ids)
-        embeds = inputs.get("inputs_embeds")
-        hidden = self.base.hidden(ids, own, **inputs)
+        """Hidden states, which are kept as the layers keep them, and embeddings."""
+        own, _, state = split(cache)
+        embeds = inputs.get("inputs_embeds") if self._pictures else None
+        hidden: mx.array
+        if self._pictures:
+            hidden = self.base.hidden(ids, own, **inputs)
+        else:
+            hidden = self.base.model(ids, own)
+        self._hidden = hidden
+        if state is not None:
+            state[0] = _newest(hidden, state)
         return hidden, self._embed(ids) if embeds is None else embeds
 
     def _embed(self, ids: mx.array) -> mx.array:
@@ -162,7 +180,7 @@ def split(cache: list[Any]) -> tuple[list[Any], Any, Any | None]:
 
 
 def _newest(hidden: mx.array, state: Any) -> mx.array:
-    """(rows, 1, width): behind the newest token of each row; as it was for rows that took none."""
+    """(rows, 1, width): after the newest token of each row; as it was for rows that took none."""
     if state.lengths is None:
         return hidden[:, -1:]
     lengths = state.lengths[:, None, None]

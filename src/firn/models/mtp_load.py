@@ -19,7 +19,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from firn.models.mtp import Head
+from firn.models.mtp import PredictionHead
 
 log = logging.getLogger("firn.models")
 
@@ -75,7 +75,7 @@ def has_head(folder: Path, config: Mapping[str, Any]) -> bool:
     return family is not None and bool(_tensors(folder, family, _text(config)))
 
 
-def read_head(folder: Path, config: Mapping[str, Any]) -> Head:
+def read_head(folder: Path, config: Mapping[str, Any]) -> PredictionHead:
     """Raises ValueError where the files do not hold all of it."""
     family = FAMILIES[str(config["model_type"])]
     text = _text(config)
@@ -91,7 +91,7 @@ def read_head(folder: Path, config: Mapping[str, Any]) -> Head:
             parts[f"{family.parts[stem]}.{kind}"] = value
         elif name.startswith(family.layer) and not name.startswith(SHARED):
             layer[name.removeprefix(family.layer)] = value
-    head = Head(
+    head = PredictionHead(
         _layer(config, layer),
         hidden_size=int(text["hidden_size"]),
         eps=float(text["rms_norm_eps"]),
@@ -109,7 +109,7 @@ def probe(model: Any, make_layers: Callable[[], list[Any]]) -> list[Any]:
     return layers
 
 
-def nbytes_of(head: Head) -> int:
+def nbytes_of(head: PredictionHead) -> int:
     return sum(int(w.nbytes) for _, w in tree_flatten(head.parameters()))
 
 
@@ -119,7 +119,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tensors(folder: Path, family: Family, text: Mapping[str, Any]) -> Weights:
-    """The head's tensors, by their names behind the prefix. Nothing is read yet."""
+    """The head's tensors, by their names without the prefix. Nothing is read yet."""
     prefix = family.prefix.format(n=text["num_hidden_layers"])
     found: Weights = {}
     for path in glob.glob(str(folder / "*.safetensors")):

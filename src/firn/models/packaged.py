@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from firn.core.errors import SetupError
 from firn.models import wheel
-from firn.models.gguf import Unreadable, convert
+from firn.models.gguf import UnreadableGguf, convert
 
 log = logging.getLogger("firn.models")
 
@@ -169,7 +169,7 @@ def _convert(model: PackagedModel, source: Path, folder: Path) -> None:
         )
     try:
         convert(data, folder, progress=_quarters(model.name), sampling=model.sampling)
-    except Unreadable as e:
+    except UnreadableGguf as e:
         raise SetupError(f"{source} cannot be turned into a model folder: {e.message}") from e
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     (folder / MANIFEST).write_text(json.dumps(sizes, indent=2))

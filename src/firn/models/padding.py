@@ -13,21 +13,21 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.models.ragged import padded, seen_width
+from firn.models.ragged import ALL_COLUMNS, Columns, padded
 from firn.models.rewind import kind
 
 
-def in_blocks(layers: Sequence[Any], block: int) -> list[Any]:
-    """The caches for a step of several tokens: what they show is a multiple of `block` columns."""
-    if block == 1:
+def in_blocks(layers: Sequence[Any], columns: Columns) -> list[Any]:
+    """The caches as a step of several tokens is to see them."""
+    if columns == ALL_COLUMNS:
         return list(layers)
-    return [Padded(c, block) if kind(c) == "KVCache" and c.offset else c for c in layers]
+    return [Padded(c, columns) if kind(c) == "KVCache" and c.offset else c for c in layers]
 
 
 class Padded:
-    def __init__(self, layer: Any, block: int) -> None:
+    def __init__(self, layer: Any, columns: Columns) -> None:
         self._layer = layer
-        self._block = block
+        self._columns = columns
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -36,17 +36,17 @@ class Padded:
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         offset = int(self._layer.offset)
-        columns = mx.arange(seen_width(offset + N, block=self._block))[None]
+        columns = mx.arange(self._columns.seen(offset + N))[None]
         newest = mx.arange(offset, offset + N)[:, None]
         mask = columns <= newest
         if window_size is not None:
             mask = mask & (columns > newest - window_size)
-        return mask
+        return self._columns.mask(mask, self._layer.keys.dtype)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         layer = self._layer
-        width = seen_width(int(layer.offset) + keys.shape[2], block=self._block)
-        room = seen_width(max(width, layer.keys.shape[2]), block=self._block)
+        width = self._columns.seen(int(layer.offset) + keys.shape[2])
+        room = self._columns.seen(max(width, layer.keys.shape[2]))
         layer.keys, layer.values = padded(layer.keys, room), padded(layer.values, room)
         layer.update_and_fetch(keys, values)
         return layer.keys[..., :width, :], layer.values[..., :width, :]

@@ -70,33 +70,33 @@ class FeatureCache:
     def __init__(self, limit_nbytes: int) -> None:
         self.limit_nbytes = limit_nbytes
         self.n_hits = self.n_misses = 0
-        self._held: OrderedDict[bytes, Features] = OrderedDict()
+        self._features: OrderedDict[bytes, Features] = OrderedDict()
 
     def get(self, digest: bytes) -> Features | None:
-        found = self._held.get(digest)
+        found = self._features.get(digest)
         if found is None:
             self.n_misses += 1
             return None
         self.n_hits += 1
-        self._held.move_to_end(digest)
+        self._features.move_to_end(digest)
         return found
 
     def put(self, digest: bytes, features: Features) -> None:
         """Keep evaluated features; what is larger than the limit is not kept, and pushes nothing out."""
         if features.nbytes > self.limit_nbytes:
             return
-        self._held[digest] = features
-        self._held.move_to_end(digest)
+        self._features[digest] = features
+        self._features.move_to_end(digest)
         while self.nbytes > self.limit_nbytes:
-            self._held.popitem(last=False)
+            self._features.popitem(last=False)
 
     def clear(self) -> None:
         self.n_hits = self.n_misses = 0
-        self._held.clear()
+        self._features.clear()
 
     @property
     def nbytes(self) -> int:
-        return sum(f.nbytes for f in self._held.values())
+        return sum(f.nbytes for f in self._features.values())
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._features)

@@ -2,7 +2,7 @@
 
 mlx-vlm and transformers want the whole prompt with all of its pictures. One picture by itself, in the
 markup that the chat template puts around it, gives the same tokens and the same pixel values; and what
-it gives does not depend on the pictures before and behind it, so a longer chat keeps its prefix.
+it gives does not depend on the pictures before and after it, so a longer chat keeps its prefix.
 
 Used from the tokenize pool.
 """
@@ -54,7 +54,7 @@ NOT_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_to
 
 
 @dataclass(frozen=True, slots=True)
-class Processed:
+class ProcessedPicture:
     """text: what takes the placeholder's place in a rendered prompt, and becomes the tokens `ids`."""
 
     text: str
@@ -71,15 +71,18 @@ class Processed:
 
 
 class _Listener:
-    """The processor's tokenizer, with a note of the text that it was given last."""
+    """The processor's tokenizer, with a note of the text that it was given last.
+
+    Its name is part of the digest of a processor's settings, and so of every picture's records.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.heard: str | None = None
+        self.last_text: str | None = None
 
     def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
         one = text[0] if isinstance(text, list | tuple) and len(text) == 1 else text
-        self.heard = one if isinstance(one, str) else None
+        self.last_text = one if isinstance(one, str) else None
         return self._tokenizer(text, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -114,15 +117,15 @@ class VisionProcessor:
         why = faults[0] if faults else "it names no image token"
         raise SetupError(f"The model's picture processor does not work: {_one_line(why)}")
 
-    def process(self, pixels: Pixels) -> Processed:
+    def process(self, pixels: Pixels) -> ProcessedPicture:
         """Raises one of PROCESS_FAULTS."""
         from PIL import Image
 
         image = Image.fromarray(pixels)
         with self._lock:
-            self._listener.heard = None
+            self._listener.last_text = None
             found = dict(self._processor(text=[self._markup], images=[image]))
-            heard = self._listener.heard
+            last_text = self._listener.last_text
         if "images" in found:
             found["pixel_values"] = found.pop("images")
         ids = np.array(found["input_ids"], dtype=np.int64).reshape(-1)
@@ -132,11 +135,11 @@ class VisionProcessor:
             raise ValueError("the processor has put no picture into the prompt")
         tensors = {k: _to_numpy(v) for k, v in found.items() if k not in NOT_TENSORS}
         picture = Picture(ids, int(at[0]), int(at[-1]) + 1, image_token, tensors)
-        return Processed(self._own_text(heard, ids), picture)
+        return ProcessedPicture(self._own_text(last_text, ids), picture)
 
-    def _own_text(self, heard: str | None, ids: TokenArray) -> str:
+    def _own_text(self, last_text: str | None, ids: TokenArray) -> str:
         """The expanded markup, less what stands around the placeholder."""
-        text = heard if heard is not None else self._tokenizer.decode([int(t) for t in ids])
+        text = last_text if last_text is not None else self._tokenizer.decode([int(t) for t in ids])
         before, _, after = self._markup.partition(self.placeholder)
         if not (text.startswith(before) and text.endswith(after)):
             raise ValueError("the processor has changed the text around the picture")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -29,13 +30,36 @@ MAX_FEED = 32
 STEP = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a step of several tokens sees of its caches. block: they come in multiples of it, the last
+    columns masked. has_bias: masks are numbers to add, and not truth values."""
+
+    block: int = 1
+    has_bias: bool = False
+
+    def seen(self, n_tokens: int) -> int:
+        return seen_width(n_tokens, block=self.block)
+
+    def mask(self, seen: mx.array, dtype: mx.Dtype) -> mx.array:
+        """seen: true where a token sees a column. dtype: what attention computes in.
+
+        MLX's attention on CUDA adds its mask: of truth values it makes numbers in each layer anew.
+        """
+        if not self.has_bias:
+            return seen
+        return mx.where(seen, mx.array(0.0, dtype), mx.array(-mx.inf, dtype))
+
+
+ALL_COLUMNS = Columns()
+
+
 class Places:
     """Lengths and columns as arrays. The layers of a group are of the same lengths at the same step:
     what one has made, the others take."""
 
-    def __init__(self, block: int = 1) -> None:
-        """block: steps of several tokens see a multiple of so many columns, the last ones masked."""
-        self.block = block
+    def __init__(self, columns: Columns = ALL_COLUMNS) -> None:
+        self.seen = columns
         self._offsets: dict[tuple[int, ...], mx.array] = {}
         self._columns: dict[tuple[tuple[int, ...], int, int], mx.array] = {}
 
@@ -84,7 +108,7 @@ class RaggedCache:
         self.keep(lengths)
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Each row holds so many tokens, and no more."""
+        """Set how many tokens each row holds."""
         self.lengths = list(lengths)
         self.offset = self._places.offsets(self.lengths)
 
@@ -153,8 +177,9 @@ class RaggedKVCache(RaggedCache):
         return self.keys[..., :width, :], self.values[..., :width, :]
 
     def _width(self, n_new: int) -> int:
-        """Columns that a step of so many tokens sees."""
-        return seen_width(self.size() + n_new, block=self._places.block if n_new > 1 else 1)
+        """Columns that a step of `n_new` tokens sees."""
+        width = self.size() + n_new
+        return self._places.seen.seen(width) if n_new > 1 else width
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -164,7 +189,7 @@ class RaggedKVCache(RaggedCache):
         mask = columns <= newest
         if window_size is not None:
             mask = mask & (columns > newest - window_size)
-        return mask
+        return self._places.seen.mask(mask, self.keys.dtype) if N > 1 else mask
 
     def place(self, other: Any, seat: int) -> None:
         n = other.size()
@@ -255,7 +280,8 @@ class RaggedRing(RaggedCache):
         holds = end - 1 - (end - 1 - mx.arange(length)[None]) % length
         holds = holds[:, None, None, :]
         newest = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
-        return (holds >= 0) & (holds <= newest) & (holds > newest - window)
+        mask = (holds >= 0) & (holds <= newest) & (holds > newest - window)
+        return self._places.seen.mask(mask, self.keys.dtype) if N > 1 else mask
 
     def place(self, other: Any, seat: int) -> None:
         ring = RaggedRing.of([other])
@@ -285,6 +311,6 @@ def seen_width(n_tokens: int, *, block: int) -> int:
 
 
 def padded(a: mx.array, width: int) -> mx.array:
-    """(rows, heads, columns, width) with so many columns at least."""
+    """(rows, heads, columns, width), padded to at least `width` columns."""
     more = width - a.shape[2]
     return mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) if more > 0 else a

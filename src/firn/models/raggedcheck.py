@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from firn.core.memory_plan import DeviceKind
+from firn.models.batch import can_batch
+from firn.models.faults import first_line
+from firn.models.padding import in_blocks
+from firn.models.ragged import Columns
 from firn.models.rewind import Step, is_rewindable, ready
 from firn.models.selfcheck import FAR, LENGTHS, apart, prefilled
+from firn.models.traits import TRAITS, Traits
 
 FED = (3, 1, 2)
 """Of these tokens the last row takes some back, all of them where it cannot take back a part."""
+TRIED_BLOCK = 8
 
 
 def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None:
@@ -25,7 +33,7 @@ def rewind_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
     try:
         worst = _least(lambda seed: _lone_difference(model, make_layers, seed=seed))
     except Exception as e:  # whatever it is, it would have been a request's fault
-        return f"a step cannot be taken back: {_first_line(e)}"
+        return f"a step cannot be taken back: {first_line(e)}"
     return f"a step that is taken back leaves traces ({worst:.1f})" if worst > FAR else None
 
 
@@ -34,14 +42,47 @@ def ragged_fault(model: Any, make_layers: Callable[[], list[Any]]) -> str | None
     try:
         worst = _least(lambda seed: _difference(model, make_layers, seed=seed))
     except Exception as e:
-        return f"a step of unequal rows fails: {_first_line(e)}"
+        return f"a step of unequal rows fails: {first_line(e)}"
     return (
         f"rows come out different in a step of unequal rows ({worst:.1f})" if worst > FAR else None
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
+def traits_of(model: Any, make_layers: Callable[[], list[Any]], kind: DeviceKind) -> Traits:
+    """Those of the device, for this model."""
+    traits = TRAITS[kind]
+    if traits.columns.block == 1 or not _takes_bias(model, make_layers):
+        return traits
+    return replace(traits, columns=replace(traits.columns, has_bias=True))
+
+
+def _takes_bias(model: Any, make_layers: Callable[[], list[Any]]) -> bool:
+    """Whether attention takes masks of numbers. Models that mask by hand may know truth values only."""
+    n, text = LENGTHS[0], [3 * j % 50 + 1 for j in range(LENGTHS[0] + 4)]
+    cache = prefilled(model, make_layers(), text[:n])
+    group = [1, 2] if can_batch(cache) is None else [1]
+    try:
+        for n_rows in group:
+            masked, biased = (
+                _wide_logits(model, cache, [text[n:]] * n_rows, Columns(TRIED_BLOCK, has_bias))
+                for has_bias in (False, True)
+            )
+            if apart(masked, biased) > FAR:
+                return False
+    except Exception:  # whatever it is, it would have been a request's fault
+        return False
+    return True
+
+
+def _wide_logits(
+    model: Any, cache: list[Any], fed: Sequence[Sequence[int]], columns: Columns
+) -> mx.array:
+    layers = copy.deepcopy(cache)
+    if len(fed) > 1:
+        layers = [type(layer).merge([layer] * len(fed)) for layer in layers]
+    ids = mx.array([list(f) for f in fed])
+    logits: mx.array = model(ids, cache=in_blocks(ready(layers, columns), columns))
+    return logits
 
 
 def _least(difference: Callable[[int], float]) -> float:
@@ -87,7 +128,7 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
 
 
 def _alone(model: Any, layers: list[Any], ids: Sequence[int]) -> mx.array:
-    """Logits behind each of these tokens, read in one piece: a large model's steps take their time."""
+    """Logits after each of these tokens, read in one piece: a large model's steps take their time."""
     logits: mx.array = model(mx.array([list(ids)]), cache=layers)[0]
     return logits
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.models.ragged import Places, RaggedCache, RaggedKVCache, RaggedRing
+from firn.models.ragged import ALL_COLUMNS, Columns, Places, RaggedCache, RaggedKVCache, RaggedRing
 
 HOMES = frozenset({"mlx_lm.models.cache", "mlx_vlm.models.cache"})
 """Both have classes of these names, with the same fields."""
@@ -48,12 +48,9 @@ def is_rewindable(layers: Sequence[Any]) -> bool:
     )
 
 
-def ready(layers: Sequence[Any], *, block: int = 1) -> list[Any]:
-    """The same caches, of classes whose rows can be set back one by one. Done once a group.
-
-    block: steps of several tokens see a multiple of so many columns.
-    """
-    places = Places(block)
+def ready(layers: Sequence[Any], columns: Columns = ALL_COLUMNS) -> list[Any]:
+    """The same caches, of classes whose rows can be set back one by one. Done once a group."""
+    places = Places(columns)
     return [_ready(layer, places) for layer in layers]
 
 
@@ -79,7 +76,7 @@ def plain(layer: Any) -> Any:
 
 @dataclass(eq=False)
 class Step:
-    """One step of rows that take unequal numbers of tokens; the shorter ones are padded behind.
+    """One step of rows that take unequal numbers of tokens; the shorter ones are padded at their ends.
 
     `fed` is how many tokens each row takes, of a step that is as wide as the longest, or wider.
     """
@@ -118,7 +115,7 @@ class Step:
 
 
 def _choose(layer: Any, before: list[mx.array | None], accepted: Sequence[bool]) -> None:
-    """A row's state is that from behind the step if all of it was right, else that from before."""
+    """A row's state is the one after the step if all of it was right, else the one before."""
     if all(accepted):
         return
     if not any(accepted):

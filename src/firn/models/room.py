@@ -17,7 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 from firn.models.shapes import growth, rounded
 
 MORE_SHARE, MAX_MORE_TOKENS = 8, 1024
-"""Room behind a prompt, in parts of it: growing copies all there is, and most turns add little."""
+"""Room after a prompt, in parts of it: growing copies all there is, and most turns add little."""
 GROWING = (KVCache, QuantizedKVCache)
 """Exactly these: other classes use their step for windows and rings."""
 
@@ -41,7 +41,7 @@ def give_room(layers: Iterable[Any], n_tokens: int, *, few_shapes: bool = False)
 
 
 def _grow(layer: Any, room: int) -> None:
-    """Now, by a copy into a buffer with room for so many more."""
+    """Now, by a copy into a buffer with room for `room` more tokens."""
 
     def grown(a: mx.array) -> mx.array:
         more = mx.zeros((*a.shape[:-2], room, a.shape[-1]), dtype=a.dtype)

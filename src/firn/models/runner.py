@@ -27,6 +27,7 @@ from firn.core.errors import FirnError
 from firn.core.events import TokenLogprob
 from firn.core.ports import Restored
 from firn.core.values import Job, ModelInfo, Prompt
+from firn.models.backlog import HeadBacklog
 from firn.models.batch import MAX_PADDING_TOKENS, Group, Launched, Row, fork
 from firn.models.carry import HiddenAt, carry_of
 from firn.models.cpu.threads import Threads
@@ -35,12 +36,13 @@ from firn.models.masks import Masks
 from firn.models.mtp import MtpModel
 from firn.models.padding import in_blocks
 from firn.models.placing import at_positions, shifted
+from firn.models.ragged import ALL_COLUMNS, Columns
 from firn.models.rewind import Step, is_rewindable
 from firn.models.room import end_room, give_room
 from firn.models.sampling import Picker, Picks, pick, score
 from firn.models.shapes import FewShapes
 from firn.models.speculation import Speculation
-from firn.models.together import Together, can_read_together, together_fault
+from firn.models.together import BatchedPrefill, can_read_together, together_fault
 from firn.models.verify import Taken, Verification
 
 
@@ -164,7 +166,7 @@ class Runner:
             self._was_tried = True
         self._before = mx.get_active_memory(), mx.get_peak_memory()
         every = zip(rows, prompts, ends, strict=True)
-        step = Together(
+        step = BatchedPrefill(
             rows,
             [p.ids[r.n_tokens : end] for r, p, end in every],
             few_shapes=self._shapes is not None,
@@ -224,7 +226,9 @@ class Runner:
                 )
                 group.join(row, token, n_seats=1 + n_vacant)
                 return
-        self._groups.append(Group.of_one(row, token))
+        columns = self.speculation.traits.columns if self.speculation else ALL_COLUMNS
+        backlog = HeadBacklog(self._mtp) if self._mtp is not None else None
+        self._groups.append(Group.of_one(row, token, columns=columns, backlog=backlog))
 
     def _feed_pending(self, group: Group) -> None:
         """A lone row whose step was taken back, of a model that needs rows of equal steps in a group:
@@ -233,6 +237,7 @@ class Runner:
         row, rest = group.seats[0], group.seats[0].pending[:-1]
         if len(group.seats) > 1 or not rest:
             return
+        group.catch_up()
         more = self._inputs.step([row], len(rest)) | self._carry([row])
         self._model(mx.array([rest]), cache=_seen(group), **more)
         row.n_tokens += len(rest)
@@ -241,7 +246,7 @@ class Runner:
             row.hidden = [HiddenAt(self._mtp.hidden, 0, len(rest) - 1)]
 
     def resume(self, row: Row, reply: Sequence[int], *, alone: bool = True) -> None:
-        """The row was read again: go on behind this reply, after a fault in a group of its own."""
+        """The row was read again after a fault: go on after this reply. alone: in a group of its own."""
         _picker(row).replay(reply)
         row.alone = alone
         if self.speculation is not None:
@@ -285,23 +290,22 @@ class Runner:
         """What each seat is to be tried with; None for a step of one token each."""
         found = None
         if self.speculation is not None:
-            found = self.speculation.plan(group, lambda: self._hear(group))
+            found = self.speculation.plan(group, lambda: self._read_all(group))
         if found is None and any(len(r.pending) > 1 for r in group.seats):
             return [()] * len(group.seats)
         return found
 
     def _launch_one(self, group: Group) -> None:
-        flows = any(not step.is_heard for step in group.unread)
+        flows = any(not step.is_counted for step in group.unread)
         self._prepare(len(group.seats))
-        more = self._inputs.step(group.seats) | self._carry(group.seats)
-        logits = self._model(group.inputs[:, None], cache=_seen(group), **more)[:, -1, :]
+        logits = self._next_logits(group)
         # The step consumes position n_tokens, so it picks the one after.
         forced = [r.forced.pop(r.n_tokens + 1, None) if r.forced else None for r in group.seats]
         pickers = [_picker(r) for r in group.seats]
         allowed = None
         if any(p.constraint for p in pickers):
             mx.async_eval(group.layers[len(group.layers) // 2].state)
-            self._hear(group)
+            self._read_all(group)
             allowed = mx.array(self._masks.fill([p.constraint for p in pickers]))
         picks = self._pick(logits, pickers, forced, allowed=allowed)
         mx.async_eval(picks.arrays)
@@ -312,11 +316,25 @@ class Runner:
             if self._mtp is not None:
                 row.hidden = [HiddenAt(self._mtp.hidden, i, 0)]
 
+    def _next_logits(self, group: Group) -> mx.array:
+        """(seats, vocabulary), of one token a seat. A prediction head rests meanwhile."""
+        ids, more = group.inputs, self._inputs.step(group.seats)
+        logits: mx.array
+        if self._mtp is None or group.backlog is None:
+            logits = self._model(ids[:, None], cache=_seen(group), **more)
+            return logits[:, -1, :]
+        before = self._mtp.before(group.layers, carry_of(group.seats))
+        logits = self._mtp.without_head(ids[:, None], _seen(group), **more)
+        group.backlog.add(ids, mx.zeros_like(self._mtp.hidden[:, 0]) if before is None else before)
+        if group.backlog.is_full:
+            group.catch_up()
+        return logits[:, -1, :]
+
     def _launch_several(self, group: Group, drafts: Sequence[tuple[int, ...]]) -> None:
         """Every token of these rows is on the host: what they were guessed from."""
         assert self.speculation is not None
         traits = self.speculation.traits
-        group.make_ready(block=traits.block)
+        group.make_ready()
         seats = tuple(group.seats)
         fed = [(*r.pending, *draft) for r, draft in zip(seats, drafts, strict=True)]
         width = max(map(len, fed))
@@ -326,11 +344,11 @@ class Runner:
         step = Step(group.layers, [len(f) for f in fed], width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
         more = self._inputs.step(seats, width) | self._carry(seats)
-        logits = self._model(ids, cache=_seen(group, block=traits.block), **more)
+        logits = self._model(ids, cache=_seen(group, group.columns), **more)
         pickers = tuple(
             tuple(_picker(r).ahead(draft)) for r, draft in zip(seats, drafts, strict=True)
         )
-        # Row r's next token is picked behind its last pending one, and so on behind each guess.
+        # Row r's next token is picked after its last pending one, and so on after each guess.
         first = [i * width + len(r.pending) - 1 for i, r in enumerate(seats)]
         places = [n + j for n, each in zip(first, pickers, strict=True) for j in range(len(each))]
         logits = logits.reshape(-1, logits.shape[-1])[mx.array(places)]
@@ -391,16 +409,16 @@ class Runner:
             mx.clear_cache()  # most often there was too little memory
             raise
 
-    def _hear(self, group: Group) -> None:
+    def _read_all(self, group: Group) -> None:
         """Have every dispatched token on the host; grammars and drafters then know them."""
         for step in group.unread:
             self._read(group, step)
 
     def _read(self, group: Group, step: Launched | Verification) -> list[Taken]:
         taken = step.read()
-        if self.speculation is not None and not step.is_heard:
-            step.is_heard = True
-            self.speculation.heard(group, taken, step)
+        if self.speculation is not None and not step.is_counted:
+            step.is_counted = True
+            self.speculation.count(group, taken, step)
         return taken
 
     def close(self) -> None:
@@ -443,9 +461,9 @@ def _picked(taken: Taken) -> list[PickedToken]:
     return out
 
 
-def _seen(group: Group, *, block: int = 1) -> list[Any]:
-    """The group's caches as the model sees them; block: columns come in multiples of it."""
-    return shifted(in_blocks(group.layers, block), [row.gap for row in group.seats])
+def _seen(group: Group, columns: Columns = ALL_COLUMNS) -> list[Any]:
+    """The group's caches as the model sees them."""
+    return shifted(in_blocks(group.layers, columns), [row.gap for row in group.seats])
 
 
 def _picker(row: Row) -> Picker:

@@ -139,7 +139,7 @@ class Picker:
             self._counts = mx.array(counts[None].astype(np.float32))
 
     def ahead(self, draft: Sequence[int]) -> list[Picker]:
-        """One picker for the next token and one behind each drafted one, as if all were right.
+        """One picker for the next token and one after each drafted one, as if all were right.
 
         Their grammars are not asked: what those allow is for the caller to know, position by position.
         """

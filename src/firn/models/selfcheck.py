@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from firn.models.faults import first_line
 from firn.models.sampling import to_host
 
 LENGTHS = (13, 4, 9)
@@ -41,7 +42,7 @@ def batch_fault(model: Any, make_layers: Callable[[], list[Any]], architecture: 
         try:
             worst.append(_difference(model, make_layers, seed=trial))
         except (ValueError, RuntimeError, TypeError, IndexError) as e:
-            return f"a batched step of mlx-lm's {architecture} fails: {str(e).splitlines()[0]}"
+            return f"a batched step of mlx-lm's {architecture} fails: {first_line(e)}"
     # A near-tie in expert routing may flip one trial; a wrong mask is off in all of them.
     if min(worst) > FAR:
         return f"rows of mlx-lm's {architecture} come out different in a batch ({min(worst):.1f})"

@@ -9,7 +9,9 @@ end, those behind each token masked:
     cells       # [0, offset) read before  # [offset, offset + n_new) new  . padding  . room
     passed to the model                                          width |            | columns
 
-The padding is written behind the row's end, where nobody looks and the next tokens go.
+The padding is written behind the row's end, where nobody looks and the next tokens go. A wide chunk that
+begins in a full one's place needs no mask: tokens are seen by those behind them only, and padding comes
+last. It sees columns up to its own padded end.
 
 Owner: the engine thread, through a runner.
 """
@@ -26,6 +28,7 @@ from mlx_lm.models.cache import KVCache
 
 from firn.core.common_chunks import common_end
 from firn.core.values import TokenArray
+from firn.models.faults import first_line
 from firn.models.selfcheck import FAR, apart, prefilled
 
 WIDTHS = (16, 64, *range(256, 2049, 256))
@@ -86,6 +89,8 @@ class FewShapes:
         width = width_for(n_new)
         if not width or offset + width > n_room or (n_new == FULL and offset % FULL == 0):
             return None
+        if width > NARROW and offset % FULL == 0:
+            return PaddedPass(width, [_ShortenedCache(layer, n_new) for layer in layers])
         n_columns = n_room
         if width > NARROW:
             n_columns = min(-(-(offset + width) // FULL) * FULL, n_room)
@@ -115,8 +120,24 @@ class _Masks:
         return mask
 
 
+class _ShortenedCache:
+    """A lone row's cache during one pass whose last tokens are padding: they are forgotten."""
+
+    def __init__(self, cache: KVCache, n_new: int) -> None:
+        self._cache, self._n_new = cache, n_new
+        self.offset = cache.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        padded: tuple[mx.array, mx.array] = self._cache.update_and_fetch(keys, values)
+        self._cache.offset = self.offset + self._n_new
+        return padded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
 class _PaddedCache:
-    """A lone row's cache during one pass."""
+    """A lone row's cache during one pass, with columns that are masked."""
 
     def __init__(self, cache: KVCache, n_new: int, masks: _Masks) -> None:
         self._cache, self._n_new, self._masks = cache, n_new, masks
@@ -155,7 +176,7 @@ def few_shapes(model: Any, make_layers: Callable[[], list[Any]]) -> FewShapes:
         last = mx.array([ids[-1:].tolist()])
         far = apart(*(model(last, cache=layers)[0, -1] for layers in (plain, padded)))
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as e:
-        raise ValueError(f"a padded pass fails: {str(e).splitlines()[0]}") from e
+        raise ValueError(f"a padded pass fails: {first_line(e)}") from e
     if far > FAR:
         raise ValueError(f"tokens come out different of a padded pass ({far:.1f})")
     return shapes

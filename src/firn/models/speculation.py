@@ -6,7 +6,7 @@ flight as ever. Drafts need the newest token on the host: a group that drafts ha
 changes over, for an episode of such steps, when its drafts promise more than that costs.
 
     plain  plain  plain | wide  wide  wide | plain  plain
-                  ^ heard early: nothing    ^ comes late: two steps are built before it is heard
+                  ^ read early: nothing     ^ comes late: two steps are built before it is read
                     else is in flight
 
     sure guesses first     tokens that are forced (a thinking budget's end), or that a grammar leaves no
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from firn.core.values import Job
 from firn.models.drafters import NOTHING, Drafter, Guess
-from firn.models.gate import Allowance, DraftTimes, Hope, Odds, StepTimes, best_width
+from firn.models.gate import Allowance, DraftTimes, ExpectedTokens, Odds, StepTimes, best_width
 from firn.models.ragged import MAX_FEED
 from firn.models.traits import TRAITS, Traits
 from firn.models.verify import Verification
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 MAX_DRAFT = MAX_FEED - 1
 SURE, SURE_ODDS = -1, 0.999
-"""The source of guesses that hardly can be wrong."""
+"""Source and odds of guesses that can hardly be wrong."""
 GRAMMAR, GRAMMAR_ODDS = -2, 0.95
-"""Of text that a grammar leaves no choice about; a model may cut it into other tokens."""
-HOPE_EVERY = 16
-"""One step with drafts in so many is of a width that may have become cheaper than it was."""
+"""Of text that a grammar leaves no choice about, which a model may cut into other tokens."""
+EXPLORE_EVERY = 16
+"""Every 16th step with drafts tries a width that may have become cheaper than it was."""
 WEAK_ODDS, N_REST = 0.4, 3
 MAX_CHARGE = 4.0
 """Plain steps that guesses for one step can have taken: more was the machine's doing."""
-MAX_DEAR, DEAR_WIDTH = 8, 5
-"""Guesses that take time: how many there are, and at which width they are compared with others."""
+MAX_COSTLY, COMPARED_WIDTH = 8, 5
+"""Guesses of the costly drafter: how many at most; at which width they are compared with free ones."""
 
 
 @dataclass(eq=False, slots=True)
-class Record:
-    """One row's guesses. `next` is what the drafter `source` guessed behind its newest known token.
+class RowGuesses:
+    """`next` is what the drafter `source` guesses to follow the row's newest known token.
 
-    is_ready: the drafter whose guesses take time has read the row's text. rest: tokens until somebody
-    looks for free guesses again.
+    is_ready: the costly drafter has read the row's text. rest: tokens until the free drafters are asked
+    again.
     """
 
     odds: Odds = field(default_factory=Odds)
@@ -65,8 +65,8 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Width:
-    """Of the next step; `asks`: rows that the dear drafter guesses for."""
+class DraftPlan:
+    """width: tokens of a row in the next step. asks: rows that the costly drafter guesses for."""
 
     width: int
     asks: tuple[Row, ...] = ()
@@ -74,10 +74,10 @@ class Width:
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """When a group's newest tokens came, and how. n_wide: steps of several tokens, since the last plain
-    one. drained_s: that one was read early, for drafts, and took so much more than others."""
+    """When a group's newest tokens were read. n_wide: steps of several tokens since the last plain one.
+    drained_s: that one was read early, for drafts, and took so much longer than others."""
 
-    heard_at: float
+    read_at: float
     n_wide: int = 0
     drained_s: float | None = None
 
@@ -120,15 +120,15 @@ class Speculation:
         self.allowance = Allowance()
         self._drafters = drafters
         self._free = [i for i, d in enumerate(drafters) if d.is_free]
-        self._dear = next((i for i, d in enumerate(drafters) if not d.is_free), None)
+        self._costly = next((i for i, d in enumerate(drafters) if not d.is_free), None)
         self._max_draft = min(traits.widths[-1] - 1, MAX_DRAFT)
         self.in_groups = in_groups
         self._clock = clock
         self._odds = Odds()
-        self._rows: dict[Row, Record] = {}
+        self._rows: dict[Row, RowGuesses] = {}
         self._draft_times = DraftTimes()
         self._paces: dict[int, _Pace] = {}
-        """By group: unless something else was computed since."""
+        """By group; without those for which the device has computed something else since."""
         self._drains = False
 
     # --- rows ------------------------------------------------------------------------------
@@ -136,30 +136,30 @@ class Speculation:
     def open(self, row: Row, job: Job) -> None:
         self.disturbed()
         if job.speculates:
-            self._rows[row] = Record()
+            self._rows[row] = RowGuesses()
             for drafter in self._drafters:
                 drafter.open(row, job)
 
     def took(self, row: Row, tokens: Sequence[int]) -> None:
-        """The row's reply goes on with these: how good were the guesses, and what are the next?"""
-        record = self._rows.get(row)
-        if record is None:
+        """The row's reply goes on with these tokens: judge its guesses by them, and make new ones."""
+        guessed = self._rows.get(row)
+        if guessed is None:
             return
-        guess, source = record.next, record.source
-        for token, guessed, kind in zip(tokens, guess.tokens, guess.kinds, strict=False):
+        guess, source = guessed.next, guessed.source
+        for token, expected, kind in zip(tokens, guess.tokens, guess.kinds, strict=False):
             if source != SURE:
-                self._odds.saw((source, kind), token == guessed)
-                record.odds.saw((source, kind), token == guessed)
-            if token != guessed:
+                self._odds.saw((source, kind), token == expected)
+                guessed.odds.saw((source, kind), token == expected)
+            if token != expected:
                 break
         for drafter in self._drafters:
             drafter.took(row, tokens)
-        record.next, record.source = NOTHING, 0
-        if record.rest:
-            record.rest -= 1
+        guessed.next, guessed.source = NOTHING, 0
+        if guessed.rest:
+            guessed.rest -= 1
         else:
-            self._look(row, record)
-            record.rest = self._rest(row, record)
+            self._look(row, guessed)
+            guessed.rest = self._rest(row, guessed)
 
     def close(self, row: Row) -> None:
         if self._rows.pop(row, None) is not None:
@@ -175,10 +175,10 @@ class Speculation:
 
     # --- steps -----------------------------------------------------------------------------
 
-    def plan(self, group: Group, hear: Callable[[], None]) -> list[tuple[int, ...]] | None:
+    def plan(self, group: Group, read_all: Callable[[], None]) -> list[tuple[int, ...]] | None:
         """One draft for each seat, or None for a step of one token each.
 
-        hear: has every token of the group on the host, and tells `took` of them.
+        read_all: brings every token of the group to the host, and calls `count` for each step.
         """
         if len(group.seats) > 1 and not self.in_groups:
             return None
@@ -192,10 +192,10 @@ class Speculation:
                 self._pass_over(group, known)
                 return None
             with self._draining():
-                hear()
-        for row, record in known:
-            self._look(row, record)
-            record.next = _within(row, record.next)
+                read_all()
+        for row, guessed in known:
+            self._look(row, guessed)
+            guessed.next = _within(row, guessed.next)
         best = self._width(group)
         if best.width == 1:
             return None
@@ -212,8 +212,8 @@ class Speculation:
             drafts.append(found.next.tokens)
         return drafts if any(drafts) else None
 
-    def heard(self, group: Group, taken: Sequence[Taken], step: Launched | Verification) -> None:
-        """A step's tokens have come."""
+    def count(self, group: Group, taken: Sequence[Taken], step: Launched | Verification) -> None:
+        """A step's tokens were read: learn what the step took and how good its guesses were."""
         self._time(group, taken, step)
         totals = self.totals
         totals.n_steps += 1
@@ -233,7 +233,7 @@ class Speculation:
         if pace is None:
             self._paces[id(group)] = _Pace(now)
             return
-        seconds, pace.heard_at = now - pace.heard_at, now
+        seconds, pace.read_at = now - pace.read_at, now
         if isinstance(step, Verification):
             pace.n_wide += 1
             price = self.times.saw_wide(n_rows, step.width, seconds)
@@ -255,7 +255,7 @@ class Speculation:
 
     @contextmanager
     def _draining(self) -> Iterator[None]:
-        """Steps are read early here, to draft behind them."""
+        """Steps that are read within are read early, so that drafts can follow."""
         self._drains = True
         try:
             yield
@@ -263,61 +263,61 @@ class Speculation:
             self._drains = False
 
     def disturbed(self) -> None:
-        """Something else is computed: the time until the next tokens says nothing."""
+        """The device computes something else: the time until the next tokens says nothing."""
         self._paces.clear()
 
     # --- guesses ---------------------------------------------------------------------------
 
-    def _look(self, row: Row, record: Record) -> None:
-        """What comes next, as far as that can be told for nothing."""
+    def _look(self, row: Row, guessed: RowGuesses) -> None:
+        """Guess what comes next, with whatever costs nothing."""
         sure, source = _forced(row), SURE
         if not sure and row.picker is not None and row.picker.constraint is not None:
             sure, source = row.picker.constraint.forced(), GRAMMAR
         if sure:
             tokens = tuple(sure[:MAX_DRAFT])
-            record.next, record.source = Guess(tokens, (0,) * len(tokens)), source
+            guessed.next, guessed.source = Guess(tokens, (0,) * len(tokens)), source
             return
-        record.next, record.source = NOTHING, 0
+        guessed.next, guessed.source = NOTHING, 0
         if row.forced:  # soon, unless the caller thinks better of it before the row is there
             return
         for i in self._free:
             guess = self._drafters[i].guess([row], self._max_draft)[0]
             if guess.tokens:
-                record.next, record.source = guess, i
+                guessed.next, guessed.source = guess, i
                 return
 
-    def _rest(self, row: Row, record: Record) -> int:
-        """Looking takes the host's time: where guesses are weak, or none, it is done now and then."""
+    def _rest(self, row: Row, guessed: RowGuesses) -> int:
+        """Guessing takes the host's time: rows whose guesses are weak do it every few tokens only."""
         is_bound = row.forced or (row.picker is not None and row.picker.constraint is not None)
-        if is_bound or not self._free:
-            return 0
-        kinds = record.next.kinds
-        weak = not kinds or self._chance(record, record.source, kinds[0]) < WEAK_ODDS
-        return N_REST if weak else 0
+        return N_REST if self._free and not is_bound and self._is_weak(guessed) else 0
 
-    def _prepare(self, known: Sequence[tuple[Row, Record]]) -> None:
-        """One row that is not ready reads on: others must not wait for more."""
-        if self._dear is None:
+    def _is_weak(self, guessed: RowGuesses) -> bool:
+        kinds = guessed.next.kinds
+        return not kinds or self._chance(guessed, guessed.source, kinds[0]) < WEAK_ODDS
+
+    def _prepare(self, known: Sequence[tuple[Row, RowGuesses]]) -> None:
+        """Let one row that is not ready read on. Only one: the others wait meanwhile."""
+        if self._costly is None:
             return
-        late = [(row, record) for row, record in known if not record.is_ready]
+        late = [(row, guessed) for row, guessed in known if not guessed.is_ready]
         if late:
-            row, record = late[self.totals.n_steps % len(late)]
+            row, guessed = late[self.totals.n_steps % len(late)]
             with self._aside():
-                record.is_ready = self._drafters[self._dear].prepare(row)
+                guessed.is_ready = self._drafters[self._costly].prepare(row)
 
-    def _ask(self, best: Width) -> None:
-        """Have the dear drafter guess for the rows that gain by it."""
-        assert self._dear is not None
+    def _ask(self, best: DraftPlan) -> None:
+        """Have the costly drafter guess for the rows that gain by it."""
+        assert self._costly is not None
         n = best.width - 1
         began = self._clock()
         with self._aside():
-            guesses = self._drafters[self._dear].guess(best.asks, n)
+            guesses = self._drafters[self._costly].guess(best.asks, n)
         took_s = self._clock() - began
         for row, guess in zip(best.asks, guesses, strict=True):
-            record = self._rows[row]
-            record.is_ready = bool(guess.tokens)
-            record.next, record.source = guess, self._dear
-            record.next = _within(row, guess)
+            guessed = self._rows[row]
+            guessed.is_ready = bool(guess.tokens)
+            guessed.next, guessed.source = guess, self._costly
+            guessed.next = _within(row, guess)
         group = best.asks[0].group
         n_seats = len(group.seats) if group else 0
         if self._draft_times.saw(len(best.asks), took_s / max(n, 1)) and self.times.knows(n_seats):
@@ -325,86 +325,90 @@ class Speculation:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """What is done here is no part of a step's time."""
+        """What is done within does not count as a step's time."""
         began = self._clock()
         yield
         took_s = self._clock() - began
         for pace in self._paces.values():
-            pace.heard_at += took_s
+            pace.read_at += took_s
 
-    def _width(self, group: Group, *, flows: bool = False) -> Width:
-        """How wide the next step is best, with the free guesses alone or with those that take time.
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+        """The best width of the next step, with free guesses alone or with the costly drafter's.
 
         flows: a step is in flight, whose token nobody has read.
         """
-        if self._dear is None and not any(
+        if self._costly is None and not any(
             self._rows[r].next.tokens for r in group.rows if r in self._rows
         ):
-            return Width(1)
+            return DraftPlan(1)
         n_seats, free, asks = len(group.seats), [], []
-        mixed: list[Hope] = []
+        mixed: list[ExpectedTokens] = []
         for row in group.rows:
-            record = self._rows.get(row)
+            guessed = self._rows.get(row)
             # Of a row with a step in flight, the first guess is about that one.
             n_pending = 1 if group.unread else len(row.pending)
-            hope = self._hope(record, n_pending)
-            free.append(hope)
-            dear = self._dear_hope(row, record, n_pending)
-            if dear is not None and dear.tokens(DEAR_WIDTH) > hope.tokens(DEAR_WIDTH):
+            expected = self._expected_of_free(guessed, n_pending)
+            free.append(expected)
+            costly = self._expected_of_costly(row, guessed, n_pending)
+            if costly is not None and costly.tokens(COMPARED_WIDTH) > expected.tokens(
+                COMPARED_WIDTH
+            ):
                 asks.append(row)
-                hope = dear
-            mixed.append(hope)
+                expected = costly
+            mixed.append(expected)
         choose = partial(
             best_width,
             self.times,
             n_seats=n_seats,
             widths=self.traits.widths,
             flows=flows,
-            hopeful=self.totals.n_draft_steps % HOPE_EVERY == HOPE_EVERY - 1,
+            explores=self.totals.n_draft_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1,
             allowance=self.allowance,
         )
         best = choose(free)
         if asks:
             per_token = self._draft_times.of(len(asks))
-            with_dear = choose(mixed, draft_s=lambda width: per_token * (width - 1))
-            if with_dear.width > 1 and with_dear.rate > best.rate:
-                return Width(with_dear.width, tuple(asks))
-        return Width(best.width)
+            with_costly = choose(mixed, draft_s=lambda width: per_token * (width - 1))
+            if with_costly.width > 1 and with_costly.rate > best.rate:
+                return DraftPlan(with_costly.width, tuple(asks))
+        return DraftPlan(best.width)
 
-    def _hope(self, record: Record | None, n_pending: int) -> Hope:
-        if record is None:
-            return Hope(n_pending)
-        if record.source == SURE:
-            return Hope.of([SURE_ODDS] * len(record.next.tokens), n_pending=n_pending)
-        kinds = record.next.kinds
-        odds = {kind: self._chance(record, record.source, kind) for kind in set(kinds)}
-        return Hope.of([odds[kind] for kind in kinds], n_pending=n_pending)
+    def _expected_of_free(self, guessed: RowGuesses | None, n_pending: int) -> ExpectedTokens:
+        if guessed is None:
+            return ExpectedTokens(n_pending)
+        if guessed.source == SURE:
+            return ExpectedTokens.of([SURE_ODDS] * len(guessed.next.tokens), n_pending=n_pending)
+        kinds = guessed.next.kinds
+        odds = {kind: self._chance(guessed, guessed.source, kind) for kind in set(kinds)}
+        return ExpectedTokens.of([odds[kind] for kind in kinds], n_pending=n_pending)
 
-    def _dear_hope(self, row: Row, record: Record | None, n_pending: int) -> Hope | None:
-        if self._dear is None or record is None or not record.is_ready or row.forced:
+    def _expected_of_costly(
+        self, row: Row, guessed: RowGuesses | None, n_pending: int
+    ) -> ExpectedTokens | None:
+        if self._costly is None or guessed is None or not guessed.is_ready or row.forced:
             return None
-        if record.source < 0 and record.next.tokens:
+        if guessed.source < 0 and guessed.next.tokens:
             return None
-        odds = [self._chance(record, self._dear, i) for i in range(MAX_DEAR)]
-        return Hope.of(odds, n_pending=n_pending)
+        odds = [self._chance(guessed, self._costly, i) for i in range(MAX_COSTLY)]
+        return ExpectedTokens.of(odds, n_pending=n_pending)
 
-    def _chance(self, record: Record, source: int, kind: int) -> float:
+    def _chance(self, guessed: RowGuesses, source: int, kind: int) -> float:
         prior = GRAMMAR_ODDS if source == GRAMMAR else self._drafters[source].odds(kind)
-        return record.odds.of((source, kind), self._odds.of((source, kind), prior))
+        return guessed.odds.of((source, kind), self._odds.of((source, kind), prior))
 
-    def _pass_over(self, group: Group, known: Sequence[tuple[Row, Record]]) -> None:
-        if self._dear is not None or any(record.next.tokens for _, record in known):
+    def _pass_over(self, group: Group, known: Sequence[tuple[Row, RowGuesses]]) -> None:
+        if self._costly is not None or any(guessed.next.tokens for _, guessed in known):
             self.times.passed_over(len(group.seats))
-        if self._dear is not None:
+        if self._costly is not None:
             self._draft_times.forgive()
-            kinds = [(self._dear, i) for i in range(MAX_DEAR)]
+            kinds = [(self._costly, i) for i in range(MAX_COSTLY)]
             self._odds.fade(kinds)
-            for _, record in known:
-                record.odds.fade(kinds)
+            for _, guessed in known:
+                guessed.odds.fade(kinds)
 
 
 def _forced(row: Row) -> list[int]:
-    """What is given of the row's next tokens."""
+    """The row's next tokens, as far as they are forced."""
     if not row.forced:
         return []
     found, at = [], row.n_tokens + len(row.pending)
@@ -415,7 +419,7 @@ def _forced(row: Row) -> list[int]:
 
 
 def _within(row: Row, guess: Guess) -> Guess:
-    """As much of it as the row can take: its end, its length and its grammar are not guessed over."""
+    """As much of it as the row can take: no guesses past its end token, its limit or its grammar."""
     n = min(len(guess.tokens), row.limit - row.n_tokens - len(row.pending) - 1)
     n = min(n, MAX_FEED - len(row.pending))
     n = next((i for i, t in enumerate(guess.tokens[: max(n, 0)]) if t in row.ends), max(n, 0))

@@ -1,8 +1,8 @@
 """Several rows' prompts read in one pass.
 
 mlx-lm's batched cache holds the rows' pasts side by side, right-justified; their new tokens follow from
-one column on, shorter ones padded behind. So each row's tokens lie in one piece, and its own caches
-become views of that: nothing is moved.
+one column on, shorter ones padded at their ends. So each row's tokens lie in one piece, and its own
+caches become views of that: nothing is moved.
 
     row 0   . . p p p | n n n n n        row 0 holds columns [2, 10)
     row 1   p p p p p | n n . . .        row 1 holds columns [0, 7)
@@ -50,7 +50,7 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
         rows.append(row)
         if n_past:
             prefilled(model, row.layers, text[:n_past])
-    step = Together(rows, [np.array(t[n:-1]) for t, n in zip(texts, PASTS, strict=True)])
+    step = BatchedPrefill(rows, [np.array(t[n:-1]) for t, n in zip(texts, PASTS, strict=True)])
     model(step.feed, cache=step.layers)
     step.share_out()
     return max(
@@ -59,7 +59,7 @@ def _difference(model: Any, make_layers: Callable[[], list[Any]], *, seed: int) 
     )
 
 
-class Together:
+class BatchedPrefill:
     """One pass: `feed` is run through the model with `layers`, then each row takes its own."""
 
     def __init__(

@@ -137,7 +137,7 @@ class HfTokenizer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """What stands before and behind a text that is encoded with its special tokens."""
+        """What stands before and after a text that is encoded with its special tokens."""
         bare = self.encode("a", add_special=False)
         whole = self.encode("a", add_special=True)
         for at in range(len(whole) - len(bare) + 1):

@@ -2,7 +2,7 @@
 
 CUDA: a step takes about as long as its launches, however many tokens it has; but attention to several
 tokens at once is planned anew for each shape, which takes longer than many steps. So there the steps
-come in few widths, and see a multiple of `block` columns, the last ones masked.
+come in few widths, and see blocks of columns, the last ones masked.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from firn.core.memory_plan import DeviceKind
+from firn.models.ragged import ALL_COLUMNS, Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Traits:
     flat: float = 0.0
     widths: tuple[int, ...] = (1, 2, 3, 5, 9, 17)
     shapes: tuple[int, ...] = ()
-    block: int = 1
+    columns: Columns = ALL_COLUMNS
     n_preparing: int = 0
 
     def shape(self, width: int) -> int:
@@ -37,9 +38,9 @@ TRAITS: dict[DeviceKind, Traits] = {
     "cuda": Traits(
         slope=0.003,
         flat=0.25,
-        widths=(1, 2, 3, 5, 9, 16, 32),
-        shapes=(16, 32),
-        block=512,
+        widths=(1, 2, 3, 5, 8, 16, 32),
+        shapes=(8, 16, 32),
+        columns=Columns(block=512),
         n_preparing=2,
     ),
 }

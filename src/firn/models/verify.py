@@ -5,7 +5,7 @@
     taken       p0 ... pa, where draft[:a] == picked[:a]: the guesses that came true and one more
 
 What a row takes is what it would have picked one by one, so speculation never changes a text. A row
-ends at its end token, whatever was guessed behind it.
+ends at its end token, whatever was guessed after it.
 
 Owner: the engine thread, through a group.
 """
@@ -53,7 +53,8 @@ class Verification:
     hidden: mx.array | None = None
     """The model's states, where it has a prediction head."""
     is_settled: bool = False
-    is_heard: bool = False
+    is_counted: bool = False
+    """The speculation knows what it took."""
     fault: Exception | None = None
     _taken: list[Taken] = field(default_factory=list)
 

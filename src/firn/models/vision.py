@@ -17,7 +17,7 @@ import numpy as np
 from firn.core.values import PictureSpan, Prompt
 from firn.models.batch import Row
 from firn.models.picture import FeatureCache, Features, Picture
-from firn.models.vision_gemma import reads_whole_images, see_whole_images
+from firn.models.vision_gemma import attend_to_whole_pictures, has_whole_pictures
 from firn.models.vision_rope import RotaryPositions
 
 
@@ -31,9 +31,9 @@ class VisionModel:
         self._rope: RotaryPositions | None = None
         if hasattr(self._language, "get_rope_index"):
             self._rope = RotaryPositions(self._language)
-        self.whole_pictures = reads_whole_images(model)
+        self.whole_pictures = has_whole_pictures(model)
         if self.whole_pictures:
-            see_whole_images(model)
+            attend_to_whole_pictures(model)
 
     def make_cache(self) -> list[Any]:
         from mlx_vlm.models.cache import make_prompt_cache
@@ -48,7 +48,7 @@ class VisionModel:
         return list(self._language.named_modules())
 
     def __call__(self, ids: mx.array, *, cache: list[Any], **inputs: Any) -> mx.array:
-        """Logits. Without `inputs` it is text alone, behind what the caches hold."""
+        """Logits. Without `inputs` it is text alone, after what the caches hold."""
         out: mx.array = self._language(ids, cache=cache, **self._placed(ids, cache, inputs)).logits
         return out
 
@@ -144,12 +144,12 @@ class VisionModel:
         """Runs the vision tower, unless its result for this picture is still held."""
         found = self.features.get(span.digest)
         if found is None:
-            found = self.see(picture)
+            found = self.run_tower(picture)
             mx.eval(found.arrays)
             self.features.put(span.digest, found)
         return found
 
-    def see(self, picture: Picture) -> Features:
+    def run_tower(self, picture: Picture) -> Features:
         ids = mx.array(picture.ids.astype(np.int32))[None]
         out = self.model.get_input_embeddings(
             input_ids=ids, mask=mx.ones_like(ids), **to_mlx(picture)

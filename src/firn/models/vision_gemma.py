@@ -1,7 +1,7 @@
 """Pictures whose tokens see each other.
 
 Gemma 4 can let the tokens of a picture see each other, later ones included. mlx-vlm lays that over the
-mask only if the whole prompt is read at once; here a chunk may come behind others, as long as no picture
+mask only if the whole prompt is read at once; here a chunk may come after others, as long as no picture
 is cut.
 """
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 VISUAL = "vision"
 
 
-def reads_whole_images(model: Any) -> bool:
+def has_whole_pictures(model: Any) -> bool:
     """Whether a picture's tokens see each other."""
     config = getattr(model.config, "text_config", None)
     inner = getattr(model.language_model, "model", None)
@@ -23,8 +23,8 @@ def reads_whole_images(model: Any) -> bool:
     )
 
 
-def see_whole_images(model: Any) -> None:
-    """Teach the model's mask to lie over a chunk that has a past."""
+def attend_to_whole_pictures(model: Any) -> None:
+    """Make the model's overlay of its mask fit a chunk that has a past."""
     inner = model.language_model.model
 
     def overlay(base: mx.array, kinds: mx.array | None) -> mx.array:

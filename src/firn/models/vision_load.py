@@ -18,6 +18,7 @@ import numpy as np
 from firn.core.errors import SetupError
 from firn.core.ports import Tokenizer
 from firn.core.values import PictureSpan, Prompt
+from firn.models.faults import first_line
 from firn.models.picture import Picture
 from firn.models.processor import VisionProcessor
 from firn.models.sampling import to_host
@@ -66,7 +67,7 @@ def load_processor(
         raise
     except FAULTS as e:
         raise SetupError(
-            f"The picture processor of {folder} cannot be loaded: {_first_line(e)}"
+            f"The picture processor of {folder} cannot be loaded: {first_line(e)}"
         ) from e
 
 
@@ -92,7 +93,7 @@ def load_weights(
     except SetupError:
         raise
     except FAULTS as e:
-        raise SetupError(f"{folder} ({kind}) cannot be loaded: {_first_line(e)}") from e
+        raise SetupError(f"{folder} ({kind}) cannot be loaded: {first_line(e)}") from e
     for part in ("language_model", "get_input_embeddings"):
         if not hasattr(model, part):
             raise SetupError(f"{kind}: mlx-vlm's model has no {part}, so it cannot be served.")
@@ -104,7 +105,7 @@ def check_pictures(model: VisionModel, picture: Picture, architecture: str) -> N
     try:
         fault = _fault(model, picture)
     except FAULTS as e:
-        fault = _first_line(e)
+        fault = first_line(e)
     model.features.clear()
     if fault:
         raise SetupError(
@@ -164,8 +165,3 @@ def _difference(a: mx.array, b: mx.array) -> float:
 def _refuse_code(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> None:
     if "model_file" in config and not trust_remote_code:
         raise SetupError(f"{folder} brings Python code of its own; see --trust-remote-code.")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__

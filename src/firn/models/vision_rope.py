@@ -1,6 +1,6 @@
 """Positions of models whose rotary embedding has three axes: time, height, width.
 
-A picture takes fewer positions than it has tokens, so behind it positions and token counts part. The
+A picture takes fewer positions than it has tokens, so after it positions and token counts differ. The
 difference is a property of the prompt's pictures, all of them, restored or not. Positions are given to
 the model with each call; the ones that mlx-vlm keeps on the model are of no use to a batch.
 """
@@ -73,7 +73,7 @@ class RotaryPositions:
         return sum(self._extent(span.digest, picture).shift for span, picture in pairs)
 
     def of_text(self, layers: Sequence[Any], n_tokens: int) -> mx.array:
-        """Of text behind what these caches hold, without pictures: (axes, rows, n)."""
+        """Of text after what these caches hold, without pictures: (axes, rows, n)."""
         offset = next(layer.offset for layer in layers if hasattr(layer, "offset"))
         begin = mx.array(offset).reshape(-1, 1)
         one_axis = begin + mx.arange(n_tokens)[None]

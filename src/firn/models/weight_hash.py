@@ -56,7 +56,7 @@ def identities(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
 
 
 @dataclass(slots=True)
-class _Tensor:
+class _HashedTensor:
     label: bytes
     dtype: str
     start: int
@@ -77,7 +77,7 @@ class _Read:
     file: int
     start: int
     nbytes: int
-    pieces: tuple[tuple[_Tensor, int, int, int], ...]
+    pieces: tuple[tuple[_HashedTensor, int, int, int], ...]
     """Tensor, number of its piece, and the piece's [low, high) in what was read."""
 
 
@@ -151,7 +151,7 @@ class WeightHash:
                 self._fault = e
 
 
-def _planned(tensors: Sequence[tuple[int, _Tensor]]) -> Iterator[_Read]:
+def _planned(tensors: Sequence[tuple[int, _HashedTensor]]) -> Iterator[_Read]:
     """Reads of up to a piece: parts of a large tensor, or several small ones that lie together."""
     for tensor in (t for _, t in tensors):
         tensor.pieces = [b""] * -(-tensor.nbytes // PIECE_NBYTES)
@@ -159,8 +159,8 @@ def _planned(tensors: Sequence[tuple[int, _Tensor]]) -> Iterator[_Read]:
     return _reads(ordered)
 
 
-def _reads(ordered: Sequence[tuple[int, _Tensor]]) -> Iterator[_Read]:
-    together: list[tuple[_Tensor, int, int, int]] = []
+def _reads(ordered: Sequence[tuple[int, _HashedTensor]]) -> Iterator[_Read]:
+    together: list[tuple[_HashedTensor, int, int, int]] = []
     file = first = end = -1
     for at, tensor in ordered:
         if tensor.nbytes > PIECE_NBYTES:
@@ -186,7 +186,7 @@ def _reads(ordered: Sequence[tuple[int, _Tensor]]) -> Iterator[_Read]:
 # --- headers -------------------------------------------------------------------------------
 
 
-def _tensors(paths: Sequence[Path]) -> Iterator[tuple[int, _Tensor]]:
+def _tensors(paths: Sequence[Path]) -> Iterator[tuple[int, _HashedTensor]]:
     """Number of the file, and tensor. Raises SetupError."""
     n_seen: Counter[str] = Counter()
     for i, path in enumerate(paths):
@@ -202,7 +202,7 @@ def _tensors(paths: Sequence[Path]) -> Iterator[tuple[int, _Tensor]]:
             ) from e
 
 
-def _header(path: Path) -> Iterator[tuple[str, _Tensor]]:
+def _header(path: Path) -> Iterator[tuple[str, _HashedTensor]]:
     with path.open("rb") as f:
         (n_header,) = struct.unpack("<Q", f.read(8))
         if n_header > MAX_HEADER_NBYTES:
@@ -218,4 +218,4 @@ def _header(path: Path) -> Iterator[tuple[str, _Tensor]]:
         if not 0 <= start <= end <= size - base:
             raise ValueError(f"{name} lies outside of the file")
         label = json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
-        yield name, _Tensor(label, str(tensor["dtype"]), base + start, end - start)
+        yield name, _HashedTensor(label, str(tensor["dtype"]), base + start, end - start)

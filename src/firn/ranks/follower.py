@@ -1,7 +1,7 @@
 """A follower's end of its connection to rank 0.
 
-When that ends without a word, so does this process, whatever its threads are at: one may hang in a
-collective that nobody else takes part in any more.
+When that ends without a word, or rank 0 is frozen, so does this process, whatever its threads are at:
+one may hang in a collective that nobody else takes part in any more.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from typing import Any
 
 from firn.core.errors import SetupError
 from firn.core.ranks import RankCall
-from firn.ranks.wire import Closed, Line, encode
+from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
+from firn.ranks.wire import LinkClosed, RankLink, encode
 
 log = logging.getLogger("firn.ranks")
 
 
 class Follower:
-    def __init__(self, rank: int, line: Line) -> None:
+    def __init__(self, rank: int, link: RankLink, *, beat_s: float = BEAT_S) -> None:
         self.rank = rank
-        self._line = line
+        self._link = link
         self._calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
         self._is_ending = False
-        self.is_following = False
-        """The start is over."""
-        line.listen(self._take, self._gone, name="firn-rank-0")
+        self._is_following = False
+        self._silent_s = N_SILENT * beat_s
+        link.listen(self._take, self._gone, name="firn-rank-0")
+        self._beat = Heartbeat(link, silent=self._silent, name="0", beat_s=beat_s)
 
     def _take(self, call: RankCall) -> None:
         if call.name == "end":
@@ -38,9 +40,20 @@ class Follower:
     def _gone(self) -> None:
         if self._is_ending:
             return
-        if self.is_following:  # else rank 0 has said why
+        if self._is_following:  # else rank 0 has said why
             log.critical("rank 0 is gone: rank %d ends", self.rank)
         os._exit(1)
+
+    def _silent(self) -> None:
+        if not self._is_ending:
+            text = "rank 0 has not been heard of for %g s: it is frozen, and rank %d ends"
+            log.critical(text, self._silent_s, self.rank)
+            os._exit(1)
+
+    def begin(self) -> None:
+        """The start is over: from now on rank 0 is heard every second, or is frozen."""
+        self._is_following = True
+        self._beat.watch()
 
     def next(self) -> RankCall:
         """Waits for it."""
@@ -60,8 +73,8 @@ class Follower:
     def answer(self, name: str, *args: Any) -> None:
         """Any thread."""
         try:
-            self._line.send(encode(RankCall(name, args)))
-        except Closed:
+            self._link.send(encode(RankCall(name, args)))
+        except LinkClosed:
             self._gone()
 
     def heed_signals(self) -> None:

@@ -1,8 +1,8 @@
 """Rank 0's end of the connections to the others.
 
 Calls go out in the order in which they were told. Answers come by a thread for each follower, and are
-handed on by one thread of their own, so that whoever hears them may wait: a follower that is gone is
-noticed meanwhile.
+handed on by one thread of their own, so that whoever hears them may wait: a follower that is gone or
+frozen is noticed meanwhile.
 
 Owner: the process, for as long as it lives.
 """
@@ -19,132 +19,137 @@ from typing import Any
 
 from firn.core.errors import SetupError
 from firn.core.ranks import OnAnswer, RankCall, RankLost
-from firn.ranks.wire import Closed, Line, encode
+from firn.ranks.heartbeat import BEAT_S, N_SILENT, Heartbeat
+from firn.ranks.wire import LinkClosed, RankLink, encode
 
 log = logging.getLogger("firn.ranks")
 
 END_S = 5.0
 """How long a group that has lost a rank has to tell its clients, before the process is ended."""
-MAX_NOTED = 1 << 16
+MAX_PENDING_NBYTES = 1 << 16
 """Bytes of calls that wait for the next one."""
 
 
 class Leader:
     """Implements core.ranks.Followers."""
 
-    def __init__(self, lines: Mapping[int, Line]) -> None:
-        self._lines = dict(lines)
+    def __init__(self, links: Mapping[int, RankLink], *, beat_s: float = BEAT_S) -> None:
+        self._links = dict(links)
         self._lock = threading.Lock()
-        self._noted = bytearray()
-        self._hearing = threading.Lock()
-        self._hearers: dict[str, OnAnswer] = {"failed": self._failed, "stop": lambda *_: None}
-        self._early: list[tuple[int, RankCall]] = []
+        self._pending = bytearray()
+        self._handlers_lock = threading.Lock()
+        self._handlers: dict[str, OnAnswer] = {"failed": self._failed, "stop": lambda *_: None}
+        self._unclaimed: list[tuple[int, RankCall]] = []
         """Answers that nobody was there for yet."""
-        self._news: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
         self.is_lost = False
         self._is_ending = False
         self._on_lost: Callable[[], object] | None = None
-        for rank, line in self._lines.items():
-            self._listen(rank, line)
+        self._beats = [self._listen(rank, link, beat_s) for rank, link in self._links.items()]
         threading.Thread(target=self._hand_on, name="firn-ranks", daemon=True).start()
 
     @property
     def n_followers(self) -> int:
-        return len(self._lines)
+        return len(self._links)
 
     # --- to them ---------------------------------------------------------------------------
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
         data = encode(RankCall(name, args, blob))
         with self._lock:
-            if self._noted:
-                data = bytes(self._noted) + data
-                self._noted.clear()
+            if self._pending:
+                data = bytes(self._pending) + data
+                self._pending.clear()
             self._send(data)
 
-    def note(self, name: str, *args: Any) -> None:
+    def tell_later(self, name: str, *args: Any) -> None:
         data = encode(RankCall(name, args))
         with self._lock:
-            self._noted += data
-            if len(self._noted) > MAX_NOTED:
-                self._send(bytes(self._noted))
-                self._noted.clear()
+            self._pending += data
+            if len(self._pending) > MAX_PENDING_NBYTES:
+                self._send(bytes(self._pending))
+                self._pending.clear()
 
     def flush(self) -> None:
         with self._lock:
-            if self._noted:
-                self._send(bytes(self._noted))
-                self._noted.clear()
+            if self._pending:
+                self._send(bytes(self._pending))
+                self._pending.clear()
 
     def _send(self, data: bytes) -> None:
         if self.is_lost:
             raise RuntimeError("the group of ranks has ended")
-        for rank, line in self._lines.items():
+        for rank, link in self._links.items():
             try:
-                line.send(data)
-            except Closed as e:
-                raise self.lose(f"rank {rank} is gone") from e
+                link.send(data)
+            except LinkClosed as e:
+                raise self.end_group(f"rank {rank} is gone") from e
 
     # --- from them -------------------------------------------------------------------------
 
-    def hear(self, name: str, take: OnAnswer) -> None:
-        with self._hearing:
-            self._hearers[name] = take
-            early = [news for news in self._early if news[1].name == name]
-            self._early = [news for news in self._early if news[1].name != name]
-        for rank, call in early:
+    def on_answer(self, name: str, take: OnAnswer) -> None:
+        with self._handlers_lock:
+            self._handlers[name] = take
+            claimed = [answer for answer in self._unclaimed if answer[1].name == name]
+            self._unclaimed = [answer for answer in self._unclaimed if answer[1].name != name]
+        for rank, call in claimed:
             take(rank, call)
 
-    def _listen(self, rank: int, line: Line) -> None:
-        line.listen(
-            lambda call: self._news.put((rank, call)),
+    def _listen(self, rank: int, link: RankLink, beat_s: float) -> Heartbeat:
+        link.listen(
+            lambda call: self._answers.put((rank, call)),
             lambda: self._gone(rank),
             name=f"firn-rank-{rank}",
         )
+        why = f"rank {rank} has not been heard of for {N_SILENT * beat_s:g} s: it is frozen"
+        return Heartbeat(link, silent=lambda: self.end_group(why), name=str(rank), beat_s=beat_s)
 
     def _hand_on(self) -> None:
         while True:
-            rank, call = self._news.get()
-            with self._hearing:
-                take = self._hearers.get(call.name)
+            rank, call = self._answers.get()
+            with self._handlers_lock:
+                take = self._handlers.get(call.name)
                 if take is None:
-                    self._early.append((rank, call))
+                    self._unclaimed.append((rank, call))
                     continue
             try:
                 take(rank, call)
             except Exception as e:
-                self.lose(f"rank {rank} said {call.name!r}, and that failed: {e!r}")
+                self.end_group(f"rank {rank} said {call.name!r}, and that failed: {e!r}")
 
     def gather(self, name: str, *, timeout_s: float) -> dict[int, RankCall]:
         """One answer of this name from everybody. Raises SetupError."""
         heard: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
-        self.hear(name, lambda rank, call: heard.put((rank, call)))
+        self.on_answer(name, lambda rank, call: heard.put((rank, call)))
         found: dict[int, RankCall] = {}
         try:
-            while len(found) < len(self._lines):
+            while len(found) < len(self._links):
                 rank, call = heard.get(timeout=timeout_s)
                 found[rank] = call
         except queue.Empty:
-            missing = sorted(set(self._lines) - set(found))
+            missing = sorted(set(self._links) - set(found))
             raise SetupError(f"rank {missing[0]} did not answer for {timeout_s:.0f} s") from None
         finally:
-            with self._hearing:
-                del self._hearers[name]
+            with self._handlers_lock:
+                del self._handlers[name]
         return found
 
     # --- the end ---------------------------------------------------------------------------
 
     def watch(self, *, lost: Callable[[], object], asked: Callable[[], object]) -> None:
-        """From now on there are clients: `lost` tells them. Until then a loss ends the start.
+        """From now on there are clients: `lost` tells them. Until then a loss ends the start, and a rank
+        may be silent for as long as that takes.
 
         asked: a follower was asked to stop, and all are to.
         """
         self._on_lost = lost
+        for beat in self._beats:
+            beat.watch()
 
-        def heard(rank: int, call: RankCall) -> None:
+        def stop(rank: int, call: RankCall) -> None:
             asked()
 
-        self.hear("stop", heard)
+        self.on_answer("stop", stop)
 
     def end(self) -> None:
         """All is done: the others write what they have, and end."""
@@ -155,7 +160,7 @@ class Leader:
             except RankLost:
                 log.warning("a rank was gone before the end")
 
-    def lose(self, why: str) -> RankLost:
+    def end_group(self, why: str) -> RankLost:
         if not (self.is_lost or self._is_ending):
             self.is_lost = True
             log.critical("%s: the group ends", why)
@@ -163,7 +168,7 @@ class Leader:
         return RankLost(why)
 
     def _gone(self, rank: int) -> None:
-        self.lose(f"rank {rank} is gone")
+        self.end_group(f"rank {rank} is gone")
 
     def _failed(self, rank: int, call: RankCall) -> None:
         """A follower says why it ends. Before there are clients, that is the start's one line."""
@@ -172,7 +177,7 @@ class Leader:
             self.is_lost = True
             print(f"firn: {why}", file=sys.stderr, flush=True)
             os._exit(1)
-        self.lose(why)
+        self.end_group(why)
 
     def _leave(self) -> None:
         """No thread that hangs in a collective keeps this process alive."""

@@ -3,7 +3,8 @@
     u32 n   u32 m   n bytes: ["name", args...] as JSON   m bytes: the blob
 
 Both ends are firn of one version that was started by one command, and the first call proves it. Nothing
-here is trusted with more than numbers, names and bytes: no pickle.
+here is trusted with more than numbers, names and bytes: no pickle. The call `alive` says only that the
+process runs (heartbeat.py) and is not handed on.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from firn.core.ranks import RankCall
 
 _HEAD = struct.Struct("<II")
 MAX_NBYTES = 1 << 30
+ALIVE = "alive"
 KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPALIVE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 """A machine that is gone without a word is noticed in ten seconds. The second is macOS's name."""
 
 
-class Closed(Exception):
+class LinkClosed(Exception):
     """The other end is gone."""
 
 
@@ -32,7 +34,7 @@ def encode(call: RankCall) -> bytes:
     return _HEAD.pack(len(text), len(call.blob)) + text + call.blob
 
 
-class Line:
+class RankLink:
     """One connection. Any thread may send; one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -45,32 +47,39 @@ class Line:
         self._sock = sock
         self._lock = threading.Lock()
         self._buffer = bytearray()
+        self.n_received = 0
+        """Bytes so far."""
+        self.is_closed = False
+        """The other end is gone."""
 
     def send(self, data: bytes) -> None:
-        """Raises Closed."""
+        """Raises LinkClosed."""
         with self._lock:
             try:
                 self._sock.sendall(data)
             except OSError as e:
-                raise Closed from e
+                raise LinkClosed from e
 
     def receive(self) -> RankCall:
-        """The next call; waits for it. Raises Closed."""
-        n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
-        if n_text + n_blob > MAX_NBYTES:
-            raise Closed
-        body = self._take(n_text + n_blob)
-        name, *args = json.loads(body[:n_text])
-        return RankCall(str(name), tuple(args), body[n_text:])
+        """The next call; waits for it. Raises LinkClosed."""
+        while True:
+            n_text, n_blob = _HEAD.unpack(self._take(_HEAD.size))
+            if n_text + n_blob > MAX_NBYTES:
+                raise LinkClosed
+            body = self._take(n_text + n_blob)
+            name, *args = json.loads(body[:n_text])
+            if name != ALIVE:
+                return RankCall(str(name), tuple(args), body[n_text:])
 
     def _take(self, n: int) -> bytes:
         while len(self._buffer) < n:
             try:
                 data = self._sock.recv(max(n - len(self._buffer), 1 << 16))
             except OSError as e:
-                raise Closed from e
+                raise LinkClosed from e
             if not data:
-                raise Closed
+                raise LinkClosed
+            self.n_received += len(data)
             self._buffer += data
         taken = bytes(self._buffer[:n])
         del self._buffer[:n]
@@ -83,7 +92,8 @@ class Line:
             try:
                 while True:
                     take(self.receive())
-            except (Closed, ValueError):
+            except (LinkClosed, ValueError):
+                self.is_closed = True
                 gone()
 
         threading.Thread(target=run, name=name, daemon=True).start()

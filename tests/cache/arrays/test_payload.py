@@ -22,7 +22,7 @@ from firn.cache.storage import places
 
 QUICK = settings(max_examples=40, deadline=None)
 SHAPES = st.sampled_from([(1, 2, 6, 4), (1, 1, 6, 3), (1, 2, 6, 1)])
-DTYPES = st.sampled_from([mx.float32, mx.bfloat16, mx.uint32])
+DTYPES = st.sampled_from([mx.float32, mx.bfloat16, mx.uint32, mx.int8])
 SLOTS = st.one_of(st.none(), st.tuples(SHAPES, DTYPES))
 LAYERS = st.lists(st.lists(SLOTS, min_size=1, max_size=3), min_size=1, max_size=6)
 
@@ -177,6 +177,17 @@ def test_bytes_come_back(kinds: list[list[Any]]) -> None:
     again = host.from_host(lent.tensors, lent.places, copies)
     assert all_same(again, layers)
     assert again.places == found.places == places.from_text(places.to_text(found.places))
+
+
+@pytest.mark.parametrize("dtype", host.CODES, ids=str)
+def test_numbers_of_every_type_come_back(dtype: mx.Dtype) -> None:
+    """Their signs and their sizes: -1 of 8 bits is not 255."""
+    whole = mx.array([[-128, -1, 0, 1, 127]]).astype(dtype)
+    found = stacked([(whole[None, None],)])
+    evaluate([found])
+    lent = host.lend(found)
+    again = host.from_host(lent.tensors, lent.places, [memoryview(bytes(b)) for b in lent.fetch()])
+    assert all_same(again, [(whole[None, None],)])
 
 
 @pytest.mark.parametrize("text", ["x", "0 0;?", "0,0"])

@@ -16,7 +16,7 @@ from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.tree import Mark, Node, PackedTokens, Record
 from firn.core.values import Namespace
-from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, records_of, tree
+from tests.cache.lab import DENSE, HYBRID, WINDOWED, Shape, check_tree, nodes_of, records_of, tree
 
 BLOCK = 8
 
@@ -175,7 +175,7 @@ def test_pages_take_their_node_along() -> None:
     put(cache, [1], Part.STATE)
     cache.records.index.lose(node_of(cache, [1]).records[Part.PAGES])
     assert records_of(cache) == []
-    assert list(cache.records.tree.nodes()) == []
+    assert list(nodes_of(cache.records.tree)) == []
 
 
 # --- states --------------------------------------------------------------------------------

@@ -28,7 +28,17 @@ from firn.cache.parts import Part
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace
 from firn.engine.scheduler import chunk_end
-from tests.cache.lab import DENSE, HYBRID, WINDOWED, LabLayer, LabRow, Shape, prompt_of, tree
+from tests.cache.lab import (
+    DENSE,
+    HYBRID,
+    WINDOWED,
+    LabLayer,
+    LabRow,
+    Shape,
+    nodes_of,
+    prompt_of,
+    tree,
+)
 from tests.cache.test_cache_over_tier import DictIo
 from tests.cache.test_cache_tree import BASES, BLOCK, CHUNK
 from tests.cache.test_decisions import Hasty, Refusing
@@ -255,7 +265,7 @@ class Reasons(RuleBasedStateMachine):
 
     def plain(self) -> Plain:
         now = []
-        for node in self.tree.records.tree.nodes():
+        for node in nodes_of(self.tree.records.tree):
             path = [*node.path()][::-1]
             tokens = tuple(int(t) for n in path for t in n.tokens)
             stored = Stored(tokens, node.start)

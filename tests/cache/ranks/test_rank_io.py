@@ -64,13 +64,13 @@ class Others:
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
         self.told.append(RankCall(name, args, blob))
 
-    def note(self, name: str, *args: Any) -> None:
+    def tell_later(self, name: str, *args: Any) -> None:
         self.told.append(RankCall(name, args))
 
-    def hear(self, name: str, take: OnAnswer) -> None:
+    def on_answer(self, name: str, take: OnAnswer) -> None:
         self.hearers[name] = take
 
-    def lose(self, why: str) -> RankLost:
+    def end_group(self, why: str) -> RankLost:
         return RankLost(why)
 
     def say(self, rank: int, what: str, *args: Any) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from firn.cache.parts import Part
 from firn.cache.tiers import Buffer
 from firn.cache.tiers._folder import Disk, path_of
+from tests.cache.tiers.folders import du
 from tests.cache.tiers.records import Folder, beside, chain, of_size
-from tests.cache.tiers.test_ssd_folder import du
 
 MIB = 1 << 20
 LIMIT = 2 * MIB

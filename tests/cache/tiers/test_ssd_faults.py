@@ -18,8 +18,8 @@ from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone
 from firn.cli.cache_work import CacheFolder
 from firn.core.errors import SetupError
+from tests.cache.tiers.folders import Clock, du, put
 from tests.cache.tiers.records import Folder, chain, of_size, record
-from tests.cache.tiers.test_ssd_folder import Clock, du, put
 from tests.faulty_tier import FaultyDisk
 
 MIB = 1 << 20

@@ -19,8 +19,8 @@ from firn.cache.storage.container import Name
 from firn.cache.storage.faults import TierFull
 from firn.cache.storage.io import TierEntry
 from firn.cache.tiers._folder import Disk
+from tests.cache.tiers.folders import Clock
 from tests.cache.tiers.records import Folder, Record, beside, chain, of_size, record
-from tests.cache.tiers.test_ssd_folder import Clock
 
 STEP_S = 2.0
 """Between a record and what depends on it; as coarse as FAT's times."""

@@ -15,8 +15,8 @@ from firn.cache.storage.container import Name
 from firn.cache.storage.faults import TierFull
 from firn.cache.storage.io import TierEntry
 from firn.cache.tiers import Gone
+from tests.cache.tiers.folders import Clock, du
 from tests.cache.tiers.records import Folder, Record, beside, chain
-from tests.cache.tiers.test_ssd_folder import Clock, du
 
 LIMIT = 300_000
 TREES = [chain(4, first=1000 * i, nbytes=12_000 * (i + 1)) for i in range(3)]

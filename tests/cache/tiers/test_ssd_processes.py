@@ -14,9 +14,9 @@ import pytest
 
 from firn.cache.storage.faults import TierFault
 from firn.cache.tiers._folder import Disk, FolderLock
+from tests.cache.tiers.folders import du
 from tests.cache.tiers.hammer import FAMILIES
 from tests.cache.tiers.records import Folder
-from tests.cache.tiers.test_ssd_folder import du
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ import pytest
 
 from firn.cache.storage.container import TensorSpec, pack
 from firn.cache.storage.io import TierEntry
-from firn.cache.tiers._folder import SHELVES, Disk, path_of
+from firn.cache.tiers._folder import SUBFOLDERS, Disk, path_of
 from tests.cache.tiers.records import Folder, Record, record
 
 GIB = 1 << 30
@@ -37,8 +37,8 @@ class Counting(Disk):
 def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Record]]:
     """Chains of fifty blocks, as ten thousand files that are mostly tensors."""
     folder = tmp_path_factory.mktemp("full")
-    for shelf in SHELVES:
-        (folder / shelf).mkdir()
+    for subfolder in SUBFOLDERS:
+        (folder / subfolder).mkdir()
     body = b"\7" * 6_000
     records: dict[str, Record] = {}
     parent: Record | None = None

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from firn.cache.storage.faults import Missing, TierFault
+from firn.cache.storage.faults import Missing, PermanentFault, TierFault
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._address import parse_address
+from firn.cache.tiers._backoff import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
-from firn.cache.tiers._breaker import MAX_S, N_FAILURES, CircuitBreaker
-from firn.cache.tiers._calls import N_TRIES, Calls, Hopeless
+from firn.cache.tiers._calls import N_TRIES, RetriedCalls
 from firn.cache.tiers._store import StoreSettings
 from firn.core.errors import SetupError
 
@@ -50,9 +50,9 @@ class Store:
         return "well"
 
 
-def made(clock: Clock, *, deadline_s: float = 4.0) -> tuple[Calls, CircuitBreaker]:
-    breaker = CircuitBreaker("s3", clock=clock, wall=clock, jitter=lambda: 0.5)
-    calls = Calls(
+def made(clock: Clock, *, deadline_s: float = 4.0) -> tuple[RetriedCalls, CircuitBreaker]:
+    breaker = CircuitBreaker("s3", clock=clock, wall=clock, uniform=lambda: 0.5)
+    calls = RetriedCalls(
         breaker, deadline_s=deadline_s, clock=clock, sleep=clock.sleep, jitter=lambda: 0.5
     )
     return calls, breaker
@@ -126,8 +126,8 @@ def test_the_circuit_opens_probes_with_one_call_and_closes() -> None:
 def test_wrong_credentials_are_tried_once() -> None:
     clock = Clock()
     calls, breaker = made(clock)
-    store = Store(clock, fails=9, error=lambda: Hopeless("no permission"))
-    with pytest.raises(Hopeless):
+    store = Store(clock, fails=9, error=lambda: PermanentFault("no permission"))
+    with pytest.raises(PermanentFault):
         calls.run(store)
     assert store.n_calls == 1
     assert breaker.status.state == "paused"
@@ -136,7 +136,7 @@ def test_wrong_credentials_are_tried_once() -> None:
 def test_a_call_that_breaks_lets_the_next_probe_through() -> None:
     clock = Clock()
     calls, breaker = made(clock)
-    breaker.failed(Hopeless("no permission"), for_good=True)
+    breaker.failed(PermanentFault("no permission"), for_good=True)
     clock.now += 2 * MAX_S
     with pytest.raises(ZeroDivisionError):
         calls.run(lambda: 1 // 0)

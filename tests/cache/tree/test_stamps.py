@@ -13,7 +13,7 @@ from firn.cache.parts import Part
 from firn.cache.prefix import PrefixTree
 from firn.cache.tree import BLOCK_S, DAY_S
 from firn.core.values import Namespace
-from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, LabEngine, Shape, records_of
+from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, LabEngine, Shape, nodes_of, records_of
 from tests.cache.lab import prompt_of as lab_prompt
 from tests.cache.test_decisions import BLOCK, ask, found, server, settle
 from tests.hash_runner import prompt_of as words
@@ -97,7 +97,7 @@ def test_a_use_while_it_is_being_written_counts(tmp_path: Path) -> None:
 
 
 def lose_a_block(lab: LabEngine, folder: Path, start: int) -> None:
-    (node,) = (n for n in lab.tree.records.tree.nodes() if n.start == start)
+    (node,) = (n for n in nodes_of(lab.tree.records.tree) if n.start == start)
     next(folder.glob(f"??/{node.key.hex()}.pages.*")).unlink()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -217,3 +218,12 @@ def test_again_tries_anew(machine: dict[str, Any], tmp_path: Path) -> None:
     remembered: Any = attach("auto", memo=memo).library
     assert remembered.library.kind == "system"
     assert len(machine["tried"]) == 4
+
+
+def test_a_products_speed_does_not_depend_on_how_often_it_was_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("firn.models.cpu.trial.time.perf_counter", lambda: next(clock) / 1000)
+    m, k, n = trial.SIZE
+    assert trial.gflops() == pytest.approx(2 * m * n * k / 1e6)

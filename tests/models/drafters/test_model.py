@@ -15,7 +15,9 @@ from firn.cache.prefix import CacheSettings, PrefixTree
 from firn.models.batch import Group
 from firn.models.drafters.lookup import Lookup
 from firn.models.drafters.model import ModelDrafter
-from firn.models.speculation import Speculation, Width
+from firn.models.ragged import Columns
+from firn.models.speculation import DraftPlan, Speculation
+from firn.models.traits import TRAITS, Traits
 from tests.harness import GREEDY, Result, running
 from tests.models.alone import plain, prompt_of
 from tests.models.test_speculation import SAMPLINGS, assert_equal, story, tell
@@ -29,13 +31,15 @@ class Asking(Speculation):
         super().__init__(*drafters)
         self._rng = random.Random(seed)
 
-    def _width(self, group: Group, *, flows: bool = False) -> Width:
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
         ready = [r for r in group.rows if r in self._rows and self._rows[r].is_ready]
         asks = [r for r in ready if self._rng.random() < 0.8]
-        return Width(self._rng.randint(1, 9), tuple(asks))
+        return DraftPlan(self._rng.randint(1, 9), tuple(asks))
 
 
-def drafter(name: str, *, seed: int = 0, cached: bool = True) -> ModelDrafter:
+def drafter(
+    name: str, *, seed: int = 0, cached: bool = True, traits: Traits = TRAITS["cpu"]
+) -> ModelDrafter:
     model = build(name, seed=seed)
 
     def make_layers() -> list[Any]:
@@ -46,7 +50,7 @@ def drafter(name: str, *, seed: int = 0, cached: bool = True) -> ModelDrafter:
         settings = CacheSettings(1 << 30, 32)
         layout = Layout.of(make_layers())
         cache = PrefixTree(layout, settings, fingerprint=b"small", dtype="float32")
-    return ModelDrafter(model, make_layers, cache=cache, batchable=True, chunk=32)
+    return ModelDrafter(model, make_layers, cache=cache, batchable=True, chunk=32, traits=traits)
 
 
 def told(requests: Any, speculation: Any = None, *, name: str = "qwen3") -> list[Result]:
@@ -63,7 +67,8 @@ def assert_all_equal(got: Sequence[Result], want: Sequence[Result]) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_text_stays_the_same_whatever_it_guesses(name: str, seed: int) -> None:
     """Seed 0 is the large model itself: nearly all of its guesses come true."""
-    requests = story(3, samplings=[GREEDY, SAMPLINGS["penalised"]] if seed else [GREEDY])
+    samplings = [GREEDY, SAMPLINGS["penalised"]] if seed else [GREEDY]
+    requests = story(3, samplings=samplings, n_requests=6)
     want = told(requests, name=name)
     made: list[Asking] = []
 
@@ -76,6 +81,22 @@ def test_text_stays_the_same_whatever_it_guesses(name: str, seed: int) -> None:
     assert totals.n_drafted > 50
     share = totals.n_accepted / totals.n_drafted
     assert share > 0.9 if seed == 0 else share < 0.5
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_in_few_shapes_it_guesses_the_same(has_bias: bool) -> None:
+    """As on CUDA: padded to few widths, in blocks of columns."""
+    shapes = Traits(0.1, shapes=(4, 16, 32), columns=Columns(64, has_bias))
+    requests = story(3, samplings=[GREEDY])
+    want = told(requests)
+    made: list[Asking] = []
+
+    def speculation() -> Asking:
+        made.append(Asking(drafter("qwen3", traits=shapes)))
+        return made[0]
+
+    assert_all_equal(told(requests, speculation), want)
+    assert made[0].totals.n_accepted > 0.9 * made[0].totals.n_drafted > 40
 
 
 def test_beside_lookups_and_with_the_real_gate() -> None:

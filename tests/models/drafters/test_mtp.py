@@ -15,9 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from firn.models.batch import Group
 from firn.models.drafters import Guess
 from firn.models.drafters.mtp import MtpDrafter
-from firn.models.mtp import Head, MtpModel, with_head_layer
+from firn.models.mtp import MtpModel, PredictionHead, with_head_layer
 from firn.models.mtp_load import FAMILIES, has_head, read_head
-from firn.models.speculation import Speculation, Width
+from firn.models.speculation import DraftPlan, Speculation
 from tests.harness import GREEDY, running
 from tests.models.alone import Built, plain, prompt_of
 from tests.models.drafters.test_model import Asking, assert_all_equal
@@ -27,12 +27,12 @@ from tests.zoo import ZOO, build, weights
 NAMES = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5")
 
 
-def random_head(model: Any, name: str, *, seed: int = 1) -> Head:
+def random_head(model: Any, name: str, *, seed: int = 1) -> PredictionHead:
     """With a layer such as the model's own attention layers are."""
     inner = build(name, seed=seed).model
     layer = next(x for x in inner.layers[::-1] if hasattr(x, "self_attn"))
     size = int(inner.embed_tokens.weight.shape[-1])
-    head = Head(layer, hidden_size=size, eps=1e-5)
+    head = PredictionHead(layer, hidden_size=size, eps=1e-5)
     weights.fill(head, seed=seed, dtype=mx.float32, gains={})
     return head
 
@@ -45,7 +45,7 @@ def without_mixing(model: Any) -> None:
     model.load_weights([(n, mx.zeros_like(flat[n])) for n in names], strict=False)
 
 
-def agreeing_head(model: Any, name: str) -> Head:
+def agreeing_head(model: Any, name: str) -> PredictionHead:
     """Says of the newest token what the model says of it."""
     head = random_head(model, name)
     without_mixing(head)
@@ -73,7 +73,7 @@ def built(name: str, *, agrees: bool = False) -> tuple[Callable[[], Built], list
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_stays_the_same_whatever_the_head_says(name: str) -> None:
-    requests = story(5, samplings=[GREEDY, SAMPLINGS["penalised"]])
+    requests = story(5, samplings=[GREEDY, SAMPLINGS["penalised"]], n_requests=6)
     with running(plain(name), chunk=32, max_rows=4) as harness:
         want = tell(harness, requests)
     make, made = built(name)
@@ -116,10 +116,10 @@ class Watched(Speculation):
         super().__init__(drafter)
         self.told: list[Guess] = []
 
-    def _width(self, group: Group, *, flows: bool = False) -> Width:
-        return Width(5, tuple(group.rows))
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+        return DraftPlan(5, tuple(group.rows))
 
-    def _ask(self, best: Width) -> None:
+    def _ask(self, best: DraftPlan) -> None:
         super()._ask(best)
         self.told += [self._rows[row].next for row in best.asks]
 
@@ -149,7 +149,7 @@ def test_what_the_head_goes_on_from_survives_a_hit(name: str) -> None:
 
 
 def as_published(
-    head: Head, name: str, *, config: dict[str, Any] | None = None
+    head: PredictionHead, name: str, *, config: dict[str, Any] | None = None
 ) -> dict[str, mx.array]:
     """The head's tensors as the model's makers name and cut them."""
     config = config or ZOO[name].config

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer, pre_tokenizers
 
-from firn.models.gguf import Unreadable, convert
+from firn.models.gguf import UnreadableGguf, convert
 from firn.models.loader import load_tokenizer
 from tests.api.real import serving
 from tests.models.gguf import tiny_gguf
@@ -164,7 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_turned_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(UnreadableGguf) as caught:
         converted(tmp_path, **changes)
     assert said in caught.value.message
     assert "\n" not in caught.value.message
@@ -173,8 +173,8 @@ def test_what_cannot_be_turned_is_refused(
 
 def test_another_architecture_or_type_is_refused(tmp_path: Path) -> None:
     source = tiny_gguf.write(tmp_path / "tiny.gguf").read_bytes()
-    with pytest.raises(Unreadable, match="it is gemma; firn turns dense llama models"):
+    with pytest.raises(UnreadableGguf, match="it is gemma; firn turns dense llama models"):
         convert(source.replace(b"llama", b"gemma", 1), tmp_path, progress=lambda *at: None)
     six = tiny_gguf.write(tmp_path / "six.gguf", Tiny(Kind.F16)).read_bytes()
-    with pytest.raises(Unreadable, match="is of type F16; firn turns F32, Q4_1, Q8_0"):
+    with pytest.raises(UnreadableGguf, match="is of type F16; firn turns F32, Q4_1, Q8_0"):
         convert(six, tmp_path, progress=lambda *at: None)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firn.models.gguf.file import GgufFile, Unreadable, parse
+from firn.models.gguf.file import GgufFile, UnreadableGguf, parse
 from tests.models.gguf import tiny_gguf
 
 
@@ -21,7 +21,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def fault(data: bytes) -> str:
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(UnreadableGguf) as caught:
         parse(data)
     assert "\n" not in caught.value.message
     return caught.value.message
@@ -106,7 +106,7 @@ def test_damaged_bytes_are_unreadable_or_read(draw: st.DataObject) -> None:
     head += bytes(64)
     for _ in range(draw.draw(st.integers(1, 4))):
         head[draw.draw(st.integers(4, len(head) - 1))] = draw.draw(st.integers(0, 255))
-    with contextlib.suppress(Unreadable):
+    with contextlib.suppress(UnreadableGguf):
         assert isinstance(parse(bytes(head)), GgufFile)
 
 
@@ -121,6 +121,6 @@ def test_a_value_of_another_type_is_named(data: bytes) -> None:
         (file.texts, "tokenizer.ggml.token_type"),
         (file.integers, "tokenizer.ggml.tokens"),
     ):
-        with pytest.raises(Unreadable, match=key):
+        with pytest.raises(UnreadableGguf, match=key):
             get(key)
     assert file.number("llama.attention.layer_norm_rms_epsilon") == 1e-5

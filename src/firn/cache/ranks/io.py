@@ -79,12 +79,12 @@ class RankIo:
         self._batch: Callable[[Changes], None] = lambda _: None
         self._is_deferred = False
         for name, take in (
-            ("read", self._heard_read),
-            ("written", self._heard_written),
-            ("seen", self._heard_seen),
+            ("read", self._on_read),
+            ("written", self._on_written),
+            ("seen", self._on_seen),
             ("scanned", lambda rank, _: self._was_scanned(rank, None)),
         ):
-            followers.hear(name, take)
+            followers.on_answer(name, take)
 
     # --- writing ---------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class RankIo:
         self._followers.tell("write", serial, number, used_at, _fields(header), blob=tokens)
         return True
 
-    def _heard_written(self, rank: int, call: RankCall) -> None:
+    def _on_written(self, rank: int, call: RankCall) -> None:
         serial, fault, evicted = call.args
         gone = [name for text in evicted if (name := Name.parse(text))]
         if gone:
@@ -154,7 +154,7 @@ class RankIo:
             wanted=wanted,
         )
 
-    def _heard_read(self, rank: int, call: RankCall) -> None:
+    def _on_read(self, rank: int, call: RankCall) -> None:
         serial, fault = call.args
         error = Missing(f"rank {rank}: {fault}") if fault else None
         if error is not None and serial in self._reads:
@@ -224,7 +224,7 @@ class RankIo:
         if passed:
             self._batch(passed)
 
-    def _heard_seen(self, rank: int, call: RankCall) -> None:
+    def _on_seen(self, rank: int, call: RankCall) -> None:
         there, gone = ([n for t in texts if (n := Name.parse(t))] for texts in call.args)
         with self._lock:
             self._have[rank].update(there)
@@ -266,7 +266,9 @@ class RankIo:
     def touch(self, stamps: Mapping[Name, float]) -> None:
         if stamps:
             self._own.touch(stamps)
-            self._followers.note("touch", {str(name): stamp for name, stamp in stamps.items()})
+            self._followers.tell_later(
+                "touch", {str(name): stamp for name, stamp in stamps.items()}
+            )
 
     def has_room(self, nbytes: int) -> bool:
         return self._own.has_room(nbytes)
@@ -275,7 +277,7 @@ class RankIo:
         self._own.defer_writes(wanted)
         if wanted != self._is_deferred:
             self._is_deferred = wanted
-            self._followers.note("defer", wanted)
+            self._followers.tell_later("defer", wanted)
 
     def usage(self) -> Usage:
         return self._own.usage()

@@ -39,7 +39,7 @@ class Mirror:
     def made(self, payload: Payload, how: str, *args: Any) -> MirroredPayload:
         """The others make theirs in this way."""
         number = next(self._serial)
-        self._followers.note(how, number, *args)
+        self._followers.tell_later(how, number, *args)
         return MirroredPayload(payload.stacks, payload.places, self, number)
 
     def arrived(self, payload: Payload, read: int) -> MirroredPayload:
@@ -64,7 +64,7 @@ class Mirror:
     def tell_dropped(self) -> None:
         while self._dropped:
             n = min(len(self._dropped), N_DROPPED)
-            self._followers.note("drop", [self._dropped.popleft() for _ in range(n)])
+            self._followers.tell_later("drop", [self._dropped.popleft() for _ in range(n)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ class MirroredTree(PrefixTree):
     flush: Callable[[], None]
 
     def lead(self, mirror: Mirror, flush: Callable[[], None]) -> MirroredTree:
-        """flush: sends what was noted."""
+        """flush: sends what waits to be told."""
         self.mirror, self.flush = mirror, flush
         return self
 

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 from firn.cache.arrays.host import PayloadBytes, from_host, staged, to_host
 from firn.cache.arrays.payload import Payload
-from firn.cache.asking import Asked
-from firn.cache.lookup import Question, search
 from firn.cache.memory.rows import payload_of, wait_for_row
 from firn.cache.planning.estimates import FIRST_LATENCY_S, STALE_S, Samples
 from firn.cache.storage.catalogue import RecordCatalogue, name_of
@@ -38,6 +36,8 @@ from firn.cache.storage.events import (
 )
 from firn.cache.storage.faults import TierError, TierFault, Unwanted
 from firn.cache.storage.io import Changes, Io, Wanted
+from firn.cache.storage.store_io import Searchable
+from firn.cache.storage.store_search import StoreQuestion, search
 from firn.cache.storage.threads import Done
 from firn.cache.tiers import Stored, Usage
 from firn.cache.tree import Record, Tree
@@ -99,7 +99,7 @@ class TierClient:
         self.name = name
         self.number = tree.add_tier()
         self._io = io
-        self._store = io if isinstance(io, Asked) else None
+        self._store = io if isinstance(io, Searchable) else None
         self._tree = tree
         self._catalogue = catalogue
         self._stamp = stamp
@@ -242,18 +242,25 @@ class TierClient:
         return self._store is not None
 
     @property
+    def deadline_s(self) -> float:
+        """How long a request waits for this tier in all."""
+        return math.inf if self._store is None else self._store.deadline_s
+
+    @property
     def ask_s(self) -> float | None:
         """How long a store takes to say what it has of a prompt; None while that is not known."""
         is_stale = self._clock() - self._asked_at > STALE_S
         return None if is_stale or not self._ask_s.known else self._ask_s.value
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: StoreQuestion) -> None:
         """Find out what a store has of a prompt."""
         assert self._store is not None
         take = partial(self._was_asked, question, self._clock())
         self._store.ask(partial(search, question), self._done(take, is_urgent=True))
 
-    def _was_asked(self, question: Question, began: float, result: Any, at: float) -> TierEvent:
+    def _was_asked(
+        self, question: StoreQuestion, began: float, result: Any, at: float
+    ) -> TierEvent:
         if isinstance(result, TierError):
             return StoreAnswered(question, ())
         self._ask_s.see(at - began)

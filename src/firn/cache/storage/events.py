@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firn.cache.arrays.payload import Payload
-from firn.cache.lookup import Question
 from firn.cache.storage.container import Name
 from firn.cache.storage.faults import TierError
 from firn.cache.storage.io import Changes, TierEntry
+from firn.cache.storage.store_search import StoreQuestion
 from firn.cache.tree import Record
 
 
@@ -61,7 +61,7 @@ class ScanEnded:
 class StoreAnswered:
     """The records of a prompt that a store has; none if it could not say."""
 
-    question: Question
+    question: StoreQuestion
     entries: Sequence[TierEntry]
 
 

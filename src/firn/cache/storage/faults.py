@@ -64,3 +64,7 @@ class TierFull(Refused):
 
 class TierFault(TierError):
     """The tier itself fails: disk full, read-only, gone. Writing pauses and is tried again later."""
+
+
+class PermanentFault(TierFault):
+    """A fault that a second attempt cannot mend: wrong credentials, no such bucket."""

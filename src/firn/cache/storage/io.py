@@ -30,9 +30,9 @@ from firn.cache.storage.container import (
 )
 from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFault, Unwanted
 from firn.cache.storage.seal import Seal
+from firn.cache.storage.tally import Tally
 from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import Gone, Seen, Stored, Tier, Usage
-from firn.cache.tiers._health import Tally
 from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 

@@ -21,7 +21,7 @@ __all__ = [
     "AHEAD_S",
     "PEEK_NBYTES",
     "Buffer",
-    "Found",
+    "FoundRecord",
     "Gone",
     "Missing",
     "Refused",
@@ -74,7 +74,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRecord:
     """A record that a store has, of those it was asked for."""
 
     name: str
@@ -190,7 +190,12 @@ class Store(Tier, Protocol):
     and when, is the store's affair.
     """
 
-    def find(self, names: Sequence[str]) -> Sequence[Found]:
+    @property
+    def deadline_s(self) -> float:
+        """What a call takes at most: computing waits no longer for a store than that."""
+        ...
+
+    def find(self, names: Sequence[str]) -> Sequence[FoundRecord]:
         """Which of these are there. Raises TierFault."""
         ...
 

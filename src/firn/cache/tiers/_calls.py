@@ -11,19 +11,15 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from firn.cache.storage.faults import TierError, TierFault
-from firn.cache.tiers._breaker import CircuitBreaker
+from firn.cache.storage.faults import PermanentFault, TierError, TierFault
+from firn.cache.tiers._backoff import CircuitBreaker
 
 T = TypeVar("T")
 N_TRIES = 3
 FIRST_PAUSE_S = 0.05
 
 
-class Hopeless(TierFault):
-    """A fault that a second attempt cannot mend: wrong credentials, no such bucket."""
-
-
-class Calls:
+class RetriedCalls:
     def __init__(
         self,
         breaker: CircuitBreaker,
@@ -53,8 +49,8 @@ class Calls:
                 # Full jitter: servers that failed together do not come back together.
                 pause_s = FIRST_PAUSE_S * 2**n_tries * self._jitter()
                 is_late = self._clock() - began + pause_s > self.attempt_s
-                if n_tries >= N_TRIES or is_late or isinstance(fault, Hopeless):
-                    self.breaker.failed(fault, for_good=isinstance(fault, Hopeless))
+                if n_tries >= N_TRIES or is_late or isinstance(fault, PermanentFault):
+                    self.breaker.failed(fault, for_good=isinstance(fault, PermanentFault))
                     raise
                 self._sleep(pause_s)
             except TierError:  # an answer: not there, full, damaged

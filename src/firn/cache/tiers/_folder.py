@@ -36,8 +36,8 @@ TAG_TEXT = (
     b"Signature: 8a477f597d28d172789f06886806bc55\n# The prefix cache of firn; safe to delete.\n"
 )
 SUFFIX = ".safetensors"
-SHELVES = tuple(f"{i:02x}" for i in range(256))
-COUNTED = (*SHELVES, QUARANTINE)
+SUBFOLDERS = tuple(f"{i:02x}" for i in range(256))
+COUNTED = (*SUBFOLDERS, QUARANTINE)
 INDEX = {sub: i for i, sub in enumerate(COUNTED)}
 DEFAULT_LIMIT_NBYTES = 10 << 30
 BLOCK_NBYTES = 4096
@@ -138,6 +138,17 @@ class Disk:
         except (FileNotFoundError, NotADirectoryError):
             return 0, 0
         return found.st_blocks * 512, found.st_mtime_ns
+
+    def quarantined(self) -> list[Listed]:
+        """The oldest first: their names end with the time."""
+        return sorted(self.files(QUARANTINE), key=lambda x: x.name.rpartition(".")[2])
+
+    def other_nbytes(self) -> int:
+        """All but records and quarantine: temp files at the size set aside for them, the lock, notes."""
+        temps = sum(max(reserved_nbytes(x.name), x.nbytes) for x in self.files(TMP))
+        fixed = [self.stat(LOCK), self.stat(TAG_FILE), *self.files(MODELS)]
+        folders = sum(self.subfolder(sub)[0] for sub in (".", TMP, MODELS))
+        return temps + folders + sum(x.nbytes for x in fixed if x is not None)
 
     def stat(self, path: str) -> Listed | None:
         try:
@@ -416,7 +427,7 @@ def _fresh() -> Words:
 def look(folder: Path) -> Iterator[Seen]:
     """Every record file that may be opened, foreign ones too. Takes no lock and changes nothing."""
     disk = Disk(folder)
-    for sub in SHELVES:
+    for sub in SUBFOLDERS:
         for x in disk.files(sub):
             if x.name.endswith(SUFFIX):
                 with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ from firn.cache.tiers._folder import (
     COUNTED,
     INDEX,
     QUARANTINE,
-    SHELVES,
+    SUBFOLDERS,
     SUFFIX,
     Disk,
     Listed,
@@ -38,7 +38,7 @@ HEAP_SLACK = 1024
 
 
 @dataclass(eq=False, slots=True)
-class Shelf:
+class Subfolder:
     """One subfolder of records."""
 
     changed_ns: int = 0
@@ -61,7 +61,7 @@ class KnownFiles:
     def __init__(self, disk: Disk, wall: Callable[[], float]) -> None:
         self._disk = disk
         self._wall = wall
-        self._shelves = {sub: Shelf() for sub in SHELVES}
+        self._subfolders = {sub: Subfolder() for sub in SUBFOLDERS}
         self._heap: list[tuple[float, str]] = []
         self._news: dict[str, bool] = {}
         """Where the caller believes something else: whether the record is there."""
@@ -77,7 +77,7 @@ class KnownFiles:
         """By a process, says the page's counter; or by a user with `rm`, says the subfolder."""
         if sub == QUARANTINE or counter == UNLISTED or self.listed_at[INDEX[sub]] != counter:
             return True
-        return self._disk.subfolder(sub)[1] != self._shelves[sub].changed_ns
+        return self._disk.subfolder(sub)[1] != self._subfolders[sub].changed_ns
 
     def relist(self, sub: str, counter: int) -> int:
         """List a subfolder; returns the bytes it takes up. What is new, or gone, becomes news."""
@@ -87,24 +87,24 @@ class KnownFiles:
         if sub == QUARANTINE:
             self.n_quarantined = len(files)
             return total + sum(x.nbytes for x in files)
-        shelf, known = Shelf(changed_ns), self._shelves[sub].stamps
+        subfolder, known = Subfolder(changed_ns), self._subfolders[sub].stamps
         for x in files:
             if x.name.endswith(SUFFIX):
                 total += x.nbytes
-                self._learn(shelf, key_of(sub, x.name), x, known)
-        for key in known.keys() - shelf.stamps.keys():
+                self._learn(subfolder, key_of(sub, x.name), x, known)
+        for key in known.keys() - subfolder.stamps.keys():
             self.unreadable.pop(key, None)
             self.tell(key, is_there=False)
-        self._shelves[sub] = shelf
+        self._subfolders[sub] = subfolder
         return total
 
-    def _learn(self, shelf: Shelf, key: str, x: Listed, known: Mapping[str, float]) -> None:
-        shelf.count(key, x.nbytes)
+    def _learn(self, subfolder: Subfolder, key: str, x: Listed, known: Mapping[str, float]) -> None:
+        subfolder.count(key, x.nbytes)
         is_other = self.unreadable.get(key, x.mtime) != x.mtime
         if is_other:
             del self.unreadable[key]
         is_usable = not is_foreign(key) and key not in self.unreadable
-        shelf.stamps[key] = stamp = self._stamp(x.mtime) if is_usable else FIRST
+        subfolder.stamps[key] = stamp = self._stamp(x.mtime) if is_usable else FIRST
         if key not in known or stamp < known[key]:
             heapq.heappush(self._heap, (stamp, key))
         if is_usable and (is_other or key not in known):
@@ -116,22 +116,22 @@ class KnownFiles:
 
     def add(self, name: str, x: Listed) -> None:
         """A file that this process has written."""
-        shelf = self._shelves[name[:2]]
-        shelf.count(name, x.nbytes)
-        shelf.stamps[name] = x.mtime
+        subfolder = self._subfolders[name[:2]]
+        subfolder.count(name, x.nbytes)
+        subfolder.stamps[name] = x.mtime
         heapq.heappush(self._heap, (x.mtime, name))
-        if len(self._heap) > HEAP_SLACK + 2 * sum(len(s.stamps) for s in self._shelves.values()):
+        if len(self._heap) > HEAP_SLACK + 2 * sum(len(s.stamps) for s in self._subfolders.values()):
             self._tidy_heap()
 
     def forget(self, key: str, nbytes: int) -> None:
-        shelf = self._shelves[key[:2]]
+        subfolder = self._subfolders[key[:2]]
         self.unreadable.pop(key, None)
-        if shelf.stamps.pop(key, None) is not None:
-            shelf.count(key, nbytes, n=-1)
+        if subfolder.stamps.pop(key, None) is not None:
+            subfolder.count(key, nbytes, n=-1)
 
     def mark_unreadable(self, name: str, mtime: float) -> None:
         self.unreadable[name] = mtime
-        self._shelves[name[:2]].stamps[name] = FIRST
+        self._subfolders[name[:2]].stamps[name] = FIRST
         heapq.heappush(self._heap, (FIRST, name))
 
     def doubt(self, sub: str) -> None:
@@ -142,12 +142,12 @@ class KnownFiles:
         """This process has changed the subfolder, and knows how."""
         self.listed_at[INDEX[sub]] = counter
         if sub != QUARANTINE:
-            self._shelves[sub].changed_ns = changed_ns
+            self._subfolders[sub].changed_ns = changed_ns
 
     # --- telling -----------------------------------------------------------------------------
 
     def is_empty(self, sub: str) -> bool:
-        return not self._shelves[sub].stamps
+        return not self._subfolders[sub].stamps
 
     def tell(self, key: str, *, is_there: bool) -> None:
         """The next scan does, unless the caller believes it: a record may come and go in between."""
@@ -164,7 +164,7 @@ class KnownFiles:
     def believe(self, name: str, x: Listed | None) -> None:
         """The caller was just told that it is there, which no listing has shown yet."""
         self.told([name])
-        if x is not None and name not in self._shelves[name[:2]].stamps:
+        if x is not None and name not in self._subfolders[name[:2]].stamps:
             self.add(name, x)
 
     def take_news(self) -> tuple[list[str], list[str]]:
@@ -172,7 +172,7 @@ class KnownFiles:
         news, self._news = self._news, {}
         gone = [name for name, is_there in news.items() if not is_there]
         new = [name for name, is_there in news.items() if is_there]
-        found = (self._shelves[name[:2]].stamps.get(name, FIRST) for name in new)
+        found = (self._subfolders[name[:2]].stamps.get(name, FIRST) for name in new)
         stamps = np.fromiter(found, np.float64, len(new))  # bit by bit: others may run meanwhile
         return gone, [new[i] for i in np.argsort(-stamps, kind="stable")]
 
@@ -180,8 +180,8 @@ class KnownFiles:
         """Files and bytes. From any thread."""
         n_files: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
-        for shelf in self._shelves.values():
-            for part, (n, total) in list(shelf.parts.items()):
+        for subfolder in self._subfolders.values():
+            for part, (n, total) in list(subfolder.parts.items()):
                 n_files[part] += n
                 nbytes[part] += total
         return {part: (n, nbytes[part]) for part, n in n_files.items() if n}
@@ -195,17 +195,17 @@ class KnownFiles:
         """
         while self._heap:
             stamp, key = self._heap[0]
-            known = self._shelves[key[:2]].stamps.get(key)
+            known = self._subfolders[key[:2]].stamps.get(key)
             x = None if known is None or key in but else self._disk.stat(path_of(key))
             if known is None or x is None:
                 heapq.heappop(self._heap)  # gone, or here twice
                 if known is not None and key not in but:
-                    del self._shelves[key[:2]].stamps[key]
+                    del self._subfolders[key[:2]].stamps[key]
                     self.tell(key, is_there=False)
                     self.doubt(key[:2])
                 continue
             if known > FIRST:  # another process may have used it
-                self._shelves[key[:2]].stamps[key] = known = self._stamp(x.mtime)
+                self._subfolders[key[:2]].stamps[key] = known = self._stamp(x.mtime)
             if known > stamp:
                 heapq.heapreplace(self._heap, (known, key))
                 continue
@@ -217,12 +217,14 @@ class KnownFiles:
 
     def _tidy_heap(self) -> None:
         """Leave out what was deleted. Sorted by NumPy, which lets other threads run meanwhile."""
-        live = [item for shelf in self._shelves.values() for item in shelf.stamps.items()]
+        live = [
+            item for subfolder in self._subfolders.values() for item in subfolder.stamps.items()
+        ]
         order = np.argsort(np.fromiter((stamp for _, stamp in live), np.float64, len(live)))
         self._heap = [(live[i][1], live[i][0]) for i in order]
 
     def put_back(self, keys: Iterable[str]) -> None:
         for key in keys:
-            stamp = self._shelves[key[:2]].stamps.get(key)
+            stamp = self._subfolders[key[:2]].stamps.get(key)
             if stamp is not None:
                 heapq.heappush(self._heap, (stamp, key))

@@ -1,7 +1,7 @@
 """A tier in a store that many servers share, over a network: what S3 and Redis have in common.
 
-The store's own calls are five, of one attempt each (`Objects`). Here they get a deadline, retries, a
-circuit breaker and a bandwidth, and are counted. A store is never listed: it is asked for names
+The store's own calls are five, of one attempt each (`ObjectClient`). Here they get a deadline, retries,
+a circuit breaker and a bandwidth, and are counted. A store is never listed: it is asked for names
 (`find`), which follow from a prompt's tokens. What leaves it, and when, is the store's own affair: a
 lifecycle rule, a time to live, maxmemory. So it has no limit here, and evicts nothing.
 """
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from firn.cache.storage.faults import Missing, Refused, TierFault
-from firn.cache.tiers import Buffer, Found, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.storage.tally import Tally
+from firn.cache.tiers import Buffer, FoundRecord, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._bandwidth import Bandwidth
-from firn.cache.tiers._breaker import CircuitBreaker
-from firn.cache.tiers._calls import Calls
-from firn.cache.tiers._health import Tally
+from firn.cache.tiers._calls import RetriedCalls
 from firn.core.errors import SetupError
 
 MIB = 1 << 20
@@ -27,12 +27,12 @@ N_BAD = 1 << 12
 """Damaged records whose names are remembered."""
 
 
-class Objects(Protocol):
-    """One attempt each, of bounded time. Raise Missing, Refused, TierFault, Hopeless."""
+class ObjectClient(Protocol):
+    """One attempt each, of bounded time. Raise Missing, Refused, TierFault, PermanentFault."""
 
     def get(self, name: str, n: int | None) -> memoryview: ...
 
-    def find(self, names: Sequence[str]) -> Iterable[Found]:
+    def find(self, names: Sequence[str]) -> Iterable[FoundRecord]:
         """Those that are there, in any order."""
         ...
 
@@ -68,6 +68,12 @@ class StoreSettings:
         )
 
 
+def first_line(error: Exception) -> str:
+    """What a library says of a fault; some go on for a page."""
+    text = str(error).partition("\n")[0]
+    return text if len(text) <= 160 else f"{text[:160]}..."
+
+
 def number(options: TierOptions, name: str, default: float, *, low: float) -> float:
     """Raises SetupError."""
     text = options.extra.get(name)
@@ -87,14 +93,15 @@ class StoreTier:
 
     def __init__(
         self,
-        objects: Objects,
+        client: ObjectClient,
         settings: StoreSettings,
         breaker: CircuitBreaker,
         *,
         bandwidth: Bandwidth | None = None,
     ) -> None:
-        self._objects = objects
-        self._calls = Calls(breaker, deadline_s=settings.deadline_s)
+        self.deadline_s = settings.deadline_s
+        self._client = client
+        self._calls = RetriedCalls(breaker, deadline_s=settings.deadline_s)
         self._bandwidth = bandwidth or Bandwidth(settings.write_mb_per_s * MIB)
         self._tally = Tally()
         self._lock = threading.Lock()
@@ -106,11 +113,11 @@ class StoreTier:
         """Nothing: there may be a million records, of other models and other tenants."""
         return iter(())
 
-    def find(self, names: Sequence[str]) -> list[Found]:
+    def find(self, names: Sequence[str]) -> list[FoundRecord]:
         asked = [name for name in names if name not in self._bad]
         if not asked:
             return []
-        found = self._calls.run(lambda: list(self._objects.find(asked)))
+        found = self._calls.run(lambda: list(self._client.find(asked)))
         self._tally.add(finds=1, names_asked=len(asked), names_found=len(found))
         return found
 
@@ -118,7 +125,7 @@ class StoreTier:
         if name in self._bad:
             raise Missing
         try:
-            data = self._calls.run(lambda: self._objects.get(name, n))
+            data = self._calls.run(lambda: self._client.get(name, n))
         except Missing:
             self._tally.add(missing=1)
             raise
@@ -134,7 +141,7 @@ class StoreTier:
         try:
             if self._calls.breaker.status.state == "ok":
                 self._bandwidth.take(nbytes)
-            is_new = self._calls.run(lambda: self._objects.put(name, pieces, replace=is_bad))
+            is_new = self._calls.run(lambda: self._client.put(name, pieces, replace=is_bad))
         except (Refused, TierFault) as e:
             self._tally.drop(e.reason)
             raise
@@ -148,7 +155,7 @@ class StoreTier:
 
     def touch(self, stamps: Mapping[str, float]) -> None:
         try:
-            self._calls.run(lambda: self._objects.touch(list(stamps)))
+            self._calls.run(lambda: self._client.touch(list(stamps)))
         except TierFault:
             return  # the status says so; a stamp that is too low costs a miss at worst
         self._tally.add(touches=len(stamps))
@@ -161,7 +168,7 @@ class StoreTier:
                 while len(self._bad) > N_BAD:
                     del self._bad[next(iter(self._bad))]
             self._tally.add(quarantined=1)
-        if self._calls.run(lambda: self._objects.delete(name)):
+        if self._calls.run(lambda: self._client.delete(name)):
             self._tally.add(deletes=1)
 
     def usage(self) -> Usage:

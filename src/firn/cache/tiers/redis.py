@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull
-from firn.cache.tiers import Buffer, Found, TierOptions
-from firn.cache.tiers._breaker import CircuitBreaker
-from firn.cache.tiers._calls import Hopeless
-from firn.cache.tiers._store import StoreSettings, StoreTier, number
+from firn.cache.storage.faults import Damaged, Missing, PermanentFault, TierFault, TierFull
+from firn.cache.tiers import Buffer, FoundRecord, TierOptions
+from firn.cache.tiers._backoff import CircuitBreaker
+from firn.cache.tiers._store import StoreSettings, StoreTier, first_line, number
 from firn.core.errors import SetupError
 
 T = TypeVar("T")
@@ -39,15 +38,15 @@ _HEAD = struct.Struct("<8sQdQ")
 _MAGIC = b"firn1\r\n\0"
 
 
-class Head(NamedTuple):
+class RecordHead(NamedTuple):
     nbytes: int
     written_at: float
     writer: int
     """Of the pieces; 0: the record follows the head."""
 
 
-class RedisObjects:
-    """Implements _store.Objects. Thread-safe: redis-py lends each call a connection."""
+class RedisClient:
+    """Implements _store.ObjectClient. Thread-safe: redis-py lends each call a connection."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class RedisObjects:
         self._wall = wall
 
     def get(self, name: str, n: int | None) -> memoryview:
-        return self._named(lambda: self._get(name))[:n]
+        return self._translated(lambda: self._get(name))[:n]
 
     def _get(self, name: str) -> memoryview:
         until = time.monotonic() + self._attempt_s
@@ -88,7 +87,7 @@ class RedisObjects:
             piece = self._client.get(piece_key)
             if piece is None:
                 raise Missing("a piece is gone")
-            if len(piece) != min(self._piece_of(head), head.nbytes - at):
+            if len(piece) != min(self._piece_nbytes_in(head), head.nbytes - at):
                 raise Damaged("wrong length", "of a piece")
             view[at : at + len(piece)] = piece
             at += len(piece)
@@ -96,7 +95,7 @@ class RedisObjects:
                 raise TierFault("too slow", f"{at} of {head.nbytes} bytes")
         return view
 
-    def find(self, names: Sequence[str]) -> Iterator[Found]:
+    def find(self, names: Sequence[str]) -> Iterator[FoundRecord]:
         def heads() -> list[bytes]:
             pipe = self._client.pipeline(transaction=False)
             for name in names:
@@ -104,13 +103,13 @@ class RedisObjects:
             found: list[bytes] = pipe.execute()
             return found
 
-        for name, raw in zip(names, self._named(heads), strict=True):
+        for name, raw in zip(names, self._translated(heads), strict=True):
             if len(raw) == _HEAD.size and raw.startswith(_MAGIC):
                 head = _parse(raw)
-                yield Found(name, head.nbytes, head.written_at)
+                yield FoundRecord(name, head.nbytes, head.written_at)
 
     def put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
-        return self._named(lambda: self._put(name, pieces, replace=replace))
+        return self._translated(lambda: self._put(name, pieces, replace=replace))
 
     def _put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
         key, nbytes = self._key(name), sum(memoryview(p).nbytes for p in pieces)
@@ -118,7 +117,7 @@ class RedisObjects:
             return False
         is_small = nbytes <= self._piece_nbytes
         writer = 0 if is_small else int.from_bytes(os.urandom(8), "little") | 1
-        head = Head(nbytes, self._wall(), writer)
+        head = RecordHead(nbytes, self._wall(), writer)
         raw = _HEAD.pack(_MAGIC, head.nbytes, head.written_at, self._tagged(head.writer))
         keys = list(self._piece_keys(name, _parse(raw)))
         if is_small:
@@ -153,7 +152,7 @@ class RedisObjects:
                         pipe.pexpire(piece_key, self._ttl_ms)
             pipe.execute()
 
-        self._named(renew)
+        self._translated(renew)
 
     def delete(self, name: str) -> bool:
         def delete() -> bool:
@@ -163,16 +162,16 @@ class RedisObjects:
                 keys += self._piece_keys(name, _parse(raw))
             return bool(self._client.unlink(*keys))
 
-        return self._named(delete)
+        return self._translated(delete)
 
     # --- inside ------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
-    def _piece_keys(self, name: str, head: Head) -> Iterator[str]:
+    def _piece_keys(self, name: str, head: RecordHead) -> Iterator[str]:
         if head.writer:
-            n = -(-head.nbytes // self._piece_of(head))
+            n = -(-head.nbytes // self._piece_nbytes_in(head))
             yield from (f"{self._key(name)}:{head.writer:x}:{i}" for i in range(n))
 
     def _tagged(self, writer: int) -> int:
@@ -180,7 +179,7 @@ class RedisObjects:
         return (writer >> 24 << 24) | (self._piece_nbytes >> 10) if writer else 0
 
     @staticmethod
-    def _piece_of(head: Head) -> int:
+    def _piece_nbytes_in(head: RecordHead) -> int:
         return max((head.writer & 0xFFFFFF) << 10, 1024)
 
     def _drop(self, keys: Sequence[str]) -> None:
@@ -191,21 +190,21 @@ class RedisObjects:
         except self._errors.RedisError:
             return
 
-    def _named(self, call: Callable[[], T]) -> T:
+    def _translated(self, call: Callable[[], T]) -> T:
         """Run it; what goes wrong gets one of our names."""
         errors = self._errors
         try:
             return call()
         except errors.OutOfMemoryError as e:
-            raise TierFull(_line(e)) from e
+            raise TierFull(first_line(e)) from e
         except (errors.AuthenticationError, errors.NoPermissionError) as e:
-            raise Hopeless("no permission", _line(e)) from e
+            raise PermanentFault("no permission", first_line(e)) from e
         except errors.TimeoutError as e:
-            raise TierFault("too slow", _line(e)) from e
+            raise TierFault("too slow", first_line(e)) from e
         except errors.ReadOnlyError as e:
-            raise TierFault("read-only", _line(e)) from e
+            raise TierFault("read-only", first_line(e)) from e
         except (errors.RedisError, OSError) as e:
-            raise TierFault("unreachable", _line(e)) from e
+            raise TierFault("unreachable", first_line(e)) from e
 
 
 def open_tier(options: TierOptions) -> StoreTier:
@@ -233,7 +232,7 @@ def open_tier(options: TierOptions) -> StoreTier:
         )
     except ValueError as e:
         raise SetupError(f"--tier redis://...: {e}") from e
-    objects = RedisObjects(
+    store = RedisClient(
         client,
         redis.exceptions,
         prefix=options.extra.get("prefix", "firn"),
@@ -241,16 +240,16 @@ def open_tier(options: TierOptions) -> StoreTier:
         attempt_s=attempt_s,
         piece_nbytes=min(piece_kb << 10, 0xFFFFFF << 10),
     )
-    return StoreTier(objects, settings, CircuitBreaker("redis"))
+    return StoreTier(store, settings, CircuitBreaker("redis"))
 
 
-def _parse(raw: bytes) -> Head:
+def _parse(raw: bytes) -> RecordHead:
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
         raise Damaged("not a record")
     _, nbytes, written_at, writer = _HEAD.unpack_from(raw)
     if nbytes > 1 << 32:
         raise Damaged("not a record", "its length")
-    return Head(nbytes, written_at, writer)
+    return RecordHead(nbytes, written_at, writer)
 
 
 def _cut(pieces: Sequence[Buffer], nbytes: int) -> Iterator[memoryview]:
@@ -259,7 +258,3 @@ def _cut(pieces: Sequence[Buffer], nbytes: int) -> Iterator[memoryview]:
         whole = np.concatenate([np.frombuffer(p, dtype=np.uint8) for p in pieces if len(p)]).data
         for at in range(0, len(whole), nbytes):
             yield whole[at : at + nbytes]
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]

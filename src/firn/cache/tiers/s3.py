@@ -22,16 +22,15 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from firn.cache.storage.faults import Missing, TierFault
-from firn.cache.tiers import Buffer, Found, TierOptions
-from firn.cache.tiers._breaker import CircuitBreaker
-from firn.cache.tiers._calls import Hopeless
-from firn.cache.tiers._store import StoreSettings, StoreTier
+from firn.cache.storage.faults import Missing, PermanentFault, TierFault
+from firn.cache.tiers import Buffer, FoundRecord, TierOptions
+from firn.cache.tiers._backoff import CircuitBreaker
+from firn.cache.tiers._store import StoreSettings, StoreTier, first_line
 from firn.core.errors import SetupError
 
 T = TypeVar("T")
 SCHEMES = ("s3",)
-N_FINDERS = 16
+N_QUESTIONS_AT_ONCE = 16
 """Names that are asked for at once: S3 answers one a request."""
 CONNECT_S = 2.0
 LATE_SHARE = 0.9
@@ -39,14 +38,14 @@ LATE_SHARE = 0.9
 OWN = ("endpoint", "region", "anonymous")
 
 
-class S3Objects:
-    """Implements _store.Objects. Thread-safe."""
+class S3Client:
+    """Implements _store.ObjectClient. Thread-safe."""
 
     def __init__(self, store: Any, library: Any, *, attempt_s: float) -> None:
         self._store = store
         self._attempt_s = attempt_s
         self._library = library
-        self._finders = ThreadPoolExecutor(N_FINDERS, thread_name_prefix="firn-s3")
+        self._pool = ThreadPoolExecutor(N_QUESTIONS_AT_ONCE, thread_name_prefix="firn-s3")
         self._is_conditional = True
 
     def get(self, name: str, n: int | None) -> memoryview:
@@ -57,21 +56,21 @@ class S3Objects:
                 raise TierFault("cut short", f"{len(data)} of {result.meta['size']} bytes")
             return data
 
-        return self._named(whole)[:n]
+        return self._translated(whole)[:n]
 
-    def find(self, names: Sequence[str]) -> Iterator[Found]:
+    def find(self, names: Sequence[str]) -> Iterator[FoundRecord]:
         if len(names) == 1:
-            found: Iterator[Found | None] = map(self._head, names)
+            found: Iterator[FoundRecord | None] = map(self._head, names)
         else:
-            found = self._finders.map(self._head, names)
+            found = self._pool.map(self._head, names)
         return (one for one in found if one is not None)
 
-    def _head(self, name: str) -> Found | None:
+    def _head(self, name: str) -> FoundRecord | None:
         try:
-            meta = self._named(lambda: self._library.head(self._store, _path(name)))
+            meta = self._translated(lambda: self._library.head(self._store, _path(name)))
         except Missing:
             return None
-        return Found(name, meta["size"], meta["last_modified"].timestamp())
+        return FoundRecord(name, meta["size"], meta["last_modified"].timestamp())
 
     def put(self, name: str, pieces: Sequence[Buffer], *, replace: bool) -> bool:
         data = _joined(pieces)
@@ -79,13 +78,13 @@ class S3Objects:
         def put(mode: str) -> None:
             path = _path(name)
             try:
-                self._named(
+                self._translated(
                     lambda: self._library.put(
                         self._store, path, data, mode=mode, use_multipart=False
                     )
                 )
             except Missing as e:
-                raise Hopeless("no such bucket") from e
+                raise PermanentFault("no such bucket") from e
 
         if replace:
             put("overwrite")
@@ -109,10 +108,10 @@ class S3Objects:
     def delete(self, name: str) -> bool:
         was_there = self._head(name) is not None
         if was_there:
-            self._named(lambda: self._library.delete(self._store, _path(name)))
+            self._translated(lambda: self._library.delete(self._store, _path(name)))
         return was_there
 
-    def _named(self, call: Callable[[], T]) -> T:
+    def _translated(self, call: Callable[[], T]) -> T:
         """Run it; what goes wrong gets one of our names."""
         errors, began = self._library.exceptions, time.monotonic()
         try:
@@ -122,12 +121,12 @@ class S3Objects:
         except errors.AlreadyExistsError as e:
             raise _Taken("taken") from e
         except errors.NotSupportedError as e:
-            raise _Unsupported("not supported", _line(e)) from e
+            raise _Unsupported("not supported", first_line(e)) from e
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as e:
-            raise Hopeless("no permission", _line(e)) from e
+            raise PermanentFault("no permission", first_line(e)) from e
         except (errors.BaseError, OSError) as e:
             is_late = time.monotonic() - began > LATE_SHARE * self._attempt_s
-            raise TierFault("too slow" if is_late else "store failed", _line(e)) from e
+            raise TierFault("too slow" if is_late else "store failed", first_line(e)) from e
 
 
 class _Taken(TierFault):
@@ -175,9 +174,9 @@ def open_tier(options: TierOptions) -> StoreTier:
             **config,
         )
     except (obstore.exceptions.BaseError, ValueError, TypeError) as e:
-        raise SetupError(f"--tier {options.location}: {_line(e)}") from e
+        raise SetupError(f"--tier {options.location}: {first_line(e)}") from e
     return StoreTier(
-        S3Objects(store, obstore, attempt_s=settings.deadline_s / 2), settings, CircuitBreaker("s3")
+        S3Client(store, obstore, attempt_s=settings.deadline_s / 2), settings, CircuitBreaker("s3")
     )
 
 
@@ -215,9 +214,3 @@ def _joined(pieces: Sequence[Buffer]) -> memoryview:
         whole[at : at + view.nbytes] = np.frombuffer(view, dtype=np.uint8)
         at += view.nbytes
     return whole.data
-
-
-def _line(error: Exception) -> str:
-    """obstore's messages go on for a page."""
-    text = str(error).partition("\n")[0]
-    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -24,16 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from firn.cache.storage.faults import Damaged, Missing, Refused, TierError, TierFault, TierFull
+from firn.cache.storage.tally import Tally
 from firn.cache.tiers import AHEAD_S, PEEK_NBYTES, Buffer, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers._backoff import Backoff
 from firn.cache.tiers._folder import (
     BLOCK_NBYTES,
     COUNTED,
     DEFAULT_LIMIT_NBYTES,
     INDEX,
-    LOCK,
-    MODELS,
     QUARANTINE,
-    TAG_FILE,
     TMP,
     Disk,
     FolderLock,
@@ -43,9 +42,7 @@ from firn.cache.tiers._folder import (
     default_limit,
     fault_of,
     path_of,
-    reserved_nbytes,
 )
-from firn.cache.tiers._health import Tally, WriteBackoff
 from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
@@ -91,8 +88,13 @@ class SsdTier:
         self._lock_timeout_s = lock_timeout_s
         self._mutex = threading.Lock()
         self._known = KnownFiles(self._disk, wall)
-        self._backoff = WriteBackoff(
-            "SSD", first_s=retry_s, max_s=max_retry_s, clock=clock, wall=wall
+        self._backoff = Backoff(
+            paused="the SSD cache pauses writing",
+            resumed="the SSD cache writes again",
+            first_s=retry_s,
+            max_s=max_retry_s,
+            clock=clock,
+            wall=wall,
         )
         self._tally = Tally()
         self._serial = count()
@@ -368,7 +370,7 @@ class SsdTier:
         for i in np.flatnonzero(page.counters != self._known.listed_at):
             self._known.relist(COUNTED[i], int(page.counters[i]))
         old: list[Listed] = []
-        for x in self._quarantined():
+        for x in self._disk.quarantined():
             if over > 0:
                 old.append(x)
                 over -= x.nbytes
@@ -407,18 +409,12 @@ class SsdTier:
             page.nbytes[INDEX[QUARANTINE]] += nbytes
             self._known.forget(name, nbytes)
         self._tally.add(quarantined=1)
-        held = self._quarantined()
-        total, n_surplus = sum(x.nbytes for x in held), max(len(held) - QUARANTINE_FILES, 0)
-        total -= sum(x.nbytes for x in held[:n_surplus])
-        while total > self._limit_nbytes // QUARANTINE_SHARE:
-            total -= held[n_surplus].nbytes
+        files = self._disk.quarantined()
+        n_surplus = max(len(files) - QUARANTINE_FILES, 0)
+        while sum(x.nbytes for x in files[n_surplus:]) > self._limit_nbytes // QUARANTINE_SHARE:
             n_surplus += 1
-        self._drop_quarantined(page, held[:n_surplus])
-        self._known.n_quarantined = len(held) - n_surplus
-
-    def _quarantined(self) -> list[Listed]:
-        """The oldest first: their names end with the time."""
-        return sorted(self._disk.files(QUARANTINE), key=lambda x: x.name.rpartition(".")[2])
+        self._drop_quarantined(page, files[:n_surplus])
+        self._known.n_quarantined = len(files) - n_surplus
 
     def _drop_quarantined(self, page: Page, files: Sequence[Listed]) -> None:
         if files:
@@ -482,11 +478,8 @@ class SsdTier:
 
     def _count(self, page: Page) -> int:
         """All bytes of the folder."""
-        temps = sum(max(reserved_nbytes(x.name), x.nbytes) for x in self._disk.files(TMP))
-        own = [self._disk.stat(LOCK), self._disk.stat(TAG_FILE), *self._disk.files(MODELS)]
-        fixed = sum(x.nbytes for x in own if x is not None)
-        fixed += sum(self._disk.subfolder(sub)[0] for sub in (".", TMP, MODELS))
-        self._nbytes = int(page.nbytes.sum()) + temps + fixed + MARGIN_NBYTES
+        records_nbytes = int(page.nbytes.sum())
+        self._nbytes = records_nbytes + self._disk.other_nbytes() + MARGIN_NBYTES
         return self._nbytes
 
     def _failed(self, error: OSError | TierError) -> TierError:

@@ -135,13 +135,6 @@ class Tree:
             yield node
             todo += node.children
 
-    def nodes(self) -> Iterator[Node]:
-        """All nodes but roots. Takes as long as there are many: not while requests run."""
-        for root in self.roots():
-            for node in self.subtree(root):
-                if node is not root:
-                    yield node
-
     def prune(self, node: Node) -> None:
         """Drop the node, and then each above it, while it holds nothing and nobody needs it."""
         while not (node.records or len(node.children) or node.n_leases):

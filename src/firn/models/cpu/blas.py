@@ -128,7 +128,10 @@ def _name(library: Library) -> str:
         file = f"{library.path} {stat.st_size} {stat.st_mtime_ns}"
     except OSError:
         file = library.path
-    return f"{file}, mlx {metadata.version('mlx')}, {_processor()}, {usable_cores()} cores"
+    return (
+        f"{file}, mlx {metadata.version('mlx')}, {_processor()}, {usable_cores()} cores, "
+        f"trial {trial.FORMAT}"
+    )
 
 
 def _processor() -> str:

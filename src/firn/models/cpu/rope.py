@@ -23,7 +23,7 @@ MAX_KINDS = 256
 _plain_rope = mx.fast.rope
 
 
-class Kind(NamedTuple):
+class RopeKind(NamedTuple):
     """What does not change from step to step. freqs: by its identity."""
 
     dims: int
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 class Made:
     """What was made for one kind: for good, and for the step that comes."""
 
-    def __init__(self, kind: Kind, freqs: mx.array | None, *, turn: mx.array) -> None:
+    def __init__(self, kind: RopeKind, freqs: mx.array | None, *, turn: mx.array) -> None:
         self._freqs = freqs  # keeps its identity
         self._scale = kind.scale
         self.turn = turn
@@ -66,16 +66,16 @@ class _Tables(threading.local):
     """Of this thread: an array that is not computed yet belongs to its thread's stream."""
 
     def __init__(self) -> None:
-        self._made: dict[Kind, Made] = {}
+        self._made: dict[RopeKind, Made] = {}
         self._turns: dict[tuple[int, int, bool], mx.array] = {}
 
-    def of(self, kind: Kind, freqs: mx.array | None) -> Made | None:
+    def of(self, kind: RopeKind, freqs: mx.array | None) -> Made | None:
         made = self._made.get(kind)
         if made is None and len(self._made) < MAX_KINDS:
             made = self._made[kind] = Made(kind, freqs, turn=self._turn(kind))
         return made
 
-    def _turn(self, kind: Kind) -> mx.array:
+    def _turn(self, kind: RopeKind) -> mx.array:
         """A quarter turn: each pair of values (a, b) becomes (-b, a)."""
         key = (kind.dims, kind.width, kind.traditional)
         if key not in self._turns:
@@ -112,7 +112,7 @@ def rope(
     made = None
     known = type(offset) is int or isinstance(offset, mx.array)
     if known and a.ndim == 4 and a.shape[2] == 1 and not more:
-        made = _tables.of(Kind(dims, a.shape[-1], traditional, base, scale, id(freqs)), freqs)
+        made = _tables.of(RopeKind(dims, a.shape[-1], traditional, base, scale, id(freqs)), freqs)
     if made is None:
         return _plain_rope(
             a,
@@ -133,7 +133,7 @@ def rope(
     return turned.astype(a.dtype)
 
 
-def _speeds(kind: Kind, freqs: mx.array | None) -> mx.array:
+def _speeds(kind: RopeKind, freqs: mx.array | None) -> mx.array:
     """The angle that a step of one position makes, for each of the dims."""
     half = kind.dims // 2
     if freqs is not None:

@@ -16,7 +16,7 @@ WORTHWHILE = 1 << 18
 """Multiplications in a product that are worth more than one thread."""
 
 
-class Library(Protocol):
+class HasThreads(Protocol):
     n_threads: int
 
     def set_threads(self, n: int) -> None: ...
@@ -25,13 +25,13 @@ class Library(Protocol):
 class Threads:
     """One thread where products are small, all where they are not. Owner: the engine thread."""
 
-    def __init__(self, library: Library, model: Any) -> None:
+    def __init__(self, library: HasThreads, model: Any) -> None:
         self._library = library
         self._now = library.n_threads
         self._weights = weights_a_product(model)
 
     def prepare(self, n_tokens: int) -> None:
-        """The products that come are of so many tokens at once."""
+        """The next products are of `n_tokens` tokens each."""
         n = self._library.n_threads if self._weights * n_tokens >= WORTHWHILE else 1
         if n != self._now:
             self._library.set_threads(n)

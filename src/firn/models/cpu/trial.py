@@ -14,10 +14,13 @@ import time
 from dataclasses import asdict, dataclass
 
 from firn.models.cpu.openblas import Library, OpenBlas
+from firn.models.faults import first_line
 
+FORMAT = 2
+"""Of what is remembered: raise it when a trial measures something else."""
 TIMEOUT_S = 60.0
 N_TRIES, MIN_S = 4, 0.2
-"""At least so many products, and so long: whoever else is at work pauses at some time."""
+"""At least this many products, for at least this long: other processes pause at some time."""
 SIZE = (96, 512, 512)
 
 
@@ -59,7 +62,7 @@ def main(kind: str, path: str, prefix: str, n_threads: str) -> None:
         _check()
         trial = Trial(f"{blas.version} for {blas.core}", gflops(), own)
     except Exception as e:  # a trial ends with a finding, whatever it meets
-        trial = Trial(own_gflops=own, fault=str(e).splitlines()[0] if str(e) else repr(e))
+        trial = Trial(own_gflops=own, fault=first_line(e))
     print(json.dumps(asdict(trial)))
 
 
@@ -70,12 +73,12 @@ def gflops() -> float:
     m, k, n = SIZE
     a, b = mx.random.normal((m, k)), mx.random.normal((n, k))
     mx.eval(a, b)
-    best, n, end = math.inf, 0, time.perf_counter() + MIN_S
-    while n < N_TRIES or time.perf_counter() < end:
+    best, n_tries, end = math.inf, 0, time.perf_counter() + MIN_S
+    while n_tries < N_TRIES or time.perf_counter() < end:
         began = time.perf_counter()
         mx.eval(a @ b.T)
         best = min(best, time.perf_counter() - began)
-        n += 1
+        n_tries += 1
     return 2 * m * n * k / best / 1e9
 
 

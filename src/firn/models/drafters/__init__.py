@@ -40,7 +40,7 @@ class Drafter(Protocol):
     """Guesses for any number of rows; a row is known by any hashable object."""
 
     is_free: bool
-    """Guessing takes no time to speak of. Then it is done behind each token, tried or not."""
+    """Guessing takes no time to speak of. Then it is done after each token, tried or not."""
 
     def odds(self, kind: int) -> float:
         """How likely a guess of this kind is to come true, before anything is known."""
@@ -59,7 +59,7 @@ class Drafter(Protocol):
         ...
 
     def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        """For each row, up to so many tokens behind all that it took; nothing for unknown rows, or where
+        """For each row, up to `n_most` tokens after all that it took; nothing for unknown rows, or where
         nothing comes to mind."""
         ...
 

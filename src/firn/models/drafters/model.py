@@ -24,9 +24,11 @@ from firn.core.ports import Cursor, EngineLoad, PrefixCache
 from firn.core.values import Job
 from firn.models.batch import Group, Row
 from firn.models.drafters import NOTHING, Guess
+from firn.models.padding import in_blocks
 from firn.models.ragged import MAX_FEED, RaggedCache
 from firn.models.rewind import Step, is_rewindable, leaves
 from firn.models.sampling import to_host
+from firn.models.traits import TRAITS, Traits
 
 MAX_GUESSES = 8
 ODDS = (0.7, 0.65, 0.6, 0.55, 0.5, 0.5, 0.5, 0.5)
@@ -34,7 +36,7 @@ CHUNK = 512
 
 
 @dataclass(eq=False)
-class _Reader:
+class _DraftRow:
     """One row of the large model, as the small one has read it."""
 
     job: Job
@@ -68,8 +70,9 @@ class ModelDrafter:
         batchable: bool,
         n_ids: int = 1 << 31,
         chunk: int = CHUNK,
+        traits: Traits = TRAITS["cpu"],
     ) -> None:
-        """n_ids: ids from here on are unknown to it.
+        """n_ids: ids from here on are unknown to it. traits: of the device, for this model.
 
         Raises ValueError for a model whose tokens cannot be taken back one by one.
         """
@@ -81,7 +84,8 @@ class ModelDrafter:
         self._batchable = batchable
         self._last_id = n_ids - 1
         self._chunk = chunk
-        self._readers: dict[Hashable, _Reader] = {}
+        self._traits = traits
+        self._readers: dict[Hashable, _DraftRow] = {}
         self._groups: list[Group] = []
 
     def odds(self, kind: int) -> float:
@@ -100,7 +104,7 @@ class ModelDrafter:
         own = Row(layers, restored.n_tokens if restored else 0)
         if restored is not None:
             restored.filled(own)
-        self._readers[row] = _Reader(job, own, cursor)
+        self._readers[row] = _DraftRow(job, own, cursor)
 
     def took(self, row: Hashable, tokens: Sequence[int]) -> None:
         reader = self._readers.get(row)
@@ -148,7 +152,7 @@ class ModelDrafter:
             self._catch_up(reader)
         return reader.n_text - reader.row.n_tokens <= MAX_FEED
 
-    def _read_prompt(self, reader: _Reader) -> bool:
+    def _read_prompt(self, reader: _DraftRow) -> bool:
         own, n_prompt = reader.row, len(reader.job.prompt)
         ahead = self._cache.advance(reader.cursor, own.n_tokens)
         if ahead is not None:
@@ -167,7 +171,7 @@ class ModelDrafter:
             self._cache.commit(reader.cursor, own)
         return own.n_tokens == n_prompt - 1
 
-    def _join(self, reader: _Reader) -> None:
+    def _join(self, reader: _DraftRow) -> None:
         own = reader.row
         cursor, reader.cursor = reader.cursor, self._cache.fork(reader.cursor, reader.reply)
         self._cache.close_cursor(cursor, None)
@@ -178,11 +182,11 @@ class ModelDrafter:
                 group.join(own, last)
                 break
         else:
-            group = Group.of_one(own, last)
+            group = Group.of_one(own, last, columns=self._traits.columns)
             self._groups.append(group)
         group.make_ready()
 
-    def _catch_up(self, reader: _Reader) -> None:
+    def _catch_up(self, reader: _DraftRow) -> None:
         """What was said while nobody guessed."""
         own = reader.row
         group = own.group
@@ -235,13 +239,16 @@ class ModelDrafter:
             reader.guessed = table[reader.row.index]
 
     def _feed(self, group: Group, fed: Sequence[Sequence[int]]) -> mx.array:
-        """Logits behind these tokens of each seat; some seats are fed nothing."""
+        """Logits after these tokens of each seat; some seats are fed nothing."""
         self._cut(group)
         lengths = [len(f) for f in fed]
         width = max(lengths)
-        step = Step(group.layers, lengths)
+        if width > 1:
+            width = self._traits.shape(width)
+        step = Step(group.layers, lengths, width)
         ids = mx.array([[*f, *[0] * (width - len(f))] for f in fed])
-        logits: mx.array = self._model(mx.minimum(ids, self._last_id), cache=group.layers)
+        layers = in_blocks(group.layers, group.columns) if width > 1 else group.layers
+        logits: mx.array = self._model(mx.minimum(ids, self._last_id), cache=layers)
         step.settle(lengths)
         return logits
 

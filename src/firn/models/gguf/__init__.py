@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from firn.models.gguf import tokenizer, weights
-from firn.models.gguf.file import GgufFile, Unreadable, parse
+from firn.models.gguf.file import GgufFile, UnreadableGguf, parse
 
-__all__ = ["Unreadable", "convert"]
+__all__ = ["UnreadableGguf", "convert"]
 
 Progress = Callable[[int, int], None]
 """Bytes done, bytes in all."""
@@ -35,7 +35,7 @@ def convert(
     """Write the model whose GGUF file these bytes are into an empty folder.
 
     `sampling` is what its makers recommend, for generation_config.json: GGUF has no place for it.
-    Raises Unreadable for the file, OSError for the folder.
+    Raises UnreadableGguf for the file, OSError for the folder.
     """
     file = parse(data)
     shape = _shape(file)
@@ -49,22 +49,22 @@ def convert(
     _write(folder / "model.safetensors", _safetensors(plan, progress))
 
 
-def _shape(file: GgufFile) -> weights.Shape:
+def _shape(file: GgufFile) -> weights.LlamaShape:
     architecture = file.text("general.architecture")
     if architecture != "llama" or file.metadata.get("llama.expert_count"):
         kind = "a mixture of experts" if architecture == "llama" else architecture
-        raise Unreadable(f"it is {kind}; firn turns dense llama models")
+        raise UnreadableGguf(f"it is {kind}; firn turns dense llama models")
     if file.metadata.get("split.count", 1) != 1:
-        raise Unreadable("it is one part of several; firn turns models in one file")
+        raise UnreadableGguf("it is one part of several; firn turns models in one file")
     if file.metadata.get("llama.rope.scaling.type", "none") != "none":
-        raise Unreadable("its rotary positions are scaled, which firn does not turn")
+        raise UnreadableGguf("its rotary positions are scaled, which firn does not turn")
     n_heads = n_kv_heads = file.integer("llama.attention.head_count")
     if "llama.attention.head_count_kv" in file.metadata:
         n_kv_heads = file.integer("llama.attention.head_count_kv")
     head_dim = file.integer("llama.rope.dimension_count")
     if head_dim < 2 or head_dim % 2 or not n_heads or not n_kv_heads:
-        raise Unreadable(f"{n_heads} heads of {head_dim} are no attention")
-    return weights.Shape(
+        raise UnreadableGguf(f"{n_heads} heads of {head_dim} are no attention")
+    return weights.LlamaShape(
         n_layers=file.integer("llama.block_count"),
         width=file.integer("llama.embedding_length"),
         n_inner=file.integer("llama.feed_forward_length"),
@@ -76,7 +76,7 @@ def _shape(file: GgufFile) -> weights.Shape:
 
 
 def _config(
-    file: GgufFile, shape: weights.Shape, plan: weights.Plan, *, tied: bool
+    file: GgufFile, shape: weights.LlamaShape, plan: weights.ConversionPlan, *, tied: bool
 ) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
@@ -104,8 +104,8 @@ def _special(file: GgufFile) -> dict[str, int]:
     return {f"{role}_token_id": i for role, i in ids.items() if role != "unk"}
 
 
-def _safetensors(plan: weights.Plan, progress: Progress) -> Iterator[bytes | memoryview]:
-    """The file in pieces: length of the header, header, arrays one behind the other."""
+def _safetensors(plan: weights.ConversionPlan, progress: Progress) -> Iterator[bytes | memoryview]:
+    """The file in pieces: length of the header, header, arrays one after the other."""
     arrays: list[weights.Array] = []
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     n_done = at = 0

@@ -49,7 +49,7 @@ OTHER_TENSORS = {
 }  # fmt: skip
 
 
-class Unreadable(SetupError):
+class UnreadableGguf(SetupError):
     """Not a GGUF file, or one that firn cannot turn into a model folder."""
 
     code = "gguf_unreadable"
@@ -71,46 +71,46 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     def integer(self, key: str) -> int:
-        """Of a count or an id. Raises Unreadable where it is missing or something else."""
+        """Of a count or an id. Raises UnreadableGguf where it is missing or something else."""
         value = self.metadata.get(key)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise Unreadable(f"its metadata has no number {key}")
+            raise UnreadableGguf(f"its metadata has no number {key}")
         return value
 
     def number(self, key: str) -> float:
         """The shortest decimal of a 32-bit float: 1e-05, not 9.999999747378752e-06."""
         value = self.metadata.get(key)
         if not isinstance(value, float) or not math.isfinite(value):
-            raise Unreadable(f"its metadata has no number {key}")
+            raise UnreadableGguf(f"its metadata has no number {key}")
         return float(str(np.float32(value)))
 
     def text(self, key: str) -> str:
         value = self.metadata.get(key)
         if not isinstance(value, str):
-            raise Unreadable(f"its metadata has no text {key}")
+            raise UnreadableGguf(f"its metadata has no text {key}")
         return value
 
     def texts(self, key: str) -> list[str]:
         value = self.metadata.get(key)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise Unreadable(f"its metadata has no list of texts {key}")
+            raise UnreadableGguf(f"its metadata has no list of texts {key}")
         return value
 
     def integers(self, key: str) -> list[int]:
         value = self.metadata.get(key)
         if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-            raise Unreadable(f"its metadata has no list of numbers {key}")
+            raise UnreadableGguf(f"its metadata has no list of numbers {key}")
         return value
 
 
 def parse(data: bytes | memoryview) -> GgufFile:
-    """The file whose bytes these are, which must outlive the result. Raises Unreadable."""
+    """The file whose bytes these are, which must outlive the result. Raises UnreadableGguf."""
     cursor = _Cursor(memoryview(data))
     if bytes(cursor.take(4)) != MAGIC:
-        raise Unreadable("it is no GGUF file")
+        raise UnreadableGguf("it is no GGUF file")
     version = cursor.scalar("I")
     if version not in VERSIONS:
-        raise Unreadable(f"it has GGUF's version {version}; firn reads {VERSIONS}")
+        raise UnreadableGguf(f"it has GGUF's version {version}; firn reads {VERSIONS}")
     n_tensors, n_entries = cursor.scalar("Q"), cursor.scalar("Q")
     metadata: dict[str, Any] = {}
     for _ in range(n_entries):
@@ -119,14 +119,14 @@ def parse(data: bytes | memoryview) -> GgufFile:
     places = [_place(cursor) for _ in range(n_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:
-        raise Unreadable("its alignment is no positive number")
+        raise UnreadableGguf("its alignment is no positive number")
     start = -(-cursor.at // alignment) * alignment
     tensors = {place.name: _tensor(cursor.data, start, place) for place in places}
     return GgufFile(MappingProxyType(metadata), MappingProxyType(tensors))
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorEntry:
     """A line of the table of tensors; `offset` counts from where the tensors begin."""
 
     name: str
@@ -135,27 +135,27 @@ class _Place:
     offset: int
 
 
-def _place(cursor: _Cursor) -> _Place:
+def _place(cursor: _Cursor) -> _TensorEntry:
     name = cursor.text()
     n_dims = cursor.scalar("I")
     if not 1 <= n_dims <= MAX_DIMS:
-        raise Unreadable(f"{name} has {n_dims} dimensions")
+        raise UnreadableGguf(f"{name} has {n_dims} dimensions")
     shape = tuple(cursor.scalar("Q") for _ in range(n_dims))[::-1]  # GGUF: the fastest one first
-    return _Place(name, shape, cursor.scalar("I"), cursor.scalar("Q"))
+    return _TensorEntry(name, shape, cursor.scalar("I"), cursor.scalar("Q"))
 
 
-def _tensor(data: memoryview, start: int, place: _Place) -> GgufTensor:
+def _tensor(data: memoryview, start: int, place: _TensorEntry) -> GgufTensor:
     if place.type not in TENSORS:
         kind = OTHER_TENSORS.get(place.type, f"number {place.type}")
         known = ", ".join(name for name, _, _ in TENSORS.values())
-        raise Unreadable(f"{place.name} is of type {kind}; firn turns {known}")
+        raise UnreadableGguf(f"{place.name} is of type {kind}; firn turns {known}")
     kind, n_values, nbytes = TENSORS[place.type]
     if place.shape[-1] % n_values:
-        raise Unreadable(f"{place.name}: rows of {place.shape[-1]} are no blocks of {n_values}")
+        raise UnreadableGguf(f"{place.name}: rows of {place.shape[-1]} are no blocks of {n_values}")
     n_blocks = math.prod(place.shape) // n_values
     begin, end = start + place.offset, start + place.offset + n_blocks * nbytes
     if end > len(data):
-        raise Unreadable(f"it is cut off: {place.name} ends at {end} of {len(data)} bytes")
+        raise UnreadableGguf(f"it is cut off: {place.name} ends at {end} of {len(data)} bytes")
     blocks = np.frombuffer(data[begin:end], np.uint8).reshape(n_blocks, nbytes)
     return GgufTensor(place.name, kind, place.shape, blocks)
 
@@ -170,7 +170,7 @@ class _Cursor:
     def take(self, nbytes: int) -> memoryview:
         end = self.at + nbytes
         if end > len(self.data):
-            raise Unreadable(f"it is cut off: it ends at byte {len(self.data)}")
+            raise UnreadableGguf(f"it is cut off: it ends at byte {len(self.data)}")
         taken = self.data[self.at : end]
         self.at = end
         return taken
@@ -182,7 +182,7 @@ class _Cursor:
         try:
             return str(self.take(self.scalar("Q")), "utf-8")
         except UnicodeDecodeError as e:
-            raise Unreadable("a text in its metadata is not UTF-8") from e
+            raise UnreadableGguf("a text in its metadata is not UTF-8") from e
 
     def value(self, kind: int, *, depth: int = 0) -> Any:
         if kind in SCALARS:
@@ -190,7 +190,7 @@ class _Cursor:
         if kind == TEXT:
             return self.text()
         if kind != ARRAY or depth == MAX_DEPTH:
-            raise Unreadable(f"its metadata has a value of the unknown type {kind}")
+            raise UnreadableGguf(f"its metadata has a value of the unknown type {kind}")
         item, n = self.scalar("I"), self.scalar("Q")
         if item in SCALARS:  # the length is checked before anything is made of it
             code = SCALARS[item]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from firn.models.gguf.file import GgufFile, Unreadable
+from firn.models.gguf.file import GgufFile, UnreadableGguf
 
 BYTE_LEVEL_BPE = "gpt2"
 CONTROL, USER_DEFINED = 3, 4
@@ -18,7 +18,7 @@ ROLES = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 
 
 def files(gguf: GgufFile) -> dict[str, str]:
-    """By name. Raises Unreadable where the vocabulary is of another kind."""
+    """By name. Raises UnreadableGguf where the vocabulary is of another kind."""
     tokens = gguf.texts("tokenizer.ggml.tokens")
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -45,26 +45,28 @@ def special_ids(gguf: GgufFile) -> Mapping[str, int]:
         if key in gguf.metadata:
             ids[ours] = gguf.integer(key)
             if ids[ours] >= n_tokens:
-                raise Unreadable(f"{key} is {ids[ours]}, past its {n_tokens} tokens")
+                raise UnreadableGguf(f"{key} is {ids[ours]}, past its {n_tokens} tokens")
     return ids
 
 
 def _tokenizer(gguf: GgufFile, tokens: list[str]) -> Tokenizer:
     kind, pre = gguf.text("tokenizer.ggml.model"), gguf.text("tokenizer.ggml.pre")
     if kind != BYTE_LEVEL_BPE or pre != "smollm":
-        raise Unreadable(f"its tokenizer is {kind}, {pre}; firn makes {BYTE_LEVEL_BPE}, smollm")
+        raise UnreadableGguf(f"its tokenizer is {kind}, {pre}; firn makes {BYTE_LEVEL_BPE}, smollm")
     if gguf.metadata.get("tokenizer.ggml.add_bos_token"):
-        raise Unreadable("its tokenizer puts a token before every text, which firn does not make")
+        raise UnreadableGguf(
+            "its tokenizer puts a token before every text, which firn does not make"
+        )
     pairs = (pair.partition(" ") for pair in gguf.texts("tokenizer.ggml.merges"))
     merges = [(left, right) for left, _, right in pairs]
     types = gguf.integers("tokenizer.ggml.token_type")
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise Unreadable("its vocabulary has tokens without a type, or the same one twice")
+        raise UnreadableGguf("its vocabulary has tokens without a type, or the same one twice")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     except Exception as e:  # tokenizers raises nothing more particular
-        raise Unreadable(f"its vocabulary does not fit its merges: {e}") from e
+        raise UnreadableGguf(f"its vocabulary does not fit its merges: {e}") from e
     # Digits one by one, then GPT-2's words.
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from firn.models.gguf.file import GgufFile, GgufTensor, Unreadable
+from firn.models.gguf.file import GgufFile, GgufTensor, UnreadableGguf
 
 Array = npt.NDArray[np.generic]
 GROUP = 32
@@ -21,7 +21,7 @@ BITS = {"Q4_1": 4, "Q8_0": 8}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaShape:
     """What the metadata says of a dense llama model."""
 
     n_layers: int
@@ -34,7 +34,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorNames:
     """A tensor that the model has: its names there and here. `n_heads`: its rows are reordered."""
 
     theirs: str
@@ -43,31 +43,31 @@ class Slot:
     n_heads: int = 0
 
 
-def slots(shape: Shape, *, tied: bool) -> Iterator[Slot]:
+def slots(shape: LlamaShape, *, tied: bool) -> Iterator[TensorNames]:
     h, f, vocab = shape.width, shape.n_inner, shape.n_vocab
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    yield Slot("token_embd", "model.embed_tokens", (vocab, h))
-    yield Slot("output_norm", "model.norm", (h,))
+    yield TensorNames("token_embd", "model.embed_tokens", (vocab, h))
+    yield TensorNames("output_norm", "model.norm", (h,))
     if not tied:
-        yield Slot("output", "lm_head", (vocab, h))
+        yield TensorNames("output", "lm_head", (vocab, h))
     for i in range(shape.n_layers):
         there, here = f"blk.{i}.", f"model.layers.{i}."
-        yield Slot(there + "attn_norm", here + "input_layernorm", (h,))
-        yield Slot(there + "attn_q", here + "self_attn.q_proj", (q, h), shape.n_heads)
-        yield Slot(there + "attn_k", here + "self_attn.k_proj", (kv, h), shape.n_kv_heads)
-        yield Slot(there + "attn_v", here + "self_attn.v_proj", (kv, h))
-        yield Slot(there + "attn_output", here + "self_attn.o_proj", (h, q))
-        yield Slot(there + "ffn_norm", here + "post_attention_layernorm", (h,))
-        yield Slot(there + "ffn_gate", here + "mlp.gate_proj", (f, h))
-        yield Slot(there + "ffn_up", here + "mlp.up_proj", (f, h))
-        yield Slot(there + "ffn_down", here + "mlp.down_proj", (h, f))
+        yield TensorNames(there + "attn_norm", here + "input_layernorm", (h,))
+        yield TensorNames(there + "attn_q", here + "self_attn.q_proj", (q, h), shape.n_heads)
+        yield TensorNames(there + "attn_k", here + "self_attn.k_proj", (kv, h), shape.n_kv_heads)
+        yield TensorNames(there + "attn_v", here + "self_attn.v_proj", (kv, h))
+        yield TensorNames(there + "attn_output", here + "self_attn.o_proj", (h, q))
+        yield TensorNames(there + "ffn_norm", here + "post_attention_layernorm", (h,))
+        yield TensorNames(there + "ffn_gate", here + "mlp.gate_proj", (f, h))
+        yield TensorNames(there + "ffn_up", here + "mlp.up_proj", (f, h))
+        yield TensorNames(there + "ffn_down", here + "mlp.down_proj", (h, f))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ConversionPlan:
     """Which tensor goes where, all checked; nothing is unpacked yet."""
 
-    pairs: tuple[tuple[Slot, GgufTensor], ...]
+    pairs: tuple[tuple[TensorNames, GgufTensor], ...]
 
     @property
     def nbytes(self) -> int:
@@ -83,25 +83,25 @@ class Plan:
         return {"group_size": GROUP, "bits": common, "mode": "affine", **layer}
 
 
-def plan(file: GgufFile, shape: Shape, *, tied: bool) -> Plan:
-    """Raises Unreadable where a tensor is missing, of another shape, or not one of these."""
+def plan(file: GgufFile, shape: LlamaShape, *, tied: bool) -> ConversionPlan:
+    """Raises UnreadableGguf where a tensor is missing, of another shape, or not one of these."""
     left = dict(file.tensors)
     pairs = []
     for slot in slots(shape, tied=tied):
         tensor = left.pop(f"{slot.theirs}.weight", None)
         if tensor is None:
-            raise Unreadable(f"the tensor {slot.theirs}.weight is missing")
+            raise UnreadableGguf(f"the tensor {slot.theirs}.weight is missing")
         if tensor.shape != slot.shape:
-            raise Unreadable(f"{tensor.name} has the shape {tensor.shape}, not {slot.shape}")
+            raise UnreadableGguf(f"{tensor.name} has the shape {tensor.shape}, not {slot.shape}")
         if len(slot.shape) == 1 and tensor.kind in BITS:
-            raise Unreadable(f"{tensor.name} is quantised: norms must not be")
+            raise UnreadableGguf(f"{tensor.name} is quantised: norms must not be")
         pairs.append((slot, tensor))
     if left:
-        raise Unreadable(f"firn does not know what the tensor {min(left)} is for")
-    return Plan(tuple(pairs))
+        raise UnreadableGguf(f"firn does not know what the tensor {min(left)} is for")
+    return ConversionPlan(tuple(pairs))
 
 
-def arrays(slot: Slot, tensor: GgufTensor) -> Iterator[tuple[str, Array]]:
+def arrays(slot: TensorNames, tensor: GgufTensor) -> Iterator[tuple[str, Array]]:
     """The tensor as MLX's: one array, or packed values with their scales and biases."""
     if tensor.kind == "F32":
         yield f"{slot.ours}.weight", _rows(tensor.blocks.view("<f4").reshape(tensor.shape), slot)
@@ -112,7 +112,7 @@ def arrays(slot: Slot, tensor: GgufTensor) -> Iterator[tuple[str, Array]]:
         yield f"{slot.ours}.{name}", _rows(flat.reshape(n_rows, -1), slot)
 
 
-def _rows(rows: Array, slot: Slot) -> Array:
+def _rows(rows: Array, slot: TensorNames) -> Array:
     """The rows of q and k in the order of MLX.
 
     Rotary positions turn pairs of values of a head: llama.cpp pairs neighbours (0, 1), (2, 3); the

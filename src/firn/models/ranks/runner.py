@@ -140,7 +140,7 @@ class LeaderRunner(Runner):
         try:
             yield
         except Exception as e:
-            raise self.followers.lose(f"rank 0 failed in {name}: {e!r}") from e
+            raise self.followers.end_group(f"rank 0 failed in {name}: {e!r}") from e
 
 
 LOCAL = frozenset(

@@ -14,10 +14,10 @@ from firn.cache.parts import Part
 from firn.cache.tree import Mark, Record
 from firn.core.errors import SetupError
 
-Takes = Callable[[Record], bool]
+SpillPolicy = Callable[[Record], bool]
 
 
-def spill_policy(name: str, block: int) -> Takes:
+def spill_policy(name: str, block: int) -> SpillPolicy:
     """proved: what was used again. all: everything that can be found. Raises SetupError."""
     if name == "all":
         return lambda record: is_findable(record, block)

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from firn.cache.asking import Find
 from firn.cache.parts import Needs, Part
 from firn.cache.storage.container import Label, Name
 from firn.cache.storage.io import TierEntry
-from firn.cache.tiers import Found
+from firn.cache.storage.store_io import Find
+from firn.cache.tiers import FoundRecord
 from firn.cache.tree import BLOCK_S, Mark, PackedTokens
 from firn.core.keys import Key, child_key
 from firn.core.values import Namespace
@@ -38,7 +38,7 @@ N_WINDOWS = 64
 
 
 @dataclass(frozen=True)
-class Question:
+class StoreQuestion:
     """What a prompt could use that is not in the tree. Made on the engine thread, then only read.
 
     # blocks [0, n_known) are known here   those up to limit are asked for
@@ -89,7 +89,7 @@ class Question:
         return self.known[i - 1] if i <= self.n_known else self.keys[i - self.n_known - 1]
 
 
-def search(question: Question, find: Find) -> list[TierEntry]:
+def search(question: StoreQuestion, find: Find) -> list[TierEntry]:
     """What the store has of it, parents before their children. Raises TierFault."""
     carrier = question.carrier
     if carrier is None:
@@ -111,9 +111,9 @@ def search(question: Question, find: Find) -> list[TierEntry]:
 # --- how far the chain goes ----------------------------------------------------------------
 
 
-def _chain(names: Sequence[Name], find: Find) -> dict[int, Found]:
+def _chain(names: Sequence[Name], find: Find) -> dict[int, FoundRecord]:
     """Those that are known to be there, by their place, before the first that is not."""
-    seen: dict[int, Found] = {}
+    seen: dict[int, FoundRecord] = {}
     end, ask = len(names), _powers(len(names))
     while ask:
         found = find([names[i] for i in ask])
@@ -140,7 +140,7 @@ def _between(low: int, high: int) -> list[int]:
     return sorted({low + (i + 1) * (n + 1) // (N_ROUND + 1) for i in range(N_ROUND)} - {low})
 
 
-def _near(seen: Mapping[int, Found], i: int) -> Found:
+def _near(seen: Mapping[int, FoundRecord], i: int) -> FoundRecord:
     """What is known of a block, or of the next that was asked for: whole blocks are of one size."""
     return seen[min(j for j in seen if j >= i)]
 
@@ -148,7 +148,7 @@ def _near(seen: Mapping[int, Found], i: int) -> Found:
 # --- what else a resume needs --------------------------------------------------------------
 
 
-def _windows(question: Question, ends: Sequence[int], find: Find) -> Iterator[TierEntry]:
+def _windows(question: StoreQuestion, ends: Sequence[int], find: Find) -> Iterator[TierEntry]:
     """The windows before places where the prompt may resume, given in whole blocks."""
     reach = min(-(-question.needs.window // question.block) + 1, N_WINDOWS)
     places = sorted({i for end in ends for i in range(max(end - reach, 0), end)})
@@ -160,7 +160,7 @@ def _windows(question: Question, ends: Sequence[int], find: Find) -> Iterator[Ti
             yield _entry(question, name, start, start + question.block, found[name])
 
 
-def _states(question: Question, n_found: int, find: Find) -> dict[int, list[TierEntry]]:
+def _states(question: StoreQuestion, n_found: int, find: Find) -> dict[int, list[TierEntry]]:
     """States on the chain by their places, each with what a resume inside a block needs beside it."""
     end = (question.n_known + n_found + 1) * question.block
     keys = {p: _key_at(question, p) for p in [p for p in question.states if p < end][-N_STATES:]}
@@ -184,7 +184,7 @@ def _states(question: Question, n_found: int, find: Find) -> dict[int, list[Tier
     return entries
 
 
-def _alone(question: Question, find: Find) -> Iterator[TierEntry]:
+def _alone(question: StoreQuestion, find: Find) -> Iterator[TierEntry]:
     """States of a model that has nothing else: each record holds all tokens before it."""
     keys = {p: _key_at(question, p) for p in question.states[-N_STATES:]}
     found = find([Name(key, Part.STATE) for key in keys.values()]) if keys else {}
@@ -194,20 +194,22 @@ def _alone(question: Question, find: Find) -> Iterator[TierEntry]:
             yield _entry(question, name, 0, p, found[name])
 
 
-def _key_at(question: Question, position: int) -> Key:
+def _key_at(question: StoreQuestion, position: int) -> Key:
     """Of the node that ends here: a whole block, or a tail."""
     n_whole, rest = divmod(position, question.block)
     parent = question.before(n_whole)
     return child_key(parent, question.text.tokens[position - rest : position]) if rest else parent
 
 
-def _block(question: Question, i: int, part: Part, found: Found) -> TierEntry:
+def _block(question: StoreQuestion, i: int, part: Part, found: FoundRecord) -> TierEntry:
     """The i-th of the blocks that were asked for."""
     start = (question.n_known + i) * question.block
     return _entry(question, Name(question.keys[i], part), start, start + question.block, found)
 
 
-def _entry(question: Question, name: Name, start: int, end: int, found: Found) -> TierEntry:
+def _entry(
+    question: StoreQuestion, name: Name, start: int, end: int, found: FoundRecord
+) -> TierEntry:
     """As a scan would tell of it. What it says of itself is compared when it is read."""
     tokens = question.text.tokens[start:end]
     depth = start // question.block

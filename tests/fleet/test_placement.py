@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firn.fleet.memory import Room
-from firn.fleet.turns import NEVER, FleetPlan, ModelState, ModelView, PlacementRules, make_plan
+from firn.fleet.placement import NEVER, FleetPlan, ModelState, ModelView, PlacementRules, make_plan
 
 RULES = PlacementRules(min_stay_s=2, turn_loads=10, turn_min_s=10, turn_max_s=120, hold_max_s=15)
 NOW = 1000.0
@@ -143,6 +143,8 @@ def test_a_contested_place_is_held_as_long_as_loading_takes() -> None:
 def test_more_than_thought_is_relieved() -> None:
     grown, idle = loaded("grown", need=80, n_active=1), loaded("idle", need=40)
     assert plan(grown, idle).unload == (("idle", "room"),)
+    others = [loaded(name, need=15, used=NOW - 60 + i) for i, name in enumerate("abc")]
+    assert plan(grown, *others).unload == (("a", "room"), ("b", "room")), "as few as will do"
 
 
 views = st.builds(

@@ -28,7 +28,7 @@ from firn.core.ranks import RankCall
 from firn.models.ranks.group import RankGroup
 from firn.ranks.follower import Follower
 from firn.ranks.leader import Leader
-from firn.ranks.wire import Closed, Line, encode
+from firn.ranks.wire import LinkClosed, RankLink, encode
 
 log = logging.getLogger("firn.ranks")
 
@@ -45,7 +45,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class RankMember:
     """This process among the ranks; it has one of the two ends."""
 
     group: RankGroup
@@ -72,7 +72,7 @@ def check_options(config: Config) -> None:
         raise SetupError(f"--tensor-parallel does not go with --speculation {guesses}")
 
 
-def form() -> Team:
+def form() -> RankMember:
     """Wait for all ranks and connect them. Raises SetupError."""
     joined = threading.Event()
     threading.Thread(target=_give_up, args=(joined,), daemon=True).start()
@@ -81,10 +81,10 @@ def form() -> Team:
         leader = _open(group)
         joined.set()
         log.info("rank 0 of %d speaks for all", group.size)
-        return Team(group, leader=leader)
+        return RankMember(group, leader=leader)
     follower = _connect(group)
     joined.set()
-    return Team(group, follower=follower)
+    return RankMember(group, follower=follower)
 
 
 def _give_up(joined: threading.Event) -> None:
@@ -99,29 +99,29 @@ def _open(group: RankGroup) -> Leader:
     server = socket.create_server((host, 0), family=_family(host))
     server.settimeout(CONNECT_S)
     group.from_first(json.dumps([host, server.getsockname()[1], secret]).encode())
-    lines: dict[int, Line] = {}
+    links: dict[int, RankLink] = {}
     try:
-        while len(lines) < group.size - 1:
-            line = Line(server.accept()[0])
-            rank = _greeted(line, secret)
+        while len(links) < group.size - 1:
+            link = RankLink(server.accept()[0])
+            rank = _greeted(link, secret)
             if rank is None:
-                line.close()
+                link.close()
             else:
-                lines[rank] = line
+                links[rank] = link
     except TimeoutError:
-        missing = sorted(set(range(1, group.size)) - set(lines))
+        missing = sorted(set(range(1, group.size)) - set(links))
         raise SetupError(f"--tensor-parallel: rank {missing[0]} does not reach {host}") from None
     finally:
         server.close()
-    return Leader(lines)
+    return Leader(links)
 
 
-def _greeted(line: Line, secret: str) -> int | None:
+def _greeted(link: RankLink, secret: str) -> int | None:
     """The rank at the other end; None for a stranger."""
     try:
-        call = line.receive()
+        call = link.receive()
         rank, said, version = call.args
-    except (Closed, ValueError, TypeError):
+    except (LinkClosed, ValueError, TypeError):
         return None
     if not hmac.compare_digest(str(said), secret):
         return None
@@ -141,9 +141,9 @@ def _connect(group: RankGroup) -> Follower:
             if time.monotonic() > until:
                 raise SetupError(f"rank 0 cannot be reached at {host}:{port}: {e}") from e
             time.sleep(0.1)
-    line = Line(sock)
-    line.send(encode(RankCall("hello", (group.rank, secret, __version__))))
-    return Follower(group.rank, line)
+    link = RankLink(sock)
+    link.send(encode(RankCall("hello", (group.rank, secret, __version__))))
+    return Follower(group.rank, link)
 
 
 def host_of_first(environ: Mapping[str, str]) -> str:

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firn.cache.asking import StoreIo
-from firn.cache.lookup import N_ROUND, Question, search
 from firn.cache.parts import Needs, Part
 from firn.cache.storage.container import Name
+from firn.cache.storage.spill_policy import spill_policy
+from firn.cache.storage.store_io import StoreIo
+from firn.cache.storage.store_search import N_ROUND, StoreQuestion, search
 from firn.cache.storage.threads import IoThreads
-from firn.cache.tiers import Found
+from firn.cache.tiers import FoundRecord
 from firn.cache.tree import PackedTokens
-from firn.cache.worth import spill_policy
 from firn.core.errors import SetupError
 from firn.core.keys import Key, block_keys
 from firn.core.values import Namespace
-from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, tree
+from tests.cache.lab import ALL_KINDS, DENSE, HYBRID, SHAPES, LabEngine, Shape, nodes_of, tree
 from tests.dict_store import DictStore
 from tests.harness import Eager
 
@@ -36,10 +36,10 @@ ENDS = (13, 40, 77, 90)
 # --- the search ----------------------------------------------------------------------------
 
 
-def question(n_tokens: int, *, n_known: int = 0) -> Question:
+def question(n_tokens: int, *, n_known: int = 0) -> StoreQuestion:
     text = PackedTokens(np.arange(n_tokens, dtype=np.uint64))
     root = Key(b"r" * 32)
-    return Question(
+    return StoreQuestion(
         root=root,
         fingerprint=b"f",
         layout=f"lab;block{BLOCK}",
@@ -54,17 +54,17 @@ def question(n_tokens: int, *, n_known: int = 0) -> Question:
     )
 
 
-class Asked:
+class CountedFind:
     def __init__(self, there: set[Name]) -> None:
         self.there = there
         self.rounds: list[int] = []
 
-    def __call__(self, names: Sequence[Name]) -> dict[Name, Found]:
+    def __call__(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
         self.rounds.append(len(names))
-        return {n: Found(str(n), 100, 1e9) for n in names if n in self.there}
+        return {n: FoundRecord(str(n), 100, 1e9) for n in names if n in self.there}
 
 
-def chain_names(asked: Question) -> list[Name]:
+def chain_names(asked: StoreQuestion) -> list[Name]:
     return [Name(key, Part.PAGES) for key in asked.keys]
 
 
@@ -73,7 +73,7 @@ def test_a_chain_of_any_length_is_found_to_its_end(n_blocks: int) -> None:
     asked = question(n_blocks * BLOCK + 1)
     names = chain_names(asked)
     for n_there in range(n_blocks + 1):
-        found = search(asked, Asked(set(names[:n_there])))
+        found = search(asked, CountedFind(set(names[:n_there])))
         assert [entry.name for entry in found] == names[:n_there]
         assert [entry.label.start for entry in found] == [i * BLOCK for i in range(n_there)]
 
@@ -84,7 +84,7 @@ def test_a_long_prompt_costs_a_few_dozen_names() -> None:
     names = chain_names(asked)
     most_names = most_rounds = 0
     for n_there in range(0, 391, 7):
-        find = Asked(set(names[:n_there]))
+        find = CountedFind(set(names[:n_there]))
         assert len(search(asked, find)) == n_there
         most_names, most_rounds = (
             max(most_names, sum(find.rounds)),
@@ -92,7 +92,7 @@ def test_a_long_prompt_costs_a_few_dozen_names() -> None:
         )
     assert most_rounds <= 4
     assert most_names <= 11 + 2 * N_ROUND + 1
-    cold = Asked(set())
+    cold = CountedFind(set())
     assert search(asked, cold) == []
     assert cold.rounds == [11], "a prompt that nobody knows costs one round"
 
@@ -100,15 +100,15 @@ def test_a_long_prompt_costs_a_few_dozen_names() -> None:
 def test_what_lies_behind_a_hole_is_not_reached() -> None:
     asked = question(30 * BLOCK + 1)
     names = chain_names(asked)
-    assert search(asked, Asked(set(names[1:]))) == []
-    found = search(asked, Asked(set(names) - {names[16]}))
+    assert search(asked, CountedFind(set(names[1:]))) == []
+    found = search(asked, CountedFind(set(names) - {names[16]}))
     assert len(found) == 16
 
 
 def test_only_what_is_not_known_is_asked_for() -> None:
     asked = question(30 * BLOCK + 1, n_known=10)
     assert asked.keys == block_keys(asked.root, asked.text.tokens, BLOCK)[10:]
-    find = Asked(set(chain_names(asked)[:4]))
+    find = CountedFind(set(chain_names(asked)[:4]))
     assert [entry.label.start for entry in search(asked, find)] == [80, 88, 96, 104]
     assert question(30 * BLOCK, n_known=29).is_empty
 
@@ -149,7 +149,9 @@ def settle(lab: LabEngine) -> None:
     until = time.monotonic() + WAIT_S
 
     def is_busy() -> bool:
-        writing = any(r.writing for n in lab.tree.records.tree.nodes() for r in n.records.values())
+        writing = any(
+            r.writing for n in nodes_of(lab.tree.records.tree) for r in n.records.values()
+        )
         return bool(tier._to_spill or tier._loading or writing or tier._results.qsize())
 
     while lab.between_steps(is_busy):
@@ -289,7 +291,7 @@ def test_what_only_a_store_has_is_not_kept_in_mind_for_ever(
         for i in range(12):
             ask(lab, [i + 200, *PROMPT])
             settle(lab)
-        nodes = lab.between_steps(lambda: sum(1 for _ in lab.tree.records.tree.nodes()))
+        nodes = lab.between_steps(lambda: sum(1 for _ in nodes_of(lab.tree.records.tree)))
         assert nodes < 100 < len(store.written)
         assert ask(lab, [200, *PROMPT]).n_cached > 90, "the store still has it"
         lab.check()

@@ -1,10 +1,10 @@
-"""Which models to load, unload or close next: a pure function of what is known of all of them.
+"""Which models to load, unload or close next: a pure function of all models' states.
 
-Room is made by what is idle, unpinned and least recently used, after a minimum stay. Where models
-that do not fit together are asked for in turn, each keeps its place for a while though it is idle:
-at most as long as loading it again would take, so that waiting never costs more than twice the best
-that could be done. One that is never idle keeps its place for a turn; then it is closed: requests
-for it wait, those that run end, and the other one is loaded. A reply is never cut.
+To make room, idle, unpinned models are unloaded, least recently used first, after a minimum stay. Where
+requests alternate between models that do not fit together, an idle one keeps its place for a while: at
+most as long as loading it again would take, so that waiting costs at most twice the best that could be
+done. One that is never idle keeps its place for a turn; then it is closed: new requests for it wait,
+running replies end, and the other model is loaded. A reply is never cut.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class ModelState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model now; times are those of one clock, NEVER where there is none.
+    """One model now. Times are those of one clock; NEVER: there is none.
 
-    need_nbytes: while it is loaded. n_active: replies that run. waiting_since: the oldest request that
-    waits for it, or when a pinned one was not loaded. load_s: how long loading took, or may take.
-    not_before: of its next start, after a failure. displaced_at: when it last made room for another.
+    need_nbytes: while it is loaded. n_active: running replies. waiting_since: when the oldest
+    waiting request came, or since when a pinned model is not loaded. load_s: how long loading took,
+    or may take. not_before: earliest next start after a failure. displaced_at: when it last made
+    room for another.
     """
 
     name: str
@@ -64,8 +65,8 @@ class ModelView:
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
     """min_stay_s: of a loaded model. A turn is `turn_loads` times as long as loading takes, within
-    bounds. contest_s: a model that made room and is asked for again so soon is contested.
-    hold_max_s: how long an idle model keeps a contested place at the most."""
+    bounds. contest_s: a model that made room and gets a request again within this time is
+    contested. hold_max_s: how long an idle model keeps a contested place at most."""
 
     min_stay_s: float = 2.0
     turn_loads: float = 10.0
@@ -83,8 +84,8 @@ Reason = Literal["idle", "room"]
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """close: takes no new requests for now. contested: pairs (who waits, who stays) that take turns.
-    look_at: when to plan again, if nothing happens before."""
+    """close: these take no new requests for now. contested: pairs (waiting, loaded) that take turns.
+    look_at: when to plan again if nothing happens before."""
 
     load: tuple[str, ...] = ()
     unload: tuple[tuple[str, Reason], ...] = ()
@@ -103,7 +104,7 @@ def make_plan(
         if wanted.not_before > now:
             work.look(wanted.not_before)
         elif not work.place(wanted):
-            break  # whoever came first is served first: nobody takes the room that is being made
+            break  # first come, first served: nobody else takes the room that is being made
     return work.plan()
 
 
@@ -149,7 +150,7 @@ class _Planner:
                     self.look(v.expires_at)
 
     def relieve(self) -> None:
-        """More is used than was thought: idle models go until it fits again."""
+        """Models use more than expected: unload idle ones until the rest fits."""
         over = self._held - self._freed() - self._room.budget_nbytes
         for v in self._idle():
             if over <= 0:
@@ -159,9 +160,9 @@ class _Planner:
                 over -= v.need_nbytes
 
     def place(self, wanted: ModelView) -> bool:
-        """Load it, or make room for it. False: room is being made, and what is free is a part of it.
+        """Load it, or make room for it. False: room is being made, and free memory is a part of it.
 
-        Where nothing can go yet, those that fit beside what is loaded need not wait with it.
+        While nothing can be unloaded yet, models that fit beside the loaded ones need not wait for it.
         """
         lacking = wanted.need_nbytes - min(self._room.budget_nbytes - self._held, self._free)
         if lacking <= 0:
@@ -173,14 +174,14 @@ class _Planner:
         return lacking > 0 and not self._make_room(wanted, lacking)
 
     def _make_room(self, wanted: ModelView, lacking: float) -> bool:
-        """Whether there will be enough, as soon as those that are told to go have gone."""
+        """Whether there will be enough once those that are unloaded now have ended."""
         ready = [v for v in self._idle() if self._may_go_at(v, wanted) <= self._now]
         chosen = _enough(ready, lacking)
         if chosen is not None:
             for v in chosen:
                 self._send_off(v, "room")
             return True
-        # Not yet: those whose turn is over take no more requests, if that will be enough.
+        # Not yet: close those whose turn is over, if that will be enough.
         others = [v for v in self._models if self._could_go(v) and v not in ready]
         over = [v for v in others if self._turn_ends_at(v, wanted) <= self._now]
         over.sort(key=lambda v: v.last_used)
@@ -208,14 +209,14 @@ class _Planner:
         return v.state is ModelState.LOADED and not v.pinned and v.name not in self._going
 
     def _may_go_at(self, v: ModelView, wanted: ModelView | None) -> float:
-        """When an idle model has stayed long enough."""
+        """When an idle model may be unloaded."""
         hold_s = 0.0
         if wanted is not None and self._is_contested(wanted):
             hold_s = min(v.load_s, self._rules.hold_max_s)
         return max(v.loaded_at + self._rules.min_stay_s, v.last_used + hold_s)
 
     def _is_contested(self, wanted: ModelView) -> bool:
-        """It made room not long ago and is asked for again."""
+        """It made room not long ago and has requests again."""
         return wanted.waiting_since - wanted.displaced_at < self._rules.contest_s
 
     def _turn_ends_at(self, v: ModelView, wanted: ModelView) -> float:
@@ -230,12 +231,12 @@ class _Planner:
         self._going.add(v.name)
 
     def _freed(self) -> int:
-        """What is about to be given back."""
+        """Memory that is about to be freed."""
         return sum(v.need_nbytes for v in self._models if v.name in self._going)
 
 
 def _enough(models: Sequence[ModelView], lacking: float) -> list[ModelView] | None:
-    """The first of them that give back so much together; None where all do not."""
+    """The first of them that free enough together; None: not even all do."""
     chosen: list[ModelView] = []
     for v in models:
         if lacking <= 0:

@@ -9,15 +9,20 @@ from firn.cache.storage.container import Name
 from firn.cache.storage.io import TierIo
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.threads import Done, IoThreads
-from firn.cache.tiers import Found, Store
+from firn.cache.tiers import FoundRecord, Store
 
-Find = Callable[[Sequence[Name]], Mapping[Name, Found]]
+Find = Callable[[Sequence[Name]], Mapping[Name, FoundRecord]]
 """Which of these records a store has. Called on an I/O thread; raises TierFault."""
 
 
 @runtime_checkable
-class Asked(Protocol):
+class Searchable(Protocol):
     """What `Io` has besides, where records are found by asking for them."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Nobody waits longer than this for what was ordered here."""
+        ...
 
     def ask(self, search: Callable[[Find], Any], done: Done) -> None:
         """Run a search on an I/O thread; done(what it returns | TierError)."""
@@ -25,7 +30,7 @@ class Asked(Protocol):
 
 
 class StoreIo(TierIo):
-    """Implements Io and Asked. Owner: the cache, on the engine thread."""
+    """Implements Io and Searchable. Owner: the cache, on the engine thread."""
 
     def __init__(
         self,
@@ -38,10 +43,14 @@ class StoreIo(TierIo):
         super().__init__(store, threads, seal=seal, flush_timeout_s=flush_timeout_s)
         self._store = store
 
+    @property
+    def deadline_s(self) -> float:
+        return self._store.deadline_s
+
     def ask(self, search: Callable[[Find], Any], done: Done) -> None:
         self.threads.read(lambda: search(self._find), done)
 
-    def _find(self, names: Sequence[Name]) -> dict[Name, Found]:
+    def _find(self, names: Sequence[Name]) -> dict[Name, FoundRecord]:
         by_text = {str(name): name for name in names}
         found = self._store.find([text for text in by_text if text not in self._foreign])
         return {by_text[one.name]: one for one in found if one.name in by_text}

@@ -24,8 +24,8 @@ from firn.core.values import ModelInfo
 from firn.models.cpu.dtype import Choice as CpuDtype
 from firn.models.ranks.group import check
 from firn.models.ranks.runner import LeaderRunner
+from firn.ranks.joining import RankMember, agree
 from firn.ranks.leader import Leader
-from firn.ranks.team import Team, agree
 
 log = logging.getLogger("firn.ranks")
 
@@ -34,11 +34,11 @@ CHECK_S = 600.0
 LOAD_S = 7200.0
 
 
-class Leading:
-    def __init__(self, team: Team, leader: Leader, *, options: str) -> None:
+class LeaderParts:
+    def __init__(self, member: RankMember, leader: Leader, *, options: str) -> None:
         """options: a digest of those that all ranks must have been started with."""
         self._options = options
-        self._team = team
+        self._member = member
         self.leader = leader
         self._mirror = Mirror(leader)
         self._nodes: Counter[str] = Counter([platform.node()])
@@ -46,10 +46,10 @@ class Leading:
 
     @property
     def text(self) -> str:
-        return self._team.text
+        return self._member.text
 
     def shard(self, model: Any) -> None:
-        self._team.group.shard(model)
+        self._member.group.shard(model)
 
     # --- the start -------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class Leading:
         self, settings: Mapping[str, Any], name: str, *, text_only: bool, cpu_dtype: str
     ) -> None:
         """All ranks can load this, and are about to. Raises SetupError."""
-        check(settings, self._team.group.size, name=name, text_only=text_only)
+        check(settings, self._member.group.size, name=name, text_only=text_only)
         told = self.leader.gather("checked", timeout_s=CHECK_S)
         others = {rank: call.args[0] for rank, call in told.items()}
         agree({"error": "", "options": self._options}, others)
@@ -91,14 +91,14 @@ class Leading:
     def make_runner(self, *args: Any, **kwargs: Any) -> LeaderRunner:
         runner = LeaderRunner(*args, **kwargs)
         self._mirror.row_of = runner.number_of
-        return runner.lead(self._team.group, self.leader, self._mirror.take_fills)
+        return runner.lead(self._member.group, self.leader, self._mirror.take_fills)
 
     def make_tree(self, layout: Any, *args: Any, **kwargs: Any) -> MirroredTree:
         tree = MirroredTree(MirroredLayout.over(layout, self._mirror), *args, **kwargs)
         return tree.lead(self._mirror, self.leader.flush)
 
     def options_of(self, options: TierOptions) -> TierOptions:
-        return replace(options, location=str(self._team.folder(Path(options.location))))
+        return replace(options, location=str(self._member.folder(Path(options.location))))
 
     def io_over(self, own: Io, tree: PrefixTree) -> RankIo:
         assert isinstance(tree, MirroredTree)

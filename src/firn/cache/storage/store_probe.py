@@ -1,0 +1,74 @@
+"""Whether a shared store can be used, found out by using it: one small record, written, read, deleted.
+
+For people who set one up (`firn doctor`). The server itself never needs to ask: a store that fails costs
+hits.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from firn.cache.storage.faults import TierError
+from firn.cache.tiers import Store
+
+PROBE_NBYTES = 1 << 20
+N_QUESTIONS = 5
+"""For the time of an answer: the median of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What was found out before the first thing that failed."""
+
+    failed: str = ""
+    """In what: ask, write, read, delete; '' for nothing."""
+    error: TierError | None = None
+    answer_s: float = 0.0
+    """What it takes to hear that a record is not there."""
+    write_s: float = 0.0
+    read_s: float = 0.0
+    """Of PROBE_NBYTES."""
+    same_bytes: bool = False
+    """It gave back what it was given."""
+    writes_once: bool = False
+    """It kept the first record of a name, and refused the second."""
+
+
+def probe(store: Store, *, clock: Callable[[], float] = time.perf_counter) -> StoreReport:
+    """Takes the store's deadline at most for each call. Leaves nothing behind, if it may delete."""
+    name = f"{os.urandom(32).hex()}.probe"
+    data, other = os.urandom(PROBE_NBYTES), os.urandom(PROBE_NBYTES)
+    answers: list[float] = []
+    step = "ask"
+    try:
+        for _ in range(N_QUESTIONS):
+            began = clock()
+            store.find([name])
+            answers.append(clock() - began)
+        step, began = "write", clock()
+        store.write(name, [data], used_at=time.time())
+        write_s = clock() - began
+        writes_once = not store.write(name, [other], used_at=time.time()).new
+        step, began = "read", clock()
+        read = store.read(name)
+        read_s = clock() - began
+        step = "delete"
+        store.delete(name)
+    except TierError as error:
+        if step != "ask":
+            with suppress(TierError):
+                store.delete(name)
+        return StoreReport(step, error)
+    kept = data if writes_once else other
+    return StoreReport(
+        answer_s=statistics.median(answers),
+        write_s=write_s,
+        read_s=read_s,
+        same_bytes=read == kept,
+        writes_once=writes_once,
+    )

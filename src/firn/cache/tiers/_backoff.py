@@ -1,0 +1,143 @@
+"""When a tier that failed is used again. Thread-safe.
+
+A disk that fails takes no writes for 1, 2, 4, ... seconds (`Backoff`). A store fails more often and by
+accident, and is asked by many threads: only some failures in a row open its circuit, and then one call
+at a time finds out whether it is back (`CircuitBreaker`).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from firn.cache.storage.faults import TierFault
+from firn.cache.tiers import Status
+
+log = logging.getLogger("firn.cache")
+
+FIRST_S, MAX_S = 1.0, 60.0
+N_FAILURES = 3
+"""So many in a row open a circuit."""
+JITTER = 0.25
+"""A store's pause is longer or shorter by at most this share: a fleet must not come back all at once."""
+
+
+class Backoff:
+    """Pauses that double. The log has a warning for the first of them, and one when they are over."""
+
+    def __init__(
+        self,
+        *,
+        paused: str,
+        resumed: str,
+        first_s: float = FIRST_S,
+        max_s: float = MAX_S,
+        jitter: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        """paused, resumed: what the log says, before the reason. uniform: a number between 0 and 1."""
+        self._paused = paused
+        self._resumed = resumed
+        self._first_s = first_s
+        self._max_s = max_s
+        self._jitter = jitter
+        self._clock = clock
+        self._wall = wall
+        self._uniform = uniform
+        self._lock = threading.Lock()
+        self._n_pauses = 0
+        self._retry_at = 0.0
+        self.status = Status()
+
+    @property
+    def is_paused(self) -> bool:
+        """It has failed, and not worked since. The pause itself may be over."""
+        return self._n_pauses > 0
+
+    def check(self, reason: str = "paused") -> None:
+        """Raises TierFault while it is too early for another try."""
+        if self._n_pauses and self._clock() < self._retry_at:
+            raise TierFault(reason, self.status.reason)
+
+    def failed(self, fault: TierFault) -> None:
+        with self._lock:
+            pause_s = min(self._first_s * 2**self._n_pauses, self._max_s)
+            pause_s *= 1 + self._jitter * (2 * self._uniform() - 1)
+            self._n_pauses = min(self._n_pauses + 1, 32)
+            self._retry_at = self._clock() + pause_s
+            is_new = self.status.state == "ok"
+            since = self._wall() if is_new else self.status.since
+            self.status = Status("paused", fault.message, since)
+        level = logging.WARNING if is_new else logging.DEBUG
+        log.log(level, "%s: %s; next try in %.1f s", self._paused, fault.message, pause_s)
+
+    def worked(self) -> None:
+        with self._lock:
+            was_paused, self._n_pauses = self._n_pauses > 0, 0
+            status, self.status = self.status, Status()
+        if was_paused:
+            log.warning("%s, after: %s", self._resumed, status.reason)
+
+
+class CircuitBreaker:
+    """Whether a store is called. Each `check` that passes is followed by one of the other three."""
+
+    def __init__(
+        self,
+        store: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self._backoff = Backoff(
+            paused=f"the {store} store is left alone",
+            resumed=f"the {store} store answers again",
+            jitter=JITTER,
+            clock=clock,
+            wall=wall,
+            uniform=uniform,
+        )
+        self._lock = threading.Lock()
+        self._n_failures = 0
+        self._is_probing = False
+        """A call is on its way to find out, while the circuit is open."""
+
+    @property
+    def status(self) -> Status:
+        return self._backoff.status
+
+    def check(self) -> None:
+        """Before a call. Raises TierFault while the store is left alone."""
+        with self._lock:
+            if not self._backoff.is_paused:
+                return
+            if self._is_probing:
+                raise TierFault("circuit open", self.status.reason)
+            self._backoff.check("circuit open")
+            self._is_probing = True
+
+    def failed(self, fault: TierFault, *, for_good: bool = False) -> None:
+        """for_good: trying again will not help, as with wrong credentials."""
+        with self._lock:
+            self._n_failures += 1
+            if self._n_failures < N_FAILURES and not for_good and not self._backoff.is_paused:
+                return
+            self._is_probing = False
+        self._backoff.failed(fault)
+
+    def worked(self) -> None:
+        with self._lock:
+            self._n_failures = 0
+            self._is_probing = False
+        self._backoff.worked()
+
+    def ended(self) -> None:
+        """A call ended in a way that says nothing of the store's health."""
+        with self._lock:
+            self._is_probing = False

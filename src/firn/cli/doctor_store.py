@@ -1,0 +1,69 @@
+"""`firn doctor` for shared stores (`--tier`): each is used once, and what does not work is said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from firn.cache.storage.faults import PermanentFault, TierError, TierFull
+from firn.cache.storage.store_probe import PROBE_NBYTES, StoreReport, probe
+from firn.cache.tiers import Store, discover
+from firn.cache.tiers._address import Address, parse_address
+from firn.cli.doctor import Finding
+from firn.core.errors import SetupError
+
+MIB = 1 << 20
+SLOW_ANSWER_S = 0.1
+"""A prompt is asked for in up to three rounds; a store that takes longer is seldom worth asking."""
+STEPS = {"ask": "be asked", "write": "be written to", "read": "be read", "delete": "delete"}
+
+
+def look_at_stores(addresses: Sequence[str]) -> Iterator[Finding]:
+    # What fails is told below: without a handler, Python would print the log's warnings as well.
+    logging.getLogger("firn.cache").addHandler(logging.NullHandler())
+    for text in addresses:
+        try:
+            address = parse_address(text)
+            store = discover()[address.kind](address.options)
+        except SetupError as error:
+            yield Finding("store", error.message, "problem")
+            continue
+        assert isinstance(store, Store)
+        yield from describe_store(address, probe(store))
+
+
+def describe_store(address: Address, report: StoreReport) -> Iterator[Finding]:
+    if report.error is not None:
+        yield Finding("store", f"{address.shown} {_failure(report, report.error)}", "problem")
+        return
+    mib = PROBE_NBYTES / MIB
+    text = (
+        f"{address.shown} answers in {report.answer_s * 1e3:.1f} ms, takes {mib / report.write_s:.0f} "
+        f"MiB/s and gives {mib / report.read_s:.0f} MiB/s (one record of {mib:.0f} MiB, one thread)"
+    )
+    yield Finding("store", text)
+    if not report.same_bytes:
+        yield Finding("", "It does not give back the bytes that it was given.", "problem")
+    if not report.writes_once:
+        text = (
+            "It ignores conditional writes: two servers may write the same record twice, which costs "
+            "bytes and nothing else."
+        )
+        yield Finding("", text, "note")
+    if report.answer_s > SLOW_ANSWER_S:
+        yield Finding("", "It is slow to answer: only long prompts will wait for it.", "note")
+
+
+def _failure(report: StoreReport, error: TierError) -> str:
+    cannot = f"cannot {STEPS[report.failed]}: {error.message}"
+    match error:
+        case PermanentFault() if report.failed == "ask":
+            return (
+                f"{cannot}. Are the credentials right? S3 also needs the right to list the bucket."
+            )
+        case PermanentFault():
+            return f"{cannot}. Records need the rights to get, put and delete."
+        case TierFull():
+            return f"{cannot}. Nothing more will be stored until something goes."
+        case _:
+            return cannot

@@ -1,0 +1,51 @@
+"""What a group has consumed and its prediction head has not read yet.
+
+Only the head's own guesses and the records need its keys. So the head rests in steps without guesses:
+the tokens are kept, with the hidden states before them, and read in one go when somebody looks.
+
+    the model's caches   # [0, n_tokens)
+    the head's KV        # [0, n_tokens - n_steps)
+
+Owner: the engine thread, through a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from firn.models.mtp import MtpModel, split
+from firn.models.placing import shifted
+
+MAX_STEPS = 64
+"""Kept at most: a hidden state for each row and step."""
+
+
+class HeadBacklog:
+    def __init__(self, model: MtpModel) -> None:
+        self._model = model
+        self._steps: list[tuple[mx.array, mx.array]] = []
+
+    @property
+    def n_steps(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._steps) >= MAX_STEPS
+
+    def add(self, ids: mx.array, before: mx.array) -> None:
+        """One step of a group: (rows,) tokens and (rows, width) hidden states before them."""
+        self._steps.append((ids, before))
+
+    def read(self, layers: list[Any], gaps: Sequence[int]) -> None:
+        """Have the head's KV, one of the group's layers, hold what the others hold."""
+        if not self._steps:
+            return
+        ids, before = (mx.stack(list(x), axis=1) for x in zip(*self._steps, strict=True))
+        self._steps.clear()
+        head = split(layers)[1]
+        self._model.feed_head(ids, before, shifted([head], gaps)[0])
+        mx.async_eval(head.keys, head.values)

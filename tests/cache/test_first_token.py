@@ -1,0 +1,301 @@
+"""A store may be slow, or hang, in whatever it is asked for: the first token waits for a bounded time.
+
+No thread and no real clock: a store whose every call takes as long as the test says, and a loop that
+does what the engine does with a lone prompt. Time passes only where somebody computes or waits, so it
+can be said to the microsecond how much later a first token comes than without a store.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firn.cache.loading import ASK_PATIENCE_S
+from firn.cache.planning.estimates import Estimates
+from firn.cache.storage.container import Header, Name, pack, unpack
+from firn.cache.storage.faults import Missing, TierError, TierFault, Unwanted
+from firn.cache.storage.io import Changes, Fetch, Wanted
+from firn.cache.storage.spill_policy import spill_policy
+from firn.cache.storage.store_io import Find
+from firn.cache.storage.threads import Done
+from firn.cache.tiers import FoundRecord, Stored, Usage
+from firn.cache.tiers._store import DEADLINE_S
+from firn.core.keys import KeyTokens
+from firn.core.ports import EngineLoad
+from firn.core.values import CacheControl, Namespace
+from firn.engine.engine import LOAD_TICK_S
+from firn.engine.scheduler import chunk_end
+from tests.cache.lab import DENSE, SHAPES, LabLayer, LabRow, Shape, prompt_of, tree
+from tests.hash_runner import prompt_of as words
+
+BLOCK, CHUNK = 8, 32
+N_TOKENS = 161
+ENDS = (40, 80, 150)
+EVERYONE = Namespace("")
+HANGS = math.inf
+N_THREADS = 8
+"""So many reads at once."""
+
+
+@dataclass
+class Time:
+    now: float = 1000.0
+    events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    serial: Any = field(default_factory=count)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        if seconds < HANGS:
+            heapq.heappush(self.events, (self.now + seconds, next(self.serial), call))
+
+    def run(self) -> None:
+        """What is due by now."""
+        while self.events and self.events[0][0] <= self.now:
+            heapq.heappop(self.events)[2]()
+
+
+@dataclass
+class Takes:
+    """Seconds; what takes longer than the deadline fails then."""
+
+    find: float = 0.001
+    read: float = 0.001
+    write: float = 0.001
+    deadline: float = DEADLINE_S
+    n_reads: int = 1 << 30
+    """After so many, reads hang."""
+
+
+class SlowStore:
+    """Implements Io and Searchable. Records are shared; time is the test's."""
+
+    def __init__(self, time: Time, records: dict[Name, bytes], takes: Takes) -> None:
+        self.time = time
+        self.records = records
+        self.takes = takes
+        self.free_at = [0.0] * N_THREADS
+        """When each thread is done with what it was given."""
+
+    @property
+    def deadline_s(self) -> float:
+        return self.takes.deadline
+
+    def _call(self, seconds: float, work: Callable[[], Any], done: Done) -> None:
+        def end() -> None:
+            try:
+                if seconds > self.takes.deadline:
+                    raise TierFault("too slow")
+                done(work())
+            except TierError as e:
+                done(e)
+
+        self.time.after(min(seconds, self.takes.deadline), end)
+
+    def ask(self, search: Callable[[Find], Any], done: Done) -> None:
+        n_rounds = 0
+
+        def find(names: Sequence[Name]) -> dict[Name, FoundRecord]:
+            nonlocal n_rounds
+            n_rounds += 1
+            there = ((name, self.records.get(name)) for name in names)
+            return {
+                name: FoundRecord(str(name), len(raw), 1e9)
+                for name, raw in there
+                if raw is not None
+            }
+
+        entries = search(find)
+        self._call(self.takes.find * n_rounds, lambda: entries, done)
+
+    def read(
+        self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = lambda: True
+    ) -> None:
+        def work() -> Any:
+            if not wanted():
+                raise Unwanted
+            if name not in self.records:
+                raise Missing
+            return unpack(self.records[name])
+
+        self.takes.n_reads -= 1
+        seconds = self.takes.read if self.takes.n_reads >= 0 else HANGS
+        thread = self.free_at.index(min(self.free_at))
+        begins = max(self.free_at[thread], self.time.now)
+        self.free_at[thread] = begins + min(seconds, self.takes.deadline)
+        self.time.after(begins - self.time.now, lambda: self._call(seconds, work, done))
+
+    def try_write(
+        self,
+        header: Header,
+        fetch: Fetch,
+        *,
+        used_at: float,
+        done: Done,
+        wanted: Wanted = lambda: True,
+    ) -> bool:
+        def work() -> Stored[Name]:
+            self.records[header.name] = b"".join(pack(header, fetch()).pieces)
+            return Stored(len(self.records[header.name]), new=True)
+
+        self._call(self.takes.write, work, done)
+        return True
+
+    def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
+        done(None)
+
+    def has_room(self, nbytes: int) -> bool:
+        return True
+
+    def defer_writes(self, wanted: bool) -> None: ...
+
+    def delete(self, names: Iterable[Name]) -> None: ...
+
+    def touch(self, stamps: Mapping[Name, float]) -> None: ...
+
+    def usage(self) -> Usage:
+        return Usage(0, 0)
+
+    def close(self) -> None: ...
+
+
+class Server:
+    """What the engine does with one prompt at a time, on the real cache."""
+
+    def __init__(
+        self, time: Time, shape: Shape, records: dict[Name, bytes], takes: Takes, *, token_s: float
+    ) -> None:
+        self.time, self.shape, self.token_s = time, shape, token_s
+        self.tree = tree(shape, block=BLOCK, clock=time, wall=lambda: 1e9 + time.now)
+        self.tree.records.estimates = Estimates(clock=time)
+        self.store = SlowStore(time, records, takes)
+        self.tree.add_tier(
+            "store",
+            self.store,
+            namespaces=[EVERYONE],
+            wake=lambda: None,
+            takes=spill_policy("all", BLOCK),
+        )
+
+    def late_s(self, ids: list[int]) -> float:
+        """How much later its first token comes than without a store, if nothing of it is in memory."""
+        began = self.time.now
+        cursor = self.tree.open(prompt_of(ids, ENDS), EVERYONE, CacheControl())
+        row = self._row(self.tree.restore(cursor))
+        while row.n_tokens < len(ids) - 1:
+            self.time.run()
+            self.tree.tick(EngineLoad.PREFILLING)
+            if cursor.should_wait(busy=False):
+                self.time.now += LOAD_TICK_S
+                continue
+            ahead = self.tree.advance(cursor, row.n_tokens)
+            row = self._row(ahead) if ahead is not None else row
+            if row.n_tokens < len(ids) - 1:
+                self._compute(cursor, row, ids)
+        self.time.now += self.token_s
+        assert row.tokens == ids[:-1]
+        first_at = self.time.now
+        row.consume(ids[-1:])
+        self.tree.close_cursor(cursor, row)
+        return first_at - began - len(ids) * self.token_s
+
+    def _row(self, restored: Any) -> LabRow:
+        row = LabRow(LabLayer([[]], self.shape))
+        if restored is not None:
+            restored.fill([row.layer])
+            row.n_tokens = restored.n_tokens
+        return row
+
+    def _compute(self, cursor: Any, row: LabRow, ids: list[int]) -> None:
+        start, stops = row.n_tokens, self.tree.stops(cursor)
+        end = chunk_end(start, len(ids) - 1, chunk=CHUNK, stops=stops)
+        self.time.now += (end - start) * self.token_s
+        row.consume(ids[start:end])
+        self.tree.saw_prefill(start, end, (end - start) * self.token_s)
+        self.tree.commit(cursor, row)
+
+    def settle(self) -> None:
+        for _ in range(20):
+            self.time.now += 1.0
+            self.time.run()
+            self.tree.tick(EngineLoad.NONE)
+
+
+def written(shape: Shape, prompts: Sequence[list[int]]) -> dict[Name, bytes]:
+    """What another server has left in the store."""
+    records: dict[Name, bytes] = {}
+    other = Server(Time(), shape, records, Takes(), token_s=1e-3)
+    for ids in prompts:
+        other.late_s(ids)
+        other.settle()
+    assert len(records) > len(prompts) * N_TOKENS // BLOCK // 2
+    return records
+
+
+PROMPTS = [words(i, N_TOKENS) for i in range(6)]
+STORED = {name: written(SHAPES[name], PROMPTS) for name in ("dense", "hybrid")}
+
+
+def test_a_store_that_is_well_saves_time() -> None:
+    server = Server(Time(), DENSE, dict(STORED["dense"]), Takes(), token_s=5e-3)
+    late = [server.late_s(ids) for ids in PROMPTS]
+    assert max(late) < 0
+    assert late[-1] < -0.9 * N_TOKENS * 5e-3, "once it knows the store, nearly all is loaded"
+
+
+@pytest.mark.parametrize("token_s", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("deadline_s", [0.5, DEADLINE_S, HANGS])
+def test_a_question_that_hangs(token_s: float, deadline_s: float) -> None:
+    takes = Takes(find=HANGS, deadline=deadline_s)
+    server = Server(Time(), DENSE, dict(STORED["dense"]), takes, token_s=token_s)
+    first, *later = (server.late_s(ids) for ids in PROMPTS)
+    assert first <= ASK_PATIENCE_S, "how fast the model is, nobody knows yet"
+    assert max(later) <= min(ASK_PATIENCE_S, N_TOKENS * token_s / 2) + LOAD_TICK_S
+
+
+@pytest.mark.parametrize("deadline_s", [0.5, DEADLINE_S, HANGS])
+def test_writes_that_hang_keep_nobody_waiting(deadline_s: float) -> None:
+    takes = Takes(write=HANGS, deadline=deadline_s)
+    server = Server(Time(), DENSE, {}, takes, token_s=1e-3)
+    for ids in PROMPTS:
+        assert server.late_s(ids) <= 3 * LOAD_TICK_S
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(STORED)),
+    token_s=st.sampled_from([1e-5, 1e-4, 1e-3, 5e-3, 2e-2]),
+    deadline_s=st.sampled_from([0.5, 2.0, DEADLINE_S]),
+    before=st.sampled_from([1e-4, 1e-3, 1e-2, 0.1, 0.4]),
+    n_before=st.integers(0, 3),
+    find_s=st.sampled_from([1e-3, 0.05, 0.24, 1.0, HANGS]),
+    read_s=st.sampled_from([1e-3, 0.05, 0.3, 1.0, 4.0, HANGS]),
+    n_reads=st.sampled_from([1, 3, 10, 30, 1 << 30]),
+)
+def test_whatever_is_slow_from_some_time_on(
+    kind: str,
+    token_s: float,
+    deadline_s: float,
+    before: float,
+    n_before: int,
+    find_s: float,
+    read_s: float,
+    n_reads: int,
+) -> None:
+    """It was well, and known to be; then it is not. No first token is later than by the deadline."""
+    takes = Takes(before, before, before, deadline_s)
+    server = Server(Time(), SHAPES[kind], dict(STORED[kind]), takes, token_s=token_s)
+    for ids in PROMPTS[:n_before]:
+        server.late_s(ids)
+    takes.find, takes.read, takes.n_reads = find_s, read_s, n_reads
+    for ids in PROMPTS[n_before:]:
+        assert server.late_s(ids) <= deadline_s + LOAD_TICK_S

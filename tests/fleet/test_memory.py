@@ -1,0 +1,46 @@
+"""What a model is thought to need: by its files first, by what its process has told afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from firn.fleet.memory import (
+    CONVERSATION_TOKENS,
+    LIVE_FLOOR_NBYTES,
+    Footprint,
+    estimate,
+    measured,
+)
+
+WEIGHTS = 5 << 30
+
+
+def report(*, live_peak: int, weights: int = WEIGHTS, per_token: int = 1000) -> dict[str, int]:
+    return {
+        "weights": weights,
+        "live_peak": live_peak,
+        "bytes_per_row": 0,
+        "bytes_per_token": per_token,
+    }
+
+
+def test_files_tell_before_anything_was_loaded(tmp_path: Path) -> None:
+    for i in range(2):
+        (tmp_path / f"model-{i}.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "README.md").write_bytes(bytes(5000))
+    assert estimate(tmp_path) == Footprint(2000)
+    assert estimate(None) == Footprint(0)
+
+
+def test_what_requests_have_taken_once_they_may_take_again() -> None:
+    busy = measured(report(live_peak=1 << 30), Footprint(WEIGHTS))
+    assert busy.live_nbytes == 1 << 30
+    quiet = measured(report(live_peak=1 << 20), busy)
+    assert quiet.live_nbytes == 1 << 30
+    other = measured(report(live_peak=1 << 20, weights=WEIGHTS // 2), busy)
+    assert other.live_nbytes == CONVERSATION_TOKENS * 1000, "these are other weights"
+
+
+def test_there_is_room_for_a_conversation() -> None:
+    found = measured(report(live_peak=0, per_token=100_000), Footprint(WEIGHTS, live_nbytes=0))
+    assert found.live_nbytes == CONVERSATION_TOKENS * 100_000 > LIVE_FLOOR_NBYTES

@@ -1,0 +1,55 @@
+"""Where products of a few tokens go on CUDA. The kernel itself is tried at every start there, and by
+`benchmarks/products.py`; here is what surrounds it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from firn.models import cuda
+from firn.models.cuda import products
+from firn.models.cuda.products import MAX_TOKENS, suits
+from firn.models.device import device
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((nn.Linear, "__call__"), (nn.Embedding, "as_linear")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that it is put back
+    products.install()
+
+
+def x(n_tokens: int, n_inner: int = 64, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.zeros((1, n_tokens, n_inner), dtype=dtype)
+
+
+def test_a_few_tokens_and_whole_blocks_of_bfloat16_are_for_the_kernel() -> None:
+    weight = mx.zeros((32, 64), dtype=mx.bfloat16)
+    assert [n for n in range(1, 100) if suits(x(n), weight)] == list(range(2, MAX_TOKENS + 1))
+    for dtype in (mx.float16, mx.float32):
+        assert not suits(x(8, dtype=dtype), weight.astype(dtype))
+    assert not suits(x(8, dtype=mx.float32), weight), "of two kinds MLX makes a third"
+    assert not suits(x(8), mx.zeros((30, 64), dtype=mx.bfloat16))
+    assert not suits(x(8, 60), mx.zeros((32, 60), dtype=mx.bfloat16))
+    rows = mx.zeros((4, 2, 64), dtype=mx.bfloat16)
+    assert suits(rows, weight), "rows count as tokens do"
+
+
+@pytest.mark.skipif(device().kind == "cuda", reason="there the kernel is right")
+def test_what_is_wrong_leaves_mlx_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    before = nn.Linear.__call__
+    cuda.tune()
+    assert nn.Linear.__call__ is before
+    assert "products of a few tokens are left to MLX" in caplog.text
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("n_tokens", [1, MAX_TOKENS + 1])
+def test_everything_else_is_mlx_own(n_tokens: int) -> None:
+    tokens = mx.random.normal((1, n_tokens, 64))
+    for layer in (nn.Linear(64, 32), nn.Linear(64, 32, bias=False)):
+        want = tokens @ layer.weight.T + (layer.bias if "bias" in layer else 0.0)
+        assert mx.allclose(layer(tokens), want, atol=1e-5)
+    table = nn.Embedding(32, 64)
+    assert mx.allclose(table.as_linear(tokens), tokens @ table.weight.T, atol=1e-5)
