@@ -1,7 +1,7 @@
 """The dashboard at /: a few files, read once, with headers that let them reach nobody but this server.
 
 A browser gets the page; whoever asks for JSON, or for nothing in particular, is a program and gets name
-and version. The files are the same everywhere; what the page shows it asks for later, with the user's key.
+and version. The files are the same everywhere; what the page shows it asks for with the user's key.
 """
 
 from __future__ import annotations
