@@ -149,7 +149,8 @@ def fill(folder: Path, like: Header, n_records: int) -> None:
         (folder / subfolder).mkdir(parents=True, exist_ok=True)
     block, body, now = len(like.tokens), bytes(2048), time.time()
     random = np.random.default_rng(7)
-    made = replace(like, part=Part.PAGES, layers=((TensorSpec("U8", (len(body),)),),))
+    tensors = (TensorSpec("U8", (1, len(body))),)
+    made = replace(like, part=Part.PAGES, tensors=tensors, places=(((0, 0),),))
     for i in range(n_records):
         depth = i % CHAIN
         parent = made.key if depth else like.root

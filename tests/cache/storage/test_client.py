@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from firn.cache.parts import Part
 from firn.cache.storage import client
@@ -22,8 +23,8 @@ from firn.cache.tiers import TierStatus, TierUsage, WriteResult
 from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
-from firn.core.values import Namespace
-from tests.cache.lab import DENSE, LabEngine, records_of, tree
+from firn.core.values import CacheControl, Namespace, Prompt
+from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, records_of, tree
 from tests.hash_runner import prompt_of as words
 
 BLOCK = 8
@@ -103,6 +104,23 @@ def test_a_fault_that_ends() -> None:
         assert all(r.stored for r in held)
         starts = {r.node.key: r.node.start for r in held}
         assert [starts[n.key] for n in io.written] == sorted(starts.values()), "parents first"
+
+
+@pytest.mark.parametrize("load", [EngineLoad.DECODING, EngineLoad.PREFILLING, EngineLoad.BOTH])
+def test_a_server_that_is_never_idle_writes_all_the_same(load: EngineLoad) -> None:
+    now, ids = [0.0], words(1, 41)
+    io = SickIo(lambda name: None)
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:40])
+    cache.commit(cursor, row)
+    for _ in range(20):
+        now[0] += 1.0
+        cache.tick(load)
+    assert len(io.written) == 5
+    cache.close_cursor(cursor, None)
 
 
 def test_a_refusal_is_not_asked_for_again_and_again() -> None:
