@@ -19,7 +19,8 @@ from tests import stores
 
 needs_redis = pytest.mark.skipif(bool(stores.why_no_redis()), reason=stores.why_no_redis() or "-")
 needs_s3 = pytest.mark.skipif(bool(stores.why_no_s3()), reason=stores.why_no_s3() or "-")
-QUICK = "deadline_s=0.6"
+QUICK, PATIENT = "deadline_s=0.6", "deadline_s=60"
+"""For stores that are to fail, and for those that are not: the machine may be busy."""
 ADDRESS = Address("s3", TierOptions("s3://bucket"), "s3://bucket", "proved")
 WELL = StoreReport(answer_s=0.001, write_s=0.01, read_s=0.02, same_bytes=True, writes_once=True)
 
@@ -31,7 +32,8 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def look(address: str) -> list[Finding]:
-    return list(look_at_stores([address]))
+    """But for how fast it was: the machine may be busy."""
+    return [f for f in look_at_stores([address]) if "slow to answer" not in f.text]
 
 
 @needs_redis
@@ -40,11 +42,11 @@ def test_redis() -> None:
 
     with stores.redis_server("--requirepass", "secret-word") as server:
         place = f"127.0.0.1:{server.port}/0"
-        (well,) = look(f"redis://:secret-word@{place}")
+        (well,) = look(f"redis://:secret-word@{place}?{PATIENT}")
         assert (well.topic, well.mark) == ("store", "ok")
         assert well.text.startswith(f"redis://{place} answers in ")
         assert redis.Redis(port=server.port, password="secret-word").dbsize() == 0, "all is gone"
-        (wrong,) = look(f"redis://:wrong-word@{place}")
+        (wrong,) = look(f"redis://:wrong-word@{place}?{PATIENT}")
         assert wrong.mark == "problem"
         assert "cannot be asked: no permission" in wrong.text
         assert "Are the credentials right?" in wrong.text
@@ -57,7 +59,7 @@ def test_redis() -> None:
 @needs_redis
 def test_a_full_redis() -> None:
     with stores.redis_server("--maxmemory", "1mb") as server:
-        (full,) = look(f"redis://127.0.0.1:{server.port}/0")
+        (full,) = look(f"redis://127.0.0.1:{server.port}/0?{PATIENT}")
         assert full.mark == "problem"
         assert "cannot be written to: full" in full.text
 
@@ -65,7 +67,7 @@ def test_a_full_redis() -> None:
 @needs_s3
 def test_s3_without_a_bucket_and_with_one() -> None:
     with stores.s3_server() as server:
-        address = f"s3://{stores.BUCKET}/x?endpoint=http://127.0.0.1:{server.port}"
+        address = f"s3://{stores.BUCKET}/x?endpoint=http://127.0.0.1:{server.port}&{PATIENT}"
         (no_bucket,) = look(address)
         assert no_bucket.mark == "problem"
         assert "cannot be written to: no such bucket" in no_bucket.text
@@ -77,17 +79,17 @@ def test_s3_without_a_bucket_and_with_one() -> None:
 @needs_s3
 def test_an_s3_server_that_ignores_conditions_lies_or_forbids() -> None:
     with stores.BadS3() as bad:
-        address = f"s3://{stores.BUCKET}?endpoint=http://127.0.0.1:{bad.port}&{QUICK}"
-        ok, note = look(address)
+        address = f"s3://{stores.BUCKET}?endpoint=http://127.0.0.1:{bad.port}"
+        ok, note = look(f"{address}&{PATIENT}")
         assert (ok.mark, note.mark) == ("ok", "note")
         assert "ignores conditional writes" in note.text
         assert bad.objects == {}, "all is gone"
         bad.mood = "lies"
-        _, lies, _ = look(address)
+        _, lies, _ = look(f"{address}&{PATIENT}")
         assert lies == Finding("", "It does not give back the bytes that it was given.", "problem")
         for mood, text in (("forbids", "no permission"), ("stalls", "too slow")):
             bad.mood = mood
-            (failed,) = look(address)
+            (failed,) = look(f"{address}&{QUICK}")
             assert failed.mark == "problem"
             assert f"cannot be asked: {text}" in failed.text
 
@@ -111,17 +113,14 @@ def test_words() -> None:
 @needs_redis
 def test_the_command(tmp_path: Path) -> None:
     with stores.redis_server() as server:
-        address = f"redis://127.0.0.1:{server.port}/0"
-        environ = os.environ | {"COLUMNS": "300", "FIRN_TIER": address}
+        well, gone = f"redis://127.0.0.1:{server.port}/0", "redis://127.0.0.1:1/0"
         command = [sys.executable, "-m", "firn", "doctor", "--ssd-cache-dir", str(tmp_path)]
-        well = subprocess.run(command, capture_output=True, text=True, env=environ)
-        assert f"{address} answers in" in well.stdout
-        assert well.returncode == 0, well.stdout
-        gone = subprocess.run(
-            [*command, "--tier", "redis://127.0.0.1:1/0"],
+        told = subprocess.run(
+            [*command, "--tier", f"{well}?{PATIENT}", "--tier", gone],
             capture_output=True,
             text=True,
-            env=environ,
+            env=os.environ | {"COLUMNS": "300"},
         )
-        assert "redis://127.0.0.1:1/0 cannot be asked: unreachable" in gone.stdout
-        assert (gone.returncode, gone.stderr) == (1, "")
+    assert f"{well} answers in" in told.stdout
+    assert f"{gone} cannot be asked: unreachable" in told.stdout
+    assert (told.returncode, told.stderr) == (1, "")
