@@ -45,7 +45,7 @@ from firn.cache.storage.container import Header, Label, TensorSpec, pack, unpack
 from firn.cache.storage.events import ScanBatch
 from firn.cache.storage.io import BATCH, TierEntry
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Usage
+from firn.cache.tiers import TierUsage
 from firn.cache.tiers._folder import SUBFOLDERS, path_of
 from firn.cache.tree import PackedTokens
 from firn.core.keys import Key, child_key
@@ -228,8 +228,8 @@ class NoIo:
     def scan(self, batch: object, done: Done) -> None:
         done(None)
 
-    def usage(self) -> Usage:
-        return Usage(0, 0)
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 0)
 
     def close(self) -> None: ...
 
