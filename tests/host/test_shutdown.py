@@ -1,4 +1,7 @@
-"""A server that is told to stop ends in bounded time, though a thread of it never would."""
+"""A server that is told to stop ends in bounded time, though a thread of it never would.
+
+Slow: real servers, each of which must start before it can be stopped.
+"""
 
 from __future__ import annotations
 
