@@ -259,7 +259,7 @@ BAD_FLAGS = [
     ("server.port", "abc", "--port: 'abc' is not a whole number"),
     ("server.port", "-1", "--port: -1 is too small"),
     ("server.api_keys", [""], "--api-key: is empty"),
-    ("server.api_keys", ["a b"], "--api-key: a key may hold visible ASCII characters only"),
+    ("server.api_keys", ["a b"], "--api-key: a key may contain visible ASCII characters only"),
     ("model.path", "", "MODEL: is empty"),
     ("log.level", "loud", "--log-level: 'loud' is not one of"),
 ]
@@ -304,8 +304,8 @@ def test_keys_of_the_file_join_the_listed_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "holds no API key"),
-        (b"# none\n\n", "holds no API key"),
+        (b"", "contains no API key"),
+        (b"# none\n\n", "contains no API key"),
         (b"two words\n", "visible ASCII"),
         (b"\xff\xfe", "not UTF-8"),
         (None, "cannot be read"),
