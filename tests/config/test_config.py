@@ -51,6 +51,8 @@ def values_of(item: Option) -> st.SearchStrategy[Any]:
         one = word.map(lambda name: f"{name}=m")
     elif item.metavar == "ORIGIN":
         one = word.map(lambda name: f"https://{name}")
+    elif "|" in item.metavar:  # a text that is checked against names
+        one = st.sampled_from(item.metavar.split("|"))
     else:
         one = word.filter(lambda text: text not in item.spec.words)
     return st.lists(one, min_size=1, max_size=3).map(tuple) if item.many else one
