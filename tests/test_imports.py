@@ -93,7 +93,7 @@ REACHES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Names with an underscore that may be read from outside, by reason."""
 BORROWS: dict[str, tuple[tuple[str, str], ...]] = {
-    "the folder's layout and health, for what people ask of it": (
+    "the folder's layout, for what people ask of it": (
         ("cache", "firn.cache.tiers._folder"),
         ("cli", "firn.cache.tiers._folder"),
     ),
