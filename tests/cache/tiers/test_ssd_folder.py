@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from firn.cache.storage.faults import Missing
-from firn.cache.tiers.ssd import QUARANTINE_FILES
+from firn.cache.tiers._folder import QUARANTINE_FILES
 from tests.cache.tiers.folders import Clock, files, put
 from tests.cache.tiers.records import Folder, of_size, record
 

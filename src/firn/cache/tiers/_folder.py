@@ -43,6 +43,10 @@ DEFAULT_LIMIT_NBYTES = 10 << 30
 BLOCK_NBYTES = 4096
 LARGE_NBYTES = 4 << 20
 """Files of this size may need a block of the file system's own for their map."""
+MARGIN_NBYTES = 4 * BLOCK_NBYTES
+"""Kept free for notes on models, which the tier does not write."""
+QUARANTINE_FILES, QUARANTINE_SHARE = 32, 16
+"""At most so many, and at most this part of the limit."""
 ABANDONED_S = 3600.0
 """Where files cannot be locked, a temp file of this age is nobody's."""
 N_HOURS = 24
@@ -106,6 +110,14 @@ def allocated(size: int) -> int:
     return whole + (BLOCK_NBYTES if size >= LARGE_NBYTES else 0)
 
 
+def quarantine_surplus(files: Sequence[Listed], *, limit_nbytes: int) -> int:
+    """How many of these, from the first on, are too many for a folder of this limit."""
+    n = max(len(files) - QUARANTINE_FILES, 0)
+    while sum(x.nbytes for x in files[n:]) > limit_nbytes // QUARANTINE_SHARE:
+        n += 1
+    return n
+
+
 class Disk:
     """Every system call of the tier; paths are relative to the folder. Tests replace it."""
 
@@ -148,7 +160,7 @@ class Disk:
         temps = sum(max(reserved_nbytes(x.name), x.nbytes) for x in self.files(TMP))
         fixed = [self.stat(LOCK), self.stat(TAG_FILE), *self.files(MODELS)]
         folders = sum(self.subfolder(sub)[0] for sub in (".", TMP, MODELS))
-        return temps + folders + sum(x.nbytes for x in fixed if x is not None)
+        return temps + folders + sum(x.nbytes for x in fixed if x is not None) + MARGIN_NBYTES
 
     def stat(self, path: str) -> Listed | None:
         try:

@@ -51,15 +51,12 @@ from firn.cache.tiers._folder import (
     default_limit,
     fault_of,
     path_of,
+    quarantine_surplus,
 )
 from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
 """What a new name may add to folders."""
-MARGIN_NBYTES = 4 * BLOCK_NBYTES
-"""Kept free for notes on models, which the tier does not write."""
-QUARANTINE_FILES, QUARANTINE_SHARE = 32, 16
-"""At most so many, and at most this part of the limit."""
 HOUR_S = 3600
 SCAN_BATCH = 128
 SCAN_THREADS = 4
@@ -419,9 +416,7 @@ class SsdTier:
             self._known.forget(name, nbytes)
         self._tally.add(quarantined=1)
         files = self._disk.quarantined()
-        n_surplus = max(len(files) - QUARANTINE_FILES, 0)
-        while sum(x.nbytes for x in files[n_surplus:]) > self._limit_nbytes // QUARANTINE_SHARE:
-            n_surplus += 1
+        n_surplus = quarantine_surplus(files, limit_nbytes=self._limit_nbytes)
         self._drop_quarantined(page, files[:n_surplus])
         self._known.n_quarantined = len(files) - n_surplus
 
@@ -487,8 +482,7 @@ class SsdTier:
 
     def _count(self, page: Page) -> int:
         """All bytes of the folder."""
-        records_nbytes = int(page.nbytes.sum())
-        self._nbytes = records_nbytes + self._disk.other_nbytes() + MARGIN_NBYTES
+        self._nbytes = int(page.nbytes.sum()) + self._disk.other_nbytes()
         return self._nbytes
 
     def _failed(self, error: OSError | TierError) -> TierError:
