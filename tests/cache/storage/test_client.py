@@ -19,7 +19,7 @@ from firn.cache.storage.events import ReadFailed, ScanBatch
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
 from firn.cache.storage.io import Changes
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Status, Stored, Usage
+from firn.cache.tiers import TierStatus, TierUsage, WriteResult
 from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
@@ -35,7 +35,7 @@ class SickIo:
     """Writes fail as told; what does not fail counts as stored. At once, on the caller's thread."""
 
     fault: Callable[[Name], TierError | None]
-    status: Status = Status()
+    status: TierStatus = TierStatus()
     written: list[Name] = field(default_factory=list)
     n_tries: int = 0
 
@@ -53,7 +53,7 @@ class SickIo:
         fault = self.fault(name)
         if fault is None:
             self.written.append(name)
-        done(fault or Stored(1, new=True))
+        done(fault or WriteResult(1, new=True))
         return True
 
     def has_room(self, nbytes: int) -> bool:
@@ -73,8 +73,8 @@ class SickIo:
     def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
         done(None)
 
-    def usage(self) -> Usage:
-        return Usage(0, 1 << 20, self.status)
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 1 << 20, self.status)
 
     def close(self) -> None: ...
 
@@ -88,7 +88,7 @@ def settled(lab: LabEngine, now: list[float]) -> None:
 
 def test_a_fault_that_ends() -> None:
     now, ids = [0.0], words(1, 40)
-    io = SickIo(lambda name: TierFault("disk full"), Status("paused", "disk full"))
+    io = SickIo(lambda name: TierFault("disk full"), TierStatus("paused", "disk full"))
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
     cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
     with LabEngine(DENSE, cache=cache) as lab:
@@ -97,7 +97,7 @@ def test_a_fault_that_ends() -> None:
         before = io.n_tries
         settled(lab, now)
         assert io.n_tries == before + 1, "while it lasts, one record finds out"
-        io.fault, io.status = lambda name: None, Status()
+        io.fault, io.status = lambda name: None, TierStatus()
         settled(lab, now)
         held = [r for r in records_of(cache) if r.arrays is not None]
         assert {Name(r.node.key, r.part) for r in held} == set(io.written)
