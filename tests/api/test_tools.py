@@ -62,16 +62,6 @@ def test_a_whole_reply(live: Live) -> None:
     assert reply.usage.completion_tokens_details.reasoning_tokens
 
 
-def test_thinking_of_every_choice_is_counted(live: Live) -> None:
-    def thought(n: int) -> int:
-        usage = live.openai().chat.completions.create(**ASK, tools=TOOLS, n=n).usage
-        assert usage is not None
-        assert usage.completion_tokens_details is not None
-        return usage.completion_tokens_details.reasoning_tokens or 0
-
-    assert thought(3) == 3 * thought(1) > 0
-
-
 def test_a_stream(live: Live) -> None:
     text = thoughts = ""
     calls: dict[int, dict[str, str]] = {}

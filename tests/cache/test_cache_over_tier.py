@@ -227,6 +227,7 @@ class OverATier(Machine):
         self.protected = {}
         self.n_held = 0
         self.io.scanned = False
+        self.io.orders.clear()  # what the last process had queued has ended with it
         self.new_tree()
         self.add_tier()
         self.set_room(self.room)

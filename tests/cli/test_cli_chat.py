@@ -112,9 +112,9 @@ def bad_gateway(wire: Wire) -> None:
     [
         (breaks_off, "ended the reply before it was finished"),
         (fails_late, "the model fell over"),
-        (speaks_gibberish, "no JSON"),
-        (too_long, "says 400: This prompt has 9 tokens. Too many."),
-        (bad_gateway, "says 502: <html>"),
+        (speaks_gibberish, "not JSON"),
+        (too_long, "answered 400: This prompt has 9 tokens. Too many."),
+        (bad_gateway, "answered 502: <html>"),
     ],
 )
 def test_a_fault_is_one_line(script: object, line: str) -> None:
@@ -294,7 +294,7 @@ def test_commands_and_faults_leave_the_conversation_running() -> None:
             ("/system Be brief.", "System prompt: Be brief."),
             ("/dance", "There is no command /dance"),
             ("", ""),
-            ("far too long", "says 400: This prompt has 9 tokens."),
+            ("far too long", "answered 400: This prompt has 9 tokens."),
             ("hi", "two"),
             ("/reset", "The conversation is forgotten."),
         ):

@@ -51,6 +51,8 @@ def values_of(item: Option) -> st.SearchStrategy[Any]:
         one = word.map(lambda name: f"{name}=m")
     elif item.metavar == "ORIGIN":
         one = word.map(lambda name: f"https://{name}")
+    elif "|" in item.metavar:  # a text that is checked against names
+        one = st.sampled_from(item.metavar.split("|"))
     else:
         one = word.filter(lambda text: text not in item.spec.words)
     return st.lists(one, min_size=1, max_size=3).map(tuple) if item.many else one
@@ -259,7 +261,7 @@ BAD_FLAGS = [
     ("server.port", "abc", "--port: 'abc' is not a whole number"),
     ("server.port", "-1", "--port: -1 is too small"),
     ("server.api_keys", [""], "--api-key: is empty"),
-    ("server.api_keys", ["a b"], "--api-key: a key may hold visible ASCII characters only"),
+    ("server.api_keys", ["a b"], "--api-key: a key may contain visible ASCII characters only"),
     ("model.path", "", "MODEL: is empty"),
     ("log.level", "loud", "--log-level: 'loud' is not one of"),
 ]
@@ -304,8 +306,8 @@ def test_keys_of_the_file_join_the_listed_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "holds no API key"),
-        (b"# none\n\n", "holds no API key"),
+        (b"", "contains no API key"),
+        (b"# none\n\n", "contains no API key"),
         (b"two words\n", "visible ASCII"),
         (b"\xff\xfe", "not UTF-8"),
         (None, "cannot be read"),

@@ -206,29 +206,6 @@ def test_arguments_that_stop_being_json_go_on_as_they_are() -> None:
     assert reply.text == "after"
 
 
-@pytest.mark.parametrize(
-    ("format", "opens", "between", "ends", "end"),
-    [
-        ("kimi_k2", "<|tool_call_begin|>other", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
-        ("deepseek", "<｜tool▁call▁begin｜>other", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    ],
-)  # fmt: skip
-def test_a_broken_call_ends_at_its_own_mark(
-    format: str, opens: str, between: str, ends: str, end: str
-) -> None:
-    """The next call of its section is read as if nothing had happened."""
-    begin = {"kimi_k2": "<|tool_calls_section_begin|>", "deepseek": "<｜tool▁calls▁begin｜>"}[
-        format
-    ]
-    broken, good = (f"{opens}{between}{given}{ends}" for given in ('{"a": 1, oops}', '{"b": 2}'))
-    reply = read_at_every_split(ReplyFormat(tool=format), f"{begin}{broken}{good}{end}after")
-    assert [(c.name, c.text) for c in reply.calls] == [
-        ("other", '{"a": 1, oops}'),
-        ("other", '{"b": 2}'),
-    ]
-    assert reply.text == "after"
-
-
 def test_ids_of_the_model_are_kept() -> None:
     kimi = read(ReplyFormat(tool="kimi_k2"), [CALLS["kimi_k2"][0][0]])
     assert [c.id for c in kimi.calls] == ["functions.other:3", "other"]

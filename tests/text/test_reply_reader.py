@@ -277,12 +277,6 @@ def test_text_behind_a_stop_shifts_nothing() -> None:
     assert (seen.text, shown(seen)) == ("ab<", b"ab<")
 
 
-def test_tokens_behind_a_stop_in_text_that_was_held_back_are_not_shown() -> None:
-    """What may begin a call waits, and then comes as one piece: the stop is in the middle of it."""
-    seen = run(by_byte("<tool_caX"), format=BOTH, tools=TOOLS, logprobs=True, stop=("l_",))
-    assert (seen.text, shown(seen)) == ("<too", b"<too")
-
-
 def test_hidden_tokens_are_not_shown() -> None:
     end = byte_level().token_id("<|im_end|>")
     assert end is not None

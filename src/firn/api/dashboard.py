@@ -1,8 +1,7 @@
-"""The page at /: a few files, read once, with headers that let them reach nobody but this server.
+"""The dashboard at /: a few files, read once, with headers that let them reach nobody but this server.
 
-A browser gets the page, everybody else what has always been there: who asks for JSON, or for nothing in
-particular, is a program. The files hold nothing of this server's; what the page shows it asks for
-afterwards, with the key that its user has typed in.
+A browser gets the page; whoever asks for JSON, or for nothing in particular, is a program and gets name
+and version. The files are the same everywhere; what the page shows it asks for with the user's key.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""No inline script or style, nothing from elsewhere, nowhere to send anything, in nobody's frame."""
+"""No inline scripts or styles, nothing loaded from or sent to elsewhere, in no other page's frame."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -49,7 +48,7 @@ class PageFile:
     body: bytes
     kind: str
     tag: str
-    """Of this content, for who has it already."""
+    """The ETag: a browser that has this content need not load it again."""
 
     def response(self, request: Request) -> Response:
         headers = {**HEADERS, "etag": self.tag}
@@ -59,7 +58,7 @@ class PageFile:
 
 
 def read_files() -> Mapping[str, PageFile]:
-    """By name, those of subfolders with the folder's name and a slash."""
+    """By path below the folder."""
     found: dict[str, PageFile] = {}
     todo = [("", resources.files("firn") / "dashboard")]
     while todo:
@@ -76,7 +75,7 @@ def read_files() -> Mapping[str, PageFile]:
 
 
 def add_page(app: FastAPI, *, shown: bool) -> None:
-    """The root, and below /page/ what the page is made of. shown: False leaves the name and version."""
+    """The root, and below /page/ the files of the page. shown: False: only name and version."""
     files = read_files() if shown else {}
 
     async def root(request: Request) -> Response:
@@ -96,19 +95,25 @@ def add_page(app: FastAPI, *, shown: bool) -> None:
 
     schema: dict[int | str, dict[str, Any]] = {
         200: {
-            "description": "Who is there; for a browser, the page.",
+            "description": "Name and version; in a browser, the dashboard.",
             "content": {"text/html": {"schema": {"type": "string"}}},
         }
     }
     for method in ("GET", "HEAD"):  # agents and load balancers ask by HEAD whether anybody is there
         add = partial(app.add_api_route, methods=[method])
         is_told = method == "GET"
-        add("/", root, summary="Who is there", responses=schema, include_in_schema=is_told)
+        add(
+            "/",
+            root,
+            summary="Name and version; in a browser, the dashboard",
+            responses=schema,
+            include_in_schema=is_told,
+        )
         add(PAGE_FILES + "{name:path}", file, include_in_schema=False)
 
 
 def wants_page(accept: str) -> bool:
-    """Browsers say text/html first of all; programs say JSON, or that they take anything."""
+    """Browsers ask for text/html first; programs for JSON, or for anything."""
     kinds = [kind.partition(";")[0].strip().lower() for kind in accept.split(",")]
     html, json = (kinds.index(k) if k in kinds else None for k in ("text/html", "application/json"))
     return html is not None and (json is None or html < json)

@@ -59,7 +59,7 @@ def render(spec: Mapping[str, Any], *, base_url: str) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>"
-        f'<p>All of it for programs: <a href="/openapi.json">/openapi.json</a>.</p>'
+        f'<p>For programs: <a href="/openapi.json">/openapi.json</a>.</p>'
         f"{''.join(routes)}</body></html>"
     )
 

@@ -14,21 +14,21 @@ from fastapi import FastAPI
 from firn.api.dialects import Dialect
 
 ERRORS = {
-    400: "A parameter is wrong, or the prompt too long.",
-    401: "No API key, or one that is not known.",
-    403: "Not to this host name, or not for this caller.",
+    400: "A parameter is wrong, or the prompt is too long.",
+    401: "The API key is missing or unknown.",
+    403: "Not allowed for this host name or this caller.",
     404: "No such model or route.",
     405: "Another method is needed.",
     413: "The body is too large.",
-    429: "Too many requests, of this client or of all; see Retry-After.",
-    500: "A mistake of the server.",
+    429: "Too many requests, from this client or in all; see Retry-After.",
+    500: "A fault of the server.",
     503: "The server is stopping, or overloaded.",
-    504: "It took longer than a request may take.",
+    504: "The request took longer than allowed.",
 }
 
 
 def describe(app: FastAPI, dialects: Sequence[Dialect], *, with_keys: bool) -> None:
-    """Have the app describe the dialects along with its other routes."""
+    """Makes the app describe the dialects along with its other routes."""
     own = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Settings for several models behind one address: the flags, and a [models.NAME] table for each model.
 
-One model and none of these is one process, with nothing in front. A table may hold every option that is
-not the whole server's, by its own name; it counts as part of the file, so flags and variables win.
+One model without any of these is served by one process, without a front. A table may hold every option
+that is not the whole server's; it counts as part of the file, so flags and variables win.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from firn.core import duration
 from firn.core.errors import SetupError
 
 SHARED_SECTIONS = frozenset({"server", "fleet"})
-"""Of the server as a whole."""
+"""Sections of the server as a whole, not of one model."""
 OWN_NAMES = ("path", "pinned", "keep_alive", "aliases")
 
 
@@ -122,7 +122,7 @@ def _table(file: Path, name: str, table: object, options: Sequence[Option]) -> M
             raise SetupError(f"{file}: unknown key {place}.{key}{hint}")
         elif known[key].section in SHARED_SECTIONS:
             raise SetupError(
-                f"{file}: {place}.{key}: is of the server as a whole, not of one model"
+                f"{file}: {place}.{key} is a setting of the whole server, not of one model"
             )
         else:
             values[known[key].key] = _accepted(file, place, known[key], value)
@@ -144,7 +144,7 @@ def _accepted(file: Path, place: str, item: Option, value: object) -> Any:
 
 
 def _text(file: Path, place: str, value: object, *, base: Path) -> str:
-    """A folder by its path is relative to the file; a hub id, or a name of firn's own, is as it is."""
+    """A relative folder is relative to the file; a hub id or a built-in name stays as it is."""
     if not isinstance(value, str) or not value.strip():
         raise SetupError(f"{file}: {place}: {value!r} is not text")
     path = Path(value).expanduser()

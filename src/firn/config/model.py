@@ -29,14 +29,12 @@ class ModelConfig:
     )
     offline: bool = option(False, "Download nothing: only models that are on this machine.")
     download_timeout: int | None = option(
-        None, "Seconds of silence after which a download is given up.", low=1, high=86400
+        None, "Seconds without data after which a download is given up.", low=1, high=86400
     )
-    download_retries: int = option(
-        3, "How often a download that broke off is taken up again.", low=0, high=100
-    )
+    download_retries: int = option(3, "How often a broken download is resumed.", low=0, high=100)
     text_only: bool = option(False, "Serve the text part of a vision model, without images.")
     tensor_parallel: bool = option(
-        False, "Share the model out among the processes that mlx.launch started."
+        False, "Shard the model over the processes that mlx.launch started."
     )
     tool_call_parser: str = option(
         "auto",

@@ -1,4 +1,4 @@
-"""Settings for people who watch a server: its page, its log, its trace."""
+"""Settings of the dashboard, the log and the trace."""
 
 from __future__ import annotations
 

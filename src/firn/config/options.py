@@ -1,8 +1,8 @@
 """What an option is: declared as one field of a frozen tree, read from text or from TOML.
 
 `option()` makes the field; `options_of()` turns a class of such fields into a table of `Option`s.
-The settings themselves are in config.py. Nothing here knows where a value came from: BadValue says
-what is wrong with it, and the caller adds the place.
+Nothing here knows where a value came from: BadValue says what is wrong with it, and the caller adds
+the place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class BadValue(ValueError):
-    """What is wrong with a value; the caller knows where the value came from and adds it."""
+    """What is wrong with a value; the caller adds where the value came from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""What holds where a request says nothing: the flags for it, and what a model's folder says of itself.
+"""Defaults of sampling and thinking: flags, and the model's own generation_config.json.
 
-generation_config.json is written by those who trained the model: greedy or warm, how warm, how much of
-the tail. A value in it that cannot be is a warning, and the rest of the file holds.
+generation_config.json is written by those who trained the model. A value in it that is out of
+bounds is a warning, and the rest of the file is used.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SamplingConfig:
     )
 
     def defaults(self) -> Defaults:
-        """As requests are decoded with them: one way to say greedy, one to say no top_k."""
+        """As requests are decoded with them: temperature 0 is greedy, top_k 0 is off."""
         from firn.core.values import Defaults, Sampling
 
         given = {name: getattr(self, f"default_{name}") for name in SAMPLING}
@@ -90,7 +90,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """By the names of `Sampling`. warnings: a line for each thing in the file that cannot be."""
+    """By the names of `Sampling`. warnings: a line for each value of the file that cannot be used."""
 
     path: Path
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class ModelDefaults:
 
 
 def of_model(folder: Path) -> ModelDefaults:
-    """What the folder's generation_config.json says about sampling; nothing where it has none."""
+    """What the folder's generation_config.json says about sampling; nothing if it has none."""
     path = folder / GENERATION_CONFIG
     try:
         given = json.loads(path.read_bytes())

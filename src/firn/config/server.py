@@ -10,23 +10,23 @@ from firn.config.options import BadValue, option
 
 
 def header_safe(key: str) -> str:
-    """A key travels in a header: visible ASCII only."""
+    """A key is sent in a header: visible ASCII only."""
     if not all("!" <= char <= "~" for char in key):
-        raise BadValue("a key may hold visible ASCII characters only, and no spaces")
+        raise BadValue("a key may contain visible ASCII characters only, and no spaces")
     return key
 
 
 def origin(text: str) -> str:
     """As a browser sends it: scheme and host, no path."""
     if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
-        raise BadValue(f"{text!r} is no origin; it looks like https://example.com")
+        raise BadValue(f"{text!r} is not an origin; write it like https://example.com")
     return text
 
 
 def host_name(text: str) -> str:
     """As a client calls the server: no scheme, no port."""
     if text != "*" and not re.fullmatch(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", text):
-        raise BadValue(f"{text!r} is no host name; it looks like ai.example.com")
+        raise BadValue(f"{text!r} is not a host name; write it like ai.example.com")
     return text
 
 
@@ -63,8 +63,8 @@ class ServerConfig:
     )
     admin_keys: tuple[str, ...] = option(
         (),
-        "Key of the operator, who sees the numbers of all keys; repeat it for several. Without one, and "
-        "without other keys, the operator is who calls from this machine.",
+        "Key of the operator, who sees the numbers of all keys; repeat it for several. Without any "
+        "keys, callers on this machine are the operator.",
         flag="--admin-key",
         env="FIRN_ADMIN_KEYS",
         metavar="KEY",

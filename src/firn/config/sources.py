@@ -17,7 +17,7 @@ from firn.config.tree import OPTIONS, SECTIONS, Config, Origin
 from firn.core.errors import SetupError
 
 CONFIG_ENV = "FIRN_CONFIG"
-# Variables of ours that are no setting of the server: the Makefile's, the chat's and the tests'.
+# FIRN_ variables that are not settings of the server: the Makefile's, the chat's and the tests'.
 OTHER_ENV = frozenset({CONFIG_ENV, "FIRN_MLX", "FIRN_URL", "FIRN_API_KEY", "FIRN_BROWSER"})
 
 
@@ -147,7 +147,7 @@ def _read_keys(path: Path) -> tuple[str, ...]:
     keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
     if not keys:
         # An empty file must not open the server.
-        raise SetupError(f"{path}: holds no API key")
+        raise SetupError(f"{path}: contains no API key")
     for key in keys:
         try:
             header_safe(key)
@@ -157,12 +157,12 @@ def _read_keys(path: Path) -> tuple[str, ...]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """One line for each FIRN_ variable that sets nothing, for a typo should not pass unseen."""
+    """One line for each FIRN_ variable that sets nothing: it is probably a typo."""
     known = {item.env for item in OPTIONS} | OTHER_ENV
     lines = []
     for name in sorted(environ):
         if name.startswith("FIRN_") and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            lines.append(f"{name} is set, but firn knows no such variable{hint}")
+            lines.append(f"{name} is set, but firn has no such variable{hint}")
     return tuple(lines)

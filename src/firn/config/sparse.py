@@ -1,4 +1,4 @@
-"""The settings of sparse prefill: a part of config.py's tree."""
+"""Settings of sparse prefill."""
 
 from __future__ import annotations
 

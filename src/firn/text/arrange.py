@@ -112,61 +112,61 @@ def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
 
 def _adopted(messages: Iterable[Message]) -> list[Message]:
     """Turns results without a call into user text."""
-    found: list[Message] = []
+    arranged: list[Message] = []
     called: set[str | None] = set()
     for message in messages:
         called |= {call.id for call in message.tool_calls}
         if message.role == "tool" and message.tool_call_id not in called:
             message = Message("user", message.parts, checkpoint=message.checkpoint)
-        found.append(message)
-    return found
+        arranged.append(message)
+    return arranged
 
 
 def _answered(messages: Sequence[Message]) -> list[Message]:
     """Adds a result to every abandoned call; the last calls may still be waiting for theirs."""
-    found: list[Message] = []
+    arranged: list[Message] = []
     for i, message in enumerate(messages):
-        found.append(message)
+        arranged.append(message)
         after = messages[i + 1 : i + 2]
         if message.tool_calls and after and after[0].role != "tool":
-            found += [
+            arranged += [
                 Message("tool", (TextPart(NO_RESULT),), tool_call_id=call.id)
                 for call in message.tool_calls
             ]
-    return found
+    return arranged
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """Splits calls made at once into one call after another, each followed by its result."""
-    found: list[Message] = []
+    arranged: list[Message] = []
     at = 0
     while at < len(messages):
         message = messages[at]
         at += 1
         if len(message.tool_calls) < 2:
-            found.append(message)
+            arranged.append(message)
             continue
         results = list(takewhile(lambda m: m.role == "tool", messages[at:]))
         at += len(results)
         for i, call in enumerate(message.tool_calls):
             first = message if i == 0 else Message("assistant")
-            found.append(replace(first, tool_calls=(call,), checkpoint=False))
-            found += [r for r in results if r.tool_call_id == call.id]
+            arranged.append(replace(first, tool_calls=(call,), checkpoint=False))
+            arranged += [r for r in results if r.tool_call_id == call.id]
         ids = {call.id for call in message.tool_calls}
-        found += [r for r in results if r.tool_call_id not in ids]
-    return found
+        arranged += [r for r in results if r.tool_call_id not in ids]
+    return arranged
 
 
 def _into_results(messages: Iterable[Message], rules: TurnRules) -> list[Message]:
     """Moves user turns right after tool results into the last result, where they cannot stay."""
-    found: list[Message] = []
+    arranged: list[Message] = []
     for message in messages:
         inside = not rules.user_after_results or (message.aside and rules.notes_in_results)
-        if inside and message.role == "user" and found and found[-1].role == "tool":
-            found[-1] = _joined([found[-1], message])
+        if inside and message.role == "user" and arranged and arranged[-1].role == "tool":
+            arranged[-1] = _joined([arranged[-1], message])
         else:
-            found.append(message)
-    return found
+            arranged.append(message)
+    return arranged
 
 
 # --- merging -------------------------------------------------------------------------------

@@ -25,22 +25,22 @@ def as_root(schema: Any) -> Mapping[str, Any]:
 
 def listed(schema: Any) -> Sequence[Any] | None:
     """The only values that the schema allows; None where it allows others."""
-    found = resolved(schema, as_root(schema))
-    if not isinstance(found, Mapping):
+    target = resolved(schema, as_root(schema))
+    if not isinstance(target, Mapping):
         return None
-    values = [found["const"]] if "const" in found else found.get("enum")
+    values = [target["const"]] if "const" in target else target.get("enum")
     return values if isinstance(values, list) and values else None
 
 
 def limits(schema: Any) -> Iterator[str]:
     """What the schema requires of a string, as terminals of a grammar."""
-    found = resolved(schema, as_root(schema))
-    if not isinstance(found, Mapping):
+    target = resolved(schema, as_root(schema))
+    if not isinstance(target, Mapping):
         return
-    least, most = found.get("minLength"), found.get("maxLength")
+    least, most = target.get("minLength"), target.get("maxLength")
     if isinstance(least, int) or isinstance(most, int):
         yield f"/(?s:.{{{least or 0},{'' if most is None else most}}})/"
-    pattern = found.get("pattern")
+    pattern = target.get("pattern")
     if isinstance(pattern, str):
         yield f"/{_search(pattern)}/"
 
@@ -60,14 +60,14 @@ def unheld_items(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def unheld_text(schema: Any) -> Iterator[str]:
     """Keywords about a text that `limits` does not turn into terminals."""
-    found = resolved(schema, as_root(schema))
-    if not isinstance(found, Mapping) or listed(schema) is not None:
+    target = resolved(schema, as_root(schema))
+    if not isinstance(target, Mapping) or listed(schema) is not None:
         return
     for key in ("anyOf", "oneOf"):
-        options = found.get(key)
+        options = target.get(key)
         if isinstance(options, list) and not any(map(_is_any_text, options)):
             yield key
-    yield from (key for key in ("allOf", "not", "if") if key in found)
+    yield from (key for key in ("allOf", "not", "if") if key in target)
 
 
 def _is_any_text(schema: Any) -> bool:
@@ -86,7 +86,7 @@ def _search(pattern: str) -> str:
             start, pattern = "", pattern[1:]
         if re.search(r"(?<!\\)(?:\\\\)*\$$", pattern):
             end, pattern = "", pattern[:-1]
-    pattern = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern, flags=re.DOTALL)
+    pattern = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", pattern, flags=re.DOTALL)
     return f"{start}(?:{pattern}){end}".replace("\n", "\\n")
 
 

@@ -81,10 +81,10 @@ class Tape:
 
     def take(self, literal: str) -> Script[bool]:
         """Steps over `literal` if it is next."""
-        found = yield from self.starts_with(literal)
-        if found:
+        is_next = yield from self.starts_with(literal)
+        if is_next:
             self.pos += len(literal)
-        return found
+        return is_next
 
     def starts_with(self, literal: str) -> Script[bool]:
         """Whether `literal` is next; decided as early as possible."""
@@ -97,8 +97,7 @@ class Tape:
             yield
 
     def expect(self, literal: str) -> Script[None]:
-        found = yield from self.take(literal)
-        if not found:
+        if not (yield from self.take(literal)):
             raise TextEnded if self.is_stump(literal) else NotACall
 
     def close(self, literal: str, *, stray: str = "") -> Script[None]:
@@ -108,10 +107,10 @@ class Tape:
         """
         start = self.mark()
         yield from self.skip(SPACE + stray)
-        found = yield from self.take(literal)
-        if not found and self.is_stump(literal):
+        is_next = yield from self.take(literal)
+        if not is_next and self.is_stump(literal):
             self.pos = len(self.text)
-        elif not found:
+        elif not is_next:
             self.back_to(start)
 
     def is_stump(self, literal: str) -> bool:
@@ -135,9 +134,9 @@ class Tape:
         while True:
             self.back_to(start)
             hits = [(self.text.find(m, self.pos + n_seen), m) for m in markers]
-            found = min((h for h in hits if h[0] >= 0), default=None)
-            if found is not None:
-                at, marker = found
+            first = min((h for h in hits if h[0] >= 0), default=None)
+            if first is not None:
+                at, marker = first
                 before = self.text[self.pos : at]
                 if limit is not None and len(before) > limit:
                     raise NotACall
@@ -157,9 +156,9 @@ class Tape:
         while True:
             text = self.text[self.pos :]
             hits = [(text.find(m), m) for m in markers]
-            found = min((h for h in hits if h[0] >= 0), default=None)
-            if found is not None:
-                at, marker = found
+            first = min((h for h in hits if h[0] >= 0), default=None)
+            if first is not None:
+                at, marker = first
                 self.pos += at + len(marker)
                 return text[:at], marker
             n_free = len(text) if self.ended else len(text) - _overlap(text, markers)
@@ -266,5 +265,5 @@ class CallParser(ABC):
                 self.done = True
                 if self.is_open:  # the client has seen its beginning: so it ends here
                     self.tape.keep()
-        found, self._out = self._out, []
-        return found
+        pieces, self._out = self._out, []
+        return pieces

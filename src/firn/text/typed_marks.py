@@ -57,8 +57,8 @@ class TypedMarks:
         self._places: list[_TypedPlace] = []
 
         def note(text: str, is_own: bool) -> str:
-            found = find(text, is_own)
-            self._places += [_TypedPlace(len(self._leaves), *m.span()) for m in found]
+            tokens = find(text, is_own)
+            self._places += [_TypedPlace(len(self._leaves), *m.span()) for m in tokens]
             self._leaves.append(text)
             return text
 
@@ -95,10 +95,10 @@ class TypedMarks:
         except TemplateFailed:
             # It may have refused the content for what it spells, which is nothing but text.
             return self._unmarked(self._render(self._marked(self._places)))
-        found = self._aligned(plain, self._places)
-        if found is None:
-            found = self._without_inspected(plain)
-        return Rendered(plain, tuple(sorted(set(found))))
+        spans = self._aligned(plain, self._places)
+        if spans is None:
+            spans = self._without_inspected(plain)
+        return Rendered(plain, tuple(sorted(set(spans))))
 
     # --- marks -----------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class TypedMarks:
         pieces = self._mark.split(marked)  # text, mark, text, mark, text
         if not plain.startswith(pieces[0]):
             return None
-        at, found = len(pieces[0]), []
+        at, spans = len(pieces[0]), []
         for mark, piece in zip(pieces[1::2], pieces[2::2], strict=True):
             kind = self._kinds[mark]
             for spelled in _spellings(kind):
@@ -138,9 +138,9 @@ class TypedMarks:
             else:
                 return None
             if spelled == kind:
-                found.append((at, at + len(kind)))
+                spans.append((at, at + len(kind)))
             at += len(spelled) + len(piece)
-        return found if at == len(plain) else None
+        return spans if at == len(plain) else None
 
     def _unmarked(self, marked: str) -> Rendered:
         pieces = self._mark.split(marked)
@@ -167,15 +167,15 @@ class TypedMarks:
         for place in self._places:
             if place not in known:
                 left.setdefault(place.leaf, []).append(place)
-        found = self._aligned(plain, kept) or []
+        typed = self._aligned(plain, kept) or []
         lost: list[_TypedPlace] = []
         for places in left.values():
             spans = self._beside(plain, places)
             if spans is None:
                 lost += places
             else:
-                found += spans
-        return found + self._by_context(plain, lost)
+                typed += spans
+        return typed + self._by_context(plain, lost)
 
     def _uninspected(self, plain: str) -> list[_TypedPlace]:
         """Of all places those that can be marked together, found kind by kind."""
@@ -206,10 +206,10 @@ class TypedMarks:
         for point in dict.fromkeys(points):
             if not self._may_render(2 * MAX_RENDERINGS):
                 break
-            found = self._aligned(plain, [_TypedPlace(leaf, point, point)])
-            if found is not None:
+            points_found = self._aligned(plain, [_TypedPlace(leaf, point, point)])
+            if points_found is not None:
                 spans: list[Span] = []
-                for at, _ in found:
+                for at, _ in points_found:
                     low = point - _n_common_before(plain, at, text, point)
                     high = point + _n_common_behind(plain, at, text, point)
                     inside = places[bisect_left(places, low, key=_start) :]
@@ -231,7 +231,7 @@ class TypedMarks:
                 before, behind = around.setdefault(self._text(place), (set(), set()))
                 before.add(text[max(place.start - CONTEXT, first) : place.start])
                 behind.add(text[place.end : min(place.end + CONTEXT, last)])
-        found = []
+        spans = []
         for kind, (before, behind) in around.items():
             n_before, n_behind = ({len(c) for c in some} - {0} for some in (before, behind))
             at = plain.find(kind)
@@ -240,9 +240,9 @@ class TypedMarks:
                 if any(at >= n and plain[at - n : at] in before for n in n_before) or any(
                     end + n <= len(plain) and plain[end : end + n] in behind for n in n_behind
                 ):
-                    found.append((at, end))
+                    spans.append((at, end))
                 at = plain.find(kind, at + 1)
-        return found
+        return spans
 
 
 def _letters(n: int) -> str:

@@ -46,13 +46,13 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 def messages(body: Fields) -> tuple[Message, ...]:
     given = fields.objects(body.require("messages"), "messages", low=1, high=MAX_MESSAGES)
-    found = _system(body)
+    decoded = _system(body)
     for message in given:
-        found += _message(message)
+        decoded += _message(message)
     if body.get("cache_control") is not None:
         _check_cache_control(body)
-        found[-1] = replace(found[-1], checkpoint=True)
-    return tuple(found)
+        decoded[-1] = replace(decoded[-1], checkpoint=True)
+    return tuple(decoded)
 
 
 def _system(body: Fields) -> list[Message]:
@@ -62,11 +62,11 @@ def _system(body: Fields) -> list[Message]:
         return []
     if isinstance(given, str):
         return [Message("system", (TextPart(given),))]
-    found = []
+    system = []
     for block in _blocks(given, "system"):
         _only(block, "text")
-        found.append(Message("system", (_text(block),), checkpoint=_is_marked(block)))
-    return found
+        system.append(Message("system", (_text(block),), checkpoint=_is_marked(block)))
+    return system
 
 
 def _message(message: Fields) -> list[Message]:
@@ -77,9 +77,9 @@ def _message(message: Fields) -> list[Message]:
         return [_plain(role, parts)]
     blocks = _blocks(content, message.name("content"))
     marked = any(_is_marked(block) for block in blocks)
-    found = [_assistant(blocks)] if role == "assistant" else _user(role, blocks)
-    found[-1] = replace(found[-1], checkpoint=marked)
-    return found
+    decoded = [_assistant(blocks)] if role == "assistant" else _user(role, blocks)
+    decoded[-1] = replace(decoded[-1], checkpoint=marked)
+    return decoded
 
 
 def _plain(role: str, parts: tuple[Part, ...]) -> Message:
@@ -171,15 +171,15 @@ def _marked_as_error(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 def _paragraphs(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Texts that follow each other become one, with a blank line between them."""
-    found: list[Part] = []
+    merged: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if isinstance(part, TextPart) and isinstance(last, TextPart):
             joint = PARAGRAPH if last.text and part.text else ""
-            found[-1] = TextPart(last.text + joint + part.text)
+            merged[-1] = TextPart(last.text + joint + part.text)
         else:
-            found.append(part)
-    return tuple(found)
+            merged.append(part)
+    return tuple(merged)
 
 
 # --- blocks --------------------------------------------------------------------------------
@@ -258,11 +258,11 @@ def _search_result(block: Fields) -> str:
 def _inner_text(value: Any, param: str) -> str:
     if isinstance(value, str):
         return value
-    found = []
+    texts = []
     for block in _blocks(value, param):
         _only(block, "text")
-        found.append(_text(block).text)
-    return PARAGRAPH.join(found)
+        texts.append(_text(block).text)
+    return PARAGRAPH.join(texts)
 
 
 def _is_marked(block: Fields) -> bool:

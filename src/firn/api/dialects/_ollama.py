@@ -258,7 +258,7 @@ def _usage_counts(usage: Usage) -> dict[str, Any]:
 def common_schema() -> dict[str, Any]:
     return {
         "model": {"type": ["string", "null"]},
-        "stream": {"type": ["boolean", "null"], "description": "true where it is not said"},
+        "stream": {"type": ["boolean", "null"], "description": "default: true"},
         "format": {"type": ["string", "object", "null"], "description": "'json' or a JSON schema"},
         "options": {"type": ["object", "null"]},
         "think": {"type": ["boolean", "string", "null"]},

@@ -44,11 +44,11 @@ class CacheRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         add = functools.partial(app.add_api_route, responses=error_responses())
-        add("/v1/cache/stats", self.stats, methods=["GET"], summary="What the cache holds and did")
+        add("/v1/cache/stats", self.stats, methods=["GET"], summary="Statistics of the cache")
         add("/v1/cache/probe", self.probe, methods=["POST"], summary="What a request would reuse")
-        add("/v1/cache/pin", self.pin, methods=["POST"], summary="Keep a request's prefix")
-        add("/v1/cache/unpin", self.unpin, methods=["POST"], summary="Let a prefix go again")
-        add("/v1/cache", self.clear, methods=["DELETE"], summary="Forget what is stored")
+        add("/v1/cache/pin", self.pin, methods=["POST"], summary="Pin a request's prefix")
+        add("/v1/cache/unpin", self.unpin, methods=["POST"], summary="Unpin a request's prefix")
+        add("/v1/cache", self.clear, methods=["DELETE"], summary="Clear the cache")
 
     async def stats(self, request: Request) -> dict[str, Any]:
         stats = await asyncio.wrap_future(self._admin.stats(exchange_of(request.scope).visible))

@@ -90,13 +90,13 @@ def _texts_or_ids(given: Any) -> list[str | list[int]]:
         raise InvalidValue("input", f"must be a string or an array, not {fields.kind(given)}")
     if given and type(given[0]) is int:
         return [_ids(given, "input")]
-    found: list[str | list[int]] = []
+    texts: list[str | list[int]] = []
     for i, value in enumerate(fields.array(given, "input", low=1, high=MAX_TEXTS)):
         param = f"input[{i}]"
-        found.append(_ids(value, param) if isinstance(value, list) else _text(value, param))
-    if sum(len(text) for text in found if isinstance(text, str)) > MAX_CHARS:
+        texts.append(_ids(value, param) if isinstance(value, list) else _text(value, param))
+    if sum(len(text) for text in texts if isinstance(text, str)) > MAX_CHARS:
         raise InvalidValue("input", f"must have at most {MAX_CHARS} characters in all")
-    return found
+    return texts
 
 
 def _text(value: Any, param: str) -> str:
@@ -114,7 +114,7 @@ def _tokens(
     services: Services, embedder: Embedder, given: Sequence[str | list[int]], *, truncate: bool
 ) -> list[list[int]]:
     """In the tokenize pool."""
-    found = []
+    texts = []
     n_ids, limit = services.engine.model.n_ids, embedder.max_tokens
     for i, value in enumerate(given):
         if isinstance(value, str):
@@ -132,8 +132,8 @@ def _tokens(
             raise InvalidValue(
                 "input", f"text {i} has {len(ids)} tokens; {limit} is the most (or set truncate)"
             )
-        found.append(cut(ids, limit, special=services.tokenizer.special))
-    return found
+        texts.append(cut(ids, limit, special=services.tokenizer.special))
+    return texts
 
 
 def cut(ids: list[int], limit: int, *, special: frozenset[int]) -> list[int]:

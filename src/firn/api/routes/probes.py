@@ -45,7 +45,9 @@ def add_probes(app: FastAPI, services: Services, metrics: Metrics) -> None:
         add = partial(app.add_api_route, methods=[method], include_in_schema=method == "GET")
         add("/health", health, summary="The process is alive")
         add("/ready", ready, summary="The engine answers", responses=not_now)
-    app.add_api_route("/metrics", prometheus, summary="For Prometheus", response_class=Response)
+    app.add_api_route(
+        "/metrics", prometheus, summary="Metrics, for Prometheus", response_class=Response
+    )
 
 
 def _health(services: Services, caller: Caller) -> dict[str, Any]:

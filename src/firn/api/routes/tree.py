@@ -62,17 +62,22 @@ class TreeRoutes:
             PATH,
             self.tree,
             methods=["GET"],
-            summary="What is stored, as a tree",
+            summary="The stored prefixes as a tree",
             openapi_extra={"parameters": PARAMETERS},
         )
-        add(f"{PATH}/{{node}}", self.node, methods=["GET"], summary="What a prefix takes and saves")
-        add(f"{PATH}/{{node}}/pin", self.pin, methods=["POST"], summary="Keep a stored prefix")
-        add(f"{PATH}/{{node}}/unpin", self.unpin, methods=["POST"], summary="Let it go again")
+        add(
+            f"{PATH}/{{node}}",
+            self.node,
+            methods=["GET"],
+            summary="What one prefix takes and saves",
+        )
+        add(f"{PATH}/{{node}}/pin", self.pin, methods=["POST"], summary="Pin a stored prefix")
+        add(f"{PATH}/{{node}}/unpin", self.unpin, methods=["POST"], summary="Unpin a stored prefix")
         add(
             f"{PATH}/{{node}}/forget",
             self.forget,
             methods=["POST"],
-            summary="Forget a prefix and all that goes on from it",
+            summary="Forget a prefix and all that continues it",
         )
 
     async def tree(self, request: Request) -> dict[str, Any]:
