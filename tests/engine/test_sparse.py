@@ -397,6 +397,8 @@ def test_what_must_not_be_kept_is_not_read_behind(control: CacheControl) -> None
     with HashEngine(cache=cache, scorer=DiceScorer()) as lab:
         check_thin(lab.submit(prompt_of(1, N_PROMPT), 20, sparse=HALF, control=control))
         wait_idle(lab)
+        n_read = sum(end - start for start, end in lab.runner.prefills)
+        assert n_read < N_PROMPT, "the rest would be computed for nobody"
     assert cache.store == {}
 
 

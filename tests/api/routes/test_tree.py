@@ -101,7 +101,9 @@ def test_the_page_of_this_server_may_and_no_other(opened: Real) -> None:
         {"origin": opened.url, "sec_fetch_site": "same-site"},
         {"sec_fetch_site": "same-site"},
     ):
-        assert ask(opened, "POST", path, **page).status_code == 403, page
+        for change in ("pin", "unpin", "forget"):
+            answer = ask(opened, "POST", f"{path.removesuffix('pin')}{change}", **page)
+            assert answer.status_code == 403, (change, page)
         assert ask(opened, "DELETE", "/v1/cache", **page).status_code == 403, page
     own = {"origin": opened.url, "sec_fetch_site": "same-origin"}
     assert ask(opened, "POST", path, **own).status_code == 200

@@ -123,6 +123,20 @@ def test_a_server_that_is_never_idle_writes_all_the_same(load: EngineLoad) -> No
     cache.close_cursor(cursor, None)
 
 
+def test_what_has_its_time_is_not_written_where_it_would_outlive_it() -> None:
+    now, ids = [0.0], words(1, 40)
+    io = SickIo(lambda name: None)
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    with LabEngine(DENSE, cache=cache) as lab:
+        lab.submit(ids, 4, control=CacheControl(ttl_s=1000.0)).wait().check()
+        settled(lab, now)
+        assert io.written == []
+        lab.submit(ids, 4).wait().check()
+        settled(lab, now)
+        assert len(io.written) >= 5, "now somebody wants it to stay"
+
+
 def test_a_refusal_is_not_asked_for_again_and_again() -> None:
     now = [0.0]
     io = SickIo(lambda name: Refused("write budget"))

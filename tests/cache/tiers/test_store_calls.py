@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from firn.cache.storage.faults import Missing, PermanentFault, TierFault
-from firn.cache.tiers import TierOptions
+from firn.cache.storage.faults import Missing, PermanentFault, Refused, TierFault
+from firn.cache.tiers import FoundRecord, TierOptions
 from firn.cache.tiers._address import parse_address
 from firn.cache.tiers._backoff import MAX_S, N_FAILURES, CircuitBreaker
 from firn.cache.tiers._bandwidth import BURST_S, Bandwidth
 from firn.cache.tiers._calls import N_TRIES, RetriedCalls
-from firn.cache.tiers._store import StoreSettings
+from firn.cache.tiers._store import StoreSettings, StoreTier
+from firn.cache.tiers.s3 import S3Client
 from firn.core.errors import SetupError
 
 
@@ -179,3 +182,60 @@ def test_settings_are_numbers_within_reason() -> None:
     for bad in ({"deadline_s": "nan"}, {"deadline_s": "0"}, {"colour": "red"}, {"deadline_s": ""}):
         with pytest.raises(SetupError):
             of(**bad)
+
+
+# --- what one store does -------------------------------------------------------------------
+
+
+class Stubborn:
+    """Implements _store.ObjectClient: it keeps what it is told to delete."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+
+    def get(self, name: str, n: int | None) -> memoryview:
+        return memoryview(self.held[name])[:n]
+
+    def find(self, names: Sequence[str]) -> list[FoundRecord]:
+        return [FoundRecord(name, len(self.held[name]), 1.0) for name in names if name in self.held]
+
+    def put(self, name: str, pieces: Sequence[Any], *, replace: bool) -> bool:
+        if name in self.held and not replace:
+            return False
+        self.held[name] = b"".join(map(bytes, pieces))
+        return True
+
+    def touch(self, names: Sequence[str]) -> None: ...
+
+    def delete(self, name: str) -> bool:
+        raise Refused("read-only for a while")
+
+
+def test_what_is_damaged_and_cannot_be_deleted_is_written_over() -> None:
+    name, store = "a", Stubborn()
+    tier = StoreTier(store, StoreSettings(), CircuitBreaker("test"))
+    tier.write(name, [b"bad"], used_at=0.0)
+    assert not tier.write(name, [b"other"], used_at=0.0).new, "what is there stays"
+    with pytest.raises(Refused):
+        tier.delete(name, keep=True)
+    assert tier.find([name]) == []
+    with pytest.raises(Missing):
+        tier.read(name)
+    assert tier.write(name, [b"good"], used_at=0.0).new
+    assert bytes(tier.read(name)) == b"good"
+
+
+def test_an_object_that_was_cut_short_on_its_way_is_a_fault_of_the_way() -> None:
+    """It is asked for again; one that is damaged would be deleted."""
+
+    class Library:
+        class exceptions:
+            AlreadyExistsError = NotSupportedError = PermissionDeniedError = KeyError
+            UnauthenticatedError = BaseError = KeyError
+
+        @staticmethod
+        def get(store: Any, path: str) -> Any:
+            return SimpleNamespace(bytes=lambda: b"half", meta={"size": 8})
+
+    with pytest.raises(TierFault, match="cut short"):
+        S3Client(None, Library, attempt_s=1.0).get("ab", None)

@@ -145,6 +145,45 @@ def test_what_the_head_goes_on_from_survives_a_hit(name: str) -> None:
         assert told == first
 
 
+class Sometimes(Watched):
+    """Asks for guesses behind one token in so many, and notes where."""
+
+    def __init__(self, drafter: Any, *, every: int) -> None:
+        super().__init__(drafter)
+        self._every = every
+        self.behind: dict[int, tuple[int, ...]] = {}
+
+    def _width(self, group: Group, *, flows: bool = False) -> DraftPlan:
+        asks = (group.rows[0].n_tokens + len(group.rows[0].pending)) % self._every == 0
+        return super()._width(group, flows=flows) if asks else DraftPlan(1)
+
+    def _ask(self, best: DraftPlan) -> None:
+        super()._ask(best)
+        for row in best.asks:
+            self.behind[row.n_tokens + len(row.pending)] = self._rows[row].next.tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_guess_leaves_nothing_behind_for_the_next(name: str) -> None:
+    """What the head says of a text does not depend on what it has guessed before."""
+    prompt = prompt_of(random.Random(9), 40)
+    found = []
+    for every in (1, 3):
+        make, made = built(name)
+
+        def speculate(made: list[MtpModel] = made, every: int = every) -> Sometimes:
+            return Sometimes(MtpDrafter(made[-1]), every=every)
+
+        with running(make, chunk=32, cache_nbytes=None, speculation=speculate) as harness:
+            harness.ask(prompt, 24)
+            found.append(harness.runner.speculation.behind)  # type: ignore[union-attr]
+    often, seldom = found
+    common = often.keys() & seldom.keys()
+    assert len(common) >= 4
+    for place in common:
+        assert often[place] == seldom[place]
+
+
 # --- reading it from files -----------------------------------------------------------------
 
 
