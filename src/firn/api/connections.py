@@ -1,8 +1,8 @@
 """Connections with deadlines: a client that sends or reads only half of something is cut off.
 
-uvicorn waits for the rest of a request as long as it takes, and a process has a limited number of
-descriptors. Here a request's head must arrive within seconds and its body at a minimum speed; if too many
-connections have no head yet, the oldest are cut first; a few places are kept for health checks.
+uvicorn waits for the rest of a request as long as it takes, and a process has few descriptors. Here a
+request's head must arrive within seconds and its body at a minimum speed; if too many connections have
+no head yet, the oldest are cut first; a few places are kept for health checks.
 """
 
 from __future__ import annotations
