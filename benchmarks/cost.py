@@ -20,6 +20,7 @@ import contextlib
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from disks import drop, sequential_s
@@ -128,15 +129,18 @@ def main() -> None:
 
 
 def measured(server: Server, args: argparse.Namespace, *, turn: int) -> dict[str, float]:
+    def cold_s() -> float:
+        return first_s(server, args.tokens, turn=turn, question="What is it about?")[0]
+
+    cells = {f"x{n}": partial(tokens_per_s, server, n, turn=turn) for n in args.streams}
     found = {}
-    for n in args.streams:
+    for name, measure in {**cells, "cold": cold_s}.items():
         try:
-            found[f"x{n}"] = tokens_per_s(server, n, turn=turn)
+            found[name] = measure()
         except BenchError as error:
             if server.name.startswith("firn"):
                 raise
-            print(f"{server.name}, {n} streams: {error}", flush=True)  # a figure it does not have
-    found["cold"], _ = first_s(server, args.tokens, turn=turn, question="What is it about?")
+            print(f"{server.name}, {name}: {error}", flush=True)  # a figure it does not have
     if server.name == "firn":
         time.sleep(1.0)  # what it has computed is stored by then
         found["memory"], n_cached = first_s(

@@ -45,7 +45,7 @@ from firn.cache.storage.container import Header, Label, TensorSpec, pack, unpack
 from firn.cache.storage.events import ScanBatch
 from firn.cache.storage.io import BATCH, TierEntry
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Usage
+from firn.cache.tiers import TierUsage
 from firn.cache.tiers._folder import SUBFOLDERS, path_of
 from firn.cache.tree import PackedTokens
 from firn.core.keys import Key, child_key
@@ -149,7 +149,8 @@ def fill(folder: Path, like: Header, n_records: int) -> None:
         (folder / subfolder).mkdir(parents=True, exist_ok=True)
     block, body, now = len(like.tokens), bytes(2048), time.time()
     random = np.random.default_rng(7)
-    made = replace(like, part=Part.PAGES, layers=((TensorSpec("U8", (len(body),)),),))
+    tensors = (TensorSpec("U8", (1, len(body))),)
+    made = replace(like, part=Part.PAGES, tensors=tensors, places=(((0, 0),),))
     for i in range(n_records):
         depth = i % CHAIN
         parent = made.key if depth else like.root
@@ -227,8 +228,8 @@ class NoIo:
     def scan(self, batch: object, done: Done) -> None:
         done(None)
 
-    def usage(self) -> Usage:
-        return Usage(0, 0)
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 0)
 
     def close(self) -> None: ...
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 from report import cli, grid, numbers
-from speculation_device import SHAPES
 
 from firn.models.cuda import products
+from models import SHAPES
 
 
 def timed(work: Callable[[], list[mx.array]], n_steps: int) -> tuple[float, float]:

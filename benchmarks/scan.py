@@ -67,7 +67,8 @@ def fill(folder: Path, n_records: int) -> None:
             fingerprint=b"benchmark",
             namespace="",
             layout="benchmark",
-            layers=((TensorSpec("U8", (len(body),)),),),
+            tensors=(TensorSpec("U8", (1, len(body))),),
+            places=(((0, 0),),),
             created=now,
             mark=0,
         )

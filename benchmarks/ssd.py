@@ -36,7 +36,7 @@ try:
     from firn.cache.storage.container import Header, TensorSpec
     from firn.cache.storage.io import TierIo
     from firn.cache.storage.threads import IoThreads
-    from firn.cache.tiers import Stored, TierError, TierOptions
+    from firn.cache.tiers import TierError, TierOptions, WriteResult
     from firn.cache.tiers.ssd import SsdTier
     from firn.core.keys import Key, child_key
 except ImportError as error:
@@ -134,11 +134,11 @@ def write_records(
         n_open = 0
         for header in records:
             while not io.try_write(header, lambda: buffers, used_at=time.time(), done=results.put):
-                _check(results.get(), Stored)  # the queue is full: one must end first
+                _check(results.get(), WriteResult)  # the queue is full: one must end first
                 n_open -= 1
             n_open += 1
         for _ in range(n_open):
-            _check(results.get(), Stored)
+            _check(results.get(), WriteResult)
         os.sync()
         return time.perf_counter() - start
 

@@ -11,7 +11,6 @@ to its first different token: behind it the two are different texts.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,13 +20,14 @@ import mlx.core as mx
 from engines import BenchEngine, MakeLayers
 from report import cli, grid, names, save
 from speculation import ASKS
+from speculation_device import Oracle
 
 from firn.assembly import model_names
-from firn.core.values import Chat, Job, Message, Role, TextPart
+from firn.core.values import Chat, Message, Role, TextPart
 from firn.demo.facts import make_session
 from firn.models import loader
 from firn.models.batch import Group
-from firn.models.drafters import NOTHING, Guess
+from firn.models.drafters import Guess
 from firn.models.hub import HubRules
 from firn.models.speculation import DraftPlan, Speculation
 from firn.text.prompt import PromptMaker
@@ -35,43 +35,18 @@ from firn.text.prompt import PromptMaker
 N_GUESSES, RIGHT = 8, 0.9
 
 
-class Known:
-    """Has read the replies before."""
-
-    is_free = True
+class Known(Oracle):
+    """Guesses so many tokens at every step."""
 
     def __init__(self) -> None:
-        self.replies: dict[tuple[int, ...], Sequence[int]] = {}
-        self._rng = random.Random(0)
-        self._rows: dict[Hashable, tuple[Sequence[int], int]] = {}
+        super().__init__()
+        self.right = RIGHT
 
     def odds(self, kind: int) -> float:
         return RIGHT
 
-    def open(self, row: Hashable, job: Job) -> None:
-        self._rows[row] = self.replies.get(tuple(job.prompt.ids.tolist()), ()), 0
-
-    def prepare(self, row: Hashable) -> bool:
-        return True
-
-    def took(self, row: Hashable, tokens: Sequence[int]) -> None:
-        if row in self._rows:
-            reply, n = self._rows[row]
-            self._rows[row] = reply, n + len(tokens)
-
     def guess(self, rows: Sequence[Hashable], n_most: int) -> list[Guess]:
-        found = []
-        for row in rows:
-            reply, n = self._rows.get(row, ((), 0))
-            tokens = [t if self._rng.random() < RIGHT else 1 for t in reply[n : n + N_GUESSES]]
-            found.append(Guess(tuple(tokens), (0,) * len(tokens)) if tokens else NOTHING)
-        return found
-
-    def close(self, row: Hashable) -> None:
-        self._rows.pop(row, None)
-
-    def end(self) -> None:
-        self._rows.clear()
+        return super().guess(rows, N_GUESSES)
 
 
 class Always(Speculation):

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from engines import shape_of
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from report import cli, grid, names, numbers
-from speculation_device import SHAPES
 
 from firn.models import cuda
 from firn.models import device as devices
@@ -141,7 +141,7 @@ def parts(config: dict[str, Any], dtype: mx.Dtype, *, widths: list[int], n_steps
 
 
 def run(args: argparse.Namespace) -> None:
-    config, dtype = SHAPES[args.shape]
+    config, dtype = shape_of(args.shape)
     if args.parts:
         parts(config, dtype, widths=numbers(args.widths), n_steps=args.steps)
         return

@@ -22,11 +22,11 @@ settings.load_profile("firn")
 HEAVY = (
     "ranks/test_text.py", "models/test_speculation.py", "vision/test_reuse.py", "sweep/test_sweep.py",
     "traces/test_simulate.py", "cache/test_cache_exact.py", "test_oracle.py", "test_stores.py",
-    "cache/test_cache_faults.py", "cache/test_live_rows.py", "cli/test_cli_chat.py",
+    "cache/test_cache_faults.py", "cache/memory/test_live_rows.py", "cli/test_cli_chat.py",
     "models/test_batching.py", "models/drafters/test_mtp.py", "test_ssd_processes.py",
     "vision/test_guesses.py", "test_ssd_faults_oracle.py", "models/drafters/test_model.py",
     "cache/test_cache_requests.py", "test_sparse_prefill.py", "test_sparse_server.py",
-    "cli/test_cli_doctor.py", "fleet/test_front.py", "cache/test_tree_below.py",
+    "cli/test_cli_doctor.py", "fleet/test_front.py", "cache/test_cache_over_tier.py",
     "cache/test_ssd_story.py", "models/test_put_back.py", "test_exchanged_weights.py",
 )  # fmt: skip
 """Files that take longest come first: a worker that began one last would keep the others waiting."""

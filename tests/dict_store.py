@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from firn.cache.storage.faults import TierFault
-from firn.cache.tiers import Buffer, FoundRecord, Gone, Seen, Stored
+from firn.cache.tiers import Buffer, FoundRecord, Gone, ScannedRecord, WriteResult
 from tests.dict_tier import DictTier
 
 
@@ -23,7 +23,7 @@ class DictStore(DictTier):
         self.is_down = False
         self.deadline_s = 60.0
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         return iter(())
 
     def find(self, names: Sequence[str]) -> list[FoundRecord]:
@@ -38,7 +38,7 @@ class DictStore(DictTier):
         self._check()
         return super().read(name, n)
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         self._check()
         self.written.append(name)
         return super().write(name, pieces, used_at=used_at)

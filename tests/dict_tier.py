@@ -14,11 +14,11 @@ from firn.cache.tiers import (
     Buffer,
     Gone,
     Missing,
-    Seen,
-    Stored,
+    ScannedRecord,
     TierFull,
     TierOptions,
-    Usage,
+    TierUsage,
+    WriteResult,
 )
 
 
@@ -34,14 +34,16 @@ class DictTier:
         self._counts: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         with self._lock:
             there = set(self._records)
             new, gone, self._told = there - self._told, self._told - there, there
         yield from map(Gone, gone)
         for name in new:
             raw = self._records[name]
-            yield Seen(name, raw[:PEEK_NBYTES], len(raw), self._stamps.setdefault(name, 0.0))
+            yield ScannedRecord(
+                name, raw[:PEEK_NBYTES], len(raw), self._stamps.setdefault(name, 0.0)
+            )
 
     def read(self, name: str, n: int | None = None) -> memoryview:
         raw = self._records.get(name)
@@ -49,11 +51,11 @@ class DictTier:
             raise Missing
         return memoryview(raw)[:n]
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         raw = b"".join(pieces)
         with self._lock:
             if name in self._records:
-                return Stored(0, new=False)
+                return WriteResult(0, new=False)
             over = sum(map(len, self._records.values())) + len(raw) - self._limit_nbytes
             evicted: list[str] = []
             for old in sorted(self._stamps, key=self._stamps.__getitem__):
@@ -68,7 +70,7 @@ class DictTier:
             self._records[name], self._stamps[name] = raw, used_at
             self._told = (self._told - set(evicted)) | {name}
             self._counts.update(writes=1, evictions=len(evicted))
-        return Stored(len(raw), new=True, evicted=tuple(evicted))
+        return WriteResult(len(raw), new=True, evicted=tuple(evicted))
 
     def touch(self, stamps: Mapping[str, float]) -> None:
         with self._lock:
@@ -82,11 +84,11 @@ class DictTier:
             self._told.discard(name)
             self._counts.update(deletes=self._records.pop(name, None) is not None)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         with self._lock:
             names = Counter(name[65:] for name in self._records)
             nbytes = sum(map(len, self._records.values()))
-            return Usage(
+            return TierUsage(
                 nbytes,
                 self._limit_nbytes,
                 n_files=dict(names),

@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from firn.cache.tiers import Buffer, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers import Buffer, Gone, ScannedRecord, TierOptions, TierUsage, WriteResult
 from firn.cache.tiers._folder import Disk, path_of
 from firn.cache.tiers.ssd import SsdTier
 
@@ -144,13 +144,13 @@ class FaultyTier:
 
     # --- the contract ------------------------------------------------------------------------
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         return self.inner.scan()
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         fault = self._next("write", name)
         if fault is Fault.DROP:
-            return Stored(1, new=True)
+            return WriteResult(1, new=True)
         if fault is Fault.DUPLICATE:
             self.inner.write(name, pieces, used_at=used_at)
         if fault in ERRNO or fault is Fault.KILL:
@@ -177,7 +177,7 @@ class FaultyTier:
     def delete(self, name: str, *, keep: bool = False) -> None:
         self.inner.delete(name, keep=keep)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         return self.inner.usage()
 
     # --- the damage --------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""A server with few descriptors, and many who hold a connection: health and cache go on."""
+"""A server with few descriptors, and many who hold a connection: health and cache go on.
+
+Slow: a real server, and hundreds of connections to it.
+"""
 
 from __future__ import annotations
 

@@ -79,6 +79,15 @@ def test_scripts_that_are_named_exist(page: str) -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+@every_page
+def test_make_targets_that_are_named_exist(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:`|^)make ([a-z]+)\b", text, re.MULTILINE))
+    assert named <= targets
+
+
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
     readme = ROOT / "README.md"
     assert len(readme.read_text(encoding="utf-8").splitlines()) <= 200

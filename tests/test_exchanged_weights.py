@@ -1,4 +1,7 @@
-"""Weights are exchanged in their place: the next server computes, and says what these weights say."""
+"""Weights are exchanged in their place: the next server computes, and says what these weights say.
+
+Slow: four real servers, one after the other.
+"""
 
 from __future__ import annotations
 

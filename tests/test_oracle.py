@@ -1,4 +1,7 @@
-"""Sessions with planted facts, interleaved and batched: every answer is that session's own."""
+"""Sessions with planted facts, interleaved and batched: every answer is that session's own.
+
+Slow: only trained models give answers that are right or wrong, and they are larger than random ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Guessed tokens across restarts: what was stored with guesses in between is right, and found again."""
+"""Guessed tokens across restarts: what was stored with guesses in between is right, and found again.
+
+Slow: real servers, started again.
+"""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_exact_reuse_guesses_nothing_and_says_so(
             ask(real)
             assert accepted(ask(real)) == 0
             assert health(real) == {}
-    assert "no tokens are guessed" in caplog.text
+    assert "no tokens are drafted" in caplog.text
 
 
 def test_a_draft_model_guesses(real: Real, folder: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_draft_model_guesses(real: Real, folder: Path) -> None:
     ("engine", "why"),
     [
         ({"speculation": "model"}, "needs --draft-model"),
-        ({"speculation": "lookup", "draft_model": "x"}, "guesses nothing"),
+        ({"speculation": "lookup", "draft_model": "x"}, "has no use with"),
         ({"speculation": "mtp"}, "no prediction head"),
     ],
 )
@@ -136,7 +136,7 @@ def test_what_cannot_guess_is_refused(folder: Path, engine: dict[str, Any], why:
 
 def test_a_draft_model_with_other_tokens_is_refused(folder: Path) -> None:
     other = config(folder, draft_model="firn-demo")
-    with pytest.raises(SetupError, match="other tokens"), serving(folder, config=other):
+    with pytest.raises(SetupError, match="another tokenizer"), serving(folder, config=other):
         pass
 
 

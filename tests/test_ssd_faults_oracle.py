@@ -3,6 +3,8 @@
 Sessions with facts of their own go through a memory that holds a few of them, so that nearly every
 request loads, and a good part of all reads and writes suffers a fault. What is damaged, exchanged or
 late costs a part of the prefix, never the answer, and leaves nothing behind.
+
+Slow: nearly every request waits for a disk that lags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Real `firn serve` processes on one folder: one limit for both, each other's records, a kill -9."""
+"""Real `firn serve` processes on one folder: one limit for both, each other's records, a kill -9.
+
+Slow: real servers that start, are killed and start again, and clients for a second.
+"""
 
 from __future__ import annotations
 

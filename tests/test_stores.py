@@ -1,6 +1,8 @@
 """Real servers on a real redis-server and a real S3 server: two on one store, and stores that fail.
 
 The built-in model reads facts out of a document, so every answer is right or wrong.
+
+Slow: a store that failed is left alone for a second or two, and that is waited for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The composition root: builds the parts, wires them, runs them. No logic of its own."""
+"""The composition root: builds the parts, wires them, runs them. The rules are in assembly/."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ log = logging.getLogger("firn")
 
 N_TOKENIZER_THREADS = 2
 SWITCH_S = 0.001
-"""How long a thread that computes in Python keeps another one waiting (Python's default: 5 ms)."""
+"""How long a thread that runs Python code keeps others waiting (Python's default is 5 ms)."""
 DRAIN_S = 20.0
-"""How long a stopping server lets running requests go on before it cuts them."""
+"""How long running requests may go on when the server stops, before they are cut."""
 STOP_S = 10.0
 LEAVE_S = DRAIN_S + FLUSH_S + STOP_S + 5.0
-"""When a process that was told to stop is ended, if it has not ended by itself."""
+"""When a process that was told to stop is killed if it has not ended by itself."""
 
 
 def serve(config: Config) -> int:
@@ -97,15 +97,15 @@ class Server:
     awake: Awake = field(default_factory=Awake)
     recorder: Recorder | None = None
     ranks: Leader | None = None
-    """The others, where the model is shared out."""
+    """The other ranks, if the model is sharded."""
 
     def own_process(self) -> None:
-        """This server is all that the process is for, and its engine what must not wait."""
+        """The process runs this server alone: its engine must not wait for other threads."""
         sys.setswitchinterval(SWITCH_S)
         self.engine.call(lambda parts: parts.own_process())
 
     def lose_rank(self) -> None:
-        """The engine may hang in what the lost one has no part in any more: clients are told here."""
+        """The engine may hang in a collective that the lost rank left, so clients are told here."""
         self.event_router.drain()
         self.event_router.fail_all(EngineDead())
         self.died.append("rank")
@@ -119,7 +119,7 @@ class Server:
         self.engine.stop(timeout_s=FLUSH_S + STOP_S)
         if self.ranks is not None:
             self.ranks.end()
-        self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are at
+        self.pool.shutdown(wait=False, cancel_futures=True)  # whatever its threads are doing
 
 
 def build(config: Config, *, front: int | None = None, member: RankMember | None = None) -> Server:
@@ -183,7 +183,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
     def stop() -> None:
         if web.should_exit:
-            os._exit(130)  # asked twice: at once, whatever is lost
+            os._exit(130)  # asked twice: at once, without saving
         log.info("stopping; running requests have %.0f s to end", DRAIN_S)
         no_later_than(LEAVE_S)
         server.event_router.drain()
@@ -210,12 +210,10 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
 
 async def watch(server: Server, web: uvicorn.Server) -> None:
-    """An engine that died takes the process down, so that a supervisor starts a new one.
-
-    Meanwhile, the machine stays awake while there are requests.
-    """
+    """If the engine dies, end the process, so that a supervisor starts a new one. Until then, keep the
+    machine awake while there are requests."""
     while not server.died:
         await asyncio.sleep(0.2)
         server.awake.note(busy=server.event_router.n_calls > 0)
-    log.critical("the engine is gone: exiting")
+    log.critical("the engine has died: exiting, so that a supervisor can start a new process")
     web.force_exit = web.should_exit = True

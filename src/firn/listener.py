@@ -1,6 +1,4 @@
-"""Where a server listens: its address, uvicorn without its signals, as many connections as it may
-have.
-"""
+"""How a server listens: its address, uvicorn without its signal handlers, a limit of connections."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ RESERVED_FILES = 64
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded: an address in use is a matter of one line."""
+    """Before the model is loaded, so that an address in use is reported at once. Raises SetupError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,7 +31,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Uvicorn(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after a clean stop."""
+    """Leaves signals to firn: uvicorn would raise them again after a clean stop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -41,7 +39,7 @@ class Uvicorn(uvicorn.Server):
 
 
 def connections() -> Connections:
-    """As many as there are descriptors, less what the cache and the model's files take."""
+    """As many as there are descriptors, less those for the cache and the model's files."""
     limits = ConnectionLimits()
     n_files = raise_descriptor_limit()
     n_open = n_files - max(RESERVED_FILES, n_files // 4) - limits.n_spare
@@ -51,6 +49,6 @@ def connections() -> Connections:
 
 
 def address(sock: socket.socket) -> str:
-    """Of the server, as a client would type it."""
+    """The server's URL, as a client would type it."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,7 +1,7 @@
 """How firn logs: one line a record on stderr, with time, level and the logger's short name.
 
-Set up once by the composition root, before anything is logged. Other libraries are heard from
-WARNING on; uvicorn's access log is off, because firn writes one line a request itself.
+Set up once by the composition root, before anything is logged. Other libraries log from WARNING on;
+uvicorn's access log is off, because firn writes one line a request itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _NO_NEW_LINES = str.maketrans({"\n": "\\n", "\r": "\\r"})
 class LineFormatter(logging.Formatter):
     """`2025-03-01 12:00:00 INFO    engine.loop: text`; a text never spans two lines.
 
-    Texts may hold what a client sent, and a client must not be able to forge a line. With a tag:
-    `engine.loop[tag]: text`, of a process that is one of several.
+    Texts may contain what a client sent, and a client must not be able to forge a line. With a tag, of a
+    process that is one of several: `engine.loop[tag]: text`.
     """
 
     def __init__(self, tag: str | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Requests made up from /openapi.json: whatever fits it, or nearly does, is answered, never a 5xx."""
+"""Requests made up from /openapi.json: whatever fits it, or nearly does, is answered, never a 5xx.
+
+Slow: some tens of requests for each of the routes.
+"""
 
 from __future__ import annotations
 

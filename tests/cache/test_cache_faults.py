@@ -2,6 +2,8 @@
 
 Every call that the cache makes of its codecs, its pool and its index is made to fail once, in a script
 that reads, grows, branches, evicts, forks and cancels.
+
+Slow: each of some hundred calls fails once, for each kind of layers.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Damaged, Missing, TierFault, TierFull, Unwanted
 from firn.cache.storage.io import Changes, Fetch, TierEntry
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Gone, Status, Stored, Usage
+from firn.cache.tiers import Gone, TierStatus, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
@@ -86,7 +86,7 @@ class DictIo:
         self.stored[header.name] = header, [memoryview(bytes(b)) for b in fetch()]
         self.stamps[header.name] = used_at
         self.gone = [name for name in self.gone if name != header.name]
-        return Stored(1, new=True, evicted=tuple(evicted))
+        return WriteResult(1, new=True, evicted=tuple(evicted))
 
     def is_needed(self, name: Name) -> bool:
         """Whether something else can be resumed from that could not be without it."""
@@ -144,8 +144,8 @@ class DictIo:
             batch(every)
         done(None)
 
-    def usage(self) -> Usage:
-        return Usage(0, 1 << 20, Status("paused" if self.paused else "ok"))
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 1 << 20, TierStatus("paused" if self.paused else "ok"))
 
     def close(self) -> None: ...
 

@@ -26,7 +26,7 @@ from firn.cache.storage.io import Changes, Fetch, Wanted
 from firn.cache.storage.spill_policy import spill_policy
 from firn.cache.storage.store_io import Find
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import FoundRecord, Stored, Usage
+from firn.cache.tiers import FoundRecord, TierUsage, WriteResult
 from firn.cache.tiers._store import DEADLINE_S
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
@@ -143,9 +143,9 @@ class SlowStore:
         done: Done,
         wanted: Wanted = lambda: True,
     ) -> bool:
-        def work() -> Stored[Name]:
+        def work() -> WriteResult[Name]:
             self.records[header.name] = b"".join(pack(header, fetch()).pieces)
-            return Stored(len(self.records[header.name]), new=True)
+            return WriteResult(len(self.records[header.name]), new=True)
 
         self._call(self.takes.write, work, done)
         return True
@@ -162,8 +162,8 @@ class SlowStore:
 
     def touch(self, stamps: Mapping[Name, float]) -> None: ...
 
-    def usage(self) -> Usage:
-        return Usage(0, 0)
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 0)
 
     def close(self) -> None: ...
 

@@ -71,7 +71,7 @@ def test_a_key_is_named_and_never_shown() -> None:
     with serve(keys=Keys(["s3cret"])) as live:
         refused = run("claude", "--url", live.url)
         assert refused.exit_code == 1
-        assert "wants an API key" in refused.output
+        assert "requires an API key" in refused.output
         for agent in AGENTS:
             result = run(agent, "--url", live.url, FIRN_API_KEY="s3cret")
             assert result.exit_code == 0, result.output
@@ -112,7 +112,7 @@ def test_odd_names_do_no_harm(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
-        (["emacs"], 2, "firn: there is no agent 'emacs' here; there are claude, codex"),
+        (["emacs"], 2, "firn: unknown agent 'emacs'; known are claude, codex"),
         (["claude", "--url", "http://127.0.0.1:1"], 1, "firn: No server answers at"),
         (["claude", "/not/there"], 1, "firn: "),
         (["claude", "owner/not-here"], 1, "firn: owner/not-here is not on this machine"),

@@ -375,7 +375,7 @@ def test_an_encrypted_folder(folder: Path, cache: Cache, tmp_path: Path) -> None
     secret.chmod(0o600)
     store(folder, *TRUNK, seal=load_seal(secret))
     assert "6 encrypted with another key" in cache("ls").output
-    assert "Not looked into: 6 encrypted" in cache("verify").output
+    assert "Not checked: 6 encrypted" in cache("verify").output
     assert cache("export", key(TRUNK[5]), tmp_path / "x").exit_code == 1
     assert "encrypted with another key" in cache("show", key(TRUNK[5])).output
     assert "6 records are good" in cache("verify", "--ssd-cache-key-file", secret).output

@@ -140,7 +140,7 @@ def test_no_server_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "wants an API key: give --api-key or set FIRN_API_KEY."),
+        ([], "requires an API key: give --api-key or set FIRN_API_KEY."),
         (["--api-key", "wrong"], "does not accept this API key."),
         (["--model", "tiny", "--api-key", "wrong"], "does not accept this API key."),
     ],
@@ -331,7 +331,7 @@ def test_a_long_prompt_shows_how_far_the_server_is() -> None:
 def test_the_terminal_needs_a_server_first() -> None:
     with serving(key="k") as server, Terminal("--url", server.url) as terminal:
         assert terminal.exit_code() == 1
-    assert "wants an API key" in terminal.shown
+    assert "requires an API key" in terminal.shown
 
 
 # --- parts ---------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""`firn doctor`: what it says about machines and models, and its exit code."""
+"""`firn doctor`: what it says about machines and models, and its exit code.
+
+Slow: as a user runs it, with all that it imports.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import pytest
 from firn.cache.parts import Part
 from firn.cache.storage.container import Name
 from firn.cache.storage.faults import Damaged, Missing, Refused, TierFull
-from firn.cache.tiers import PEEK_NBYTES, Gone, Seen, Store, TierOptions, discover
+from firn.cache.tiers import PEEK_NBYTES, Gone, ScannedRecord, Store, TierOptions, discover
 from firn.core.keys import Key
 from tests import dict_tier, stores
 from tests.cache.tiers.records import Direct, Record, assert_same, beside, chain, of_size, record
@@ -136,7 +136,7 @@ def test_a_scan_tells_names_heads_lengths_and_stamps_once(opened: Opened) -> Non
     assert list(first.tier.scan()) == []
     found = list(second.tier.scan())
     for seen in found:
-        assert isinstance(seen, Seen)
+        assert isinstance(seen, ScannedRecord)
         assert bytes(seen.head) == (seen.name.encode() * 100)[:PEEK_NBYTES]
         assert seen.nbytes == 100 * len(seen.name)
         assert seen.used_at == pytest.approx(names[seen.name], abs=2)

@@ -108,6 +108,25 @@ def test_prompts_that_are_read_in_full(job: Job) -> None:
     assert why_not(job, n_expected=0, max_tokens=8192)
 
 
+@pytest.mark.parametrize(
+    ("essential", "n_expected", "is_thinned"),
+    [
+        (((0, 5000),), 0, False),
+        (((0, 100), (400, 5000)), 0, False),
+        (((0, 100), (4000, 5000)), 0, True),
+        (((0, 3900),), 0, True),
+        (((3900, 5000),), 3900, False),  # all that is cold
+        (((0, 3900),), 3900, True),  # all that is cached
+    ],
+)
+def test_a_prompt_of_which_too_little_may_be_skipped_is_not_even_scored(
+    essential: tuple[tuple[int, int], ...], n_expected: int, is_thinned: bool
+) -> None:
+    job = job_of(5000, Sparse(0.2, 0))
+    job = replace(job, prompt=replace(job.prompt, essential=essential))
+    assert (why_not(job, n_expected=n_expected, max_tokens=8192) == "") is is_thinned
+
+
 def test_a_prompt_that_can_be_resumed_near_enough_is_read_in_full() -> None:
     job = job_of(5000, Sparse(0.2, 1024))
     assert why_not(job, n_expected=3975, max_tokens=8192) == ""

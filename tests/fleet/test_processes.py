@@ -1,5 +1,7 @@
 """`firn serve A B` as a user runs it: Ctrl-C ends all of its processes, and so does kill -9 of the
 front.
+
+Slow: a front and its models, each a process of its own.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from firn.models.drafters import Guess
 from firn.models.drafters.mtp import MtpDrafter
 from firn.models.mtp import split
 from firn.models.speculation import DraftPlan, Speculation
-from tests.cache.below import settle
+from tests.cache.pending import settle
 from tests.harness import Harness, running
 from tests.models.alone import prompt_of
 from tests.models.drafters.test_mtp import NAMES, built

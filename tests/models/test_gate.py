@@ -125,6 +125,14 @@ def test_prices_follow_a_machine_that_becomes_slower() -> None:
     assert times.price(1, 9) == pytest.approx(3.0)
 
 
+def test_an_episode_that_was_quick_brings_nothing() -> None:
+    """Going over to drafts and back costs something, or nothing: a gain would pay for bad drafts."""
+    times = measured(FLAT)
+    for _ in range(9):
+        assert times.saw_episode(1, 4, -1.0) == 0.0
+    assert times.change(1) == 0.0
+
+
 def test_single_slow_steps_say_nothing() -> None:
     times = measured({9: 1.5})
     for _ in range(4):

@@ -312,6 +312,17 @@ def test_a_prediction_of_the_reply_to_a_single_token(name: str) -> None:
     assert speculation.totals.n_accepted > 20
 
 
+def test_nothing_is_guessed_beyond_the_end_of_a_reply() -> None:
+    prompt = prompt_of(random.Random(14), 30)
+    with running(plain("qwen3"), cache_nbytes=None) as harness:
+        want = harness.ask(prompt, 60)
+    knowing = Knowing({(tuple(prompt), 0): want.reply}, right=1.0, vocab_size=VOCAB_SIZE)
+    speculation = Bold(knowing, least=8)
+    with running(plain("qwen3"), cache_nbytes=None, speculation=lambda: speculation) as harness:
+        assert harness.ask(prompt, 20).reply == want.reply[:20]
+    assert speculation.totals.n_taken == 20
+
+
 def test_a_request_may_do_without_beside_others_that_do_not() -> None:
     rng = random.Random(12)
     prompts = [prompt_of(rng, 30) for _ in range(4)]

@@ -1,4 +1,7 @@
-"""Two ranks say what one process says, whatever the cache and the neighbours do, and end together."""
+"""Two ranks say what one process says, whatever the cache and the neighbours do, and end together.
+
+Slow: each test starts two or four real servers that share every step, on a machine with few cores.
+"""
 
 from __future__ import annotations
 

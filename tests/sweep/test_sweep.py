@@ -1,4 +1,7 @@
-"""Every architecture of mlx-lm with the prefix cache: a few on every run, all by `make sweep`."""
+"""Every architecture of mlx-lm with the prefix cache: a few on every run, all by `make sweep`.
+
+Slow: each architecture answers some seventy requests twice.
+"""
 
 from __future__ import annotations
 

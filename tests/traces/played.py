@@ -10,7 +10,7 @@ import numpy as np
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Missing, TierFull
 from firn.cache.storage.io import Changes, Done, Fetch, Wanted
-from firn.cache.tiers import Stored, Usage
+from firn.cache.tiers import TierUsage, WriteResult
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
@@ -50,7 +50,7 @@ class RecordIo:
             evicted = (oldest,)
         self._held[name] = Loaded(header, [memoryview(bytearray(b)) for b in fetch()])
         self._stamps[name] = used_at
-        done(Stored(BLOCK_NBYTES, new=True, evicted=evicted))
+        done(WriteResult(BLOCK_NBYTES, new=True, evicted=evicted))
         return True
 
     def has_room(self, nbytes: int) -> bool:
@@ -76,8 +76,8 @@ class RecordIo:
     def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
         done(None)
 
-    def usage(self) -> Usage:
-        return Usage(0, 1 << 20)
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 1 << 20)
 
     def close(self) -> None: ...
 

@@ -52,9 +52,9 @@ def test_a_refused_picture_is_not_sent_again(tmp_path: Path) -> None:
     with serving(refuse, answer) as server, Terminal("--url", server.url) as terminal:
         terminal.wait_for("> ")
         terminal.type(f"/image {files[0]} {files[1]}\n")
-        terminal.wait_for("2 files go with the next message")
+        terminal.wait_for("2 pictures go with the next message")
         terminal.type("what?\n")
-        terminal.wait_for("put away")
+        terminal.wait_for("are dropped")
         terminal.type("are you there?\n")
         terminal.wait_for("first token after")
         assert terminal.exit_code(nudge="\x04") == 0

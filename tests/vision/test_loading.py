@@ -1,4 +1,7 @@
-"""Vision checkpoints: recognised by their config alone, loaded once, refused in one line."""
+"""Vision checkpoints: recognised by their config alone, loaded once, refused in one line.
+
+Slow: one test imports every family of mlx-vlm.
+"""
 
 from __future__ import annotations
 

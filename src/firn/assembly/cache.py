@@ -1,4 +1,4 @@
-"""The prefix cache of a model and the tiers below it, as the configuration wants them."""
+"""The prefix cache of a model and the tiers below it, as configured."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from firn.ranks.leader_parts import LeaderParts
 log = logging.getLogger("firn")
 
 FLUSH_S = 15.0
-"""How long a stopping server writes what is still in memory only."""
+"""How long a stopping server writes records that are only in memory."""
 STORE_FLUSH_S = 5.0
 """Likewise, to a store."""
 N_STORE_THREADS = 8
-"""A store that hangs must not keep the disk's threads; many wait for answers at once."""
+"""A store has its own threads, so that one that hangs does not block the disk; many wait at once."""
 
 
 def build_cache(
@@ -47,19 +47,19 @@ def build_cache(
     leader_parts: LeaderParts | None = None,
 ) -> PrefixTree | CacheOff:
     """leader_parts: the ranks that each hold a slice of every record, if there are several."""
-    wanted = config.cache
-    if wanted.disable_prefix_cache:
-        log.info("the prefix cache is off")
+    options = config.cache
+    if options.disable_prefix_cache:
+        log.info("prefix cache: off (--disable-prefix-cache)")
         return CacheOff()
     try:
         layout = layout_of(config, loaded)
     except UnknownCacheLayer as e:
-        log.warning("%s is served without prefix reuse: %s", loaded.info.name, e)
+        log.warning("%s is served without a prefix cache: %s", loaded.info.name, e)
         return CacheOff(str(e))
     limit = cache_nbytes(config, capacity_nbytes)
     settings = CacheSettings(
         limit_nbytes=limit,
-        block=wanted.cache_block_tokens,
+        block=options.cache_block_tokens,
         exact_chunk=compute.exact_chunk,
     )
     log.info("prefix cache: %d MiB of memory, blocks of %d tokens", limit // MIB, settings.block)
@@ -74,31 +74,33 @@ def build_cache(
 
 def layout_of(config: Config, loaded: LoadedModel) -> Layout:
     """How records are cut. Raises UnknownCacheLayer, SetupError."""
-    wanted = config.cache
-    bits = wanted.kv_cache_quantization_bits if wanted.kv_cache_quantization else 0
-    if bits and wanted.reuse == "exact":
-        raise SetupError("--kv-cache-quantization changes what is restored: not with --reuse exact")
+    options = config.cache
+    bits = options.kv_cache_quantization_bits if options.kv_cache_quantization else 0
+    if bits and options.reuse == "exact":
+        raise SetupError(
+            "--kv-cache-quantization changes restored values: it cannot be used with --reuse exact"
+        )
     return Layout.of(
-        loaded.probe, kv_bits=bits, kv_group_size=wanted.kv_cache_quantization_group_size
+        loaded.probe, kv_bits=bits, kv_group_size=options.kv_cache_quantization_group_size
     )
 
 
 def computed_in(loaded: LoadedModel, *more: str) -> str:
-    """A part of every record's key: the type of numbers, and what else their bits depend on."""
+    """A part of every root: the number type, and what else the bits depend on."""
     return " ".join((loaded.info.dtype, *filter(None, more)))
 
 
 def cache_nbytes(config: Config, capacity_nbytes: int) -> int:
-    """Memory for prefixes."""
-    wanted = config.cache
-    if wanted.disable_prefix_cache:
+    """Memory for stored prefixes."""
+    options = config.cache
+    if options.disable_prefix_cache:
         return 0
-    share = int(capacity_nbytes * wanted.cache_memory_percent)
-    return min(wanted.cache_memory_mb * MIB or share, capacity_nbytes)
+    share = int(capacity_nbytes * options.cache_memory_percent)
+    return min(options.cache_memory_mb * MIB or share, capacity_nbytes)
 
 
 def tiers_of(config: CacheConfig) -> dict[str, TierOptions]:
-    """What lies below memory, by the names of the modules in cache/tiers."""
+    """The tiers below memory, by the names of the modules in cache/tiers."""
     if config.no_ssd_cache:
         return {}
     return {
@@ -121,7 +123,7 @@ def add_tiers(
     wake: Callable[[], None],
     leader_parts: LeaderParts | None = None,
 ) -> None:
-    """Put a cache on the tiers below memory. namespaces: whose records are looked for there."""
+    """Put a cache on the tiers below memory. namespaces: whose records to look for there."""
     seal = seal_of(config)
     kinds, tiers = discover(), tiers_of(config.cache)
     if not tiers:
@@ -157,4 +159,4 @@ def seal_of(config: Config) -> Seal | None:
 
 
 def _flushing(n_left: int, nbytes_left: int) -> None:
-    log.info("writing the cache: %d records, %d MiB left", n_left, nbytes_left // MIB)
+    log.info("writing records before exit: %d left, %d MiB", n_left, nbytes_left // MIB)

@@ -1,4 +1,4 @@
-"""A process that computes its slice of a model and does as rank 0 tells it. It has no clients.
+"""A process that computes its slice of a sharded model on rank 0's orders. It has no clients.
 
 Its main thread owns every array: it loads the model, and then makes one call after the other.
 """
@@ -41,9 +41,9 @@ from firn.ranks.joining import RankMember, check_options, form, options_digest
 log = logging.getLogger("firn.ranks")
 
 END_S = FLUSH_S + 10.0
-"""How long it has to end, once it is told to."""
+"""How long it has to end once it is told to."""
 PAYLOADS = frozenset({"cut", "tokens", "copied", "joined", "drop", "arrive", "touch", "defer"})
-"""Calls after which what was cut may still wait to be computed."""
+"""Calls after which lazily cut payloads need not be evaluated yet."""
 
 
 def join_ranks(config: Config) -> tuple[Config, RankMember]:
@@ -154,19 +154,19 @@ def _slices(
     write_queue_nbytes: int,
 ) -> Slices | None:
     """None: the cache is off."""
-    wanted = config.cache
-    if wanted.disable_prefix_cache:
+    options = config.cache
+    if options.disable_prefix_cache:
         return None
     try:
         layout = layout_of(config, loaded)
     except UnknownCacheLayer:
         return None
-    settings = CacheSettings(0, wanted.cache_block_tokens, compute.exact_chunk)
+    settings = CacheSettings(0, options.cache_block_tokens, compute.exact_chunk)
     text = settings.layout(layout, computed_in(loaded, compute.arithmetic, member.text))
     identity = Identity(loaded.info.fingerprint, text)
     slices = Slices(layout, identity, answer=follower.answer, to_self=follower.put)
-    for name, options in tiers_of(wanted).items():
-        slices.add_tier(_tier(config, member, name, options, write_queue_nbytes))
+    for name, tier in tiers_of(options).items():
+        slices.add_tier(_tier(config, member, name, tier, write_queue_nbytes))
     return slices
 
 

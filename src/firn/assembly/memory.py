@@ -1,7 +1,7 @@
 """The memory of a server of one model: planned when the model is loaded, watched while it serves.
 
-The watch looks every few seconds at what the machine has left and at what other firn servers have
-reserved, and tells the engine how much it may take now. Owner: `app.Server`.
+The watch checks every few seconds what the machine has left and what other firn servers have reserved,
+and tells the engine how much it may take now. Owner: `app.Server`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LOOK_EVERY_S = 10.0
 ENGINE_S = 60.0
 """How long a look at the memory waits for the engine."""
 WORTH_TELLING = 0.02
-"""Of the capacity: smaller changes are noise."""
+"""Share of the capacity: smaller changes are noise."""
 SHORT = 0.75
-"""A capacity that falls below so much of what it was is worth a line in the log."""
+"""A capacity that falls below this share of what it was is worth a line in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +56,30 @@ class Planned:
     """The capacity if nothing else ran on the machine."""
 
     def tell(self) -> None:
-        """In the log; with a warning where the model is too large."""
+        """Log it, with a warning if the model is too large."""
         plan = self.plan
         parts = (
             f"weights {plan.weights_nbytes // MIB}, requests and cache {plan.capacity_nbytes // MIB}, "
-            f"a prefill chunk {plan.chunk_nbytes // MIB}, buffers {plan.buffer_cache_nbytes // MIB}, "
-            f"writing {(plan.write_queue_nbytes + plan.store_queues_nbytes) // MIB}"
+            f"prefill chunk {plan.chunk_nbytes // MIB}, buffer cache {plan.buffer_cache_nbytes // MIB}, "
+            f"write queue {(plan.write_queue_nbytes + plan.store_queues_nbytes) // MIB}"
         )
-        log.info("memory, in MiB of %d: %s", plan.limit_nbytes // MIB, parts)
+        log.info("memory plan (MiB): %s; limit %d", parts, plan.limit_nbytes // MIB)
         if not plan.fits:
             log.warning(
-                "this model is too large: its weights take %.1f of the %.1f GiB that it may have. It "
-                "will be slow, or fail; `firn doctor MODEL` shows the budget",
+                "this model is too large: its weights take %.1f GiB of the %.1f GiB that it may use. It "
+                "will be slow or fail; `firn doctor MODEL` shows the budget",
                 plan.weights_nbytes / GIB,
                 plan.limit_nbytes / GIB,
             )
 
     def reserved_nbytes(self, held_nbytes: int) -> int:
-        """What this server cannot do without: all but stored prefixes, which give way."""
+        """What this server needs at least: everything except stored prefixes, which give way."""
         plan, model = self.plan, self.model
         fixed = plan.total_nbytes - plan.capacity_nbytes
         return fixed + max(held_nbytes, min(model.row_nbytes(LEAST_TOKENS), plan.capacity_nbytes))
 
     def capacity_nbytes(self, now: MachineMemory) -> int:
-        """What live requests and stored prefixes may take now; all else stays as it was set up."""
+        """What live requests and stored prefixes may take now; the rest stays as planned."""
         again = plan_memory(now, self.model, self.options)
         fixed = self.plan.total_nbytes - self.plan.capacity_nbytes
         return max(again.limit_nbytes - fixed, MIN_CAPACITY_NBYTES)
@@ -108,7 +108,7 @@ class MemoryPlanner:
 def plan_server(
     config: Config, machine: MachineMemory, model: ModelMemory, *, chunk: int, exact: bool
 ) -> Planned:
-    """The plan that a start goes by."""
+    """The plan that a server starts with."""
     options = options_of(config, chunk=chunk, exact=exact)
     plan = plan_memory(machine, model, options)
     alone = replace(machine, available_nbytes=None, reserved_nbytes=0, unclaimed_nbytes=0)
@@ -135,24 +135,25 @@ def reservations_folder() -> Path:
 def beside_others(
     now: MachineMemory, *, group: int | None = None, folder: Path | None = None
 ) -> MachineMemory:
-    """What the machine has, less what other servers of this user mean to take.
+    """The machine's memory, and what other servers of this user have reserved of it.
 
-    group: whose servers do not count, for they share this one's budget; None: it is alone.
+    group: servers of this group share one budget and do not count; None: this server alone.
     """
-    found = others(
+    servers = others(
         folder or reservations_folder(),
         device=now.kind,
         group=os.getpid() if group is None else group,
     )
     return replace(
         now,
-        reserved_nbytes=sum(r.reserved_nbytes for r in found),
-        unclaimed_nbytes=sum(r.unclaimed_nbytes for r in found),
+        reserved_nbytes=sum(r.reserved_nbytes for r in servers),
+        unclaimed_nbytes=sum(r.unclaimed_nbytes for r in servers),
     )
 
 
 class MemoryWatch:
-    """Keeps a server's capacity what the machine can give. A thread of its own; `stop` ends it."""
+    """Keeps a server's capacity at what the machine can give. Has a thread of its own; `stop` ends
+    it."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class MemoryWatch:
         folder: Path | None = None,
         every_s: float = LOOK_EVERY_S,
     ) -> None:
-        """held_nbytes: by live requests. set_capacity: None where somebody else decides."""
+        """held_nbytes: by live requests. set_capacity: None: the capacity is decided elsewhere."""
         self._planned = planned
         self._look = look
         self._used_nbytes = used_nbytes
@@ -190,7 +191,7 @@ class MemoryWatch:
         self._reservation.close()
 
     def look(self) -> None:
-        """Reserve what this server needs, and follow what the machine has left."""
+        """Reserve what this server needs, and adapt to what the machine has left."""
         now = self._look()
         needs = self._planned.reserved_nbytes(self._held_nbytes())
         self._reservation.put(Reserved(now.kind, self._group, needs, self._used_nbytes()))
@@ -198,18 +199,21 @@ class MemoryWatch:
             return
         capacity = self._capacity_nbytes()
         now = beside_others(now, folder=self._folder, group=self._group)
-        wanted = self._planned.capacity_nbytes(now)
-        if abs(wanted - capacity) > WORTH_TELLING * capacity:
-            if wanted < SHORT * capacity:
-                log.info("memory: %d MiB less for requests and cache", (capacity - wanted) // MIB)
-            self._set_capacity(wanted)
+        new_capacity = self._planned.capacity_nbytes(now)
+        if abs(new_capacity - capacity) > WORTH_TELLING * capacity:
+            if new_capacity < SHORT * capacity:
+                log.info(
+                    "memory is short: requests and cache get %d MiB less, other programs use more",
+                    (capacity - new_capacity) // MIB,
+                )
+            self._set_capacity(new_capacity)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._every_s):
             try:
                 self.look()
-            except Exception as e:  # a machine that does not say, or an engine that is gone
-                log.debug("memory: %r", e)
+            except Exception as e:  # the machine does not report, or the engine is gone
+                log.debug("checking memory failed: %r", e)
 
 
 def watch_engine(

@@ -117,13 +117,13 @@ def _decoder_parts(
         cache_nbytes=cache_nbytes(config, alone_nbytes),
         add_tiers=lambda cache, model: put_on_tiers(cache, model, IoThreads()),
     )
-    guessing = speculation.build(config, loaded, setup)
+    drafting = speculation.build(config, loaded, setup)
     padding = partial(_shapes, spec, compute)
-    scorer, guessing = sparse.build(
-        config, loaded, guessing, setup=setup, threads=threads, shapes_of=padding
+    scorer, drafting = sparse.build(
+        config, loaded, drafting, setup=setup, threads=threads, shapes_of=padding
     )
-    cost = guessing.with_rows(cost)
-    planned = planner.plan(cost, info.weights_nbytes + guessing.weights_nbytes)
+    cost = drafting.with_rows(cost)
+    planned = planner.plan(cost, info.weights_nbytes + drafting.weights_nbytes)
     planned.tell()
     plan = planned.plan
     devices.set_limits(device, plan)
@@ -145,7 +145,7 @@ def _decoder_parts(
     runner = _runner(
         spec,
         loaded,
-        speculation=guessing.speculation,
+        speculation=drafting.speculation,
         threads=threads,
         shapes=shapes,
         max_padding=capacity_nbytes // PADDING_PARTS // max(cost.per_token_nbytes, 1),
@@ -157,7 +157,7 @@ def _decoder_parts(
         replace(compute.limits, common_chunk=FULL if shapes is not None else 0),
         scorer=None if scorer is None else any_scorings(scorer),
         tree=tree,
-        speculation=guessing.speculation,
+        speculation=drafting.speculation,
         planned=planned,
     )
 

@@ -1,4 +1,4 @@
-"""Sparse prefill: the part of the composition root that is about it."""
+"""The scorer of a server, if it may thin prompts (sparse prefill)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from firn.assembly import speculation
 from firn.assembly.handles import any_cursors
-from firn.assembly.speculation import DraftSetup, Guessing
+from firn.assembly.speculation import Drafting, DraftSetup
 from firn.config import Config
 from firn.core.errors import SetupError
 from firn.core.sparse import SparseRules
@@ -23,53 +23,53 @@ log = logging.getLogger("firn")
 
 def rules(config: Config) -> SparseRules:
     """What the server does about it. Raises SetupError."""
-    wanted = config.sparse
-    if wanted.sparse_prefill_over and not wanted.sparse_prefill:
+    options = config.sparse
+    if options.sparse_prefill_over and not options.sparse_prefill:
         raise SetupError("--sparse-prefill-over needs --sparse-prefill")
-    keep = round(wanted.sparse_prefill_keep, 2)
-    return SparseRules(wanted.sparse_prefill, keep, over=wanted.sparse_prefill_over)
+    keep = round(options.sparse_prefill_keep, 2)
+    return SparseRules(options.sparse_prefill, keep, over=options.sparse_prefill_over)
 
 
 def build(
     config: Config,
     loaded: loader.LoadedModel,
-    guessing: Guessing,
+    drafting: Drafting,
     *,
     setup: DraftSetup,
     threads: Threads | None,
     shapes_of: Callable[[loader.LoadedModel], FewShapes | None],
-) -> tuple[AttentionScorer | None, Guessing]:
+) -> tuple[AttentionScorer | None, Drafting]:
     """On the engine thread. Raises SetupError. Who scores prompts, where they may be thinned, and
     the draft model's memory: it is loaded once, whether it guesses or scores or both."""
     small = config.engine.draft_model
     if not rules(config).allowed:
-        return None, guessing
+        return None, drafting
     if small is None:
         raise SetupError("--sparse-prefill needs --draft-model: a small model that scores prompts")
     if setup.exact:
-        raise SetupError("--sparse-prefill is approximate: not where reuse is exact")
+        raise SetupError("--sparse-prefill is approximate: it cannot be used where reuse is exact")
     why = _why_not(loaded)
     if why:
         raise SetupError(f"--sparse-prefill: {loaded.info.name} cannot skip tokens: {why}")
-    draft = guessing.draft
+    draft = drafting.draft
     if draft is None:
         draft = speculation.open_draft(config, loaded, setup)
-        nbytes = guessing.weights_nbytes + draft.model.info.weights_nbytes
-        guessing = replace(guessing, weights_nbytes=nbytes, row_cost=draft.row_cost)
+        nbytes = drafting.weights_nbytes + draft.model.info.weights_nbytes
+        drafting = replace(drafting, weights_nbytes=nbytes, row_cost=draft.row_cost)
     try:
         scorer = AttentionScorer(
             draft.model.model,
             draft.model.info,
             make_layers=draft.model.make_layers,
             cache=any_cursors(draft.cache),
-            owns_cache=not draft.guesses,
+            owns_cache=not draft.is_drafter,
             threads=threads,
             shapes=shapes_of(draft.model),
         )
     except ValueError as e:
         raise SetupError(f"--draft-model {small} cannot score prompts: {e}") from e
     log.info("long prompts of %s may be read sparsely, as %s scores them", loaded.info.name, small)
-    return scorer, guessing
+    return scorer, drafting
 
 
 def _why_not(loaded: loader.LoadedModel) -> str | None:

@@ -1,4 +1,4 @@
-"""Who guesses tokens: the part of the composition root that is about speculation."""
+"""The drafters of a server: which ones it has, and the draft model they share with sparse prefill."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from firn.models.speculation import Speculation
 log = logging.getLogger("firn")
 
 DRAFT_CACHE_SHARE = 8
-"""One part in so many of the memory for prefixes is for those of the small model."""
+"""The draft model's prefixes get this fraction (1 / N) of the memory for prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A small model with the same tokens, and the prefixes that it keeps."""
+    """A draft model, which has the same tokens, and its prefix cache."""
 
     model: loader.LoadedModel
     cache: PrefixTree | CacheOff
     row_cost: RowCost
-    guesses: bool = False
-    """A drafter has it, and ends what it keeps."""
+    is_drafter: bool = False
+    """A drafter uses it, and closes its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,17 @@ class DraftSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Guessing:
-    """Who guesses, and what it takes of the device's memory."""
+class Drafting:
+    """The drafters, and what they take of the device's memory."""
 
     speculation: Speculation | None = None
     weights_nbytes: int = 0
     row_cost: RowCost = RowCost(0, 0)
     draft: Draft | None = None
-    """The small model, where one is loaded."""
+    """The draft model, if one is loaded."""
 
     def with_rows(self, cost: RowCost) -> RowCost:
-        """What a row takes, its double in the small model included."""
+        """What a row takes, including its counterpart in the draft model."""
         own = self.row_cost
         return RowCost(
             cost.per_token_nbytes + own.per_token_nbytes, cost.fixed_nbytes + own.fixed_nbytes
@@ -78,27 +78,27 @@ class Guessing:
 def with_head(
     config: Config, loaded: loader.LoadedModel, *, exact: bool, cpu_dtype: CpuDtype
 ) -> loader.LoadedModel:
-    """The model with its prediction head, where it has one and that is to guess. Raises SetupError."""
-    wanted = config.engine.speculation
-    if exact or wanted not in ("auto", "mtp") or config.engine.draft_model:
+    """The model with its prediction head, if it has one that is to draft. Raises SetupError."""
+    option = config.engine.speculation
+    if exact or option not in ("auto", "mtp") or config.engine.draft_model:
         return loaded
     folder, info = Path(loaded.info.path), loaded.info
     settings = loader.read_config(folder)
     if not mtp_load.has_head(folder, settings):
-        if wanted == "mtp":
+        if option == "mtp":
             raise SetupError(
-                f"--speculation mtp: {info.name} has no prediction head that is known here"
+                f"--speculation mtp: {info.name} has no prediction head that firn knows"
             )
         return loaded
     try:
         head = mtp_load.read_head(folder, settings)
     except ValueError as e:
-        if wanted == "mtp":
+        if option == "mtp":
             raise SetupError(f"--speculation mtp: {e}") from e
-        log.warning("%s guesses without its prediction head: %s", info.name, e)
+        log.warning("the prediction head of %s cannot draft tokens: %s", info.name, e)
         return loaded
     widen_as(head, cpu_dtype, like=loaded.model)
-    log.info("%s guesses with its own prediction head", info.name)
+    log.info("the prediction head of %s drafts tokens", info.name)
     model, make_layers = MtpModel(loaded.model, head), with_head_layer(loaded.make_layers)
     return replace(
         loaded,
@@ -109,44 +109,44 @@ def with_head(
     )
 
 
-def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Guessing:
+def build(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Drafting:
     """On the engine thread. Raises SetupError."""
-    wanted, small = config.engine.speculation, config.engine.draft_model
-    if small and wanted not in ("auto", "model") and not config.sparse.sparse_prefill:
-        raise SetupError(f"--draft-model guesses nothing with --speculation {wanted}")
-    if wanted == "model" and not small:
+    option, small = config.engine.speculation, config.engine.draft_model
+    if small and option not in ("auto", "model") and not config.sparse.sparse_prefill:
+        raise SetupError(f"--draft-model has no use with --speculation {option}")
+    if option == "model" and not small:
         raise SetupError("--speculation model needs --draft-model")
-    if wanted == "off":
-        return Guessing()
-    if setup.exact:  # a step of several tokens is not to the bit what several steps are
-        log.warning("no tokens are guessed (--speculation): reuse is exact")
-        return Guessing()
+    if option == "off":
+        return Drafting()
+    if setup.exact:  # a step of several tokens does not give the bits of several steps
+        log.warning("no tokens are drafted (--speculation): reuse is exact")
+        return Drafting()
     why = rewind_fault(loaded.model, loaded.make_layers)
     if why:
-        log.warning("no tokens are guessed for %s (--speculation): %s", loaded.info.name, why)
-        return Guessing()
+        log.warning("no tokens are drafted for %s (--speculation): %s", loaded.info.name, why)
+        return Drafting()
     why = ragged_fault(loaded.model, loaded.make_layers) if loaded.info.batchable else None
     if why:
-        log.warning("%s guesses tokens of lone requests only: %s", loaded.info.name, why)
+        log.warning("%s drafts tokens for single requests only: %s", loaded.info.name, why)
     traits = traits_of(loaded.model, loaded.make_layers, device().kind)
     alone = discover()
-    name = "lookup" if wanted == "auto" else wanted
+    name = "lookup" if option == "auto" else option
     drafters: list[Drafter] = [alone[name]()] if name in alone else []
     if isinstance(loaded.model, MtpModel):
         drafters.append(MtpDrafter(loaded.model))
-    if small is None or wanted not in ("auto", "model"):
-        return Guessing(Speculation(*drafters, in_groups=why is None, traits=traits))
+    if small is None or option not in ("auto", "model"):
+        return Drafting(Speculation(*drafters, in_groups=why is None, traits=traits))
     draft = open_draft(config, loaded, setup)
     try:
         drafters.append(_drafter(draft.model, draft.cache, small))
-        draft = replace(draft, guesses=True)
-        log.info("%s guesses for %s", small, loaded.info.name)
+        draft = replace(draft, is_drafter=True)
+        log.info("%s drafts tokens for %s", small, loaded.info.name)
     except SetupError as e:
         if not config.sparse.sparse_prefill:
             raise
         log.warning("%s", e)
     speculation = Speculation(*drafters, in_groups=why is None, traits=traits) if drafters else None
-    return Guessing(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
+    return Drafting(speculation, draft.model.info.weights_nbytes, draft.row_cost, draft)
 
 
 def open_draft(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) -> Draft:
@@ -161,15 +161,15 @@ def open_draft(config: Config, loaded: loader.LoadedModel, setup: DraftSetup) ->
 
 
 def _load(config: Config, folder: Path, small: str, cpu_dtype: CpuDtype) -> loader.LoadedModel:
-    wanted = config.model
-    rules = HubRules(wanted.offline, wanted.download_timeout, wanted.download_retries)
+    options = config.model
+    rules = HubRules(options.offline, options.download_timeout, options.download_retries)
     place = model_names.resolve(small, rules)
-    trust = wanted.trust_remote_code
+    trust = options.trust_remote_code
     theirs = loader.load_tokenizer(place, trust_remote_code=trust)
     ours = loader.load_tokenizer(folder, trust_remote_code=trust)
     for token in range(min(ours.n_ids, theirs.n_ids)):
         if ours.token_bytes(token) != theirs.token_bytes(token):
-            raise SetupError(f"--draft-model {small} has other tokens: {token} is not the same")
+            raise SetupError(f"--draft-model {small} has another tokenizer: token {token} differs")
     return loader.load(place, served_name=small, trust_remote_code=trust, cpu_dtype=cpu_dtype)
 
 
@@ -177,7 +177,7 @@ def _cache(draft: loader.LoadedModel, nbytes: int) -> tuple[PrefixTree | CacheOf
     try:
         layout = Layout.of(draft.probe)
     except UnknownCacheLayer as e:
-        log.warning("%s is read anew for each request: %s", draft.info.name, e)
+        log.warning("%s computes every prompt anew: %s", draft.info.name, e)
         return CacheOff(str(e)), RowCost(0, 0)
     cost = RowCost(*layout.row_cost(draft.probe))
     if not nbytes:
@@ -201,9 +201,9 @@ def _drafter(draft: loader.LoadedModel, cache: PrefixTree | CacheOff, name: str)
             traits=traits_of(draft.model, draft.make_layers, device().kind),
         )
     except ValueError as e:
-        raise SetupError(f"--draft-model {name} cannot guess: {e}") from e
+        raise SetupError(f"--draft-model {name} cannot draft tokens: {e}") from e
 
 
 def view(speculation: Speculation | None) -> dict[str, int]:
-    """Counters, from any thread; empty where no tokens are guessed."""
+    """Counters, from any thread; empty: no tokens are drafted."""
     return speculation.totals.view() if speculation else {}

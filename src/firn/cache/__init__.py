@@ -15,9 +15,9 @@ Read in this order:
     loading.py           tiers -> memory, while the prompt is computed
     records.py           a record's life: kept, spilled, evicted, loaded again, forgotten
     memory/              which records are held as arrays; rows that hold their own; parked rows
-    storage/             the engine's side of a tier; records as bytes; I/O threads
+    storage/             the engine's side of a tier; records as bytes; I/O threads; what shared stores
+                         have of a prompt (store_search.py), and what they get (spill_policy.py)
     tiers/               where bytes lie: ssd, s3, redis. One file each; knows names and bytes only
-    asking.py, lookup.py, worth.py   shared stores: which records they have, and which they get
     codecs/, arrays/     layer caches <-> arrays <-> bytes of the host. The only users of MLX
     ranks/               the same tree over a model that is split over several processes
     admin/               for people: statistics, pins, browsing; tools for a folder

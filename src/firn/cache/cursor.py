@@ -104,16 +104,16 @@ class CacheCursor:
     boundaries: Sequence[int]
     hints: Sequence[int]
     control: CacheControl
-    # --- position: written by Committer, and by Restorer when a row is filled
+    # --- position: written by Committer, and by Restorer when the row jumps
     node: Node
     """The deepest committed block; leased, so that what follows always has its parent."""
     writes: bool
-    """False: nothing more is committed for this request."""
+    """False: nothing more is committed for this request. The prefix cache says so after a fault."""
     commit_every: int
     """Tokens between two commits."""
     clock: Callable[[], float]
     patient_until: float = math.inf
-    """Nothing is waited for after this, but what arrives faster than it could be computed."""
+    """The end of all waiting, except for a load that arrives faster than it could be computed."""
     unbroken: Sequence[tuple[int, int]] = ()
     """Ranges of the prompt inside which it cannot resume."""
     reply: Sequence[int] = ()
@@ -132,7 +132,8 @@ class CacheCursor:
     loading: Loading | None = None
     asking: PendingQuestion | None = None
     loaded: dict[Record, tuple[str, Payload]] = field(default_factory=dict)
-    """What was loaded for it, and from which tier. Held here so that nothing evicts it before use."""
+    """What was loaded for it, and from which tier. Held here so that nothing evicts it before use;
+    Parking takes out what lies in its row from then on."""
     in_memory_before: frozenset[Record] = frozenset()
     """The records of its target that memory had when the loads were ordered."""
     n_plans: int = 0
@@ -142,7 +143,7 @@ class CacheCursor:
     """Why the last load failed, if it did."""
     is_slower: bool = False
     """Some of what is stored is not loaded, because computing it is faster."""
-    # --- outcome: written by the prefix cache
+    # --- outcome: written by the prefix cache; Loader gives `admission` the reason of a failed load
     hit_kind: str = ""
     """whole, growing or branching (see Stats.hits); '' before the lookup."""
     admission: Admitted = Admitted(0)

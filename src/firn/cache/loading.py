@@ -78,10 +78,21 @@ class Loader:
         for record in plan.loads:
             self._records.tiers.fastest_with(record).load(record, _wants(loading, record))
 
+    def preview(self, cursor: CacheCursor) -> Match:
+        """Where the prompt would resume, by loading if that pays. Loads nothing."""
+        plan = self.plan(cursor)
+        cursor.is_slower = plan.is_slower
+        return plan.target if plan.loads else plan.now
+
     def _lease(self, cursor: CacheCursor, match: Match) -> None:
         for record in match.records:
             self._records.tree.lease_record(record)
             cursor.leased.append(record)
+
+    def release(self, cursor: CacheCursor) -> None:
+        """The request is over: let go of what was leased and loaded for it."""
+        cursor.loaded.clear()
+        self.unlease(cursor)
 
     def unlease(self, cursor: CacheCursor) -> None:
         for record in cursor.leased:

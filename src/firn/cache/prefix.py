@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 from firn.cache.commit import Committer
@@ -175,8 +174,7 @@ class PrefixTree:
             writes=control.write,
             commit_every=self._committer.commit_every,
             clock=self._clock,
-            patient_until=self._clock()
-            + min((tier.deadline_s for tier in self.records.tiers), default=inf),
+            patient_until=self._clock() + self.records.tiers.deadline_s,
             unbroken=prompt.unbroken,
             reply_at=None if thinned is None else prompt.position(len(prompt)),
             counted=thinned is not None,  # its whole prompt was looked up, and counted, before
@@ -239,7 +237,7 @@ class PrefixTree:
         restored = self._restorer.resume(cursor, match)
         self._loader.computed(cursor, match.n_tokens)
         self._loader.unlease(cursor)
-        self._restorer.jumped(cursor, match, n_tokens)
+        cursor.admission = self._restorer.jumped(cursor, match, n_tokens)
         return restored
 
     def stops(self, cursor: AnyCursor) -> Sequence[int]:
@@ -306,9 +304,8 @@ class PrefixTree:
             else:
                 self._parking.abandon(cursor)
         with self._counting_faults("close"):
-            self._loader.unlease(cursor)
+            self._loader.release(cursor)
         with self._counting_faults("close"):
-            cursor.loaded.clear()
             if cursor.node.parent is not None:
                 self.records.used(cursor.node)
         with self._counting_faults("close"):
@@ -434,9 +431,7 @@ class PrefixTree:
         self._parking.sweep()
         cursor = self._cursor(prompt, namespace, CacheControl(write=False))
         try:
-            plan = self._loader.plan(cursor)
-            cursor.is_slower = plan.is_slower
-            match = plan.target if plan.loads else plan.now
+            match = self._loader.preview(cursor)
             return Probe(
                 match,
                 self._restorer.shared(cursor),

@@ -161,8 +161,8 @@ class Restorer:
 
         return match.origins(origin)
 
-    def jumped(self, cursor: CacheCursor, match: Match, n_computed: int) -> None:
-        """The row skips tokens [n_computed, match.n_tokens): note where they came from."""
+    def jumped(self, cursor: CacheCursor, match: Match, n_computed: int) -> Admitted:
+        """What the request got, now that its row skips tokens [n_computed, match.n_tokens)."""
         n_skipped = match.n_tokens - n_computed
         tail = match.after(n_computed)
         tiers = Counter(dict(cursor.admission.tiers)) + self.origins(cursor, tail, jumps=True)
@@ -170,7 +170,7 @@ class Restorer:
         why = self.why_not_more(cursor, match.n_tokens)
         if not why and n_cached < len(cursor.prompt) - 1:  # some of it was computed meanwhile
             why = cursor.load_fault or cursor.admission.reason
-        cursor.admission = Admitted(n_cached, tuple(tiers.items()), why)
+        return Admitted(n_cached, tuple(tiers.items()), why)
 
     def why_not_more(self, cursor: CacheCursor, n_tokens: int) -> str:
         """Why a prompt that resumes at this position did not get further; '' if it could not."""

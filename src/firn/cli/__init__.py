@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def make_cli(start: Start | None = None) -> typer.Typer:
-    """The tree of commands. `start` stands for the real server where it is given."""
+    """The tree of commands. start: replaces the real server in tests."""
 
     def serve(config: Config) -> int:
         """Serve a model over the OpenAI, Anthropic and Ollama APIs; or several, at one address.
@@ -70,7 +70,7 @@ def make_cli(start: Start | None = None) -> typer.Typer:
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A fault that firn names is one line on stderr: exit code 2 for a wrong flag, 1 otherwise."""
+    """Shows a named error as one line on stderr: exit code 2 for a wrong flag, 1 otherwise."""
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ def _firn(
 def _chat(
     prompt: Annotated[
         str | None,
-        typer.Argument(help="Ask this one thing and leave. Piped text is appended to it."),
+        typer.Argument(help="Ask this one question and exit. Piped text is appended to it."),
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
@@ -112,7 +112,7 @@ def _chat(
         int | None, typer.Option(help="Longest reply in tokens.", min=1, metavar="N")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 always takes the likeliest token.", min=0, metavar="X")
+        float | None, typer.Option(help="0 always picks the likeliest token.", min=0, metavar="X")
     ] = None,
     image: Annotated[
         list[Path] | None,
@@ -162,7 +162,7 @@ def _doctor(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Model folders, hub ids or smollm2 to look at.",
+            help="Model folders, hub ids or smollm2 to examine.",
             metavar="MODEL",
             show_default=False,
         ),
@@ -179,7 +179,7 @@ def _doctor(
         list[str] | None,
         typer.Option(
             "--tier",
-            help="Shared store to try out with one small record (otherwise those of the settings).",
+            help="Shared store to test with one small record (otherwise those of the settings).",
             metavar="ADDRESS",
             show_default=False,
         ),

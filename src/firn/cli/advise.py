@@ -1,4 +1,4 @@
-"""`firn cache advise`: a trace read, played and told as a table."""
+"""`firn cache advise`: reads a trace, plays it, and shows the result as a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPANS = ((86_400, "days"), (3600, "hours"), (60, "minutes"))
 
 
 class Scale:
-    """Sizes in the unit that is known: GiB where a token's bytes are, millions of tokens elsewhere."""
+    """Sizes in GiB if a token's bytes are known, otherwise in millions of tokens."""
 
     def __init__(self, trace: Trace, token_nbytes: int) -> None:
         self.in_bytes = token_nbytes > 0
@@ -111,7 +111,9 @@ def _sizes(flag: str, text: str | None, scale: Scale) -> list[int]:
     if text is None:
         return []
     if not scale.in_bytes:
-        raise UsageError(f"{flag}: the trace does not say what a token takes; add --token-bytes")
+        raise UsageError(
+            f"{flag}: the trace does not say how many bytes a token takes; add --token-bytes"
+        )
     try:
         values = [float(word) for word in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""`firn cache advise --servers N`: a trace played against a fleet, told as a table."""
+"""`firn cache advise --servers N`: plays a trace against a fleet, and shows the result as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from firn.traces.fleet import ROUTINGS, FleetResult, Routing, play_fleet
 from firn.traces.trace import Trace
 
 SHARES = (0.125, 0.5, 2.0)
-"""Sizes of a server's own tiers where none are given: shares of its part of all that is stored."""
+"""Default sizes of a server's own tiers: shares of its part of all that is stored."""
 Key = tuple[Routing, bool, int]
 MIB = 1 << 20
 
@@ -68,7 +68,7 @@ def _rows(found: dict[Key, FleetResult], sizes: Sequence[int], text: Any) -> lis
 def _words(
     trace: Trace, found: dict[Key, FleetResult], sizes: Sequence[int], block_nbytes: int, text: Any
 ) -> list[str]:
-    """What goes to and fro between a fleet and its store."""
+    """The traffic between a fleet and its store."""
     lines = [""]
     span_s = max(float(trace.at[-1] - trace.at[0]), 1.0)
     for routing in ROUTINGS:

@@ -1,8 +1,8 @@
-"""`firn agents`: what a coding agent must be told of a model that it has never heard of.
+"""`firn agents`: the settings that a coding agent needs for a model it does not know.
 
 Each agent knows the models of the large vendors and guesses about others: a million tokens of context,
-or none at all. What is printed sets the address, the name, the real context and how long a reply may be.
-The settings and what they do are those of Claude Code 2.1, Codex 0.166, OpenCode 1.18, aider 0.86.
+or none at all. The printed settings give the address, the name, the real context and the longest reply.
+They are those of Claude Code 2.1, Codex 0.166, OpenCode 1.18, aider 0.86.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from firn.config import UsageError
 from firn.core.errors import SetupError
 
 MAX_OUTPUT_TOKENS = 32_000
-"""More than any agent asks for by itself."""
+"""More than any agent requests by itself."""
 SHORT_CONTEXT = 32_768
 KEY_VARIABLE = "FIRN_API_KEY"
 NO_KEY = "none"
-"""Agents want some key, also where the server wants none."""
+"""Agents need some key even if the server needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ServedModel:
 
 
 def claude(model: ServedModel) -> str:
-    """Claude Code heeds the context's length only for a name that is not one of Anthropic's."""
+    """Claude Code uses the context length only for names that are not Anthropic's."""
     settings = {
         "ANTHROPIC_BASE_URL": model.url,
         "ANTHROPIC_AUTH_TOKEN": f"${KEY_VARIABLE}" if model.has_key else NO_KEY,
@@ -63,7 +63,7 @@ def claude(model: ServedModel) -> str:
 
 
 def codex(model: ServedModel) -> str:
-    """Codex compacts by itself only where it is told when; how long a reply is, the server decides."""
+    """Codex compacts only if it is told when; the server limits a reply."""
     key = f'env_key = "{KEY_VARIABLE}"\n' if model.has_key else ""
     return (
         f"model = {json.dumps(model.name)}\n"
@@ -146,7 +146,7 @@ AGENTS: Mapping[str, tuple[Callable[[ServedModel], str], str]] = {
 def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> int:
     """Prints the settings on stdout, and where they go on stderr."""
     if name not in AGENTS:
-        raise UsageError(f"there is no agent {name!r} here; there are {', '.join(AGENTS)}")
+        raise UsageError(f"unknown agent {name!r}; known are {', '.join(AGENTS)}")
     with ChatClient(url, api_key=api_key) as client:
         url = client.url
         served = _asked(client) if model is None else _read(model, url)
@@ -168,8 +168,8 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
         )
     if name == "claude" and served.name.startswith("claude-"):
         typer.echo(
-            "firn: Claude Code takes a name that begins with claude- for Anthropic's own and ignores "
-            "the context's length; serve the model with --served-model-name",
+            "firn: Claude Code takes a name that begins with claude- for one of Anthropic's and ignores "
+            "the context length; give the model another name with --served-model-name",
             err=True,
         )
     typer.echo(render(served), nl=False)
@@ -177,7 +177,7 @@ def agents(name: str, model: str | None, *, url: str, api_key: str | None) -> in
 
 
 def _asked(client: ChatClient) -> ServedModel:
-    """As the running server says."""
+    """As the running server reports."""
     shown = client.served_models()[0]
     try:
         return ServedModel(
@@ -194,7 +194,7 @@ def _asked(client: ChatClient) -> ServedModel:
 
 
 def _read(model: str, url: str) -> ServedModel:
-    """As its folder says, which is what a server would say of it."""
+    """As its folder says, which is what a server would report."""
     from firn.demo.builtin import builtin_folder
     from firn.models.inspect import local_folder
     from firn.models.loader import read_config

@@ -16,7 +16,7 @@ Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(
         "--compare",
-        help="Two servers in turns, with the ratios of the first to the second.",
+        help="Measure two servers in turns, with ratios of the first to the second.",
         metavar="URL URL",
     ),
 ]
@@ -68,11 +68,11 @@ def _chats(
     api_key: ApiKey = None,
     rounds: Rounds = 3,
     sessions: Annotated[int, typer.Option(help="Chats in rotation.", min=2, metavar="N")] = 6,
-    turns: Annotated[int, typer.Option(help="Of each chat.", min=2, metavar="N")] = 3,
+    turns: Annotated[int, typer.Option(help="Turns of each chat.", min=2, metavar="N")] = 3,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """First tokens of chats that share a system prompt: cold, shared, later turns."""
+    """Time to first token of chats that share a system prompt: cold, shared, later turns."""
     from firn.cli.bench_work import chats
 
     where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
@@ -86,18 +86,20 @@ def _throughput(
     api_key: ApiKey = None,
     rounds: Rounds = 3,
     concurrency: Annotated[
-        str, typer.Option(help="Streams at once, with commas between.", metavar="N,M,..")
+        str,
+        typer.Option(help="Numbers of concurrent streams, separated by commas.", metavar="N,M,.."),
     ] = "1,4,16",
     requests: Annotated[
-        int, typer.Option(help="Of each stream in a round.", min=1, metavar="N")
+        int, typer.Option(help="Requests of each stream in a round.", min=1, metavar="N")
     ] = 3,
     no_gap: Annotated[
-        bool, typer.Option("--no-gap", help="Leave out the long prompt among decoders.")
+        bool,
+        typer.Option("--no-gap", help="Skip the long prompt that arrives while others generate."),
     ] = False,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Tokens a second by streams, and the longest pause while a long prompt arrives."""
+    """Tokens per second by number of streams, and the longest pause while a long prompt arrives."""
     from firn.cli.bench_work import throughput
 
     where = _where(url=url, compare=compare, models=model, api_key=api_key, json=json, plot=plot)
@@ -118,12 +120,14 @@ def _replay(
     api_key: ApiKey = None,
     rounds: Rounds = 1,
     requests: Annotated[
-        int, typer.Option(help="The first so many; 0 for all.", min=0, metavar="N")
+        int, typer.Option(help="Play only the first N requests; 0 for all.", min=0, metavar="N")
     ] = 100,
     speed: Annotated[
         float,
         typer.Option(
-            help="Times as fast as the trace; 0 as fast as the streams can.", min=0, metavar="X"
+            help="How many times as fast as the trace; 0: without pauses.",
+            min=0,
+            metavar="X",
         ),
     ] = 0.0,
     streams: Annotated[int, typer.Option(help="Requests at once.", min=1, metavar="N")] = 4,

@@ -47,9 +47,9 @@ KeyText = Annotated[
 
 
 def cache_app(guarded: Guard) -> typer.Typer:
-    """The sub-commands; `guarded` turns named faults into one line and an exit code."""
+    """The sub-commands; `guarded` turns named errors into one line and an exit code."""
     app = typer.Typer(
-        help="Look at, check, shrink, and carry around what is kept on disk.",
+        help="Show, check, shrink, export and import the cache on disk.",
         no_args_is_help=True,
         rich_markup_mode="markdown",
     )
@@ -77,7 +77,7 @@ def cache_dir(folder: str | None, config: Path | None) -> Path:
 
 
 def _location(folder: str | None, config: Path | None, key_file: str | None = None) -> Any:
-    """As the server finds its folder: a flag, a variable, its file, or the user's own."""
+    """The folder that a server would use: by flag, variable, file, or the user's own."""
     from firn.cli.cache_work import CacheFolder
 
     given = {"cache.ssd_cache_dir": folder, "cache.ssd_cache_key_file": key_file}
@@ -129,7 +129,7 @@ def _stats(
     key_file: KeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the folder in numbers."""
+    """Print the folder's size, records and limits."""
     from firn.cli.cache_view import show_stats
 
     show_stats(_location(folder, config, key_file), as_json=as_json)
@@ -238,7 +238,7 @@ def _advise(
     token_bytes: Annotated[
         int,
         typer.Option(
-            help="What a token takes in the cache, in bytes (otherwise what the trace says).",
+            help="Bytes of a token in the cache (otherwise what the trace says).",
             min=0,
             metavar="N",
         ),
@@ -260,14 +260,14 @@ def _advise(
     ] = 1,
     store_ttl: Annotated[
         str,
-        typer.Option(help="How long that store keeps what nobody uses: 12h, 7d.", metavar="TIME"),
+        typer.Option(help="How long that store keeps unused records: 12h, 7d.", metavar="TIME"),
     ] = "7d",
     workers: Annotated[
         int, typer.Option(help="Processes to use; 0 for one a core.", min=0, metavar="N")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say how large the cache should be: play a trace against a table of sizes, without a model."""
+    """Recommend cache sizes: play a trace against a table of sizes, without a model."""
     from firn.cli.advise import run
 
     run(

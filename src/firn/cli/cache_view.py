@@ -1,4 +1,4 @@
-"""What `firn cache` shows of a folder: ls, show, stats. Looks only; takes no lock."""
+"""What `firn cache` shows of a folder: ls, show, stats. Only reads, and takes no lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from firn.cli.doctor import size
 from firn.core.errors import FirnError
 
 SHORT = 12
-"""Digits of a key that tell records apart for people."""
+"""Digits of a key that people need to tell records apart."""
 IMAGE_BIT = 1 << 63
 N_TOKENS_SHOWN = 32
 
@@ -55,7 +55,7 @@ def ls(location: CacheFolder, *, top: int) -> None:
         console.print()
         console.print(_tree(group, top))
     others = [
-        f"{len(inventory.faulty)} files of no use",
+        f"{len(inventory.faulty)} unusable files",
         f"{inventory.n_locked} encrypted with another key",
     ]
     shown = [text for text in others if not text.startswith("0 ")]
@@ -158,7 +158,7 @@ def _facts(inventory: Inventory, block: BlockFiles) -> list[tuple[str, str]]:
 
 
 def _layer_lines(header: Header) -> list[str]:
-    """Equal layers drawn together."""
+    """Equal layers are shown as one line."""
 
     def text(at: tuple[int, int] | None) -> str:
         if at is None:
@@ -193,7 +193,7 @@ def _recorded_model(inventory: Inventory, block: BlockFiles) -> str | None:
 
 
 def _text_of(tokens: list[int], model: str | None) -> str:
-    """The text, where a tokenizer can be had; else the first token ids."""
+    """The text if a tokenizer can be loaded, otherwise the first token ids."""
     ids = ", ".join(map(str, tokens[:N_TOKENS_SHOWN]))
     numbers = f"tokens: {ids}{', ...' if len(tokens) > N_TOKENS_SHOWN else ''}"
     if model is None:
@@ -246,14 +246,14 @@ def stats(location: CacheFolder) -> dict[str, Any]:
 
 
 def show_stats(location: CacheFolder, *, as_json: bool) -> None:
-    found = stats(location)
+    numbers = stats(location)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(numbers, indent=2))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in _stat_lines(found):
+    for name, text in _stat_lines(numbers):
         table.add_row(name, Text(text))
     out().print(table)
 

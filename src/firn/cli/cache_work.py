@@ -42,7 +42,7 @@ class CacheFolder:
             raise SetupError(f"{self.folder}: cannot be read: {e.strerror or e}") from e
 
     def tier(self) -> SsdTier:
-        """A guest in the folder: it keeps to the limit that the servers have."""
+        """As a guest: it keeps the limit that servers have set."""
         return SsdTier(TierOptions(str(self.folder)), guest=True)
 
 
@@ -93,7 +93,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     _orphans(location, tier, inventory, drop=quarantine)
     if inventory.n_locked or n_foreign:
         console.print(
-            f"Not looked into: {inventory.n_locked} encrypted with another key, "
+            f"Not checked: {inventory.n_locked} encrypted with another key, "
             f"{n_foreign} of another format."
         )
     return int(bool(bad))
@@ -109,7 +109,7 @@ def _check(location: CacheFolder, tier: SsdTier, file: RecordFile) -> TierError 
 
 
 def _orphans(location: CacheFolder, tier: SsdTier, inventory: Inventory, *, drop: bool) -> None:
-    """Records that no prompt can reach. A server may be writing their parents: look twice."""
+    """Records that no prompt can reach. A server may be writing their parents, so check twice."""
     before = {b.tag.key for b in inventory.orphans}
     blocks = [b for b in location.take().orphans if b.tag.key in before] if before else []
     files = [f for block in blocks for f in block.files.values()]

@@ -50,7 +50,7 @@ def chat(
     """Returns the exit code; raises RequestFailed where there is no conversation to go on with."""
     shown = [image_url(path) for path in images]
     model = options.model or client.served_model()
-    conversation = Conversation(client, replace(options, model=model), Screen())
+    conversation = TerminalChat(client, replace(options, model=model), Screen())
     conversation.show(shown)
     if sys.stdin.isatty() and prompt is None:
         return _talk(conversation)
@@ -61,7 +61,7 @@ def chat(
     return INTERRUPTED if conversation.ask(question).stopped else 0
 
 
-def _talk(conversation: Conversation) -> int:
+def _talk(conversation: TerminalChat) -> int:
     """Until Ctrl-D, /exit, or Ctrl-C when the last thing was a Ctrl-C too."""
     screen = conversation.screen
     with contextlib.suppress(ImportError):
@@ -106,7 +106,7 @@ class ChatReply:
     reason: str | None
 
 
-class Conversation:
+class TerminalChat:
     """The turns so far. Owner: the chat loop."""
 
     def __init__(self, client: ChatClient, options: ChatOptions, screen: Screen) -> None:
@@ -124,7 +124,7 @@ class Conversation:
         """After a fault: a picture that the server refuses would spoil every later message."""
         if self._images:
             self._images.clear()
-            self.screen.note("The message's pictures are put away; /image shows them again.")
+            self.screen.note("The message's pictures are dropped; /image attaches them again.")
 
     def ask(self, text: str) -> ChatReply:
         """Shows the reply as it comes. A turn that brought no text at all is forgotten."""
@@ -160,18 +160,19 @@ class Conversation:
         except UsageError as error:
             self.screen.note(error.message)
         else:
-            it = "It goes" if len(paths) == 1 else f"{len(paths)} files go"
-            self.screen.note(f"{it} with the next message." if paths else "Which file?")
+            what = "The picture" if len(paths) == 1 else f"{len(paths)} pictures"
+            verb = "goes" if len(paths) == 1 else "go"
+            self.screen.note(f"{what} {verb} with the next message." if paths else "Which file?")
 
 
 def files_of(text: str) -> list[Path]:
-    """What was typed or dropped behind /image: one path as it is, or several as a shell writes them."""
+    """The paths after /image, typed or dropped: one path as it is, or several as a shell quotes them."""
     whole = Path(os.path.expanduser(text))
     if text and whole.exists():
         return [whole]
     try:
         return [Path(os.path.expanduser(word)) for word in shlex.split(text)]
-    except ValueError:  # a quote that is a part of the name
+    except ValueError:  # the quote is a part of the name
         return [whole]
 
 

@@ -1,6 +1,6 @@
-"""The terminal's side of the wire: one chat request out, a stream of pieces back.
+"""A client of the OpenAI API for the terminal: one chat request out, a stream of pieces back.
 
-Speaks the OpenAI API over httpx. Faults of the server or the connection are RequestFailed, one line.
+Errors of the server and the connection are RequestFailed, with a message of one line.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class RequestFailed(FirnError):
 
 
 class ServerNotFound(RequestFailed):
-    """Nobody is there."""
+    """No server answers at the address."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat asks for; None leaves it to the server."""
+    """Options of a chat; None: the server decides."""
 
     model: str | None = None
     system: str | None = None
@@ -60,7 +60,7 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """The server is at `n_done` of the prompt's tokens."""
+    """The server has read `n_done` of the prompt's tokens."""
 
     n_done: int
     n_total: int
@@ -104,7 +104,7 @@ class SseComment:
 
 
 class SseDecoder:
-    """Bytes in any cut, whole events out. Owner: one response."""
+    """Bytes in any pieces, whole events out. Owner: one response."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -151,7 +151,7 @@ class ChatClient:
                 headers=headers,
                 # A long prompt may take minutes before the first byte.
                 timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-                # A proxy is for the world outside, not for a server on this machine.
+                # A proxy is not for a server on this machine.
                 trust_env=not is_loopback(httpx.URL(self.url).host),
             )
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
@@ -173,7 +173,7 @@ class ChatClient:
         return str(self.served_models()[0]["id"])
 
     def served_models(self) -> list[dict[str, Any]]:
-        """What the server says of its models; at least one, each with its id."""
+        """The models that the server lists; at least one, each with its id."""
         try:
             response = self._http.get("/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -223,9 +223,11 @@ class ChatClient:
         if response.status_code == 401:
             if self._has_key:
                 raise RequestFailed(f"{self.url} does not accept this API key.")
-            raise RequestFailed(f"{self.url} wants an API key: give --api-key or set FIRN_API_KEY.")
+            raise RequestFailed(
+                f"{self.url} requires an API key: give --api-key or set FIRN_API_KEY."
+            )
         if response.status_code >= 400:
-            raise RequestFailed(f"{self.url} says {response.status_code}: {_message(response)}")
+            raise RequestFailed(f"{self.url} answered {response.status_code}: {_message(response)}")
 
     def _lost(self, error: httpx.HTTPError | httpx.InvalidURL) -> NoReturn:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -233,7 +235,9 @@ class ChatClient:
                 f"No server answers at {self.url}; start one with `firn serve` or give --url."
             ) from error
         if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
-            raise RequestFailed(f"{self.url} is no address; try http://127.0.0.1:8000.") from error
+            raise RequestFailed(
+                f"{self.url} is not a valid address; try http://127.0.0.1:8000."
+            ) from error
         raise RequestFailed(f"The connection to {self.url} broke: {error}") from error
 
 
@@ -290,7 +294,7 @@ def _pieces(event: SseData | SseComment) -> Iterator[Piece]:
     try:
         chunk = json.loads(event.text)
     except ValueError as error:
-        raise RequestFailed("The server sent an event that is no JSON.") from error
+        raise RequestFailed("The server sent an event that is not JSON.") from error
     if not isinstance(chunk, Mapping):
         return
     if chunk.get("error"):

@@ -1,4 +1,4 @@
-"""`firn doctor`: looks at the machine and a model, prints what it found and says what is wrong.
+"""`firn doctor`: examines the machine and a model, prints what it found and what is wrong.
 
 Looking makes a list of findings, a value; printing it is dull.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from firn.models.timing import Split
 
 GIB = 2**30
-# Below this a cache on disk and a download make no sense.
+# With less, neither a cache on disk nor a download makes sense.
 LOW_DISK_NBYTES = 2 * GIB
 ROSETTA = (
     "This Python is one for Intel Macs, run by Rosetta: MLX needs one for Apple's processors "
@@ -60,7 +60,7 @@ def doctor(
     stores: Sequence[str] = (),
     console: Console | None = None,
 ) -> int:
-    """Prints the findings; 1 when one of them is a problem. cache_dir: None for the user's own.
+    """Prints the findings; returns 1 if one is a problem. cache_dir: None for the user's own.
 
     stores: addresses of shared stores, which are tried out.
     """
@@ -167,7 +167,7 @@ def look_at_model(name: str | None, *, n_stores: int = 0) -> Iterator[Finding]:
         return
     device = _device()
     if device is None:
-        yield Finding("model", f"{name} was not looked at, for that needs MLX", "note")
+        yield Finding("model", f"{name} was not examined: that needs MLX", "note")
         return
     from firn.models.inspect import inspect_folder, local_folder
 
@@ -212,7 +212,7 @@ def describe_model(
 
 
 def time_model(name: str) -> Iterator[Finding]:
-    """Loads it as a server would, and says where the time of a chunk and of a step goes."""
+    """Loads it as a server would, and measures where the time of a chunk and of a step goes."""
     from firn.assembly import model_names
     from firn.models import cpu, cuda, loader
     from firn.models import device as devices
@@ -267,7 +267,7 @@ def _cache_text(report: ModelReport) -> str:
 def _budget(
     report: ModelReport, device: DeviceReport, now: SystemMemory, n_stores: int
 ) -> Iterator[Finding]:
-    """What a server would plan with its defaults: the table, and the context that it allows."""
+    """The memory plan of a server with default settings, and the context that it allows."""
     from firn.assembly.memory import beside_others
     from firn.models.device import LARGEST_CHUNKS
 
@@ -283,10 +283,10 @@ def _budget(
     full = report.context_length or 0
     if not fits_alone:
         most = machine.device_nbytes - plan.headroom_nbytes
-        text = f"It needs {size(report.weights_nbytes)} and a conversation's memory; it may have "
+        text = f"It needs {size(report.weights_nbytes)} and a conversation's memory; it may use "
         yield Finding("fits", text + f"{size(most)} of this machine: it does not fit.", "problem")
     elif not plan.fits:
-        text = f"It could have {size(plan.limit_nbytes)} now, with what else runs: close something."
+        text = f"It could use {size(plan.limit_nbytes)} beside what runs now: close other programs."
         yield Finding("fits", text, "note")
     elif report.cache is None or report.cache.per_token_nbytes == 0:
         yield Finding("fits", "yes")

@@ -42,7 +42,7 @@ def model_of(report: ModelReport) -> ModelMemory:
 
 
 def as_computed(report: ModelReport, device: DeviceReport, now: SystemMemory) -> ModelReport:
-    """With the numbers of float32, where a CPU computes in it: twice the bytes, weights and cache."""
+    """In float32 if a CPU computes in it: twice the bytes, weights and cache."""
     from firn.models.cpu.dtype import SHARE
 
     wide = report.float32_nbytes
@@ -66,7 +66,7 @@ def verdict(
 
 
 def budget_rows(machine: MachineMemory, plan: MemoryPlan) -> Iterator[tuple[int, str]]:
-    """Bytes and what they are for; what is taken away is negative, and the last row is what is left."""
+    """Bytes and what they are for; deductions are negative, and the last row is the rest."""
     device = "Metal's working set" if machine.kind == "metal" else "memory of the device"
     yield machine.device_nbytes, device
     if machine.reserved_nbytes:

@@ -29,7 +29,7 @@ def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:
 
 
 def look_at_fleet(config: Config, available: Room | None = None) -> Iterator[Finding]:
-    """available: what the machine has, where it is not to be asked."""
+    """available: what the machine has left; None: measure it."""
     try:
         catalogue = ModelCatalogue(config)
     except SetupError as error:
@@ -83,4 +83,4 @@ def _together(needs: list[tuple[ModelSpec, Footprint]], now: Room) -> Iterator[F
         text = (
             f"{size(int(now.free_nbytes))} is available now, and the largest needs {size(largest)}"
         )
-        yield Finding("", f"{text}: close something", "note")
+        yield Finding("", f"{text}: close other programs", "note")

@@ -69,7 +69,7 @@ def _heed(foreign: Mapping[str, str | bool | None], flags: dict[str, Any]) -> di
             case AliasFlag(key, unset=unset) if value != unset:
                 if key in flags:
                     winner = names.get(key, _FLAGS[key])
-                    typer.echo(f"firn: {flag} is not heeded: {winner} says it already", err=True)
+                    typer.echo(f"firn: {flag} is ignored: {winner} is given, too", err=True)
                 else:
                     flags[key], names[key] = value, flag
     for key, known in PARSERS.items():

@@ -34,7 +34,7 @@ ModelsDir = Annotated[
 
 def models_app(guarded: Guard) -> typer.Typer:
     app = typer.Typer(
-        help="See, load, unload and remove models.",
+        help="List, load, unload and remove models.",
         no_args_is_help=True,
         rich_markup_mode="markdown",
     )
@@ -62,19 +62,17 @@ def _load(
     api_key: ApiKey = None,
     keep_alive: Annotated[
         str | None,
-        typer.Option(
-            help="How long it stays when nobody uses it: 30m, -1 for ever.", metavar="TIME"
-        ),
+        typer.Option(help="How long it stays loaded unused: 30m, -1 for ever.", metavar="TIME"),
     ] = None,
 ) -> None:
-    """Have the running server load a model, and wait until it is loaded."""
+    """Load a model in the running server, and wait until it is loaded."""
     from firn.cli.models_work import change
 
     raise typer.Exit(change(name, "load", url, api_key, keep_alive=keep_alive))
 
 
 def _unload(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Have the running server unload a model, once its replies have ended."""
+    """Unload a model in the running server once its replies have ended."""
     from firn.cli.models_work import change
 
     raise typer.Exit(change(name, "unload", url, api_key))
@@ -87,7 +85,7 @@ def _rm(
     models_dir: ModelsDir = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a model's files from this machine. Asks first; what was cached of its prompts stays."""
+    """Remove a model's files from this machine. Asks first; its cached prompts stay."""
     from firn.cli.models_work import rm
 
     raise typer.Exit(rm(name, url, api_key, models_dir, yes=yes))
@@ -99,10 +97,11 @@ def pull(
     ],
     models_dir: ModelsDir = None,
     retries: Annotated[
-        int, typer.Option("--download-retries", help="How often a download is taken up again.")
+        int, typer.Option("--download-retries", help="How often a broken download is resumed.")
     ] = 3,
 ) -> None:
-    """Download a model, so that serving it needs no network. What is there is not fetched again."""
+    """Download a model, so that serving it needs no network. Files that are there are not
+    downloaded again."""
     from firn.cli.models_work import pull
 
     raise typer.Exit(pull(name, models_dir, retries=retries))

@@ -1,4 +1,4 @@
-"""What `firn models` and `firn pull` do: ask the running server, or look at this machine's disk."""
+"""What `firn models` and `firn pull` do: ask the running server, or search this machine's disk."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def change(
 
 
 @dataclass(frozen=True, slots=True)
-class LocalModel:
-    """revisions: of the hub's cache, by which it is removed there. owner: whose folder it is."""
+class ModelOnDisk:
+    """revisions: in the hub's cache, to remove it there. owner: the program whose folder it is in."""
 
     name: str
     folder: Path
@@ -77,7 +77,7 @@ class LocalModel:
     owner: str = ""
 
 
-def local_models(models_dir: Path | None) -> list[LocalModel]:
+def local_models(models_dir: Path | None) -> list[ModelOnDisk]:
     """Those of the folder, or else those of the hub's cache that hold weights, and LM Studio's."""
     if models_dir is None:
         return [*_hub_models(), *_lm_studio_models()]
@@ -85,10 +85,10 @@ def local_models(models_dir: Path | None) -> list[LocalModel]:
 
     if not models_dir.is_dir():
         raise SetupError(f"There is no folder {models_dir}.")
-    return [LocalModel(name, folder, _nbytes(folder)) for name, folder in folders(models_dir)]
+    return [ModelOnDisk(name, folder, _nbytes(folder)) for name, folder in folders(models_dir)]
 
 
-def _hub_models() -> list[LocalModel]:
+def _hub_models() -> list[ModelOnDisk]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -96,26 +96,26 @@ def _hub_models() -> list[LocalModel]:
         repos = scan_cache_dir().repos
     except CacheNotFound:
         return []
-    found = []
+    models = []
     for repo in sorted(repos, key=lambda repo: str(repo.repo_id)):
         names = {str(file.file_name) for rev in repo.revisions for file in rev.files}
         if repo.repo_type == "model" and any(name.endswith(".safetensors") for name in names):
             revisions = tuple(rev.commit_hash for rev in repo.revisions)
             path = Path(repo.repo_path)
-            found.append(LocalModel(repo.repo_id, path, repo.size_on_disk, revisions))
-    return found
+            models.append(ModelOnDisk(repo.repo_id, path, repo.size_on_disk, revisions))
+    return models
 
 
-def _lm_studio_models() -> list[LocalModel]:
+def _lm_studio_models() -> list[ModelOnDisk]:
     from firn.models.local import lm_studio_models
 
     return [
-        LocalModel(found.name, found.folder, _nbytes(found.folder), owner="LM Studio")
+        ModelOnDisk(found.name, found.folder, _nbytes(found.folder), owner="LM Studio")
         for found in lm_studio_models()
     ]
 
 
-def _show_local(models: list[LocalModel]) -> None:
+def _show_local(models: list[ModelOnDisk]) -> None:
     table = _table("model", "size", "folder")
     for model in models:
         table.add_row(Text(model.name), Text(_size(model.nbytes)), Text(str(model.folder)))
@@ -125,29 +125,29 @@ def _show_local(models: list[LocalModel]) -> None:
 def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes: bool) -> int:
     if builtin_folder(name):
         raise SetupError(f"{name} is built in.")
-    found = next((model for model in local_models(models_dir) if model.name == name), None)
-    if found is None:
+    model = next((model for model in local_models(models_dir) if model.name == name), None)
+    if model is None:
         where = f"in {models_dir}" if models_dir else "in the hub's cache"
         raise SetupError(f"There is no model {name} {where}; `firn models ls` lists them.")
-    if found.owner:
-        raise SetupError(f"{name} belongs to {found.owner}: remove it there ({found.folder}).")
+    if model.owner:
+        raise SetupError(f"{name} belongs to {model.owner}: remove it there ({model.folder}).")
     _refuse_in_use(name, url, api_key)
-    question = f"Remove {found.name} ({_size(found.nbytes)}, {found.folder})?"
+    question = f"Remove {model.name} ({_size(model.nbytes)}, {model.folder})?"
     if not yes and not typer.confirm(question):
         typer.echo("Nothing was removed.")
         return 1
-    if found.revisions:
+    if model.revisions:
         from huggingface_hub import scan_cache_dir
 
-        scan_cache_dir().delete_revisions(*found.revisions).execute()
+        scan_cache_dir().delete_revisions(*model.revisions).execute()
     else:
-        shutil.rmtree(found.folder)
-    typer.echo(f"{found.name} is removed: {_size(found.nbytes)} are free again")
+        shutil.rmtree(model.folder)
+    typer.echo(f"{model.name} is removed: {_size(model.nbytes)} are free again")
     return 0
 
 
 def _refuse_in_use(name: str, url: str, api_key: str | None) -> None:
-    """A server that has it loaded would go on with files that are no longer there."""
+    """A server that has it loaded would read files that are no longer there. Raises SetupError."""
     try:
         with ChatClient(url, api_key=api_key) as client:
             served = client.served_models()

@@ -1,4 +1,4 @@
-"""What `firn doctor` looks at where a model's name is firn's own and its folder is made on first use."""
+"""What `firn doctor` examines for a packaged model, whose folder is made on first use."""
 
 from __future__ import annotations
 

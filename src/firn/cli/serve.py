@@ -1,4 +1,4 @@
-"""`firn serve`: what is said before the server starts, and the call that starts it."""
+"""`firn serve`: warnings before the server starts, and the call that starts it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from firn.core.errors import SetupError
 from firn.host.machine import is_loopback, is_translated, most_descriptors
 
 MLX_LM_FILES = 4096
-"""What mlx-lm sets as the limit when it is imported, or fails."""
+"""mlx-lm sets this limit when it is imported, and fails if it cannot."""
 
 
 def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> int:
@@ -28,7 +28,7 @@ def serve(config: Config, *, start: Callable[[Config], int] | None = None) -> in
 
 
 def _app(config: Config) -> Callable[[Config], int]:
-    """The composition root. Importing that of one model imports MLX, which may not be there."""
+    """The composition root. That of one model imports MLX, which may not be installed."""
     if most_descriptors() < MLX_LM_FILES:
         raise SetupError(
             f"mlx-lm needs a limit of {MLX_LM_FILES} open files, and this user's is "
@@ -36,7 +36,7 @@ def _app(config: Config) -> Callable[[Config], int]:
         )
     if config.several:
         if config.model.tensor_parallel:
-            raise SetupError("--tensor-parallel does not go with several models")
+            raise SetupError("--tensor-parallel serves one model; several were given")
         from firn.fleet.server import serve as front
 
         return front

@@ -44,19 +44,23 @@ def _install(context: typer.Context) -> None:
     typer.echo(f"installed and started: {where.path}")
     taken = sorted(name for name in os.environ if name.startswith("FIRN_"))
     if taken:
-        typer.echo(f"firn: {', '.join(taken)} are set here, and not for the service", err=True)
+        typer.echo(
+            f"firn: {', '.join(taken)} are set in this shell but not for the service", err=True
+        )
 
 
 def _check(arguments: tuple[str, ...]) -> None:
-    """Say now what `firn serve` would say at every start."""
+    """Report errors now that `firn serve` would report at every start. Raises SetupError."""
     command = [sys.executable, "-m", "firn", "config", "show", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
-        raise SetupError(done.stderr.strip().removeprefix("firn: ") or "these are no arguments")
+        raise SetupError(
+            done.stderr.strip().removeprefix("firn: ") or "these arguments are not valid"
+        )
 
 
 def _absolute(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The service runs in the home folder: paths that are meant from here are written out."""
+    """The service runs in the home folder, so relative paths are made absolute."""
     return tuple(
         os.path.abspath(word) if word.startswith((".", "~")) or os.path.exists(word) else word
         for word in (os.path.expanduser(w) if w.startswith("~") else w for w in arguments)
@@ -64,7 +68,7 @@ def _absolute(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _uninstall() -> None:
-    """Stop the service and remove it. Models and what was cached of prompts stay."""
+    """Stop the service and remove it. Models and cached prompts stay."""
     from firn.host.supervisors import supervisor
 
     if not supervisor().uninstall():
@@ -73,7 +77,7 @@ def _uninstall() -> None:
 
 
 def _status() -> None:
-    """Say whether the service is installed and running; exit code 1 where it is not."""
+    """Show whether the service is installed and running; exit code 1 if it is not."""
     from firn.host.supervisors import supervisor
 
     where = supervisor()
@@ -86,8 +90,8 @@ def _status() -> None:
 
 
 def _logs(
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many.", min=1)] = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more come.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines.", min=1)] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines.")] = False,
 ) -> None:
     """Show what the service has logged."""
     from firn.host.supervisors import supervisor

@@ -53,7 +53,7 @@ def show(config: Config, *, as_json: bool) -> int:
 
 
 def _tables(config: Config) -> Iterator[tuple[str, Any]]:
-    """What the file says of single models."""
+    """What the file sets for single models."""
     for model in config.tables:
         own = {"path": model.path, "pinned": model.pinned, "aliases": list(model.aliases)}
         own |= {"keep_alive": model.keep_alive} if model.keep_alive else {}

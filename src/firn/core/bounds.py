@@ -1,4 +1,4 @@
-"""What sampling may be set to: one table for the APIs, for the flags and for models' own files. Pure."""
+"""Bounds of sampling parameters: one table for the APIs, the flags and models' own files. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Bound:
     whole: bool = False
 
     def fault(self, value: object) -> str | None:
-        """What is wrong with the value, if anything is."""
+        """What is wrong with the value; None: nothing."""
         kinds = (int,) if self.whole else (int, float)
         if type(value) not in kinds:  # a boolean is no number
             return "must be an integer" if self.whole else "must be a number"
@@ -43,7 +43,7 @@ SAMPLING: Mapping[str, Bound] = MappingProxyType(
         "frequency_penalty": Bound(-2, 2),
     }
 )
-"""By the names of `core.values.Sampling`. A top_k of -1 is off, as vLLM's clients say it."""
+"""By the names of `core.values.Sampling`. A top_k of -1 is off, as vLLM's clients send it."""
 
 GREEDY_BELOW = 1e-5
-"""Dividing logits by less than this only overflows; it picks the likeliest token anyway."""
+"""Dividing logits by less only overflows, and would pick the likeliest token anyway."""

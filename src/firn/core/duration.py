@@ -1,4 +1,4 @@
-"""How long something is kept: "30m", "1h30m", "90", 90; 0 not at all, anything negative for ever."""
+"""How long something is kept: "30m", "1h30m", "90", 90; 0: not at all; negative: for ever."""
 
 from __future__ import annotations
 

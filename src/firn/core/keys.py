@@ -3,10 +3,10 @@
     root  = H(format, model fingerprint, layout, namespace)
     key_i = H(key_{i-1}, the block's key tokens)
 
-Key tokens are 64-bit: a text position is its token id, an image position a hash of the picture's
-content digest and of the position inside it, with the top bit set. In a prompt of which some was
-skipped, a token's position is in its upper half. Fields are framed with their
-lengths, so no two different lists of fields hash alike. Keys are the same in every process.
+Key tokens have 64 bits: a text position is its token id, a picture position a hash of the picture's
+content digest and of the position inside it, with the top bit set. In a thinned prompt, a token's
+position is in the upper half. Fields are framed with their lengths, so no two different lists of
+fields hash alike. Keys are the same in every process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 Key = NewType("Key", bytes)
 KeyTokens = npt.NDArray[np.uint64]
 
-_IMAGE_BIT = np.uint64(1 << 63)
+_PICTURE_BIT = np.uint64(1 << 63)
 
 
 def key_tokens(ids: TokenArray, picture_spans: Sequence[PictureSpan] = ()) -> KeyTokens:
@@ -32,14 +32,14 @@ def key_tokens(ids: TokenArray, picture_spans: Sequence[PictureSpan] = ()) -> Ke
     for span in picture_spans:
         for i in range(span.start, span.end):
             digest = _hash(b"image", [span.digest, (i - span.start).to_bytes(8, "little")])
-            values[i] = np.frombuffer(digest[:8], dtype="<u8")[0] | _IMAGE_BIT
+            values[i] = np.frombuffer(digest[:8], dtype="<u8")[0] | _PICTURE_BIT
     return values
 
 
 def placed_tokens(ids: TokenArray, positions: TokenArray) -> KeyTokens:
-    """Key tokens of a prompt of which some was skipped: what a token is, and where it stands.
+    """Key tokens of a thinned prompt: a token's id and its position.
 
-    A layer's cell depends on the tokens before it that were read, and on their places.
+    A layer's state depends on the tokens that were read before, and on their positions.
     """
     return ids.astype(np.uint64) | (positions.astype(np.uint64) << np.uint64(32))
 

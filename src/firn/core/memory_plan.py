@@ -16,49 +16,49 @@ from typing import Literal
 
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_TOKENS = 8192
-"""A model that cannot hold this much is not worth serving."""
+"""The least context that is worth serving."""
 DEEP_TOKENS = 32768
 """Up to this depth chunks keep their full size, where memory allows it."""
 MIN_CHUNK = 64
-"""Smaller ones cost more time than they save memory."""
+"""Smaller chunks cost more time than the memory they save is worth."""
 REST = 1.5
-"""A prompt's last chunk may be so much longer than the others."""
+"""A prompt's last chunk may be longer than the others by this factor."""
 CHUNK_SHARE = 0.25
-"""Of what weights leave: the most that is set aside for a prefill chunk."""
+"""Share of what weights leave: the most for a prefill chunk."""
 BUFFER_CACHE_SHARE = 0.05
-"""MLX keeps freed buffers for reuse; this much of the limit is enough for that."""
+"""MLX keeps freed buffers for reuse; this share of the limit is enough for that."""
 MIN_BUFFER_CACHE_NBYTES = 32 * MIB
 MAX_WRITE_QUEUE_NBYTES, MIN_WRITE_QUEUE_NBYTES = 1 * GIB, 32 * MIB
 WRITE_QUEUE_SHARE = 0.05
-"""Of what weights leave: evicted records that are still to be written."""
+"""Share of what weights leave: for evicted records that are still to be written."""
 STORE_QUEUE_NBYTES = 64 * MIB
-"""Records that wait to be sent to one shared store: more would only wait longer."""
+"""For records that wait to be sent to one shared store: more would only wait longer."""
 SYSTEM_SHARE = 0.125
 MIN_SYSTEM_NBYTES, MAX_SYSTEM_NBYTES = 1 * GIB, 8 * GIB
-"""Of physical memory: what is left to the system and to other programs, at the least."""
+"""Share of physical memory that is left to the system and to other programs."""
 AVAILABLE_SLACK = 0.25
-"""Of the system's part: what stays available beside a server that takes all the rest."""
+"""Share of the system's part that stays available beside a server that takes all the rest."""
 CUDA_HEADROOM_NBYTES = 2 * GIB
 MIN_CAPACITY_NBYTES = 256 * MIB
-"""A model that does not fit may be served all the same; it gets this much."""
+"""The capacity of a model that does not fit, and is served all the same."""
 
 DeviceKind = Literal["cpu", "metal", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """What the machine says, before the model is loaded."""
+    """What the machine reports before the model is loaded."""
 
     kind: DeviceKind
     device_nbytes: int
-    """Metal: the recommended working set. Elsewhere: the memory of what computes."""
+    """Metal: the recommended working set. Elsewhere: the device's memory."""
     physical_nbytes: int
     available_nbytes: int | None = None
-    """What could be had without swapping; None: unknown."""
+    """What could be allocated without swapping; None: unknown."""
     reserved_nbytes: int = 0
     """By other firn servers of this user on this device."""
     unclaimed_nbytes: int = 0
-    """Of it what they have not taken yet, so that it still looks available."""
+    """The part of it that they have not allocated yet, so that it still looks available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Transient:
     """For each pair of a query and a key that it sees."""
 
     def of(self, n_tokens: int, depth: int) -> int:
-        """A chunk of so many tokens behind `depth` others."""
+        """Of a chunk of so many tokens behind `depth` others."""
         scores = self.per_score_nbytes * (depth + n_tokens)
         return n_tokens * (self.per_token_nbytes + scores)
 
@@ -103,14 +103,14 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """What the user has said."""
+    """What the user has set."""
 
     chunk: int
     fixed_chunk: bool = False
-    """Chunks do not shrink: their size is part of the answer's bits."""
+    """Chunks do not shrink: their size changes the bits of a result (exact reuse)."""
     headroom_nbytes: int | None = None
     device_share: float | None = None
-    """Of the device's memory, in place of a headroom."""
+    """Share of the device's memory to use, in place of a headroom."""
     wired_nbytes: int = 0
     n_store_queues: int = 0
     """Caches times shared stores: each pair has a write queue of its own."""
@@ -145,7 +145,7 @@ class MemoryPlan:
 
     @property
     def total_nbytes(self) -> int:
-        """All that the process will take, but for Python itself."""
+        """All that the process will take, without Python itself."""
         return (
             self.weights_nbytes
             + self.chunk_nbytes
@@ -192,7 +192,7 @@ def _headroom(machine: MachineMemory, options: MemoryOptions) -> int:
         return options.headroom_nbytes
     if machine.kind == "cuda":
         return min(CUDA_HEADROOM_NBYTES, machine.device_nbytes // 8)
-    # Metal's recommendation leaves something to the system, unless a user has raised it.
+    # Metal's recommendation leaves memory to the system, unless the user has raised it.
     left_already = machine.physical_nbytes - machine.device_nbytes
     return max(_system_nbytes(machine) - left_already, 0)
 
@@ -216,7 +216,7 @@ def _system_nbytes(machine: MachineMemory) -> int:
 def _ample(
     limit: int, left: int, model: ModelMemory, options: MemoryOptions
 ) -> tuple[int, int, int]:
-    """A chunk, the buffer cache, the write queue, where there is room for all of them."""
+    """Chunk, buffer cache and write queue, if there is room for all of them."""
     deep = min(DEEP_TOKENS, model.context_length or DEEP_TOKENS)
     chunk = min(model.transient.of(options.longest_chunk, deep), max(int(left * CHUNK_SHARE), 0))
     buffers = max(int(limit * BUFFER_CACHE_SHARE), MIN_BUFFER_CACHE_NBYTES)
@@ -231,12 +231,12 @@ def _tightest(model: ModelMemory, options: MemoryOptions, n_least: int) -> tuple
 
 
 def _context(model: ModelMemory, options: MemoryOptions, capacity: int, chunk_nbytes: int) -> int:
-    """By what a row may take, and by how deep the smallest chunk may run."""
+    """Limited by what a row may take, and by how deep the smallest chunk may run."""
     bounds = [model.context_length] if model.context_length else []
     if model.per_token_nbytes:
         bounds.append(max((capacity - model.fixed_nbytes) // model.per_token_nbytes, 0))
     chunk = options.shortest_chunk
     deepest = model.transient.deepest(chunk, chunk_nbytes)
-    if deepest is not None:  # behind so many the last chunk can still be read
+    if deepest is not None:  # behind so many tokens a last chunk can still be read
         bounds.append(deepest + chunk)
     return min(bounds) if bounds else 1 << 31

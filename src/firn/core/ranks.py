@@ -1,7 +1,7 @@
 """What crosses between the processes that serve one sharded model: calls, as values.
 
-Rank 0 decides and tells; the others do as they are told, in the same order. A call is a name, a few JSON
-values and bytes. What a follower answers is a call too.
+Rank 0 decides and sends calls; the followers make them in the same order. A call is a name, a few JSON
+values and bytes. A follower's answer is a call too.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any, Protocol
 class RankCall:
     name: str
     args: tuple[Any, ...] = ()
-    """What JSON can say."""
+    """JSON values."""
     blob: bytes = b""
 
 
 OnAnswer = Callable[[int, RankCall], None]
-"""Gets a follower's rank and its answer, on a thread of the channel's."""
+"""Gets a follower's rank and its answer, on the connection's thread."""
 
 
 class RankLost(BaseException):
     """The ranks are no longer in step: this process must end.
 
-    Not an Exception: nothing between the device and the end of the engine may take it for the fault of
-    one request and go on.
+    Not an Exception: no code between the device and the engine's end may take it for the fault of one
+    request and go on.
     """
 
 
 class Followers(Protocol):
-    """All ranks but 0, as rank 0 speaks to them."""
+    """All ranks except 0, as rank 0 sees them."""
 
     @property
     def n_followers(self) -> int: ...
@@ -43,17 +43,17 @@ class Followers(Protocol):
         ...
 
     def tell(self, name: str, *args: Any, blob: bytes = b"") -> None:
-        """Send a call to all, with what waits for it (`tell_later`). Any thread. Raises RankLost."""
+        """Send a call to all, after those that wait (`tell_later`). Any thread. Raises RankLost."""
         ...
 
     def tell_later(self, name: str, *args: Any) -> None:
-        """A call that may wait for the next one that is sent."""
+        """Keep a call until the next one is sent."""
         ...
 
     def on_answer(self, name: str, take: OnAnswer) -> None:
-        """Who is given the answers of this name."""
+        """Set what is called with answers of this name."""
         ...
 
     def end_group(self, why: str) -> RankLost:
-        """What happened here the others do not know of: end the group. Returns what to raise."""
+        """Something happened that the followers do not know of: end the group. Returns what to raise."""
         ...

@@ -1,17 +1,17 @@
-"""What is asked, and allowed, of sparse prefill. All of it is frozen."""
+"""What requests may ask of sparse prefill, and what a server allows. All of it is frozen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 ASKED_OVER = 1024
-"""Shorter prompts are read in full, even if a request asks for less: that is soon done."""
+"""Shorter prompts are read in full even if a request asks for less: it does not take long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """A prompt may be thinned to the share `keep` of what is not cached of it, if that is more than
-    `over` tokens."""
+    """If more than `over` tokens of a prompt are not cached, it may be thinned to the share `keep` of
+    them."""
 
     keep: float
     over: int
@@ -19,8 +19,8 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class SparseRules:
-    """What a server does about sparse prefill. keep: where a request says nothing. over: prompts with
-    more cold tokens are read so unasked; 0: none."""
+    """A server's settings for sparse prefill. keep: if a request does not say. over: prompts with
+    more cold tokens are thinned unasked; 0: none are."""
 
     allowed: bool = False
     keep: float = 0.3

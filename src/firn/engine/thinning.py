@@ -44,7 +44,15 @@ def why_not(job: Job, *, n_expected: int, max_tokens: int) -> str:
         return f"{n_prompt - n_expected} tokens are cold, not more than {sparse.over}"
     if n_prompt > max_tokens:
         return f"the draft model takes {max_tokens} tokens"
+    if _n_read(job.prompt, n_expected, sparse.keep) > MAX_SHARE * (n_prompt - n_expected):
+        return "too little of it may be skipped"  # known before it is scored
     return ""
+
+
+def _n_read(prompt: Prompt, n_cached: int, keep: float) -> float:
+    """Cold tokens that will be read, about: ranges do not overlap, chunks are not counted."""
+    n_essential = sum(max(end - max(start, n_cached), 0) for start, end in prompt.essential)
+    return n_essential + keep * (len(prompt) - n_cached - n_essential)
 
 
 def select(

@@ -74,18 +74,18 @@ class _ActivityStream:
             while not self._relay.draining:
                 self._attach()
                 models = _frame("models", self._models())
-                found = [models] if models != shown else []
+                frames = [models] if models != shown else []
                 shown = models
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
-                        found.append(await self._waiting.get())
+                        frames.append(await self._waiting.get())
                 while not self._waiting.empty():
-                    found.append(self._waiting.get_nowait())
-                quiet = 0 if found else quiet + 1
+                    frames.append(self._waiting.get_nowait())
+                quiet = 0 if frames else quiet + 1
                 if quiet >= QUIET_TICKS:
-                    found, quiet = [sse.KEEP_ALIVE.encode()], 0
-                if found:
-                    yield b"".join(found)
+                    frames, quiet = [sse.KEEP_ALIVE.encode()], 0
+                if frames:
+                    yield b"".join(frames)
         finally:
             self._watchers.n -= 1
             for task in self._tasks.values():
@@ -94,15 +94,15 @@ class _ActivityStream:
     def _models(self) -> list[dict[str, Any]]:
         """Only the operator sees how busy models are: it would tell a key about others."""
         operator = exchange_of(self._scope).caller.operator
-        found = []
+        models = []
         for name, model in self._fleet.models.items():
             closing = model.closed or model.unloading
             state = ModelState.DRAINING if closing else model.state
             busy = {"active": model.n_active, "waiting": len(model.waiters)} if operator else {}
-            found.append(
+            models.append(
                 {"id": name, "state": state.value, "bytes": model.footprint.nbytes, **busy}
             )
-        return found
+        return models
 
     def _attach(self) -> None:
         """Listen to each loaded model that is not listened to yet."""

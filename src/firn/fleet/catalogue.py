@@ -88,13 +88,13 @@ class ModelCatalogue:
 
     def find(self, name: str) -> ModelSpec | None:
         """The model that a request means by this name."""
-        found = self._known(name)
-        if found is None and self._folder is not None and name and not name.startswith(STAND_INS):
+        spec = self._known(name)
+        if spec is None and self._folder is not None and name and not name.startswith(STAND_INS):
             self.rescan()
-            found = self._known(name)
-        if found is None and (not name or name.startswith(STAND_INS)):
+            spec = self._known(name)
+        if spec is None and (not name or name.startswith(STAND_INS)):
             return self.default
-        return found
+        return spec
 
     def _known(self, name: str) -> ModelSpec | None:
         specs = self._specs

@@ -97,15 +97,15 @@ def _template(folder: Path) -> str:
     except (OSError, UnicodeDecodeError):
         pass
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = _json(folder / name).get("chat_template")
-        if found:
-            return json.dumps(found)
+        template = _json(folder / name).get("chat_template")
+        if template:
+            return json.dumps(template)
     return ""
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

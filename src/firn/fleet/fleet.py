@@ -83,14 +83,14 @@ class Fleet:
 
     def model(self, spec: ModelSpec) -> Model:
         """Its state, created if it is new. A folder that was replaced is another model."""
-        found = self.models.get(spec.name)
-        if found is None:
+        model = self.models.get(spec.name)
+        if model is None:
             footprint = memory.estimate(self._folder_of(spec))
-            found = Model(spec, footprint, self._wake.set, keep_alive_s=spec.keep_alive_s)
+            model = Model(spec, footprint, self._wake.set, keep_alive_s=spec.keep_alive_s)
             if spec.pinned:
-                found.wanted_since = time.monotonic()
-            self.models[spec.name] = found
-        return found
+                model.wanted_since = time.monotonic()
+            self.models[spec.name] = model
+        return model
 
     # --- for requests ----------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ async def ask_loaded(
 ) -> list[ModelAnswer]:
     """Send the same request to each loaded model; one that does not answer is left out."""
     asked = list(fleet.models.values() if models is None else models)
-    found = await asyncio.gather(*(_ask(fleet, model, scope, target) for model in asked))
-    return [answer for answer in found if answer is not None]
+    answers = await asyncio.gather(*(_ask(fleet, model, scope, target) for model in asked))
+    return [answer for answer in answers if answer is not None]
 
 
 async def _ask(fleet: Fleet, model: Model, scope: Scope, target: bytes) -> ModelAnswer | None:

@@ -202,8 +202,8 @@ class _Planner:
         return chosen is not None
 
     def _idle(self) -> list[ModelView]:
-        found = [v for v in self._models if self._could_go(v) and v.is_idle]
-        return sorted(found, key=lambda v: v.last_used)
+        idle = [v for v in self._models if self._could_go(v) and v.is_idle]
+        return sorted(idle, key=lambda v: v.last_used)
 
     def _could_go(self, v: ModelView) -> bool:
         return v.state is ModelState.LOADED and not v.pinned and v.name not in self._going

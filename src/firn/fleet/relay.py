@@ -131,11 +131,11 @@ class Relay:
             if self.draining:
                 raise ShuttingDown()
             raw = await self._bodies.read(scope, receive)
-            wanted = await decoded(raw, self._pool, _wanted)
-            model = self.find(wanted.model)
+            request = await decoded(raw, self._pool, _wanted)
+            model = self.find(request.model)
             if scope["path"] == RESPONSES:
                 self._remember(exchange.id, model)
-            call = _RelayedCall(self, model, scope, raw, wanted)
+            call = _RelayedCall(self, model, scope, raw, request)
             if call.asks_to_leave:
                 await self._fleet.unload(model)
                 await call.say_gone(send)

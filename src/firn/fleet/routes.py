@@ -135,27 +135,27 @@ def add_loading(
 
     async def load(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
-        found = relay.find(model_id)
+        model = relay.find(model_id)
         keep_alive_s = await _keep_alive(request, bodies)
-        lease = fleet.try_enter(found)
+        lease = fleet.try_enter(model)
         if lease is None:
-            waiter = fleet.wait_for(found)
+            waiter = fleet.wait_for(model)
             try:
                 lease = await asyncio.wait_for(asyncio.shield(waiter.lease), relay.limits.wait_s)
             except TimeoutError:
                 waited = f"it took longer than {relay.limits.wait_s:g} s"
-                raise fleet.not_ready(found, waited) from None
+                raise fleet.not_ready(model, waited) from None
             finally:
                 if lease is None:
-                    fleet.leave(found, waiter)
+                    fleet.leave(model, waiter)
         lease.release(keep_alive_s=keep_alive_s)
-        return catalog.shown(found)
+        return catalog.shown(model)
 
     async def unload(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
-        found = relay.find(model_id)
-        await fleet.unload(found)
-        return catalog.shown(found)
+        model = relay.find(model_id)
+        await fleet.unload(model)
+        return catalog.shown(model)
 
     add = partial(app.add_api_route, methods=["POST"], responses=error_responses())
     add("/v1/models/{model_id:path}/load", load, summary="Load a model")
@@ -302,10 +302,10 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
     async def clear(request: Request, model: str | None = None) -> dict[str, Any]:
         """Of all loaded models, or of one, which must be loaded."""
         check_may_change_cache(request.scope)
-        found = chosen(model)
-        if found and fleet.peek(found[0]) is None:
-            raise fleet.not_ready(found[0], "its cache can be cleared only while it is loaded")
-        answers = await merging.ask_loaded(fleet, request.scope, b"/v1/cache", found)
+        models = chosen(model)
+        if models and fleet.peek(models[0]) is None:
+            raise fleet.not_ready(models[0], "its cache can be cleared only while it is loaded")
+        answers = await merging.ask_loaded(fleet, request.scope, b"/v1/cache", models)
         return {"models": _by_model(answers)}
 
     add = partial(app.add_api_route, responses=error_responses())

@@ -260,17 +260,17 @@ async def _report(server: app.Server, services: Services, web: Uvicorn, link: Fr
     while not web.started:
         await asyncio.sleep(0.005)
     peak, last, device = 0, None, devices.device()
-    news: dict[str, Any] = {"event": "ready", "model": model_object(services)}
+    message: dict[str, Any] = {"event": "ready", "model": model_object(services)}
     while True:
-        found = await asyncio.wrap_future(server.engine.call(_measure))
-        peak = max(peak, found.pop("live"))
-        found = {**found, "live_peak": peak, "calls": server.event_router.n_calls}
-        found["weights"] = server.engine.model.weights_nbytes
-        found["device"], found["device_memory"] = device.kind, device.memory_nbytes
-        found["computed"] = services.quotas.computed()
-        if found != last:
-            link.tell(**news, report=found)
-        news, last = {"event": "report"}, found
+        report = await asyncio.wrap_future(server.engine.call(_measure))
+        peak = max(peak, report.pop("live"))
+        report = {**report, "live_peak": peak, "calls": server.event_router.n_calls}
+        report["weights"] = server.engine.model.weights_nbytes
+        report["device"], report["device_memory"] = device.kind, device.memory_nbytes
+        report["computed"] = services.quotas.computed()
+        if report != last:
+            link.tell(**message, report=report)
+        message, last = {"event": "report"}, report
         await asyncio.sleep(REPORT_S)
 
 

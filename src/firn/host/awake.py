@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 log = logging.getLogger("firn")
 
 LINGER_S = 5.0
-"""Behind the last request: the next turn of an agent comes within seconds."""
+"""How long to stay awake after the last request: an agent's next turn comes within seconds."""
 
 
 def command(platform: str = sys.platform) -> tuple[str, ...]:
-    """What holds off sleep; empty where nothing needs to."""
+    """The command that holds off sleep; empty: none is needed."""
     if platform != "darwin":
         return ()
     return ("/usr/bin/caffeinate", "-i", "-w", str(os.getpid()))
@@ -46,7 +46,7 @@ class Awake:
         return self._process is not None
 
     def note(self, *, busy: bool) -> None:
-        """Told now and then whether requests run. Does not wait."""
+        """Called now and then with whether requests run. Does not block."""
         if not self._holder:
             return
         if busy:

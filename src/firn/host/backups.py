@@ -1,7 +1,7 @@
 """Keeps the cache folder out of Time Machine's backups: what is in it can be computed again.
 
-macOS leaves out ~/Library/Caches by itself; a folder that the user has named is marked here, once. Other
-backup programs go by the folder's CACHEDIR.TAG.
+macOS excludes ~/Library/Caches by itself; a folder that the user has chosen is marked here, once. Other
+backup programs read the folder's CACHEDIR.TAG.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Run = Callable[[Sequence[str]], str]
 
 
 def leave_out(folder: Path, *, platform: str = sys.platform, run: Run | None = None) -> bool:
-    """Whether it is left out now. The mark stays with the folder, wherever that is moved."""
+    """Exclude a folder; returns whether it is excluded now. The mark stays with the folder when it
+    moves."""
     if platform != "darwin":
         return False
     run = run or _run

@@ -66,7 +66,7 @@ def _mac_available() -> int | None:
 
 
 def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
-    """What macOS's vm_stat says could be had: free pages and those it would give up at once."""
+    """What macOS's vm_stat reports as available: free pages and those it would give up at once."""
     wanted = ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
     rows = (line.partition(":") for line in text.splitlines())
     pages = [int(value.strip(" .")) for name, _, value in rows if name in wanted]
@@ -74,12 +74,12 @@ def vm_stat_available(text: str, *, page_nbytes: int) -> int | None:
 
 
 def is_translated(platform: str = sys.platform, read: Callable[[], str] | None = None) -> bool:
-    """Whether this Python is one for Intel's processors, run by Rosetta on one of Apple's."""
+    """Whether this is an x86-64 Python that Rosetta translates on an Apple processor."""
     if platform != "darwin":
         return False
     try:
         return (read or _proc_translated)().strip() == "1"
-    except (OSError, subprocess.SubprocessError):  # a Mac with Intel's does not know the question
+    except (OSError, subprocess.SubprocessError):  # an Intel Mac does not know this sysctl
         return False
 
 
@@ -96,7 +96,7 @@ def disk_free(folder: Path) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Processors that this process may use: neither the machine's nor a container host's."""
+    """Processors that this process may use, within its affinity and its container's quota."""
     try:
         n = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -119,19 +119,19 @@ def is_loopback(host: str) -> bool:
 
 
 def most_descriptors() -> int:
-    """How many files a process of this user may open at the most."""
+    """How many files a process of this user may open at most."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def raise_descriptor_limit(*, wanted: int = 65536) -> int:
-    """Let this process open as many files as it may; returns how many that are.
+    """Let this process open as many files as it may; returns the limit.
 
     A connection is one, a record being read another. macOS starts processes with 256.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    for limit in (most, 24576, 10240, 4096, 1024):  # macOS refuses what its kernel would not give
+    for limit in (most, 24576, 10240, 4096, 1024):  # macOS refuses more than its kernel gives
         if soft != resource.RLIM_INFINITY and soft < limit <= most:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

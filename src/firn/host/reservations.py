@@ -1,7 +1,7 @@
-"""What the firn servers of this user mean to take of the machine's memory.
+"""How much of the machine's memory each firn server of this user has reserved.
 
-Each has a small file that it keeps locked while it lives. The kernel lets go of the lock of one that
-died, however it died; whoever looks next removes its file. A fault here costs knowledge, never a start.
+Each has a small file that it keeps locked while it lives. The kernel releases the lock of one that died,
+however it died; whoever looks next removes its file. A fault here never prevents a start.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class Reserved:
 
 
 class Reservation:
-    """This process's own. Owner: the server, from its plan to its end."""
+    """This process's own file. Owner: the server, from its memory plan to its end."""
 
     def __init__(self, folder: Path, *, pid: int | None = None) -> None:
         self._path = folder / f"{pid or os.getpid()}.json"
         self._file: IO[bytes] | None = None
 
     def put(self, reserved: Reserved) -> None:
-        """Say, or say anew, what this process means to take and has taken."""
+        """Write what this process has reserved and uses now."""
         try:
             file = self._file or self._open()
-            # In one piece and of one length: a reader sees the old text or the new.
+            # In one write of fixed length: a reader sees the old text or the new.
             os.pwrite(file.fileno(), json.dumps(asdict(reserved)).ljust(TEXT_NBYTES).encode(), 0)
         except OSError as e:
-            log.warning("other firn servers cannot be told of this one's memory: %s", e)
+            log.warning("other firn servers will not know how much memory this one needs: %s", e)
 
     def _open(self) -> IO[bytes]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Not for appending: on Linux that would turn every write at 0 into one at the end.
+        # Not in append mode: on Linux that would turn every write at 0 into one at the end.
         file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file = file
@@ -67,19 +67,19 @@ class Reservation:
 
 
 def others(folder: Path, *, device: str, group: int, pid: int | None = None) -> list[Reserved]:
-    """What other living servers have reserved on this device, those of the same group left out."""
-    found = []
+    """What other living servers have reserved on this device, without those of the same group."""
+    living = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if path.stem == str(pid or os.getpid()):
             continue
         reserved = _read(path)
         if reserved is not None and reserved.device == device and reserved.group != group:
-            found.append(reserved)
-    return found
+            living.append(reserved)
+    return living
 
 
 def _read(path: Path) -> Reserved | None:
-    """None: its server is gone, or nobody can tell."""
+    """None: its server is gone, or the file cannot be read."""
     try:
         with path.open("r+", encoding="utf-8") as file:
             try:

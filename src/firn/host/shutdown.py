@@ -1,4 +1,4 @@
-"""The end of the process, in bounded time, whatever a thread of it is at.
+"""Ends the process in bounded time, whatever its threads are doing.
 
 Python waits for every thread that is no daemon, and no thread can be stopped from outside: one that
 tokenizes a book, or hangs in a library, would keep a server alive that was told to stop.
@@ -20,18 +20,19 @@ GRACE_S = 2.0
 
 
 def no_later_than(seconds: float) -> None:
-    """End the process then, with the stacks of all threads on stderr. Needs no thread of Python's."""
+    """End the process after so long, with the stacks of all threads on stderr. Works without the GIL."""
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def leave(code: int, *, grace_s: float = GRACE_S) -> int:
-    """The exit code, where the process ends by itself; else it is ended here and now."""
+    """Returns the exit code if all threads end within the grace period; otherwise ends the process
+    here."""
     until = time.monotonic() + grace_s
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     for thread in others:
         thread.join(max(until - time.monotonic(), 0.0))
-    if held := [t.name for t in others if t.is_alive()]:
-        log.warning("leaving %s behind", ", ".join(held))
+    if running := [t.name for t in others if t.is_alive()]:
+        log.warning("exiting although threads still run: %s", ", ".join(running))
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -21,7 +21,8 @@ from firn.core.errors import SetupError
 LABEL = "local.firn.server"
 UNIT = "firn.service"
 STOP_S = 90
-"""Replies may end, and what is in memory only is written: that takes longer than supervisors wait."""
+"""Running replies may end and records are written: that takes longer than supervisors wait by
+default."""
 RESTART_S = 10
 N_FILES = 65536
 
@@ -93,7 +94,7 @@ def supervisor(platform: str = sys.platform, home: Path | None = None) -> Superv
     if platform == "linux" and shutil.which("systemctl"):
         return Systemd(home)
     raise SetupError(
-        "There is neither launchd nor systemd here: run `firn serve` by what there is."
+        "There is neither launchd nor systemd here: start `firn serve` with your own supervisor."
     )
 
 
@@ -111,7 +112,9 @@ class Launchd:
     def install(self, service: Service) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         _write_private(self.path, plistlib.dumps(self._plist(service)))
-        self._run(("launchctl", "bootout", f"{self._domain}/{LABEL}"))  # an older one, if there is
+        self._run(
+            ("launchctl", "bootout", f"{self._domain}/{LABEL}")
+        )  # an older one, if there is one
         done = self._run(("launchctl", "bootstrap", self._domain, str(self.path)))
         if done.code:
             raise SetupError(f"launchd does not take {self.path}: {done.text}")
@@ -123,9 +126,9 @@ class Launchd:
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": RESTART_S,
-            # Without it launchd kills after 20 s what is still writing.
+            # launchd kills after 20 s by default, while records are still written.
             "ExitTimeOut": STOP_S,
-            # Others are slowed down while the user is at something else.
+            # macOS slows down other process types while the user works elsewhere.
             "ProcessType": "Interactive",
             "SoftResourceLimits": {"NumberOfFiles": N_FILES},
             "WorkingDirectory": str(self._home),
@@ -189,7 +192,7 @@ class Systemd:
             "Restart=on-failure\n"
             f"RestartSec={RESTART_S}\n"
             f"TimeoutStopSec={STOP_S}\n"
-            # The front of several models tells its children itself.
+            # The front of several models stops their processes itself.
             "KillMode=mixed\n"
             f"LimitNOFILE={N_FILES}\n"
             "\n"
@@ -231,7 +234,7 @@ def _quoted(word: str) -> str:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Arguments may hold keys: nobody else reads them."""
+    """Readable by this user alone: arguments may contain keys."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.tmp")
     temp.unlink(missing_ok=True)

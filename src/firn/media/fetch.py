@@ -32,7 +32,6 @@ MAX_URLS = 256
 MAX_TOTAL = 8
 """The pictures of one request together may be as large as so many of the largest allowed."""
 TOO_MANY = f"more than {MAX_URLS} images to fetch."
-NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "firn"}
 
 
@@ -198,8 +197,6 @@ def is_public(address: Address) -> bool:
     such an IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-        if address in NAT64:
-            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         if any(a is not None and not is_public(a) for a in inner):
             return False
         if address.ipv4_mapped is not None:

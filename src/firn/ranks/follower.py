@@ -1,7 +1,7 @@
 """A follower's end of its connection to rank 0.
 
-When that ends without a word, or rank 0 is frozen, so does this process, whatever its threads are at:
-one may hang in a collective that nobody else takes part in any more.
+If the connection closes without the call `end`, or rank 0 falls silent, the process exits from whichever
+thread notices: the main thread may hang in a collective that no other rank will join.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Follower:
         return self._calls.get()
 
     def expect(self, name: str) -> RankCall:
-        """The next call, which is this one. Raises SetupError."""
+        """The next call, which must have this name. Raises SetupError."""
         call = self.next()
         if call.name != name:
             raise SetupError(f"rank 0 said {call.name!r} before {name!r}")
         return call
 
     def put(self, call: RankCall) -> None:
-        """A call to oneself, from any thread: done between those of rank 0."""
+        """Queue a call to this process itself, from any thread, between those of rank 0."""
         self._calls.put(call)
 
     def answer(self, name: str, *args: Any) -> None:
@@ -78,7 +78,7 @@ class Follower:
             self._gone()
 
     def heed_signals(self) -> None:
-        """Rank 0 decides when to end: a signal is passed on, and a second one ends this rank at once."""
+        """Pass a signal on to rank 0, which decides when to stop; a second signal exits at once."""
         n_asked = 0
 
         def stop(*_: object) -> None:

@@ -1,8 +1,7 @@
 """Rank 0's end of the connections to the others.
 
-Calls go out in the order in which they were told. Answers come by a thread for each follower, and are
-handed on by one thread of their own, so that whoever hears them may wait: a follower that is gone or
-frozen is noticed meanwhile.
+Calls are sent in the order of `tell`. One thread per follower receives answers and another passes them
+to their handlers, so that a handler may block and a follower that dies or freezes is still noticed.
 
 Owner: the process, for as long as it lives.
 """
@@ -25,7 +24,7 @@ from firn.ranks.wire import LinkClosed, RankLink, encode
 log = logging.getLogger("firn.ranks")
 
 END_S = 5.0
-"""How long a group that has lost a rank has to tell its clients, before the process is ended."""
+"""How long a group that has lost a rank may take to tell its clients before the process exits."""
 MAX_PENDING_NBYTES = 1 << 16
 """Bytes of calls that wait for the next one."""
 
@@ -40,7 +39,7 @@ class Leader:
         self._handlers_lock = threading.Lock()
         self._handlers: dict[str, OnAnswer] = {"failed": self._failed, "stop": lambda *_: None}
         self._unclaimed: list[tuple[int, RankCall]] = []
-        """Answers that nobody was there for yet."""
+        """Answers that came before their handler."""
         self._answers: queue.SimpleQueue[tuple[int, RankCall]] = queue.SimpleQueue()
         self.is_lost = False
         self._is_ending = False
@@ -152,7 +151,7 @@ class Leader:
         self.on_answer("stop", stop)
 
     def end(self) -> None:
-        """All is done: the others write what they have, and end."""
+        """Tell the others to write what they have and exit."""
         self._is_ending = True
         if not self.is_lost:
             try:
@@ -171,7 +170,7 @@ class Leader:
         self.end_group(f"rank {rank} is gone")
 
     def _failed(self, rank: int, call: RankCall) -> None:
-        """A follower says why it ends. Before there are clients, that is the start's one line."""
+        """A follower says why it exits. Before there are clients, that is what a failed start prints."""
         why = f"rank {rank}: {call.args[0]}"
         if self._on_lost is None:
             self.is_lost = True
@@ -180,7 +179,7 @@ class Leader:
         self.end_group(why)
 
     def _leave(self) -> None:
-        """No thread that hangs in a collective keeps this process alive."""
+        """Exit even if another thread hangs in a collective."""
         if self._on_lost is None:
             os._exit(1)
         self._on_lost()

@@ -1,5 +1,5 @@
-"""What rank 0 is built of, where a model is shared out: the parts of a server of one process, each with
-the others told of what it does.
+"""The parts of rank 0: those of a server of one process, each of which also tells the other ranks what
+it does.
 
 Owner: the engine thread, once it runs.
 """
@@ -36,7 +36,7 @@ LOAD_S = 7200.0
 
 class LeaderParts:
     def __init__(self, member: RankMember, leader: Leader, *, options: str) -> None:
-        """options: a digest of those that all ranks must have been started with."""
+        """options: a digest of the settings that all ranks must share."""
         self._options = options
         self._member = member
         self.leader = leader
@@ -56,7 +56,7 @@ class LeaderParts:
     def prepare(
         self, settings: Mapping[str, Any], name: str, *, text_only: bool, cpu_dtype: str
     ) -> None:
-        """All ranks can load this, and are about to. Raises SetupError."""
+        """Check that all ranks can load the model, and tell them to. Raises SetupError."""
         check(settings, self._member.group.size, name=name, text_only=text_only)
         told = self.leader.gather("checked", timeout_s=CHECK_S)
         others = {rank: call.args[0] for rank, call in told.items()}
@@ -66,11 +66,11 @@ class LeaderParts:
         self.leader.tell("load", cpu_dtype)
 
     def dtype_for(self, wanted: CpuDtype) -> CpuDtype:
-        """Ranks that see different amounts of free memory must not come to different numbers."""
+        """A type that does not depend on a rank's free memory: all must compute the same numbers."""
         return "float32" if wanted == "auto" else wanted
 
     def begin(self, info: ModelInfo, capacity_nbytes: int, *, device: str) -> int:
-        """All have loaded it. Returns what a rank may hold, by the one with least. Raises SetupError."""
+        """Wait until all have loaded it; returns the least memory of a rank. Raises SetupError."""
         told = self.leader.gather("ready", timeout_s=LOAD_S)
         others = {rank: call.args[0] for rank, call in told.items()}
         agree({"weights": info.fingerprint.hex(), "number types": info.dtype}, others)
@@ -83,7 +83,7 @@ class LeaderParts:
         return least
 
     def _n_here(self, node: str, device: str) -> int:
-        """How many ranks share a machine's memory. A GPU of its own has each its own."""
+        """How many ranks share the memory of a machine. With CUDA each rank has a GPU to itself."""
         return 1 if device == "cuda" else self._nodes[node]
 
     # --- the parts -------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     u32 n   u32 m   n bytes: ["name", args...] as JSON   m bytes: the blob
 
-Both ends are firn of one version that was started by one command, and the first call proves it. Nothing
-here is trusted with more than numbers, names and bytes: no pickle. The call `alive` says only that the
-process runs (heartbeat.py) and is not handed on.
+Both ends run the same version of firn, started by one command; the first call proves it. Only JSON and
+bytes are decoded, never pickle. The call `alive` says that the process runs (heartbeat.py); `receive`
+swallows it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RankLink:
         return taken
 
     def listen(self, take: Callable[[RankCall], None], gone: Callable[[], None], name: str) -> None:
-        """A thread that hands on what comes, until the other end is gone."""
+        """Start a thread that passes calls to `take` until the other end is gone."""
 
         def run() -> None:
             try:

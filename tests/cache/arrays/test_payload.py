@@ -185,7 +185,7 @@ def test_numbers_of_every_type_come_back(dtype: mx.Dtype) -> None:
     whole = mx.array([[-128, -1, 0, 1, 127]]).astype(dtype)
     found = stacked([(whole[None, None],)])
     evaluate([found])
-    lent = host.lend(found)
+    lent = host.to_host(found)
     again = host.from_host(lent.tensors, lent.places, [memoryview(bytes(b)) for b in lent.fetch()])
     assert all_same(again, [(whole[None, None],)])
 

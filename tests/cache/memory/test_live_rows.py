@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from firn.cache.memory.rows import LEAST_BLOCKS, RowPages
 from firn.cache.parts import Part
+from firn.cache.prefix import PrefixTree
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers.ssd import SsdTier
 from firn.cache.tree import InRow
@@ -336,21 +338,82 @@ def test_a_row_that_fails_while_it_is_trimmed_is_forgotten() -> None:
         assert parked(harness) != [row]
 
 
+def opened_row(cache: PrefixTree, ids: list[int]) -> tuple[Any, LabRow]:
+    """A request's cursor, and its row with what the cache had."""
+    cursor = cache.open(prompt_of(ids), Namespace(""), CacheControl())
+    restored = cache.restore(cursor)
+    row = LabRow(LabLayer([[]], IN_ROWS))
+    if restored is not None:
+        restored.fill([row.layer])
+        row.n_tokens = restored.n_tokens
+        restored.filled(row)
+    return cursor, row
+
+
+def test_a_row_that_was_written_to_before_a_fault_is_not_trusted_with_what_was_confirmed() -> None:
+    """The second turn went on in the buffers of the first: the fault may have spoilt all of them."""
+    cache, ids = tree(IN_ROWS, block=8), words(1, 90)
+    cache.confirm()
+    cursor, row = opened_row(cache, ids[:60])
+    row.consume(ids[:59])
+    cache.commit(cursor, row)
+    cache.close_cursor(cursor, row)
+    cache.confirm()
+    cursor, row = opened_row(cache, ids)
+    assert row.n_tokens == 59
+    row.consume(ids[row.n_tokens : 89])
+    cache.commit(cursor, row)
+    cache.close_cursor(cursor, row)
+    assert cache.records.rows.parked
+    cache.doubt()
+    assert not cache.records.rows.parked
+    cursor, row = opened_row(cache, ids)
+    assert row.n_tokens == 0
+    cache.close_cursor(cursor, None)
+
+
+def test_a_live_row_is_not_evicted() -> None:
+    """Its memory is the request's: memory would gain nothing, and its next turn would lose it."""
+    cache, ids = tree(IN_ROWS, block=8), words(1, 90)
+    cursor, row = opened_row(cache, ids)
+    row.consume(ids[:89])
+    cache.commit(cursor, row)
+    n_records = len(records_of(cache))
+    assert n_records == 11
+    cache.set_room(0)
+    assert len(records_of(cache)) == n_records
+    assert not cache.stats.evictions
+    cache.set_room(1 << 30)
+    cache.close_cursor(cursor, row)
+    cursor, row = opened_row(cache, ids)
+    assert row.n_tokens == 89
+    cache.close_cursor(cursor, None)
+
+
+def test_what_others_need_of_a_row_that_is_taken_over_stays() -> None:
+    """Pinned blocks beyond the place where a shorter turn goes on: they are cut out, room or not."""
+    cache, ids = tree(IN_ROWS, block=8), words(1, 162)
+    cursor, row = opened_row(cache, ids)
+    row.consume(ids[:161])
+    cache.commit(cursor, row)
+    cache.close_cursor(cursor, row)
+    (end,) = [r.node for r in records_of(cache) if r.node.end == 152]
+    cache.records.pin(end)
+    cache.set_room(0)
+    assert cache.records.rows.parked
+    cursor, row = opened_row(cache, [*ids[:130], *words(2, 20)])
+    assert row.n_tokens == 130
+    cache.close_cursor(cursor, row)
+    blocks = [n for n in end.path() if n.n_tokens == 8]
+    assert len(blocks) == 19
+    assert all(n.records[Part.PAGES].arrays is not None for n in blocks)
+
+
 def test_nobody_holds_on_to_a_row_that_was_given_up_or_left_for_another() -> None:
     """A draft model's rows leave no runner: the cache must not keep them alive."""
     cache = tree(IN_ROWS, block=8)
     rows = cache.records.rows
-
-    def opened(ids: list[int]) -> tuple[Any, LabRow]:
-        cursor = cache.open(prompt_of(ids), Namespace(""), CacheControl())
-        restored = cache.restore(cursor)
-        row = LabRow(LabLayer([[]], IN_ROWS))
-        if restored is not None:
-            restored.fill([row.layer])
-            row.n_tokens = restored.n_tokens
-            restored.filled(row)
-        return cursor, row
-
+    opened = partial(opened_row, cache)
     ids = words(1, 90)
     slow, slow_row = opened(ids)
     slow_row.consume(ids[:16])

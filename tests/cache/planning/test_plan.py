@@ -50,20 +50,21 @@ class Told(Estimates):
 
 
 def planned(
-    load_s: Callable[[float], float], *, engine_s: float = 0.0
+    load_s: Callable[[float], float], *, engine_s: float = 0.0, held: float = 0.0
 ) -> tuple[ResumePlan, list[int]]:
     """The plan for a long prompt of which all is below memory; the blocks it loads, in order.
 
     load_s: what loading this share of it takes. engine_s: what the engine does for all of it.
+    held: the share of it that memory has, too.
     """
     ids = words(1, BLOCK * N_BLOCKS)
     cache = tree(DENSE, block=BLOCK)
     cache.add_tier("ssd", SickIo(lambda name: None), namespaces=[EVERYONE], wake=lambda: None)
     with LabEngine(DENSE, cache=cache) as lab:
         lab.submit(ids, 1).wait().check()
-        lab.between_steps(lambda: cache.set_room(0))
-        assert not any(r.arrays is not None for r in records_of(cache))
         total = sum(r.nbytes for r in records_of(cache))
+        lab.between_steps(lambda: cache.set_room(int(held * total)))
+        assert any(r.arrays is not None for r in records_of(cache)) == (held > 0)
         prompt = Prompt(np.array([*ids, *words(2, BLOCK)], dtype=np.int64))
 
         def look() -> tuple[ResumePlan, list[int]]:
@@ -96,6 +97,20 @@ def test_blocks_are_loaded_from_the_back() -> None:
     plan, blocks = planned(lambda part: N_SECONDS * part)
     assert blocks == list(range(N_BLOCKS))[::-1]
     assert plan.now.n_tokens == 0
+
+
+def test_what_memory_has_is_neither_loaded_nor_charged() -> None:
+    charged: list[float] = []
+
+    def load_s(part: float) -> float:
+        charged.append(part)
+        return 0.9 * N_SECONDS * part
+
+    plan, blocks = planned(load_s, held=0.5)
+    n_held = plan.now.n_tokens // BLOCK
+    assert n_held == pytest.approx(N_BLOCKS / 2, abs=1)
+    assert blocks == list(range(n_held, N_BLOCKS))[::-1]
+    assert max(charged) == pytest.approx(0.5, abs=0.02)
 
 
 def test_loading_that_costs_the_engine_what_computing_does_is_left_alone() -> None:

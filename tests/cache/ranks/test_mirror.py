@@ -20,7 +20,7 @@ class Followers:
     def __init__(self) -> None:
         self.notes: list[tuple[Any, ...]] = []
 
-    def note(self, name: str, *args: Any) -> None:
+    def tell_later(self, name: str, *args: Any) -> None:
         self.notes.append((name, *args))
 
 

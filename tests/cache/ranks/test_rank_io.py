@@ -15,7 +15,7 @@ from firn.cache.storage.container import Header, Label, Loaded, Name
 from firn.cache.storage.faults import Damaged, Missing, Refused, TierFault, Unwanted
 from firn.cache.storage.io import Changes, Fetch, TierEntry, Wanted
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Gone, Stored, Usage
+from firn.cache.tiers import Gone, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
 from firn.core.keys import Key, KeyTokens
 from firn.core.ranks import OnAnswer, RankCall, RankLost
@@ -120,8 +120,8 @@ class OwnIo:
     def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
         self.batch, self.scanned = batch, done
 
-    def usage(self) -> Usage:
-        return Usage(0, 1)
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 1)
 
     def close(self) -> None: ...
 
@@ -160,17 +160,17 @@ def test_written_when_all_have_written() -> None:
     case = Case()
     serial = case.write(1)
     case.others.say(2, "written", serial, None, [])
-    case.own.done(Stored(10, new=True))
+    case.own.done(WriteResult(10, new=True))
     assert not case.results
     case.others.say(1, "written", serial, None, [])
-    assert case.results == [Stored(10, new=True)]
+    assert case.results == [WriteResult(10, new=True)]
 
 
 def test_what_one_cannot_write_nobody_keeps() -> None:
     for fault, kind in ((["fault", "disk full"], TierFault), (["refused", "full"], Refused)):
         case = Case()
         serial = case.write(1)
-        case.own.done(Stored(10, new=True))
+        case.own.done(WriteResult(10, new=True))
         case.others.say(1, "written", serial, fault, [])
         case.others.say(2, "written", serial, None, [])
         assert isinstance(case.results[0], kind)
@@ -200,14 +200,14 @@ def test_what_one_evicts_goes_everywhere() -> None:
     case = Case()
     case.scan()
     serial = case.write(1)
-    case.own.done(Stored(10, new=True, evicted=(name(8),)))
+    case.own.done(WriteResult(10, new=True, evicted=(name(8),)))
     case.others.say(1, "written", serial, None, [str(name(9))])
     case.others.say(2, "written", serial, None, [])
     assert case.own.deleted == [name(9)]
     assert case.gone() == [name(9)]
     deleted = [text for call in case.others.were_told("delete") for text in call.args[0]]
     assert set(deleted) == {str(name(8)), str(name(9))}
-    assert case.results == [Stored(10, new=True, evicted=(name(8),))]
+    assert case.results == [WriteResult(10, new=True, evicted=(name(8),))]
 
 
 # --- reading -------------------------------------------------------------------------------

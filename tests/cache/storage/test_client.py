@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from firn.cache.parts import Part
 from firn.cache.storage import client
@@ -18,12 +19,12 @@ from firn.cache.storage.events import ReadFailed, ScanBatch
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
 from firn.cache.storage.io import Changes
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Status, Stored, Usage
+from firn.cache.tiers import TierStatus, TierUsage, WriteResult
 from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
-from firn.core.values import Namespace
-from tests.cache.lab import DENSE, LabEngine, records_of, tree
+from firn.core.values import CacheControl, Namespace, Prompt
+from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, records_of, tree
 from tests.hash_runner import prompt_of as words
 
 BLOCK = 8
@@ -34,7 +35,7 @@ class SickIo:
     """Writes fail as told; what does not fail counts as stored. At once, on the caller's thread."""
 
     fault: Callable[[Name], TierError | None]
-    status: Status = Status()
+    status: TierStatus = TierStatus()
     written: list[Name] = field(default_factory=list)
     n_tries: int = 0
 
@@ -52,7 +53,7 @@ class SickIo:
         fault = self.fault(name)
         if fault is None:
             self.written.append(name)
-        done(fault or Stored(1, new=True))
+        done(fault or WriteResult(1, new=True))
         return True
 
     def has_room(self, nbytes: int) -> bool:
@@ -72,8 +73,8 @@ class SickIo:
     def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
         done(None)
 
-    def usage(self) -> Usage:
-        return Usage(0, 1 << 20, self.status)
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 1 << 20, self.status)
 
     def close(self) -> None: ...
 
@@ -87,7 +88,7 @@ def settled(lab: LabEngine, now: list[float]) -> None:
 
 def test_a_fault_that_ends() -> None:
     now, ids = [0.0], words(1, 40)
-    io = SickIo(lambda name: TierFault("disk full"), Status("paused", "disk full"))
+    io = SickIo(lambda name: TierFault("disk full"), TierStatus("paused", "disk full"))
     cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
     cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
     with LabEngine(DENSE, cache=cache) as lab:
@@ -96,13 +97,30 @@ def test_a_fault_that_ends() -> None:
         before = io.n_tries
         settled(lab, now)
         assert io.n_tries == before + 1, "while it lasts, one record finds out"
-        io.fault, io.status = lambda name: None, Status()
+        io.fault, io.status = lambda name: None, TierStatus()
         settled(lab, now)
         held = [r for r in records_of(cache) if r.arrays is not None]
         assert {Name(r.node.key, r.part) for r in held} == set(io.written)
         assert all(r.stored for r in held)
         starts = {r.node.key: r.node.start for r in held}
         assert [starts[n.key] for n in io.written] == sorted(starts.values()), "parents first"
+
+
+@pytest.mark.parametrize("load", [EngineLoad.DECODING, EngineLoad.PREFILLING, EngineLoad.BOTH])
+def test_a_server_that_is_never_idle_writes_all_the_same(load: EngineLoad) -> None:
+    now, ids = [0.0], words(1, 41)
+    io = SickIo(lambda name: None)
+    cache = tree(DENSE, block=BLOCK, clock=lambda: now[0])
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:40])
+    cache.commit(cursor, row)
+    for _ in range(20):
+        now[0] += 1.0
+        cache.tick(load)
+    assert len(io.written) == 5
+    cache.close_cursor(cursor, None)
 
 
 def test_a_refusal_is_not_asked_for_again_and_again() -> None:

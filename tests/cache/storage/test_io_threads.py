@@ -16,7 +16,7 @@ from firn.cache.storage.container import Loaded, Name
 from firn.cache.storage.faults import Missing, TierError
 from firn.cache.storage.io import BATCH, TierEntry, TierIo
 from firn.cache.storage.threads import MAX_DEFER_S, IoClosed, IoThreads
-from firn.cache.tiers import Gone, Stored, TierOptions
+from firn.cache.tiers import Gone, TierOptions, WriteResult
 from tests.cache.tiers.records import Direct, Folder, chain, of_size
 from tests.dict_tier import DictTier
 from tests.faulty_tier import Fault, FaultyTier
@@ -239,7 +239,7 @@ def test_a_tier_behind_threads() -> None:
     records = chain(3)
     for i, one in enumerate(records):
         assert io.try_write(one.header, partial(list, one.buffers), used_at=100.0 - i, done=log)
-        assert isinstance(log.wait(i + 1)[-1], Stored)
+        assert isinstance(log.wait(i + 1)[-1], WriteResult)
     io.read(records[0].name, records[0].header.tokens, log, wanted=lambda: True)
     loaded = log.wait(4)[-1]
     assert isinstance(loaded, Loaded)
@@ -321,7 +321,7 @@ def test_a_full_queue_is_counted(tmp_path: Path) -> None:
     assert not io.try_write(second.header, lambda: second.buffers, used_at=1.0, done=log)
     assert io.usage().drops == {"queue full": 1}
     tier.release()
-    assert isinstance(log.wait(1)[0], Stored)
+    assert isinstance(log.wait(1)[0], WriteResult)
     io.close()
 
 

@@ -22,7 +22,7 @@ from firn.cache.storage.io import TierEntry, TierIo
 from firn.cache.storage.places import places_of
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.threads import IoThreads
-from firn.cache.tiers import Gone, Stored, Tier, TierOptions, Usage
+from firn.cache.tiers import Gone, Tier, TierOptions, TierUsage, WriteResult
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.keys import Key, root_key
 from firn.core.values import Namespace
@@ -177,11 +177,11 @@ class Direct:
         self.io = TierIo(tier, Inline(), seal=seal)
         self.wall = wall
 
-    def write(self, one: Record, *, used_at: float | None = None) -> Stored[Name]:
+    def write(self, one: Record, *, used_at: float | None = None) -> WriteResult[Name]:
         at = self.stamp(one) if used_at is None else used_at
         results: list[Any] = []
         self.io.try_write(one.header, lambda: one.buffers, used_at=at, done=results.append)
-        found: Stored[Name] = _raised(results)
+        found: WriteResult[Name] = _raised(results)
         return found
 
     def stamp(self, one: Record) -> float:
@@ -212,7 +212,7 @@ class Direct:
     def touch(self, records: Iterable[Record], *, at: float | None = None) -> None:
         self.tier.touch({str(r.name): self.stamp(r) if at is None else at for r in records})
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         return self.io.usage()
 
     def holds(self, one: Record) -> bool:

@@ -14,7 +14,7 @@ from firn.cache.off import CacheOff
 from firn.cache.parts import Part
 from firn.cache.planning.match import MEMORY
 from firn.cache.prefix import PrefixTree
-from firn.cache.tiers import Usage
+from firn.cache.tiers import TierUsage
 from firn.cache.tree import Node, PartTotals, Root
 from firn.core.errors import BadRequest, NotFound
 from firn.core.keys import Key
@@ -253,7 +253,7 @@ def health(cache: object) -> Json:
     return view
 
 
-def usage_view(usage: Usage) -> Json:
+def usage_view(usage: TierUsage) -> Json:
     """A tier as a whole, with all models and processes that share it."""
     return {
         "bytes": usage.nbytes,

@@ -17,7 +17,7 @@ from firn.cache.storage.container import Label, Name, Tag
 from firn.cache.storage.faults import Damaged, Foreign, Missing
 from firn.cache.storage.io import label_of
 from firn.cache.storage.seal import Seal
-from firn.cache.tiers import Seen, TierOptions
+from firn.cache.tiers import ScannedRecord, TierOptions
 from firn.cache.tiers._folder import MODELS, look, path_of
 from firn.cache.tiers.ssd import SsdTier
 from firn.core.errors import FirnError
@@ -195,7 +195,7 @@ def take_inventory(folder: Path, *, seal: Seal | None = None) -> Inventory:
     return Inventory(files, {key: _block(some) for key, some in parts.items()}, _models(folder))
 
 
-def _file(seen: Seen, tier: SsdTier, seal: Seal | None) -> RecordFile:
+def _file(seen: ScannedRecord, tier: SsdTier, seal: Seal | None) -> RecordFile:
     made = partial(RecordFile, seen.name, seen.nbytes, seen.used_at)
     try:
         return made(tag=label_of(seen, more=lambda n: tier.read(seen.name, n), seal=seal))

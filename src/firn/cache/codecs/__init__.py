@@ -149,5 +149,12 @@ def concat_tokens(pieces: Sequence[Arrays], *, pad: int = 0) -> Arrays:
     return tuple(out)
 
 
+def kv_token_nbytes(layer: Any) -> int:
+    """Bytes per token of a layer that has `keys` and `values`; 0 while it is empty."""
+    if layer.keys is None:
+        return 0
+    return int((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[TOKEN_AXIS])
+
+
 def nbytes_of(arrays: Arrays) -> int:
     return sum(a.nbytes for a in arrays if a is not None)

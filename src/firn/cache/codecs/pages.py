@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers, concat_tokens
+from firn.cache.codecs import ALL_TOKENS, Arrays, At, Buffers, concat_tokens, kv_token_nbytes
 from firn.cache.parts import Part
 
 STEP = 256
@@ -42,16 +42,24 @@ class QuantizedKVBuffers:
         layer.offset = n_tokens
 
 
-class KVCodec:
+class PagesCodec:
+    """What codecs of pages have in common."""
+
     part = Part.PAGES
+
+    def reach(self, layer: Any) -> int:
+        return ALL_TOKENS
+
+    def fixed_nbytes(self, layer: Any) -> int:
+        return 0
+
+
+class KVCodec(PagesCodec):
     buffers: Buffers | None = KVBuffers()
     single = "mlx_lm.models.cache.KVCache"
 
     def describe(self, layer: Any) -> str | None:
         return "kv"
-
-    def reach(self, layer: Any) -> int:
-        return ALL_TOKENS
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         pad = _padding(layer, at)
@@ -62,13 +70,8 @@ class KVCodec:
         layer.keys, layer.values = concat_tokens(pieces, pad=_room(n_tokens))
         layer.offset = n_tokens
 
-    def fixed_nbytes(self, layer: Any) -> int:
-        return 0
-
     def token_nbytes(self, layer: Any) -> int:
-        if layer.keys is None:
-            return 0
-        return int((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2])
+        return kv_token_nbytes(layer)
 
 
 class ConcatenateKVCodec(KVCodec):
@@ -80,18 +83,14 @@ class ConcatenateKVCodec(KVCodec):
         layer.offset = n_tokens
 
 
-class QuantizedKVCodec:
+class QuantizedKVCodec(PagesCodec):
     """(packed, scales, biases) of the keys, then of the values: stored as they are."""
 
-    part = Part.PAGES
     buffers: Buffers | None = QuantizedKVBuffers()
     single = "mlx_lm.models.cache.QuantizedKVCache"
 
     def describe(self, layer: Any) -> str | None:
         return f"qkv{layer.bits}x{layer.group_size}"
-
-    def reach(self, layer: Any) -> int:
-        return ALL_TOKENS
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         both = (*layer.keys, *layer.values)
@@ -101,9 +100,6 @@ class QuantizedKVCodec:
         joined = concat_tokens(pieces, pad=_room(n_tokens))
         layer.keys, layer.values = joined[:3], joined[3:]
         layer.offset = n_tokens
-
-    def fixed_nbytes(self, layer: Any) -> int:
-        return 0
 
     def token_nbytes(self, layer: Any) -> int:
         if layer.keys is None:

@@ -13,16 +13,27 @@ from firn.cache.codecs import Arrays, At
 from firn.cache.parts import Part
 
 
-class ArraysCodec:
+class StateCodec:
+    """What codecs of states have in common."""
+
     part = Part.STATE
     buffers = None
+
+    def reach(self, layer: Any) -> int:
+        return 0
+
+    def fixed_nbytes(self, layer: Any) -> int:
+        return int(layer.nbytes)
+
+    def token_nbytes(self, layer: Any) -> int:
+        return 0
+
+
+class ArraysCodec(StateCodec):
     single = "mlx_lm.models.cache.ArraysCache"
 
     def describe(self, layer: Any) -> str | None:
         return f"arrays{len(layer.cache)}"
-
-    def reach(self, layer: Any) -> int:
-        return 0
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         row = slice(at.index, at.index + 1)
@@ -32,26 +43,15 @@ class ArraysCodec:
         (arrays,) = pieces
         layer.cache = [None if a is None else a[...] for a in arrays]
 
-    def fixed_nbytes(self, layer: Any) -> int:
-        return int(layer.nbytes)
 
-    def token_nbytes(self, layer: Any) -> int:
-        return 0
-
-
-class DeepseekV41Codec:
+class DeepseekV41Codec(StateCodec):
     """One layer's window, compressed groups and open group: too entangled to be cut by token."""
 
-    part = Part.STATE
-    buffers = None
     single = "mlx_lm.models.deepseek_v41.LayerCache"
     FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
     def describe(self, layer: Any) -> str | None:
         return f"dsv41w{layer.window_size}"
-
-    def reach(self, layer: Any) -> int:
-        return 0
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         return tuple(getattr(layer, field) for field in self.FIELDS)
@@ -61,12 +61,6 @@ class DeepseekV41Codec:
         for field, array in zip(self.FIELDS, arrays, strict=True):
             setattr(layer, field, None if array is None else array[...])
         layer.offset = n_tokens
-
-    def fixed_nbytes(self, layer: Any) -> int:
-        return int(layer.nbytes)
-
-    def token_nbytes(self, layer: Any) -> int:
-        return 0
 
 
 CODECS = (ArraysCodec(), DeepseekV41Codec())

@@ -13,20 +13,34 @@ from typing import Any
 
 import mlx.core as mx
 
-from firn.cache.codecs import Arrays, At, concat_tokens
+from firn.cache.codecs import Arrays, At, concat_tokens, kv_token_nbytes
 from firn.cache.parts import Part
 
 
-class RotatingKVCodec:
+class WindowCodec:
+    """What codecs of windows have in common: a buffer of a fixed size."""
+
     part = Part.WINDOW
     buffers = None
+    size: str
+    """The field of a layer that says how many tokens its window has."""
+
+    def reach(self, layer: Any) -> int:
+        return int(getattr(layer, self.size))
+
+    def fixed_nbytes(self, layer: Any) -> int:
+        return kv_token_nbytes(layer) * self.reach(layer)
+
+    def token_nbytes(self, layer: Any) -> int:
+        return 0
+
+
+class RotatingKVCodec(WindowCodec):
     single = "mlx_lm.models.cache.RotatingKVCache"
+    size = "max_size"
 
     def describe(self, layer: Any) -> str | None:
         return None if layer.keep else f"window{layer.max_size}"
-
-    def reach(self, layer: Any) -> int:
-        return int(layer.max_size)
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         length = layer.keys.shape[2]
@@ -50,25 +64,15 @@ class RotatingKVCodec:
         layer.offset = n_tokens
         layer._idx = layer.keys.shape[2]
 
-    def fixed_nbytes(self, layer: Any) -> int:
-        return _token_nbytes(layer) * int(layer.max_size)
 
-    def token_nbytes(self, layer: Any) -> int:
-        return 0
-
-
-class ChunkedKVCodec:
+class ChunkedKVCodec(WindowCodec):
     """Attention within fixed chunks: like a window, with an explicit first position."""
 
-    part = Part.WINDOW
-    buffers = None
     single = "mlx_lm.models.cache.ChunkedKVCache"
+    size = "chunk_size"
 
     def describe(self, layer: Any) -> str | None:
         return f"chunk{layer.chunk_size}"
-
-    def reach(self, layer: Any) -> int:
-        return int(layer.chunk_size)
 
     def cut(self, layer: Any, at: At, start: int, end: int) -> Arrays:
         first, last = start - layer.start_position, end - layer.start_position
@@ -78,18 +82,6 @@ class ChunkedKVCodec:
         layer.keys, layer.values = concat_tokens(pieces)
         layer.offset = n_tokens
         layer.start_position = n_tokens - layer.keys.shape[2]
-
-    def fixed_nbytes(self, layer: Any) -> int:
-        return _token_nbytes(layer) * int(layer.chunk_size)
-
-    def token_nbytes(self, layer: Any) -> int:
-        return 0
-
-
-def _token_nbytes(layer: Any) -> int:
-    if layer.keys is None:
-        return 0
-    return int((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2])
 
 
 CODECS = (RotatingKVCodec(), ChunkedKVCodec())

@@ -1,6 +1,8 @@
 """Records as arrays.
 
-eviction.py   which records memory holds, under a limit
-rows.py       records that stay in the row that computed them
-parking.py    rows that have ended, and the turns that go on in them
+    eviction.py  which records memory holds, under a limit
+    rows.py      records that stay in the row that computed them
+    parking.py   rows that have ended, and the turns that go on in them
+
+All of it on the engine thread.
 """

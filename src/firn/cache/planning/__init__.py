@@ -1,8 +1,10 @@
 """Decisions without effects.
 
-match.py           where a prompt can resume, given what is stored
-plan.py            what to resume from now, and what to load meanwhile
-reasons.py         why it did not get further
-checkpoints.py     at which positions a recurrent model's state is kept
-estimates.py       what computing and loading cost here; estimates_file.py keeps it over a restart
+    match.py        where a prompt can resume, given what is stored
+    plan.py         what to resume from now, and what to load meanwhile
+    reasons.py      why it did not get further
+    checkpoints.py  at which positions a recurrent model's state is kept
+    estimates.py    what computing and loading cost here; estimates_file.py keeps it over a restart
+
+No arrays, no files but that one, no threads.
 """

@@ -19,19 +19,15 @@ from typing import Any
 from firn.cache.ranks.mirror import Mirror
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
-from firn.cache.storage.io import Changes, Fetch, Io, TierEntry, Wanted
+from firn.cache.storage.io import Changes, Fetch, Io, TierEntry, Wanted, always
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Gone, Stored, Usage
+from firn.cache.tiers import Gone, TierUsage, WriteResult
 from firn.core.keys import KeyTokens
 from firn.core.ranks import Followers, RankCall
 
 NumberOf = Callable[[Name], int]
 """The payload of a record that memory holds."""
 REFUSED = "refused"
-
-
-def _always() -> bool:
-    return True
 
 
 @dataclass(eq=False)
@@ -95,7 +91,7 @@ class RankIo:
         *,
         used_at: float,
         done: Done,
-        wanted: Wanted = _always,
+        wanted: Wanted = always,
     ) -> bool:
         number, serial = self._number_of(header.name), next(self._serial)
         self._writes[serial] = _Order(header.name, done, set(self._ranks))
@@ -126,13 +122,13 @@ class RankIo:
 
     def _end_write(self, serial: int, order: _Order) -> None:
         result = order.result
-        if isinstance(result, Stored) and not order.faults:
+        if isinstance(result, WriteResult) and not order.faults:
             if result.evicted:
                 self._delete_there(result.evicted)
             order.done(result)
             return
         self.delete([order.name])  # whoever has it: without the others it is of no use
-        order.done(order.faults[0] if isinstance(result, Stored) else result)
+        order.done(order.faults[0] if isinstance(result, WriteResult) else result)
 
     def _evicted(self, names: Sequence[Name], *, by: int) -> None:
         """One rank had to let go of them, so nobody has them."""
@@ -143,7 +139,7 @@ class RankIo:
 
     # --- reading ---------------------------------------------------------------------------
 
-    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
+    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = always) -> None:
         serial = next(self._serial)
         self._reads[serial] = _Order(name, done, set(self._ranks))
         self._followers.tell("read", serial, str(name), blob=expect.astype("<u8").tobytes())
@@ -279,7 +275,7 @@ class RankIo:
             self._is_deferred = wanted
             self._followers.tell_later("defer", wanted)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         return self._own.usage()
 
     def close(self) -> None:

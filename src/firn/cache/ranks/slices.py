@@ -23,7 +23,7 @@ from firn.cache.ranks.io import REFUSED
 from firn.cache.storage.container import Header, Loaded, Name
 from firn.cache.storage.faults import Refused, TierError
 from firn.cache.storage.io import Changes, Io
-from firn.cache.tiers import Gone, Stored
+from firn.cache.tiers import Gone, WriteResult
 from firn.core.keys import Key
 from firn.core.ranks import RankCall
 
@@ -120,7 +120,7 @@ class Slices:
     def _written(self, serial: int, result: Any) -> None:
         """On an I/O thread. The arrays must not die there."""
         self._to_self(RankCall("unlend", (serial,)))
-        if isinstance(result, Stored):
+        if isinstance(result, WriteResult):
             self._answer("written", serial, None, [str(name) for name in result.evicted])
             return
         kind = REFUSED if isinstance(result, Refused) else "fault"

@@ -39,7 +39,7 @@ from firn.cache.storage.io import Changes, Io, Wanted
 from firn.cache.storage.store_io import Searchable
 from firn.cache.storage.store_search import StoreQuestion, search
 from firn.cache.storage.threads import Done
-from firn.cache.tiers import Stored, Usage
+from firn.cache.tiers import TierUsage, WriteResult
 from firn.cache.tree import Record, Tree
 from firn.core.ports import EngineLoad
 
@@ -172,7 +172,7 @@ class TierClient:
 
     def _was_written(self, record: Record, result: Any, at: float) -> TierEvent:
         written = self._pending_writes.pop(record)
-        if isinstance(result, Stored):
+        if isinstance(result, WriteResult):
             self._tree.set_stored(record, self.number)
             self.touch(self._tree.order.note(record, written.stamp))  # it may have been used since
             return RecordWritten(record, result.evicted)
@@ -279,7 +279,7 @@ class TierClient:
     def has(self, record: Record) -> bool:
         return bool(record.stored >> self.number & 1)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         return self._io.usage()
 
     def scan(self) -> None:

@@ -32,7 +32,7 @@ from firn.cache.storage.faults import Damaged, Foreign, Locked, Missing, TierFau
 from firn.cache.storage.seal import Seal
 from firn.cache.storage.tally import Tally
 from firn.cache.storage.threads import Done, IoThreads
-from firn.cache.tiers import Gone, Seen, Stored, Tier, Usage
+from firn.cache.tiers import Gone, ScannedRecord, Tier, TierUsage, WriteResult
 from firn.cache.tree import PackedTokens
 from firn.core.keys import KeyTokens
 
@@ -46,7 +46,7 @@ Fetch = Callable[[], Sequence[Any]]
 """Gives a record's bytes, a buffer for each tensor. Called on an I/O thread."""
 
 
-def _always() -> bool:
+def always() -> bool:
     return True
 
 
@@ -79,9 +79,9 @@ class Io(Protocol):
         *,
         used_at: float,
         done: Done,
-        wanted: Wanted = _always,
+        wanted: Wanted = always,
     ) -> bool:
-        """Order a write; done(Stored[Name] | TierError). False: the queue is full.
+        """Order a write; done(WriteResult[Name] | TierError). False: the queue is full.
 
         wanted: asked on an I/O thread just before the write; if it says no, done(Unwanted).
         """
@@ -95,7 +95,7 @@ class Io(Protocol):
         """Begin no writes for now, except those that have waited for long; or begin them again."""
         ...
 
-    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
+    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = always) -> None:
         """Order a read; done(Loaded | TierError). Every byte is verified; a damaged record is set aside.
 
         expect: the tokens that the record must name. wanted: as above.
@@ -115,7 +115,7 @@ class Io(Protocol):
         """
         ...
 
-    def usage(self) -> Usage: ...
+    def usage(self) -> TierUsage: ...
 
     def close(self) -> object:
         """Write what is queued, in bounded time."""
@@ -133,7 +133,7 @@ def load(tier: Tier, name: Name, *, seal: Seal | None = None) -> Loaded:
     return loaded
 
 
-def label_of(seen: Seen, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
+def label_of(seen: ScannedRecord, *, more: Callable[[int], Any], seal: Seal | None = None) -> Tag:
     """What a record's header says: a Label, or only a Tag without the key. Raises Damaged, Foreign."""
     name = Name.parse(seen.name)
     if name is None:
@@ -182,7 +182,7 @@ class TierIo:
         *,
         used_at: float,
         done: Done,
-        wanted: Wanted = _always,
+        wanted: Wanted = always,
     ) -> bool:
         nbytes = sum(spec.nbytes for spec in header.tensors)
         is_taken = self.threads.try_write(
@@ -198,7 +198,7 @@ class TierIo:
     def defer_writes(self, wanted: bool) -> None:
         self.threads.defer_writes(wanted)
 
-    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = _always) -> None:
+    def read(self, name: Name, expect: KeyTokens, done: Done, *, wanted: Wanted = always) -> None:
         self.threads.read(lambda: self._read(name, expect, wanted), done)
 
     def delete(self, names: Iterable[Name]) -> None:
@@ -217,7 +217,7 @@ class TierIo:
     def scan(self, batch: Callable[[Changes], None], done: Done) -> None:
         self.threads.delete(lambda: self._scan(batch), done)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         usage = self._tier.usage()
         return replace(
             usage,
@@ -231,7 +231,9 @@ class TierIo:
 
     # --- on an I/O thread --------------------------------------------------------------------
 
-    def _write(self, header: Header, fetch: Fetch, used_at: float, wanted: Wanted) -> Stored[Name]:
+    def _write(
+        self, header: Header, fetch: Fetch, used_at: float, wanted: Wanted
+    ) -> WriteResult[Name]:
         if not wanted():
             raise Unwanted
         name = str(header.name)
@@ -241,7 +243,7 @@ class TierIo:
             self._foreign.discard(name)
         stored = self._tier.write(name, packed.pieces, used_at=used_at)
         self._foreign.difference_update(stored.evicted)
-        return Stored(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
+        return WriteResult(stored.nbytes, stored.new, tuple(_parsed(stored.evicted)))
 
     def _read(self, name: Name, expect: KeyTokens, wanted: Wanted) -> Loaded:
         if not wanted():
@@ -293,7 +295,7 @@ class TierIo:
             elif (entry := self._entry(change)) is not None:
                 yield entry
 
-    def _entry(self, seen: Seen) -> TierEntry | None:
+    def _entry(self, seen: ScannedRecord) -> TierEntry | None:
         """None: no record that can be used here."""
         try:
             tag = label_of(seen, more=lambda n: self._tier.read(seen.name, n), seal=self._seal)

@@ -1,9 +1,8 @@
-"""Which records are worth the way to a shared store. Pure.
+"""Which records are written to a shared store. Pure.
 
-Most prompts are never continued, and a store is paid for by the byte: what goes there has proved its
-worth. Somebody has resumed from it (a later turn, another chat with the same beginning, another request
-of the same agent), and another server can find it: by name, so a whole block, or a place where a message
-ends.
+Most prompts are never continued, and a store is paid for by the byte. So a record is written when a
+request has resumed from it (a later turn, another chat with the same beginning) and another server can
+find it by name: a whole block, or a place where a message ends.
 """
 
 from __future__ import annotations

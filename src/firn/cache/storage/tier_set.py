@@ -129,6 +129,11 @@ class TierSet:
 
     # --- the rest --------------------------------------------------------------------------
 
+    @property
+    def deadline_s(self) -> float:
+        """How long a request waits for tiers in all."""
+        return min((tier.deadline_s for tier in self._clients), default=math.inf)
+
     def fastest_with(self, record: Record) -> TierClient:
         """The first tier that has the record; one must have it."""
         return next(tier for tier in self._clients if tier.has(record))

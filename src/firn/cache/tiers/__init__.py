@@ -25,16 +25,16 @@ __all__ = [
     "Gone",
     "Missing",
     "Refused",
-    "Seen",
-    "Status",
+    "ScannedRecord",
     "Store",
-    "Stored",
     "Tier",
     "TierError",
     "TierFault",
     "TierFull",
     "TierOptions",
-    "Usage",
+    "TierStatus",
+    "TierUsage",
+    "WriteResult",
     "discover",
     "schemes",
 ]
@@ -61,7 +61,7 @@ class TierOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ScannedRecord:
     """A record that a scan found."""
 
     name: str
@@ -92,7 +92,7 @@ class Gone(Generic[N]):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored(Generic[N]):
+class WriteResult(Generic[N]):
     nbytes: int
     """Bytes that it takes up; 0 when nothing was written."""
     new: bool
@@ -102,7 +102,7 @@ class Stored(Generic[N]):
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class TierStatus:
     """Whether the tier takes writes. Reads go on as far as they can in any state."""
 
     state: Literal["ok", "paused"] = "ok"
@@ -112,13 +112,13 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TierUsage:
     """All numbers of a tier at one moment. Counts are since the tier was opened."""
 
     nbytes: int
     """Real bytes taken up, with what is being written and what is set aside."""
     limit_nbytes: int
-    status: Status = Status()
+    status: TierStatus = TierStatus()
     n_files: Mapping[str, int] = field(default_factory=dict)
     """By what follows the dot in their names; as far as has been scanned."""
     part_nbytes: Mapping[str, int] = field(default_factory=dict)
@@ -145,12 +145,12 @@ class Tier(Protocol):
     The caller sees to it that a record on which others depend has a higher stamp than they have.
     """
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         """The first time everything that is stored, later what others added or removed since.
 
         Yields as it finds, the highest stamps first, and may take minutes. What the caller itself wrote,
-        deleted or was told of by `Stored` is not told again. Raises TierFault when not even looking is
-        possible.
+        deleted or was told of by `WriteResult` is not told again. Raises TierFault when not even looking
+        is possible.
         """
         ...
 
@@ -158,7 +158,7 @@ class Tier(Protocol):
         """All of a record, or its first n bytes. Raises Missing, Damaged, TierFault."""
         ...
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         """Keep a record. Room is made first: a tier is never over its limit, not for a moment.
 
         Only records with a stamp of at most `used_at` are evicted for it. Raises Refused, TierFull,
@@ -177,7 +177,7 @@ class Tier(Protocol):
         """
         ...
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """Does not touch the disk or the network: may be called from any thread."""
         ...
 

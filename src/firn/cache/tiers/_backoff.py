@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from firn.cache.storage.faults import TierFault
-from firn.cache.tiers import Status
+from firn.cache.tiers import TierStatus
 
 log = logging.getLogger("firn.cache")
 
@@ -52,7 +52,7 @@ class Backoff:
         self._lock = threading.Lock()
         self._n_pauses = 0
         self._retry_at = 0.0
-        self.status = Status()
+        self.status = TierStatus()
 
     @property
     def is_paused(self) -> bool:
@@ -72,14 +72,14 @@ class Backoff:
             self._retry_at = self._clock() + pause_s
             is_new = self.status.state == "ok"
             since = self._wall() if is_new else self.status.since
-            self.status = Status("paused", fault.message, since)
+            self.status = TierStatus("paused", fault.message, since)
         level = logging.WARNING if is_new else logging.DEBUG
         log.log(level, "%s: %s; next try in %.1f s", self._paused, fault.message, pause_s)
 
     def worked(self) -> None:
         with self._lock:
             was_paused, self._n_pauses = self._n_pauses > 0, 0
-            status, self.status = self.status, Status()
+            status, self.status = self.status, TierStatus()
         if was_paused:
             log.warning("%s, after: %s", self._resumed, status.reason)
 
@@ -109,7 +109,7 @@ class CircuitBreaker:
         """A call is on its way to find out, while the circuit is open."""
 
     @property
-    def status(self) -> Status:
+    def status(self) -> TierStatus:
         return self._backoff.status
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes a second may go to a store: a bucket that fills with time. Thread-safe."""
+"""A bound on the bytes that are sent to a store in a second. Thread-safe."""
 
 from __future__ import annotations
 

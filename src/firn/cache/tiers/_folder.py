@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from firn.cache.storage.faults import TierFault
-from firn.cache.tiers import PEEK_NBYTES, Buffer, Seen
+from firn.cache.tiers import PEEK_NBYTES, Buffer, ScannedRecord
 
 log = logging.getLogger("firn.cache")
 
@@ -424,7 +424,7 @@ def _fresh() -> Words:
 # --- without the lock ----------------------------------------------------------------------
 
 
-def look(folder: Path) -> Iterator[Seen]:
+def look(folder: Path) -> Iterator[ScannedRecord]:
     """Every record file that may be opened, foreign ones too. Takes no lock and changes nothing."""
     disk = Disk(folder)
     for sub in SUBFOLDERS:
@@ -433,7 +433,7 @@ def look(folder: Path) -> Iterator[Seen]:
                 with contextlib.suppress(OSError):
                     with open(f"{folder}/{sub}/{x.name}", "rb") as file:
                         head = file.read(PEEK_NBYTES)
-                    yield Seen(key_of(sub, x.name), head, x.size, x.mtime)
+                    yield ScannedRecord(key_of(sub, x.name), head, x.size, x.mtime)
 
 
 def default_limit(free_nbytes: int, used_nbytes: int = 0) -> int:

@@ -15,7 +15,15 @@ from typing import Protocol
 
 from firn.cache.storage.faults import Missing, Refused, TierFault
 from firn.cache.storage.tally import Tally
-from firn.cache.tiers import Buffer, FoundRecord, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers import (
+    Buffer,
+    FoundRecord,
+    Gone,
+    ScannedRecord,
+    TierOptions,
+    TierUsage,
+    WriteResult,
+)
 from firn.cache.tiers._backoff import CircuitBreaker
 from firn.cache.tiers._bandwidth import Bandwidth
 from firn.cache.tiers._calls import RetriedCalls
@@ -109,7 +117,7 @@ class StoreTier:
         """Damaged, and perhaps still there: not to be read until they are written anew."""
         self._nbytes = 0
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         """Nothing: there may be a million records, of other models and other tenants."""
         return iter(())
 
@@ -135,7 +143,7 @@ class StoreTier:
         self._tally.add(reads=1, bytes_read=len(data))
         return data
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
         is_bad = name in self._bad
         try:
@@ -149,9 +157,9 @@ class StoreTier:
             self._bad.pop(name, None)
             self._nbytes += nbytes if is_new else 0
         if not is_new:
-            return Stored(0, new=False)
+            return WriteResult(0, new=False)
         self._tally.add(writes=1, bytes_written=nbytes)
-        return Stored(nbytes, new=True)
+        return WriteResult(nbytes, new=True)
 
     def touch(self, stamps: Mapping[str, float]) -> None:
         try:
@@ -171,9 +179,9 @@ class StoreTier:
         if self._calls.run(lambda: self._client.delete(name)):
             self._tally.add(deletes=1)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """nbytes: what this process has written. How full a store is, it alone knows."""
-        return Usage(
+        return TierUsage(
             self._nbytes,
             0,
             status=self._calls.breaker.status,

@@ -25,7 +25,16 @@ import numpy.typing as npt
 
 from firn.cache.storage.faults import Damaged, Missing, Refused, TierError, TierFault, TierFull
 from firn.cache.storage.tally import Tally
-from firn.cache.tiers import AHEAD_S, PEEK_NBYTES, Buffer, Gone, Seen, Stored, TierOptions, Usage
+from firn.cache.tiers import (
+    AHEAD_S,
+    PEEK_NBYTES,
+    Buffer,
+    Gone,
+    ScannedRecord,
+    TierOptions,
+    TierUsage,
+    WriteResult,
+)
 from firn.cache.tiers._backoff import Backoff
 from firn.cache.tiers._folder import (
     BLOCK_NBYTES,
@@ -104,7 +113,7 @@ class SsdTier:
 
     # --- the contract ------------------------------------------------------------------------
 
-    def scan(self) -> Iterator[Seen | Gone[str]]:
+    def scan(self) -> Iterator[ScannedRecord | Gone[str]]:
         """As the contract says. A folder that cannot be locked or changed is still read."""
         counters = None
         try:
@@ -152,7 +161,7 @@ class SsdTier:
         self._tally.add(reads=1, bytes_read=len(view))
         return view
 
-    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> Stored[str]:
+    def write(self, name: str, pieces: Sequence[Buffer], *, used_at: float) -> WriteResult[str]:
         try:
             self._backoff.check()
             try:
@@ -197,11 +206,11 @@ class SsdTier:
                 self._mark_unreadable(name)
             raise fault_of(e) if isinstance(e, OSError) else e from e
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """Takes no lock either: numbers that change together may be a moment apart."""
         by_part = self._known.by_part()
         n_foreign, _ = by_part.pop("", (0, 0))
-        return Usage(
+        return TierUsage(
             nbytes=self._nbytes,
             limit_nbytes=self._limit_nbytes,
             status=self._backoff.status,
@@ -244,7 +253,7 @@ class SsdTier:
                 raise fault_of(e) from e
         return measured
 
-    def _heads(self, names: Sequence[str]) -> Iterator[Seen]:
+    def _heads(self, names: Sequence[str]) -> Iterator[ScannedRecord]:
         """One thread is fastest for what lies in the page cache, several are for what does not."""
         is_slow = False
         with ThreadPoolExecutor(SCAN_THREADS, thread_name_prefix="firn-scan") as pool:
@@ -256,7 +265,7 @@ class SsdTier:
                 is_slow = is_slow or waited > SLOW_S * len(some)
                 yield from (seen for seen in found if seen is not None)
 
-    def _head(self, name: str) -> Seen | None:
+    def _head(self, name: str) -> ScannedRecord | None:
         """None: it is gone, or not for us, or to be tried again at the next scan."""
         try:
             fd = self._disk.open(path_of(name))
@@ -272,9 +281,9 @@ class SsdTier:
         try:
             x = self._disk.stat_open(fd)
             head = self._disk.read_first(fd, min(x.size, PEEK_NBYTES))
-            return Seen(name, head, x.size, x.mtime)
+            return ScannedRecord(name, head, x.size, x.mtime)
         except OSError:
-            return Seen(name, b"", 0, 0.0)  # what cannot be read is no record
+            return ScannedRecord(name, b"", 0, 0.0)  # what cannot be read is no record
         finally:
             self._disk.close(fd)
 
@@ -286,7 +295,7 @@ class SsdTier:
 
     # --- writing -----------------------------------------------------------------------------
 
-    def _write(self, name: str, pieces: Sequence[Buffer], used_at: float) -> Stored[str]:
+    def _write(self, name: str, pieces: Sequence[Buffer], used_at: float) -> WriteResult[str]:
         nbytes = sum(len(p) for p in pieces)
         need = allocated(nbytes) + SLACK_NBYTES
         hour = int(self._wall()) // HOUR_S
@@ -296,7 +305,7 @@ class SsdTier:
                 raise Refused("write budget")
             if self._is_stored(name):
                 self._known.believe(name, self._disk.stat(path_of(name)))
-                return Stored(0, new=False)
+                return WriteResult(0, new=False)
             evicted = self._make_room(page, need, used_at)
             temp = f"{TMP}/{name}.{os.getpid()}.{next(self._serial)}.{need}.tmp"
             fd = self._disk.create(temp)
@@ -315,7 +324,7 @@ class SsdTier:
             raise
         finally:
             self._disk.close(fd)
-        return Stored(taken, new=True, evicted=tuple(evicted))
+        return WriteResult(taken, new=True, evicted=tuple(evicted))
 
     def _is_stored(self, name: str) -> bool:
         """It is there, or on its way."""

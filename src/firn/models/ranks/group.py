@@ -1,7 +1,7 @@
-"""The processes that compute one model together, as MLX knows them; whether a model can be shared out.
+"""The processes that compute one model together, as MLX knows them, and whether a model can be sharded.
 
-Whatever is sent here goes through MLX's own connections, of whatever kind they are (TCP rings, RDMA,
-NCCL): every rank must call the same functions in the same order.
+Everything here is sent by MLX (TCP rings, RDMA, NCCL): every rank must call the same functions in the
+same order.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ class RankGroup:
         return cls(group)
 
     def shard(self, model: Any) -> None:
-        """Leave of a model that was not read yet what is this rank's."""
+        """Reduce a model to this rank's slice, before its weights are read."""
         if not hasattr(model, "shard"):
             raise SetupError("mlx-lm cannot share this model out among ranks")
         model.shard(self._group)
 
     def share(self, tokens: mx.array) -> mx.array:
-        """Rank 0's tokens, on every rank; the others give zeros. Lazy, and so no reason to wait."""
+        """Rank 0's tokens, on every rank; the others pass zeros. Lazy: nothing waits here."""
         return self.add(tokens.astype(mx.int32))
 
     def add(self, array: mx.array) -> mx.array:
-        """The sum of what each rank gives, on every rank. Lazy."""
+        """The sum over all ranks, on every rank. Lazy."""
         return mx.distributed.all_sum(array, group=self._group)
 
     def from_first(self, message: bytes) -> bytes:
-        """What rank 0 has to say to all. At most MESSAGE_NBYTES."""
+        """Broadcast a message of rank 0, of at most MESSAGE_NBYTES."""
         own = message.ljust(MESSAGE_NBYTES, b"\0") if self.rank == 0 else bytes(MESSAGE_NBYTES)
         given = mx.array(list(own), dtype=mx.int32)
         told = mx.distributed.all_sum(given, group=self._group)
@@ -77,11 +77,11 @@ class RankGroup:
         return bytes(values).rstrip(b"\0")
 
 
-# --- can it be shared out ------------------------------------------------------------------
+# --- can it be sharded ---------------------------------------------------------------------
 
 
 def check(config: Mapping[str, Any], size: int, *, name: str, text_only: bool) -> None:
-    """Raises SetupError where this model cannot be served by so many ranks. No weights are read."""
+    """Raises SetupError if so many ranks cannot serve this model. Reads no weights."""
     if is_vision(config) and not text_only:
         raise SetupError("--tensor-parallel serves no pictures: add --text-only for the text alone")
     kind = str(config["model_type"])

@@ -1,12 +1,12 @@
-"""The runner of a sharded model: rank 0's tells the others what it does, and theirs do the same.
+"""The runner of a sharded model: rank 0's tells the others each call, and theirs make the same calls.
 
-Every forward pass is full of collectives, so all ranks must build and evaluate the same passes in the
-same order. Rank 0 tells a call before it makes it; what can fail for a single request, and computes
-nothing, it does first and tells then. Rows are known by numbers.
+A forward pass contains collectives, so all ranks must build and evaluate the same passes in the same
+order. Rank 0 tells a call before it makes it. A call that computes nothing and may fail for one request
+(`start`, `choices`) is made first and told when it has succeeded. Rows are named by numbers.
 
-Only rank 0 samples. Its tokens go to the others inside the computation (`RankGroup.share`), so that
-decode steps are pipelined as ever. What becomes of a row's group, its seat, its padding follows from the
-calls alone, and a follower checks that it has come to the same.
+Only rank 0 samples. Its tokens reach the others inside the computation (`RankGroup.share`), so decode
+steps stay pipelined. A row's group, index and padding follow from the calls alone; a follower checks
+that it has come to the same.
 
 Owner: the engine thread; on a follower, its main thread.
 """
@@ -47,7 +47,7 @@ class LeaderRunner(Runner):
     def lead(
         self, group: RankGroup, followers: Followers, take_fills: Callable[[], Fills]
     ) -> LeaderRunner:
-        """take_fills: what was filled since it was last asked, by the numbers of payloads."""
+        """take_fills: what was filled since the last call, by the numbers of payloads."""
         self.group, self.followers, self.take_fills = group, followers, take_fills
         self._numbers: WeakKeyDictionary[Row, int] = WeakKeyDictionary()
         self._serial = count(1)
@@ -62,7 +62,7 @@ class LeaderRunner(Runner):
 
     @property
     def reads_together(self) -> bool:
-        """Prompts are read one by one: a padded pass of several is not told."""
+        """Prompts are read one by one: followers know no padded pass of several."""
         return False
 
     # --- prefill ---------------------------------------------------------------------------
@@ -135,7 +135,8 @@ class LeaderRunner(Runner):
 
     @contextmanager
     def _together(self, name: str, *args: Any, blob: bytes = b"") -> Iterator[None]:
-        """Tell it, then do it. What fails here alone leaves the others with another state: the end."""
+        """Tell the call, then make it. A failure here alone leaves ranks in different states: the group
+        ends."""
         self.followers.tell(name, *args, blob=blob)
         try:
             yield
@@ -146,12 +147,12 @@ class LeaderRunner(Runner):
 LOCAL = frozenset(
     {"confirm", "force", "groups", "live_nbytes", "prefill_together", "resume", "close"}
 )
-"""What the others need not know of: it computes nothing together, changes only what is sampled, or is
-never used here. (`resume` also says that a row is to be alone, and `join` tells that.)"""
+"""Methods that followers are not told of: they run no collective, change only what is sampled, or are
+never called with ranks. (`resume` also marks a row as alone; `join` tells that.)"""
 
 
 class FollowerRunner(Runner):
-    """The others'. Its methods are those of the calls that rank 0 tells."""
+    """A follower's. It has a method `on_NAME` for each call that rank 0 tells."""
 
     group: RankGroup
 
@@ -205,11 +206,11 @@ class FollowerRunner(Runner):
         *,
         allowed: mx.array | None,
     ) -> Picks:
-        """Waits for the same logits as rank 0 does (a slice of them may be computed here)."""
+        """Zeros that depend on the logits: a slice of them may have to be computed on this rank."""
         return Picks(self.group.share(mx.argmax(logits, axis=-1) * 0), None, None, None)
 
 
 def in_step(same: bool, what: str) -> None:
-    """A follower that has come to something else than rank 0 must not go on."""
+    """Stop a follower whose state differs from rank 0's."""
     if not same:
         raise RuntimeError(f"out of step with rank 0: {what}")
