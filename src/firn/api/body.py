@@ -1,4 +1,4 @@
-"""Request bodies: read with a limit, parsed with suspicion, the large ones away from the event loop."""
+"""Request bodies: read within a limit, checked before they are parsed, large ones off the event loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from firn.core.errors import BadRequest, BodyTooLarge
 T = TypeVar("T")
 
 INLINE_NBYTES = 64 * 1024
-"""Parsed in a few milliseconds, whatever is in it."""
+"""A body of this size is parsed in a few milliseconds, whatever is in it."""
 MAX_DEPTH = 100
-"""Nesting that a template or a schema compiler can still walk recursively."""
+"""Deeper nesting could overflow the stack of a template or a schema compiler."""
 
 
 class ClientGone(Exception):
-    """The other end hung up; there is nobody to answer."""
+    """The client hung up: there is nobody to answer."""
 
 
 async def read_body(
@@ -34,7 +34,7 @@ async def read_body(
 ) -> bytes:
     """The whole body. Raises BodyTooLarge as soon as that is known, and ClientGone.
 
-    take: is told of every piece before it is kept, and may raise.
+    take: called with the size of every piece before it is kept; may raise.
     """
     for name, value in headers:
         # A length that is no number cannot get past the HTTP parser.
@@ -57,10 +57,10 @@ async def read_body(
 
 
 def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Only JSON is taken, and only when it says so.
+    """Raises BadRequest for anything that is not declared as JSON.
 
-    A web page may post any other type to a server on the user's own machine without asking; JSON
-    makes the browser ask first, and we say no (see --allow-origin).
+    A web page may post other types to a server on the user's own machine without asking. For JSON the
+    browser asks first, and the answer is no (see --allow-origin).
     """
     given = next((value for name, value in headers if name == b"content-type"), b"")
     media_type = given.partition(b";")[0].strip().lower()
@@ -71,7 +71,7 @@ def check_content_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
 async def decoded(raw: bytes, pool: Executor, decode: Callable[[dict[str, Any]], T]) -> T:
     """What `decode` makes of the body's object. Raises BadRequest, and what `decode` raises.
 
-    A large body is decoded in the pool: it takes a tenth of a second, and streams must not wait.
+    A large body is decoded in the pool: it takes a tenth of a second, and streams would wait.
     """
 
     def work() -> T:
@@ -100,9 +100,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """JSON whose every part can be walked and encoded; raises ValueError for the rest.
+    """JSON that can be walked recursively and encoded as UTF-8; raises ValueError otherwise.
 
-    NaN and infinities pass: who expects a number refuses them, and can say which number it was.
+    NaN and infinities pass: the decoder that expects a number refuses them, and names the parameter.
     """
     try:
         value = json.loads(text)

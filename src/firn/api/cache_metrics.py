@@ -23,7 +23,7 @@ COUNTED = {
 
 
 def own_snapshot(stats: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of what /v1/cache/stats says about one namespace."""
+    """Counters from what /v1/cache/stats says about one namespace."""
     if not stats.get("enabled"):
         return {}
     parts = {part: held["bytes"] for part, held in stats["memory"]["parts"].items()}
@@ -66,7 +66,7 @@ class CacheMetrics(Collector):
 
 
 def _of_tiers(seen: Mapping[str, Any]) -> Iterable[Metric]:
-    """What only the operator is shown: tiers are everybody's."""
+    """For the operator only: all callers share the tiers."""
     if "limits" not in seen:
         return
     limits = GaugeMetricFamily("firn_cache_limit_bytes", "Most that a tier holds", labels=["tier"])

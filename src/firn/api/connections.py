@@ -1,8 +1,8 @@
-"""Connections with deadlines: who sends half a request, or reads half an answer, holds nothing for long.
+"""Connections with deadlines: a client that sends or reads only half of something is cut off.
 
-uvicorn waits for the rest of a request as long as it takes, and a process has so many descriptors. Here
-a request's head must come within seconds and its body at some speed; of those who have not finished
-their head, the oldest go first when there are too many; a few places are left for health checks.
+uvicorn waits for the rest of a request as long as it takes, and a process has few descriptors. Here a
+request's head must arrive within seconds and its body at a minimum speed; if too many connections have
+no head yet, the oldest are cut first; a few places are kept for health checks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SWEEP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """max_open: at a time, and `n_spare` more for health checks alone. max_heads: of which no head has
-    come yet. head_s: for a head. A body has body_s, and a second for every body_nbytes_per_s of it.
-    drain_s: for the rest of a body whose request has been answered. stall_s: for a client that does
-    not read."""
+    """max_open: connections at a time, and `n_spare` more for health checks alone. max_heads: those
+    whose head has not arrived yet. head_s: for a head. A body has body_s, and a second more for every
+    body_nbytes_per_s. drain_s: for the rest of a body whose request was answered already. stall_s: for
+    a client that does not read."""
 
     max_open: int = 1024
     n_spare: int = 16
@@ -44,7 +44,7 @@ class ConnectionLimits:
 
 
 class Phase(enum.Enum):
-    """What the other end is about to send."""
+    """What the client has to send next."""
 
     HEAD = "head"
     BODY = "body"
@@ -60,10 +60,10 @@ class Connections:
         self.limits = limits or ConnectionLimits()
         self.clock = clock
         self.n_cut = 0
-        """Ended by us before their time."""
+        """Connections that were cut off."""
         self._open: set[Connection] = set()
         self._heads: dict[Connection, None] = {}
-        """Those without a head, the oldest first."""
+        """Connections without a head, the oldest first."""
         self._sweeping = False
 
     @property
@@ -100,8 +100,8 @@ class Connections:
         self._heads.pop(connection, None)
 
     def _cut_oldest(self) -> bool:
-        """Drop who has had half a head for longest: whoever means well has sent all of it. Then who is
-        idle: it will connect again."""
+        """Cuts off the connection that has waited longest for its head: an honest client has sent all of
+        it. If there is none, an idle one: its client will connect again."""
         for connection in chain(self._heads, (c for c in self._open if c.is_idle)):
             if not connection.is_answering:
                 self.n_cut += 1
@@ -121,7 +121,7 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with a clock. Lives from accept to close, on the asyncio thread."""
+    """uvicorn's connection, with deadlines. Lives from accept to close, on the asyncio thread."""
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -154,13 +154,13 @@ class Connection(HttpToolsProtocol):
             return False  # uvicorn's own timer ends those that stay idle
         if self._answered_at is not None:
             return now - self._answered_at > limits.drain_s
-        if self.flow.read_paused:  # it is we who do not read
+        if self.flow.read_paused:  # the server does not read: not the client's fault
             self._since = now
             return False
         return now - self._since > limits.body_s + self._n_body / limits.body_nbytes_per_s
 
     def give_up(self) -> None:
-        """Say that it took too long, where nothing has been said yet, and close."""
+        """Close it, with a 408 if nothing was sent yet."""
         silent = self._running is None or not (self.is_answering and self._running.response_started)
         if self._stalled_at is None and self._answered_at is None and silent:
             self._refuse(b"408 Request Timeout", b"The request took too long to arrive.")
@@ -248,7 +248,7 @@ class Connection(HttpToolsProtocol):
 
 
 def http_config(app: ASGIApp, connections: Connections, **options: Any) -> uvicorn.Config:
-    """How firn has uvicorn run: no websockets, no proxy's word for who is calling."""
+    """uvicorn's settings: no websockets, and no trust in what a proxy says about the caller."""
     protocol: Any = functools.partial(Connection, connections=connections)
     return uvicorn.Config(
         app,

@@ -1,8 +1,8 @@
 """Which host names are ours, and who calls from this machine.
 
-A web page may have its own name point to 127.0.0.1 and then talk to whatever listens here as if it were
-its own server (DNS rebinding). The browser still sends the page's name as Host, so only names that
-nobody else can own are answered. An address is no name: a page that was loaded from it came from here.
+A web page can make its own name point to 127.0.0.1 and then talk to this server as if it were the page's
+own (DNS rebinding). The browser still sends the page's name as Host, so only names that nobody else can
+own are answered. An address is no name: a page that was loaded from it came from here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"
 
 
 def machine_names(bound: str) -> tuple[str, ...]:
-    """Names by which others reach the address that the server listens on."""
+    """The names of the address that the server listens on."""
     address = _address(bound)
     if address is None:
         return (bound,)
@@ -36,7 +36,7 @@ def machine_names(bound: str) -> tuple[str, ...]:
 
 
 class Hosts:
-    """The names that are answered to. Never changed."""
+    """The host names that the server answers to. Immutable."""
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
         names = [_normal(name) for name in (*OWN_NAMES, *allowed)]
@@ -49,10 +49,10 @@ class Hosts:
         return self._every or self._is_ours(_normal(_without_port(host)))
 
     def is_own_page(self, headers: RawHeaders) -> bool:
-        """Whether a browser asks for a page of ours: it says where the page came from, and where to.
+        """Whether a browser sends this for a page of ours: Origin and Host agree.
 
-        The name must be one that nobody else can own, even where every name is answered to: a page
-        that had its own name point here came "from here" as well.
+        The name must be one that nobody else can own, even if every name is answered: a page that made
+        its own name point here would agree as well.
         """
         said: dict[bytes, list[str]] = {b"host": [], b"origin": [], b"sec-fetch-site": []}
         for header, value in headers:
@@ -77,9 +77,9 @@ class Hosts:
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether the other end is a program on this machine, and speaks for itself.
+    """Whether a program on this machine calls, and for itself.
 
-    What a proxy passes on comes from this machine too; if it says so, it does not count.
+    What a proxy passes on comes from this machine too; the headers that it adds give it away.
     """
     client = scope.get("client")
     address = _address(client[0]) if client else None

@@ -1,4 +1,4 @@
-"""What /metrics shows: everything to the operator, to a caller its own. Own registries, no globals."""
+"""What /metrics shows: everything to the operator, to other callers their own numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 class Counters:
-    """One party's requests and tokens. Owner: Metrics."""
+    """Requests and tokens of one caller, or of all. Owner: Metrics."""
 
     def __init__(self, *collectors: Collector) -> None:
         self.registry = CollectorRegistry()
@@ -101,14 +101,14 @@ class Metrics:
         return generate_latest(self._everything.registry)
 
     def render_own(self, own: Namespace, *, extra: Iterable[Collector] = ()) -> bytes:
-        """For one caller: what it did, and what `extra` knows of it."""
+        """For one caller: its own counters, and those of `extra`."""
         registry = CollectorRegistry()
         for collector in extra:
             registry.register(collector)
         return generate_latest(self._of(own).registry) + generate_latest(registry)
 
     def _of(self, own: Namespace) -> Counters:
-        """As many as there are keys: nobody else gets past the gate."""
+        """There are as many as keys: other callers are refused before they get here."""
         if own not in self._own:
             self._own[own] = Counters(_CallGauge(lambda: self._n_calls(own)))
         return self._own[own]
@@ -129,7 +129,7 @@ class _CallGauge(Collector):
 
 
 class _EngineGauges(Collector):
-    """Gauges read when asked for, so that nothing has to keep them up to date."""
+    """Gauges that are read when they are asked for, so that nobody has to keep them up to date."""
 
     def __init__(self, engine: Engine, event_router: EventRouter) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
-"""Who may change what is kept here: callers with a key, or a program on this machine; of web pages
+"""Who may change what is stored here: callers with a key, programs on this machine, and of all web pages
 only the one that this server serves.
 
-A page cannot know a key, but it reaches every server that its visitor reaches.
+A page knows no key, but it can reach every server that its visitor can.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from firn.core.errors import Forbidden
 def refuse_pages(scope: Scope, allowed: Sequence[str]) -> None:
     """Raises Forbidden for a page without a key, unless its origin is one that the operator allows.
 
-    For routes that take no body: with one, the browser has asked before (see `check_content_type`).
+    For routes without a body: for those with one the browser asks first (see `check_content_type`).
     """
     origins = [v.decode("latin-1") for name, v in scope["headers"] if name == b"origin"]
     known = bool(origins) and all("*" in allowed or origin in allowed for origin in origins)

@@ -1,7 +1,7 @@
-"""What one key may have at a time: calls, places in the queue, tokens a minute. Off unless set.
+"""Limits of one key: calls at a time, places in the queue, tokens a minute. Off unless set.
 
-Tokens are counted as they are computed, prompt and reply, cached ones not: they are what a server's time
-goes into. The bucket holds a minute's worth; who has used more waits until it is filled again.
+Tokens count when they are computed, prompt and reply; cached ones are free, as they take no time. The
+bucket holds a minute's worth; a key that has used more must wait until it is refilled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from firn.core.errors import KeyLimit
 from firn.core.values import Namespace
 
 RETRY_S = 1
-"""When a call of one's own may have ended; nobody knows."""
+"""A guess: nobody knows when one of the key's calls will have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class KeyLimits:
 
 
 class MeteredCall(Protocol):
-    """A call as far as it counts here; `api.session.Session` is one."""
+    """What a quota must know of a call; `api.session.Session` is one."""
 
     @property
     def n_waiting(self) -> int:
@@ -51,7 +51,7 @@ class _RunningCall:
 
 @dataclass(slots=True)
 class _Account:
-    """One key's. tokens: left in its bucket at `as_of`; below zero, what it owes."""
+    """One key's account. tokens: left in its bucket at `as_of`; negative: what it owes."""
 
     tokens: float
     as_of: float
@@ -78,7 +78,7 @@ class Quotas:
 
     @contextmanager
     def call(self, own: Namespace, work: MeteredCall, *, n_requests: int = 1) -> Iterator[None]:
-        """While it runs, the call counts against its key. Raises KeyLimit."""
+        """Around a call: it counts against its key while it runs. Raises KeyLimit."""
         account = self._account(own)
         self._check(account, n_requests)
         call = _RunningCall(work)
@@ -100,7 +100,7 @@ class Quotas:
         return {own: account.n_computed for own, account in self._accounts.items()}
 
     def charge(self, own: Namespace, n_tokens: int) -> None:
-        """So many were computed for it elsewhere."""
+        """Charges tokens that another process has computed for this key."""
         account = self._account(own)
         self._settle(account)
         account.tokens -= n_tokens
@@ -134,7 +134,7 @@ class Quotas:
         return self._accounts[own]
 
     def _settle(self, account: _Account) -> None:
-        """Charge what was computed since the last time, and fill up what has passed of the minute."""
+        """Charges what was computed since the last time, and refills the bucket for the time passed."""
         for call in account.calls:
             n_computed = call.work.n_computed
             account.tokens -= n_computed - call.n_charged

@@ -1,4 +1,4 @@
-"""Sparse prefill as clients see it: what is refused, and how an answer says that it is approximate."""
+"""Sparse prefill in the API: what is refused, and how a reply says that it is approximate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADER = b"x-firn-approximate"
 
 
 def refuse_sparse(request: GenerateRequest, rules: SparseRules) -> None:
-    """Raises InvalidValue where the request asks for what is not to be had."""
+    """Raises InvalidValue if the request asks for sparse prefill where that is not possible."""
     keep = request.sparse_keep
     if keep is None or keep == 1:
         return
@@ -27,7 +27,7 @@ def refuse_sparse(request: GenerateRequest, rules: SparseRules) -> None:
 
 
 def header_of(admitted: Sequence[Admitted]) -> list[tuple[bytes, bytes]]:
-    """What a client is told before it reads the reply. The usage, at its end, has the last word."""
+    """The header that says so before the reply; the usage at its end has the final numbers."""
     shares = sorted({each.keep for each in admitted if each.keep is not None})
     if not shares:
         return []

@@ -1,4 +1,4 @@
-"""Guessed tokens for /metrics."""
+"""Drafted tokens for /metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 class SpeculationMetrics(Collector):
     def __init__(self, snapshot: Callable[[], Mapping[str, int]]) -> None:
-        """snapshot: see `Totals.view`; empty where no tokens are guessed. Must not block."""
+        """snapshot: see `Totals.view`; empty where nothing is drafted. Must not block."""
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:

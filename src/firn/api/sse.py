@@ -24,10 +24,10 @@ def data(text: str) -> str:
 
 
 def named(event: str, text: str) -> str:
-    """A frame with an event name, for dialects that have them."""
+    """A frame with an event name."""
     return f"event: {event}\ndata: {text}\n\n"
 
 
 def progress(event: Progress) -> str:
-    """A comment that tells people how far the prompt is; clients skip it."""
+    """A comment that shows how much of the prompt is read; clients skip it."""
     return f": prefill {event.n_done}/{event.n_total}\n\n"

@@ -1,4 +1,4 @@
-"""Prompts to compute before the first client asks: a JSON file, read at start."""
+"""--warm-prompts: a JSON file of prompts that are computed before the first client asks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(path: Path, defaults: Defaults = PLAIN_DEFAULTS) -> list[GenerateReques
     except (OSError, ValueError) as e:
         raise SetupError(f"{path} cannot be read as JSON: {e}") from e
     if not isinstance(entries, list):
-        raise SetupError(f"{path}: a list of prompts is wanted")
+        raise SetupError(f"{path}: must be a JSON list of prompts")
     requests = []
     for i, entry in enumerate(entries):
         try:
@@ -43,14 +43,14 @@ def _request(entry: Any, defaults: Defaults) -> GenerateRequest:
         return GenerateRequest("", RawText(entry))
     body = {"messages": entry} if isinstance(entry, list) else entry
     if not isinstance(body, dict):
-        raise SetupError("a text, a list of messages or an object with messages is wanted")
+        raise SetupError("must be a text, a list of messages or an object with messages")
     chat = next(d for d in discover(defaults) if d.path == "/v1/chat/completions")
     (request,) = chat.decode(body, namespace=SHARED).requests
     return request
 
 
 async def compute(services: Services, requests: Sequence[GenerateRequest]) -> None:
-    """Run every prompt once for each namespace, so that its prefix is stored. Faults are logged."""
+    """Runs every prompt once for each namespace, so that its prefix is stored. Faults are logged."""
     jobs = [(r, ns) for r in requests for ns in services.keys.namespaces]
     for i, (request, namespace) in enumerate(jobs):
         one = replace(request, max_tokens=1, n=1, sampling=Sampling(temperature=0.0))
