@@ -99,7 +99,7 @@ def test_keys(page: Page) -> None:
         field.press("Enter")
         expect(page.locator(".line")).to_have_text("live")
         expect(page.locator("#requests .empty")).to_contain_text("Every request will be a bar")
-        expect(page.locator("#memory")).to_contain_text("only the operator sees")
+        expect(page.locator("#memory")).to_contain_text("Only the operator sees")
         page.get_by_label("Message").fill("Hello")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".call")).to_have_count(1)

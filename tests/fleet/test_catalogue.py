@@ -79,7 +79,7 @@ def test_a_table_is_more_than_the_file_and_less_than_a_flag(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("[models.a]\nport = 1\n", "as a whole"),
+        ("[models.a]\nport = 1\n", "of the whole server"),
         ("[models.a]\nmax_conurrency = 1\n", "did you mean max_concurrency"),
         ("[models.a]\nmax_concurrency = 0\n", "too small"),
         ("[models.a]\npinned = 1\n", "not true or false"),

@@ -32,7 +32,7 @@ def test_options_that_do_not_go_with_it(config: Config, said: str) -> None:
 
 def test_several_models() -> None:
     tables = (ModelTable("a", "/a"), ModelTable("b", "/b"))
-    with pytest.raises(SetupError, match="several models"):
+    with pytest.raises(SetupError, match="several were given"):
         serve(Config(model=ModelConfig(tensor_parallel=True), tables=tables))
 
 
