@@ -23,7 +23,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from firn.demo.facts import Session, make_session, n_facts_for
+from firn.demo.facts import FactSession, make_session, n_facts_for
 from firn.demo.server import ServerProcess
 from tests.browser import chrome
 
@@ -116,7 +116,7 @@ def person(server: ServerProcess, seed: int) -> None:
         httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).raise_for_status()
 
 
-def document(number: int) -> Session:
+def document(number: int) -> FactSession:
     n_facts = n_facts_for(DOCUMENTS[number])
     return make_session(number, n_facts=n_facts, n_questions=6, kinds=("fact",), placement="system")
 

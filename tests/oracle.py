@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from firn.core.values import Chat, Message, Role, TextPart
-from firn.demo.facts import Session, make_session
+from firn.demo.facts import FactSession, make_session
 from firn.models import loader
 from firn.text.prompt import PromptMaker
 from tests.harness import Harness, Result
@@ -34,7 +34,7 @@ def folder_of(model: str) -> Path:
 class Exam:
     """One session to be asked about; `namespace` is whose cache it lives in."""
 
-    session: Session
+    session: FactSession
     namespace: str = ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from firn.demo.facts import Session, make_session
+from firn.demo.facts import FactSession, make_session
 from tests.api.real import Real, serving
 from tests.whole_server import GREEDY, config
 
@@ -118,7 +118,7 @@ ROUTES: dict[str, Callable[..., Answer]] = {
 }
 
 
-def session(seed: int) -> Session:
+def session(seed: int) -> FactSession:
     return make_session(seed, n_facts=16, n_questions=3, placement="message", kinds=("fact",))
 
 

@@ -21,7 +21,7 @@ from firn.core.values import (
     Prompt,
     Thinned,
 )
-from firn.demo.facts import Session, make_session
+from firn.demo.facts import FactSession, make_session
 from firn.engine.thinning import recipe_of
 from firn.models import loader
 from firn.models.drafters.lookup import Lookup
@@ -44,13 +44,15 @@ def draft_of(model: str) -> Callable[[], Any]:
     return make
 
 
-def document(seed: int, *, n_facts: int = 60, n_questions: int = 3) -> Session:
+def document(seed: int, *, n_facts: int = 60, n_questions: int = 3) -> FactSession:
     return make_session(
         seed, n_facts=n_facts, n_questions=n_questions, kinds=("fact",), placement="message"
     )
 
 
-def asked(oracle: Oracle, session: Session, n: int, *, keep: float | None, **more: Any) -> Result:
+def asked(
+    oracle: Oracle, session: FactSession, n: int, *, keep: float | None, **more: Any
+) -> Result:
     prompt = oracle.prompts.make(_chat(session.messages(n)))
     sparse = None if keep is None else Sparse(keep, 256)
     return oracle.submit(prompt, MAX_REPLY, eos=oracle.tokenizer.eos, sparse=sparse, **more)
@@ -248,7 +250,7 @@ def test_a_disk_that_lies_costs_time_and_no_answer(tmp_path: Path) -> None:
         assert all(why.startswith("read: ") for why in oracle.cache.stats.faults)
 
 
-def thinned_for(oracle: Oracle, session: Session) -> Prompt:
+def thinned_for(oracle: Oracle, session: FactSession) -> Prompt:
     """With the part of the document that has the answer in it."""
     whole = oracle.prompts.make(_chat(session.messages(0)))
     text = oracle.tokenizer.decode(whole.ids.tolist())

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from firn.cache.tiers._folder import Disk, FolderLock
-from firn.demo.facts import Session, make_session
+from firn.demo.facts import FactSession, make_session
 from firn.demo.server import ServerProcess
 from tests.cache.tiers.folders import du
 from tests.soak.house import House as Servers
@@ -30,7 +30,7 @@ N_SESSIONS = 8
 FLAGS = ("--cache-memory-mb", "1", "--cache-block-tokens", "16")
 
 
-def sessions(n: int) -> list[Session]:
+def sessions(n: int) -> list[FactSession]:
     """The same questions in each, and answers of their own."""
     return [
         make_session(i, n_facts=6, n_questions=6, keys_seed=1, kinds=("fact",), placement="system")
@@ -45,7 +45,7 @@ class Answer:
     n_cached: int
 
 
-def ask(server: ServerProcess, session: Session, n: int) -> Answer:
+def ask(server: ServerProcess, session: FactSession, n: int) -> Answer:
     body = {"messages": session.messages(n), "temperature": 0, "max_tokens": 64}
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     usage = reply["usage"]
@@ -104,7 +104,7 @@ class House(Servers):
 
 
 def talk(
-    servers: Sequence[ServerProcess], talks: Sequence[Session], *, until: float
+    servers: Sequence[ServerProcess], talks: Sequence[FactSession], *, until: float
 ) -> list[Answer]:
     """Two clients for each server, all asking about all sessions, in different orders."""
 

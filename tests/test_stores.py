@@ -25,7 +25,7 @@ from firn.cache.tiers._store import StoreTier
 from firn.cache.tiers.s3 import S3Client
 from firn.config import CacheConfig, Config, ModelConfig
 from firn.core.errors import SetupError
-from firn.demo.facts import Session
+from firn.demo.facts import FactSession
 from firn.engine import EngineParts
 from tests import stores
 from tests.api.real import Real, serving
@@ -82,7 +82,7 @@ def address_of(kind: str, port: int, *more: str) -> str:
 class Machine:
     real: Real
 
-    def ask(self, session: Session, n: int) -> Answer:
+    def ask(self, session: FactSession, n: int) -> Answer:
         return ask(self.real.url, session, n)
 
     def store(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from firn.demo.facts import Session, make_session
+from firn.demo.facts import FactSession, make_session
 from firn.demo.server import ServerProcess
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class House:
 # --- questions with known answers ----------------------------------------------------------
 
 
-def sessions(n: int, *, n_facts: int = 6, first: int = 0) -> list[Session]:
+def sessions(n: int, *, n_facts: int = 6, first: int = 0) -> list[FactSession]:
     """The same questions in each, and answers of their own: whoever mixes them up is caught."""
     return [
         make_session(
@@ -90,7 +90,7 @@ class Answer:
 
 
 def ask(
-    url: str, session: Session, n: int, *, client: httpx.Client | None = None, **more: Any
+    url: str, session: FactSession, n: int, *, client: httpx.Client | None = None, **more: Any
 ) -> Answer:
     body = {"messages": session.messages(n), "temperature": 0, "max_tokens": 64, **more}
     post = client.post if client else httpx.post

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from firn.demo.facts import Session
+from firn.demo.facts import FactSession
 from firn.demo.server import ServerProcess
 from tests.soak.house import (
     N_QUESTIONS,
@@ -42,7 +42,7 @@ WEATHER = {
 class Caller:
     """One client, with its own dice. What it is told is checked as far as it can be."""
 
-    def __init__(self, server: ServerProcess, talks: list[Session], number: int) -> None:
+    def __init__(self, server: ServerProcess, talks: list[FactSession], number: int) -> None:
         self._server = server
         self._talks = talks
         self._rng = random.Random(number)
@@ -69,7 +69,7 @@ class Caller:
         assert answer.status_code == status, answer.text
         return answer.json()
 
-    def _asked(self) -> tuple[Session, int]:
+    def _asked(self) -> tuple[FactSession, int]:
         return self._rng.choice(self._talks), self._rng.randrange(N_QUESTIONS)
 
     def _question(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from firn.demo.facts import Session
+from firn.demo.facts import FactSession
 from tests.soak.house import N_QUESTIONS, SMALL, House, ask, at_once, sessions
 
 LIMIT_GIB = 0.002
@@ -95,7 +95,7 @@ def test_one_stays_and_one_is_killed(tmp_path: Path) -> None:
         assert du(house.folder) <= limit
 
 
-def until_it_dies(url: str, seed: int, talks: list[Session]) -> int:
+def until_it_dies(url: str, seed: int, talks: list[FactSession]) -> int:
     """How many questions it has answered, all of them rightly."""
     for i in itertools.count(seed):
         try:

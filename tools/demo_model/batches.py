@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tools.demo_model.dialogues import Dialogue, plain, segments, tool_dialogue
 
-from firn.demo.facts import Session, make_session, n_facts_for
+from firn.demo.facts import FactSession, make_session, n_facts_for
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 TOOL_SHARE = 0.2
@@ -146,7 +146,7 @@ def held_out_row(tokenizer: Tokenizer, n_tokens: int, *, n_questions: int, seed:
     return HeldOutRow(row_of(plain(session), tokenizer), kinds)
 
 
-def held_out_session(n_tokens: int, *, n_questions: int, seed: int) -> Session:
+def held_out_session(n_tokens: int, *, n_questions: int, seed: int) -> FactSession:
     """A dialogue whose first question comes after about `n_tokens` tokens."""
     return make_session(seed, n_facts=n_facts_for(n_tokens - 40), n_questions=n_questions)
 

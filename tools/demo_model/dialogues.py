@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from firn.demo import words
-from firn.demo.facts import Kind, Question, Session, Split, make_session
+from firn.demo.facts import FactSession, Kind, Question, Split, make_session
 
 Message = dict[str, Any]
 
@@ -57,14 +57,14 @@ class Segment:
     is_answer: bool
 
 
-def plain(session: Session) -> Dialogue:
+def plain(session: FactSession) -> Dialogue:
     last = len(session.questions) - 1
     chat: list[Message] = [*session.messages(last)]
     chat.append({"role": "assistant", "content": session.questions[last].answer})
     return Dialogue(tuple(chat))
 
 
-def with_tools(session: Session, rng: Random, donor: Session) -> Dialogue:
+def with_tools(session: FactSession, rng: Random, donor: FactSession) -> Dialogue:
     """`session` with tools on offer, and tool turns about the facts of `donor` mixed in."""
     chat: list[Message] = []
     spare = [q for q in donor.questions if q.kind in ("fact", "absent")]
@@ -97,7 +97,7 @@ def _lookup_turn(question: Question, rng: Random) -> Iterator[Message]:
     yield {"role": "assistant", "content": question.answer}
 
 
-def _time_turn(donor: Session, rng: Random) -> Iterator[Message]:
+def _time_turn(donor: FactSession, rng: Random) -> Iterator[Message]:
     entities = [_parts(q.answer)[1] for q in donor.questions]
     places = [e for e in entities if " " not in e]
     if not places:

@@ -125,21 +125,20 @@ def _decoder_parts(
     cost = drafting.with_rows(cost)
     planned = planner.plan(cost, info.weights_nbytes + drafting.weights_nbytes)
     planned.tell()
-    plan = planned.plan
-    devices.set_limits(device, plan)
+    devices.set_limits(device, planned.plan)
     capacity_nbytes, alone_nbytes = _capacity(spec, loaded, planned, device=device)
     budget = Budget(
         cost,
         capacity_nbytes=capacity_nbytes,
         transient=planner.transient,
-        chunk_nbytes=plan.chunk_nbytes,
+        chunk_nbytes=planned.plan.chunk_nbytes,
     )
     tree = build_cache(
         config, loaded, alone_nbytes, compute=compute, leader_parts=spec.leader_parts
     )
     if isinstance(tree, PrefixTree):
         _prepare_tree(config, tree, recipe=scorer.recipe if scorer else None)
-        put_on_tiers(tree, info, IoThreads(max_write_nbytes=plan.write_queue_nbytes))
+        put_on_tiers(tree, info, IoThreads(max_write_nbytes=planned.plan.write_queue_nbytes))
     tree.set_room(budget.free_nbytes())
     shapes = padding(loaded)
     runner = _runner(

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 from rich.table import Table
 
-from firn.demo.facts import Session, make_session, n_facts_for
+from firn.demo.facts import FactSession, make_session, n_facts_for
 from firn.demo.server import ServerProcess
 
 DOCUMENT_TOKENS = 1500
@@ -46,7 +46,7 @@ class DemoClient:
         self._asked: dict[int, int] = {}
         self.rows: list[DemoTurn] = []
 
-    def ask(self, server: ServerProcess, session: Session, what: str) -> None:
+    def ask(self, server: ServerProcess, session: FactSession, what: str) -> None:
         """The session's next question, streamed to the screen and checked."""
         n = self._asked.get(id(session), 0)
         self._asked[id(session)] = n + 1
@@ -126,7 +126,7 @@ def show(model: str, folder: Path, console: Console) -> list[DemoTurn]:
     return client.rows
 
 
-def _session(seed: int) -> Session:
+def _session(seed: int) -> FactSession:
     n_facts = n_facts_for(DOCUMENT_TOKENS)
     return make_session(seed, n_facts=n_facts, n_questions=6, kinds=("fact",), placement="system")
 

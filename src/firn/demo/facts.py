@@ -78,7 +78,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class FactSession:
     """A dialogue about one document. Ask the questions in order: some refer to earlier turns."""
 
     system: str
@@ -123,7 +123,7 @@ def make_session(
     kinds: Sequence[Kind] = KINDS,
     placement: Placement | None = None,
     split: Split = "held-out",
-) -> Session:
+) -> FactSession:
     """The session of these seeds: the same arguments give the same session, always.
 
     `keys_seed` (default: `seed`) fixes everything but the values, so two sessions that share it
@@ -139,7 +139,7 @@ def make_session(
     document = _document(keys, facts)
     questions = _dialogue(keys, writer, facts, n_questions, kinds)
     drawn = keys.choice(_PLACEMENTS)
-    return Session(system, document, questions, placement or drawn)
+    return FactSession(system, document, questions, placement or drawn)
 
 
 def n_facts_for(n_tokens: int) -> int:

@@ -131,12 +131,7 @@ def build(
 ) -> FrontParts:
     """On the asyncio thread. start: how to start a model's process."""
     server = config.server
-    quotas = Quotas(
-        KeyLimits(
-            concurrency=server.key_max_concurrency,
-            tokens_per_minute=server.key_tokens_per_minute,
-        )
-    )
+    quotas = _quotas(config)
     fleet = Fleet(
         catalogue,
         start,
@@ -149,8 +144,7 @@ def build(
     )
     _check_pinned(fleet)
     dialects = discover(config.sampling.defaults())
-    limits = ApiLimits()
-    bodies = BodyReader(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
+    bodies = _body_reader(ApiLimits())
     pool = ThreadPoolExecutor(N_DECODERS, thread_name_prefix="firn-decode")
     waits = waits or WaitLimits(wait_s=config.fleet.model_wait_s)
     relay = Relay(fleet, dialects, bodies, pool, quotas=quotas, limits=waits)
@@ -186,6 +180,20 @@ def build(
     )
     describe(app, dialects, with_keys=keys.required)
     return FrontParts(fleet, relay, app, pool)
+
+
+def _quotas(config: Config) -> Quotas:
+    server = config.server
+    return Quotas(
+        KeyLimits(
+            concurrency=server.key_max_concurrency,
+            tokens_per_minute=server.key_tokens_per_minute,
+        )
+    )
+
+
+def _body_reader(limits: ApiLimits) -> BodyReader:
+    return BodyReader(limit_nbytes=limits.body_nbytes, total_nbytes=limits.bodies_nbytes)
 
 
 def _check_pinned(fleet: Fleet) -> None:

@@ -1,0 +1,47 @@
+"""Files and functions that fit into a head, and class names that mean one thing."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+PORTS = {"CacheAdmin", "Engine", "Pictures", "Recorder", "Runner"}
+"""Each is a port, and what implements it."""
+SAME_IDEA = {"PickedToken"}
+"""What a row picked: as the engine is told of it, and as the model's side makes it."""
+
+
+def classes(tree: ast.Module) -> list[str]:
+    return [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def test_files_are_short() -> None:
+    every = [*SOURCES, *(ROOT / "tests").rglob("*.py")]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in every}
+    assert not {str(path): n for path, n in lines.items() if n > MAX_FILE_LINES}
+
+
+def test_functions_are_short() -> None:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = [
+        f"{path}: {node.name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, functions)
+        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in SOURCES:
+        for name in classes(ast.parse(path.read_text(encoding="utf-8"))):
+            if not name.startswith("_"):
+                places[name].append(str(path.relative_to(ROOT)))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert set(twice) == PORTS | SAME_IDEA, twice
