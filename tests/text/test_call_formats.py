@@ -192,6 +192,27 @@ def test_what_is_no_call_is_text(format: str, text: str) -> None:
     assert reply.text == text
 
 
+NO_SEPARATOR = {
+    "deepseek": ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+}
+
+
+@pytest.mark.parametrize("format", NO_SEPARATOR)
+def test_a_header_without_its_separator_takes_no_good_call_along(format: str) -> None:
+    call, separator, end = NO_SEPARATOR[format]
+    bad, good = f"{call}other {{}}{end}", f'{call}other{separator}{{"a": 1}}{end}'
+    reply = read_at_every_split(ReplyFormat(tool=format), bad + good)
+    assert [(c.name, c.text) for c in reply.calls] == [("other", '{"a": 1}')]
+
+
+def test_deepseek_arguments_that_are_no_object_stay_in_their_call() -> None:
+    call, separator, end = NO_SEPARATOR["deepseek"]
+    text = f'{call}other{separator}[1]{end}{call}other{separator}{{"a": 1}}{end}'
+    reply = read_at_every_split(ReplyFormat(tool="deepseek"), text)
+    assert [(c.name, c.text) for c in reply.calls] == [("other", "[1]"), ("other", '{"a": 1}')]
+
+
 def test_a_good_call_after_a_bad_one() -> None:
     text = tagged("bad") + " " + tagged('{"name": "other", "arguments": {}}')
     reply = read_at_every_split(ReplyFormat(tool="json_tags"), text)

@@ -263,6 +263,13 @@ class SectionCallParser(JsonCallParser):
     def read_call(self) -> Script[None]:
         """Reads from behind a call's opening tag to the end of its arguments."""
 
+    def header(self, end: str, *, limit: int) -> Script[str]:
+        """The text up to `end`, within this call: what has none is no call, and takes no other along."""
+        text, marker = yield from self.tape.until(end, self.call_open, self.call_end, limit=limit)
+        if marker != end:
+            raise NotACall
+        return text
+
     def script(self) -> Script[None]:
         yield from self.tape.skip()
         if self.marker == self.section:

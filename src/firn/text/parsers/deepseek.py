@@ -20,6 +20,8 @@ def _tag(words: str) -> str:
 SECTION, SECTION_END = _tag("tool calls begin"), _tag("tool calls end")
 CALL, CALL_END, SEP = _tag("tool call begin"), _tag("tool call end"), _tag("tool sep")
 FENCE = "```"
+KIND = "function"
+"""V3 says of each call what is called."""
 
 
 class DeepSeek(SectionCallParser):
@@ -28,9 +30,9 @@ class DeepSeek(SectionCallParser):
     fence = FENCE
 
     def read_call(self) -> Script[None]:
-        name, _ = yield from self.tape.until(SEP, limit=256)
+        name = yield from self.header(SEP, limit=256)
         char = yield from JsonTape(self.tape).next_char()
-        if char != "{":  # the first word was the kind of call
+        if char != "{" and name.strip() == KIND:
             name, end = yield from self.tape.until("\n", FENCE, "{", limit=256)
             self.tape.pos -= 0 if end == "\n" else len(end)
             yield from self.tape.skip()
@@ -44,7 +46,7 @@ class DeepSeek(SectionCallParser):
 def _grammar(g: CallGrammar) -> str:
     before, between, after = "", SEP, ""
     if FENCE in g.template:
-        before, between, after = f"function{SEP}", f"\n{FENCE}json\n", f"\n{FENCE}"
+        before, between, after = f"{KIND}{SEP}", f"\n{FENCE}json\n", f"\n{FENCE}"
 
     def write(tool: Tool) -> str:
         head = g.lark.mark(f"{CALL}{before}{plain(tool.name, tool.param)}{between}")

@@ -22,7 +22,7 @@ class KimiK2(SectionCallParser):
     call_open, call_end = CALL, CALL_END
 
     def read_call(self) -> Script[None]:
-        header, _ = yield from self.tape.until(ARGUMENTS, limit=512)
+        header = yield from self.header(ARGUMENTS, limit=512)
         call_id = header.strip()
         found = _ID.fullmatch(call_id)
         if not found:
