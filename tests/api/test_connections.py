@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import httpx
 import pytest
+from uvicorn.server import ServerState
 
 from firn.api import connections as module
 from firn.api.auth import Keys
-from firn.api.connections import ConnectionLimits, Connections
+from firn.api.connections import Connection, ConnectionLimits, Connections, http_config
 from firn.api.services import ApiLimits
 from tests.api.live import Live, serve
 
@@ -123,6 +126,67 @@ def test_who_does_not_read_is_not_written_to_for_ever() -> None:
         assert is_healthy(live)
         while live.n_calls():
             pass
+
+
+class Wire(asyncio.Transport):
+    """Takes what is written, and forgets it."""
+
+    def write(self, data: object) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def connection_by(clock: list[float], **limits: float) -> Connection:
+    """One that has been made, at a time that the test says. Inside a running loop."""
+    wanted = ConnectionLimits(**limits)  # type: ignore[arg-type]
+    connections = Connections(wanted, clock=lambda: clock[0])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    config = http_config(app, connections)
+    config.load()
+    made = Connection(config, ServerState(), {}, connections=connections)
+    made.connection_made(Wire())
+    return made
+
+
+def test_a_large_body_has_time_by_what_has_come_of_it() -> None:
+    async def look() -> None:
+        clock = [0.0]
+        made = connection_by(clock, body_s=20.0, body_nbytes_per_s=100)
+        made.data_received(HEAD + b"content-length: 10000\r\n\r\n" + b" " * 500)
+        assert not made.is_late(24.9), "500 bytes are five seconds"
+        assert made.is_late(25.1)
+
+    asyncio.run(look())
+
+
+def test_who_reads_on_has_not_stalled() -> None:
+    async def look() -> None:
+        clock = [0.0]
+        made = connection_by(clock, stall_s=60.0, head_s=LONG_S)
+        made.pause_writing()
+        assert made.is_late(60.1)
+        clock[0] = 50.0
+        made.resume_writing()
+        assert not made.is_late(200.0)
+        made.pause_writing()
+        assert not made.is_late(110.0), "counted from its last silence"
+        assert made.is_late(110.1)
+
+    asyncio.run(look())
 
 
 # --- how many ------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -333,7 +335,30 @@ def test_pins_are_bounded_by_the_memory_there_is() -> None:
         lab.between_steps(lambda: check_tree(cache))
 
 
-def test_what_is_cleared_during_the_first_scan_does_not_come_back(tmp_path: Path) -> None:
+def test_a_scan_does_not_bring_back_what_was_cleared_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, cleared, real = words(1, 100), threading.Event(), SsdTier.scan
+    with server(tmp_path) as lab:
+        ask(lab, ids)
+        settle(lab)
+    assert list(tmp_path.glob("??/*.safetensors"))
+
+    def late(self: SsdTier) -> Iterator[Any]:
+        entries = list(real(self))  # read before, told after
+        assert cleared.wait(60)
+        yield from entries
+
+    monkeypatch.setattr(SsdTier, "scan", late)
+    with server(tmp_path) as lab:
+        lab.between_steps(lambda: admin.clear(lab.tree))
+        cleared.set()
+        settle(lab)
+        assert found(ask(lab, ids, control=CacheControl(write=False))).n_cached == 0
+    assert not list(tmp_path.glob("??/*.safetensors"))
+
+
+def test_what_is_cleared_does_not_come_back_after_a_restart(tmp_path: Path) -> None:
     ids = words(1, 100)
     with server(tmp_path) as lab:
         ask(lab, ids)

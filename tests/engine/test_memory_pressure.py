@@ -77,6 +77,19 @@ def test_the_oldest_is_never_put_back() -> None:
         assert len([e for e in first if isinstance(e, Prefilled)]) <= 2, "its prompt, once"
 
 
+def test_who_was_put_back_comes_before_who_waited() -> None:
+    with HashEngine(cache=DictCache(), budget=small(200), max_rows=2, chunk=256) as lab:
+        gate = lab.hold()
+        outcomes = [lab.submit(prompt_of(i, 10), 180) for i in range(2)]
+        outcomes.append(lab.submit(prompt_of(5, 150), 5))
+        gate.set()
+        for outcome in outcomes:
+            outcome.wait().check()
+        *before, last = lab.runner.prefills
+    assert last == (0, 149), "who waited all the time"
+    assert any(start > 60 for start, _ in before), "who was put back is read again"
+
+
 def test_a_request_that_was_put_back_can_be_cancelled() -> None:
     with HashEngine(cache=DictCache(), budget=small(200)) as lab:
         gate = lab.hold()
