@@ -14,8 +14,8 @@ _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 
 def seconds(value: object) -> float:
     """Seconds, FOREVER for what is negative. Raises ValueError; a boolean is no number."""
-    if type(value) in (int, float):
-        return _bounded(float(value))  # type: ignore[arg-type]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _bounded(value)
     if type(value) is not str:
         raise ValueError("must be a number of seconds or a text like '30m'")
     text = value.strip().lower()
@@ -29,6 +29,7 @@ def seconds(value: object) -> float:
 
 
 def _bounded(given_s: float) -> float:
-    if math.isnan(given_s):
+    """An integer may be too large for a float, but not for being compared with one."""
+    if isinstance(given_s, float) and math.isnan(given_s):
         raise ValueError("must be a number of seconds or a text like '30m'")
-    return FOREVER if given_s < 0 or given_s > MAX_S else given_s
+    return FOREVER if given_s < 0 or given_s > MAX_S else float(given_s)

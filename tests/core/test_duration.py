@@ -1,0 +1,36 @@
+"""How long something is kept, in every form that clients send."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from firn.core.duration import FOREVER, seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (90, 90.0),
+        (0, 0.0),
+        (1.5, 1.5),
+        ("90", 90.0),
+        ("1h30m", 5400.0),
+        ("250ms", 0.25),
+        (-1, FOREVER),
+        ("-1m", FOREVER),
+        (10**400, FOREVER),
+        (-(10**400), FOREVER),
+        (math.inf, FOREVER),
+        ("9" * 400, FOREVER),
+    ],
+)
+def test_seconds(value: object, expected: float) -> None:
+    assert seconds(value) == expected
+
+
+@pytest.mark.parametrize("value", [True, None, [], "", "soon", "1x", "m", math.nan])
+def test_what_is_no_time(value: object) -> None:
+    with pytest.raises(ValueError, match="30m"):
+        seconds(value)
