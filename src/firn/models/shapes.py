@@ -115,8 +115,8 @@ class _Masks:
             seen = rows >= columns
             if window is not None:
                 seen = seen & (rows < columns + window)
-            none, all_of_it = mx.array(0, self._dtype), mx.array(-mx.inf, self._dtype)
-            mask = self._made[window] = mx.where(seen, none, all_of_it)
+            shown, hidden = mx.array(0, self._dtype), mx.array(-mx.inf, self._dtype)
+            mask = self._made[window] = mx.where(seen, shown, hidden)
         return mask
 
 
@@ -136,12 +136,12 @@ class _ShortenedCache:
         return getattr(self._cache, name)
 
 
-class _PaddedCache:
-    """A lone row's cache during one pass, with columns that are masked."""
+class _PaddedCache(_ShortenedCache):
+    """The same with columns behind them, which are masked."""
 
     def __init__(self, cache: KVCache, n_new: int, masks: _Masks) -> None:
-        self._cache, self._n_new, self._masks = cache, n_new, masks
-        self.offset = cache.offset
+        super().__init__(cache, n_new)
+        self._masks = masks
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -149,13 +149,9 @@ class _PaddedCache:
         return self._masks.get(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._cache.update_and_fetch(keys, values)
-        self._cache.offset = self.offset + self._n_new
+        super().update_and_fetch(keys, values)
         n = self._masks.n_columns
         return self._cache.keys[..., :n, :], self._cache.values[..., :n, :]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
 
 
 def few_shapes(model: Any, make_layers: Callable[[], list[Any]]) -> FewShapes:
