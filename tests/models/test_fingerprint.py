@@ -20,6 +20,7 @@ from firn.core.errors import SetupError
 from firn.models import fingerprint as fingerprints
 from firn.models.fingerprint import Fingerprint, fingerprint, weight_files
 from firn.models.loader import load
+from firn.models.page_cache import CachedFile
 from firn.models.weight_hash import PIECE_NBYTES, WeightHash
 from tests.zoo import write_folder
 
@@ -301,6 +302,23 @@ def test_a_change_in_the_midst_of_a_tensor_is_another_model(tmp_path: Path) -> N
 def test_weights_that_change_while_they_load_are_not_served(base: Path) -> None:
     pending = Fingerprint(base)
     write_file(base / "model.safetensors", tensors_of(1))
+    with pytest.raises(SetupError, match="changed while they were loaded"):
+        pending.result()
+
+
+def test_weights_that_are_short_for_a_moment_are_said_to_have_changed(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer truncates first: the hash may meet the file just then."""
+    weights = base / "model.safetensors"
+    whole, read = weights.read_bytes(), CachedFile.read
+
+    def truncated_first(file: CachedFile, view: memoryview, start: int) -> None:
+        weights.write_bytes(whole[: start + len(view) - 1])
+        read(file, view, start)
+
+    monkeypatch.setattr(CachedFile, "read", truncated_first)
+    pending = Fingerprint(base)
     with pytest.raises(SetupError, match="changed while they were loaded"):
         pending.result()
 

@@ -135,6 +135,7 @@ def what_only_rank_0_knows_of(ranks: Ranks) -> None:
     chat = {
         "messages": [{"role": "user", "content": "a number"}],
         "max_tokens": 40,
+        "temperature": 0,  # drawn at random, it may think first
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     }
     reply = httpx.post(f"{ranks.url}/v1/chat/completions", json=chat, timeout=60).json()

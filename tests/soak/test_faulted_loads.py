@@ -12,9 +12,9 @@ from firn.demo.server import ServerProcess
 from tests.soak.house import (
     N_QUESTIONS,
     SMALL,
+    FactSession,
     House,
     Saboteur,
-    Session,
     always_healthy,
     ask,
     at_once,
@@ -33,7 +33,7 @@ def n_faulted(server: ServerProcess) -> int:
     return sum(server.get("/v1/cache/stats")["faults"].values())
 
 
-def n_stored(server: ServerProcess, talk: Session, n: int) -> int:
+def n_stored(server: ServerProcess, talk: FactSession, n: int) -> int:
     """Tokens of a prompt that could be resumed from, or are not because computing them is faster."""
     body = {"messages": talk.messages(n), "max_tokens": 64}
     seen = httpx.post(f"{server.url}/v1/cache/probe", json=body).json()

@@ -106,22 +106,29 @@ class _Weights:
         return self._hash is not None
 
     def result(self) -> bytes:
-        before = self._known
-        digest = before or self._finished()
+        digest = self._known or self._hashed()
         now = _identities(self._paths)
         if now == self._files:
             if self._hash is not None and self._memory is not None:
                 self._memory.remember(now, digest)
-        elif before is None or WeightHash(self._paths).result() != before:
+        elif self._known is None or WeightHash(self._paths).result() != digest:
             # Known before they were loaded and the same afterwards: so they were the same meanwhile.
             # Hashed meanwhile, they may have been loaded before the change and hashed after it.
-            where = self._paths[0].parent
-            raise SetupError(f"{where}: the weights changed while they were loaded; start again.")
+            raise self._changed()
         return digest
 
-    def _finished(self) -> bytes:
+    def _hashed(self) -> bytes:
         assert self._hash is not None
-        return self._hash.result()
+        try:
+            return self._hash.result()
+        except SetupError as e:
+            if _identities(self._paths) != self._files:
+                raise self._changed() from e  # it may have been read while it was short
+            raise
+
+    def _changed(self) -> SetupError:
+        where = self._paths[0].parent
+        return SetupError(f"{where}: the weights changed while they were loaded; start again.")
 
 
 def _identities(paths: list[Path]) -> tuple[FileIdentity, ...]:
