@@ -36,12 +36,14 @@ class EchoProcess:
         self.n_open += 1
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            _method, target = head.split(" ")[:2]
+            method, target = head.split(" ")[:2]
             length = [x for x in head.lower().split("\r\n") if x.startswith("content-length: ")]
             raw = await reader.readexactly(int(length[0].split(" ")[1]) if length else 0)
             body = json.loads(raw or b"{}")
             if target == "/v1/cache/stats":
                 await self.whole(writer, {"open": self.n_open - 1})
+            elif method == "DELETE":
+                await self.whole(writer, {"deleted": target})
             elif body.get("stream"):
                 await self.stream(reader, writer, body)
             else:

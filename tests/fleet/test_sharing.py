@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 
+from firn.api.auth import namespace_of
 from firn.fleet.placement import ModelState, PlacementRules
 from firn.fleet.relay import WaitLimits
 from tests.fleet.fronts import ECHO, NEED_GB, Running, config, fronting
@@ -261,3 +262,40 @@ def test_keys_are_checked_at_the_door(tmp_path: Path) -> None:
             http.post("/v1/chat/completions", json=body, headers=key).status_code for _ in range(6)
         ]
         assert codes == [200] * 5 + [429]  # the one that was refused has counted
+
+
+def test_only_the_operator_unloads_a_model_whatever_the_api(tmp_path: Path) -> None:
+    keys = {"server.api_keys": ["k1"], "server.admin_keys": ["boss"]}
+    with serving(tmp_path, "a", "b", room=2, **keys) as front:
+        http, boss = front.http(), {"x-api-key": "boss"}
+        assert http.post("/v1/models/a/load", headers=boss).json()["state"] == "loaded"
+        leave = {"model": "a", "keep_alive": 0, "stream": False}
+        for path in ("/api/chat", "/api/generate"):
+            refused = http.post(path, json=leave, headers={"x-api-key": "k1"})
+            assert refused.status_code == 403
+            assert "--admin-key" in refused.json()["error"]
+        assert front.states()["a"] == "loaded"
+        assert http.post("/api/chat", json=leave, headers=boss).json()["done_reason"] == "unload"
+        assert front.states()["a"] == "unloaded"
+
+
+@pytest.mark.parametrize("read", [{"images": ["aGk="]}, {"suffix": "b"}])
+def test_a_picture_or_a_suffix_without_a_prompt_is_read(
+    tmp_path: Path, read: dict[str, Any]
+) -> None:
+    with serving(tmp_path, "a", "b", room=2) as front:
+        body = {"model": "a", "keep_alive": 0, "stream": False, **read}
+        assert "choices" in front.http().post("/api/generate", json=body).json()
+
+
+def test_clearing_one_namespace_leaves_the_others(tmp_path: Path) -> None:
+    keys = {"server.api_keys": ["k1"], "server.admin_keys": ["boss"]}
+    with serving(tmp_path, "a", "b", room=2, **keys) as front:
+        http = front.http(headers={"x-api-key": "boss"})
+        http.post("/v1/models/a/load")
+        own = namespace_of("boss")
+        assert http.delete("/v1/cache").json() == {"models": {"a": {"deleted": "/v1/cache"}}}
+        cleared = http.delete("/v1/cache", params={"namespace": own}).json()
+        assert cleared == {"models": {"a": {"deleted": f"/v1/cache?namespace={own}"}}}
+        other = http.delete("/v1/cache", params={"namespace": namespace_of("k1")})
+        assert (other.status_code, other.json()["error"]["param"]) == (404, "namespace")

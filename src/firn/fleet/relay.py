@@ -15,9 +15,10 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from firn.api import sse
+from firn.api.auth import Caller, Keys
 from firn.api.body import ClientGone, decoded
 from firn.api.body_reader import BodyReader
-from firn.api.dialects import Dialect, Encoder, ReplyHead
+from firn.api.dialects import ApiCall, Dialect, Encoder, ReplyHead
 from firn.api.errors import ErrorShapes, RenderError
 from firn.api.exchange import Exchange, exchange_of, send_error, send_json
 from firn.api.generate import while_connected
@@ -25,6 +26,7 @@ from firn.api.quotas import Quotas
 from firn.core import duration
 from firn.core.errors import (
     FirnError,
+    Forbidden,
     InvalidValue,
     ModelDied,
     ModelNotFound,
@@ -100,10 +102,12 @@ class Relay:
         bodies: BodyReader,
         pool: Executor,
         *,
+        keys: Keys,
         quotas: Quotas,
         limits: WaitLimits,
     ) -> None:
         self._fleet = fleet
+        self._keys = keys
         self._dialects = {dialect.path: dialect for dialect in dialects}
         self._shapes = ErrorShapes(dialects)
         self._bodies = bodies
@@ -137,6 +141,7 @@ class Relay:
                 self._remember(exchange.id, model)
             call = _RelayedCall(self, model, scope, raw, request)
             if call.asks_to_leave:
+                check_may_load(exchange.caller, self._keys)
                 await self._fleet.unload(model)
                 await call.say_gone(send)
                 return
@@ -185,6 +190,14 @@ class Relay:
         return self._shapes.of(path)
 
 
+def check_may_load(caller: Caller, keys: Keys) -> None:
+    """Raises Forbidden: loading and unloading by itself, without a request that needs the model."""
+    if not (caller.operator or (caller.has_key and not keys.has_admin)):
+        raise Forbidden(
+            "Only the operator of this server may load and unload models (--admin-key)."
+        )
+
+
 def _wanted(body: dict[str, Any]) -> ModelRequest:
     model, stream = body.get("model"), body.get("stream")
     if model is not None and not isinstance(model, str):
@@ -221,13 +234,18 @@ class _RelayedCall:
         """Ollama's way to unload a model: nothing to read, and nothing to keep it for."""
         wanted, path = self._wanted, self._scope["path"]
         read = {"/api/chat": "messages", "/api/generate": "prompt"}.get(path)
-        return read is not None and wanted.keep_alive_s == 0 and not wanted.body.get(read)
+        if read is None or wanted.keep_alive_s != 0 or wanted.body.get(read):
+            return False
+        return not self._decoded().requests  # a picture or a suffix is something to read, too
 
     async def say_gone(self, send: Send) -> None:
-        assert self._dialect is not None
-        call = self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
+        call = self._decoded()
         head = _head_of(self._exchange, self._model.spec.name)
         await send_json(send, call.fold(head, [Ended(Usage(0, 0))]))
+
+    def _decoded(self) -> ApiCall:
+        assert self._dialect is not None
+        return self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
 
     async def answer(self, send: Send) -> None:
         """Raises FirnError while nothing has been sent; then a fault is the stream's last event."""
@@ -275,8 +293,7 @@ class _RelayedCall:
         process has, and are checked there."""
         self._streams = self._wanted.stream is True
         if self._dialect is not None and self._scope["path"] != RESPONSES:
-            call = self._dialect.decode(self._wanted.body, namespace=self._exchange.caller.own)
-            self._streams = call.stream
+            self._streams = self._decoded().stream
 
     async def _comfort(self, send: Send, *, waited_s: float) -> None:
         """Send a comment line on a stream that waits, so that clients and proxies keep it open."""

@@ -27,14 +27,14 @@ from firn.api.origins import check_may_change_cache, refuse_pages
 from firn.api.routes.models import add_routes, page
 from firn.api.routes.ollama import model_routes
 from firn.core import duration
-from firn.core.errors import Forbidden, InvalidValue, ModelNotFound
+from firn.core.errors import InvalidValue, ModelNotFound, NotFound
 from firn.core.values import Namespace
 from firn.fleet import merging
 from firn.fleet.files import ModelFacts, folder_of, read_facts
 from firn.fleet.fleet import Fleet
 from firn.fleet.model import Model
 from firn.fleet.placement import NEVER, ModelState
-from firn.fleet.relay import Relay
+from firn.fleet.relay import Relay, check_may_load
 
 
 class ModelListing:
@@ -126,12 +126,8 @@ def add_loading(
     """POST /v1/models/{id}/load and /unload; both answer when it is done."""
 
     def check(request: Request) -> None:
-        caller = exchange_of(request.scope).caller
         refuse_pages(request.scope, allow_origins)
-        if not (caller.operator or (caller.has_key and not keys.has_admin)):
-            raise Forbidden(
-                "Only the operator of this server may load and unload models (--admin-key)."
-            )
+        check_may_load(exchange_of(request.scope).caller, keys)
 
     async def load(request: Request, model_id: str) -> dict[str, Any]:
         check(request)
@@ -299,13 +295,19 @@ def add_cache(app: FastAPI, fleet: Fleet, relay: Relay) -> None:
         answers = await merging.ask_loaded(fleet, request.scope, b"/v1/cache/stats", chosen(model))
         return {"models": _by_model(answers)}
 
-    async def clear(request: Request, model: str | None = None) -> dict[str, Any]:
-        """Of all loaded models, or of one, which must be loaded."""
+    async def clear(
+        request: Request, namespace: str | None = None, model: str | None = None
+    ) -> dict[str, Any]:
+        """Of all loaded models, or of one, which must be loaded; `namespace` as each of them takes
+        it."""
         check_may_change_cache(request.scope)
+        if namespace is not None and namespace != exchange_of(request.scope).namespace:
+            raise NotFound("This namespace is not yours, or does not exist.", param="namespace")
         models = chosen(model)
         if models and fleet.peek(models[0]) is None:
             raise fleet.not_ready(models[0], "its cache can be cleared only while it is loaded")
-        answers = await merging.ask_loaded(fleet, request.scope, b"/v1/cache", models)
+        target = "/v1/cache" if namespace is None else f"/v1/cache?namespace={namespace}"
+        answers = await merging.ask_loaded(fleet, request.scope, target.encode(), models)
         return {"models": _by_model(answers)}
 
     add = partial(app.add_api_route, responses=error_responses())
