@@ -45,6 +45,7 @@ REFUSALS: list[tuple[str, str, dict[str, Any]]] = [
     ("GET", "/v1/models?limit=0", {}),
     ("DELETE", "/v1/models", {}),
     ("GET", "/nowhere", {}),
+    ("POST", CHAT, {"json": {"messages": HI}, "headers": {"host": "evil.example"}}),
 ]
 
 

@@ -182,6 +182,7 @@ class HostCheck:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
+                exchange_of(scope).fault = error
                 await send_error(send, error, self._shapes.of(scope["path"]))
             return
         if scope["type"] == "http" and exchange_of(scope).own_page is None:
