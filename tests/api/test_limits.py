@@ -118,6 +118,17 @@ def test_a_reply_may_not_be_asked_to_be_longer() -> None:
         assert live.engine.jobs[-1].max_tokens == 8
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_replies_than_can_ever_run_are_refused_with_a_status(stream: bool) -> None:
+    with serve(limits=ApiLimits(max_rows=4)) as live:
+        create = live.openai().chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="over the limit of 4"):
+            create(model="fake", messages=HI, n=5, stream=stream)
+        with pytest.raises(openai.BadRequestError, match="over the limit of 4"):
+            live.openai().completions.create(model="fake", prompt="a", n=5, stream=stream)
+        assert len(create(model="fake", messages=HI, n=4).choices) == 4
+
+
 # --- time ----------------------------------------------------------------------------------
 
 

@@ -54,6 +54,9 @@ class JobMaker:
         most, asked = self._services.limits.max_request_tokens, request.max_tokens
         if most is not None and asked is not None and asked > most:
             raise InvalidValue("max_tokens", f"must be at most {most} on this server")
+        max_rows = self._services.limits.max_rows
+        if request.n > max_rows:  # the engine would say so too, when a stream has begun with a 200
+            raise InvalidValue("n", f"{request.n} replies are over the limit of {max_rows}")
         if not model.generates:
             raise BadRequest("This model makes embeddings; it does not generate.", param="model")
         for token, _ in request.sampling.logit_bias:
