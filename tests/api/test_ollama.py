@@ -9,9 +9,11 @@ from typing import Any
 import ollama
 import pytest
 
+from firn.api.dialects._ollama import ToolCallBuffer
 from firn.api.dialects.ollama_chat import OllamaChat
 from firn.api.dialects.ollama_generate import OllamaGenerate
 from firn.core.errors import InvalidValue
+from firn.core.events import ToolCallDelta, ToolCallStarted
 from firn.core.values import Chat, FillInMiddle, Job, Namespace, PicturePart, RawText
 from firn.text.formats import detect_format
 from tests.api.live import Live, serve
@@ -200,3 +202,11 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any]) -> None:
         chat(**wrong)
     assert caught.value.param is not None
     assert caught.value.param.startswith(next(iter(wrong)))
+
+
+@pytest.mark.parametrize("written", ['{"at": "sk', "[" * 100_000, "5", ""])
+def test_arguments_that_are_no_object_are_an_empty_one(written: str) -> None:
+    calls = ToolCallBuffer()
+    calls.take(ToolCallStarted(0, 0, "call_0", "look"))
+    calls.take(ToolCallDelta(0, 0, written))
+    assert calls.whole() == [{"function": {"index": 0, "name": "look", "arguments": {}}}]

@@ -168,7 +168,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """An object, whatever was written: a call that was cut off has none."""
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets without end
         return {}
     return value if isinstance(value, dict) else {}
 
