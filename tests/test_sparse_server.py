@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import openai
 import pytest
 
 from firn import app
+from firn.api import warm
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig, ServerConfig, SparseConfig
 from firn.core.errors import SetupError
 from tests.api.real import Real, serving
@@ -270,7 +272,7 @@ def test_the_middle_of_one_long_message_is_skipped(real: Real) -> None:
     assert header == f"keep=0.3, skipped={n}"
 
 
-def test_a_rule_for_long_cold_prompts(folders: dict[str, Path]) -> None:
+def test_a_rule_for_long_cold_prompts(folders: dict[str, Path], tmp_path: Path) -> None:
     rule = SparseConfig(sparse_prefill=True, sparse_prefill_over=1100, sparse_prefill_keep=0.5)
     wanted = config(folders["llama"], folders["qwen3_next"], sparse=rule, speculation="auto")
     with serving(folders["llama"], config=wanted) as real:
@@ -281,6 +283,12 @@ def test_a_rule_for_long_cold_prompts(folders: dict[str, Path]) -> None:
         assert (n, header) == (0, None), "a request may want all of it"
         shorter = [{"role": "user", "content": long(4, 60)}]
         assert prompt_tokens(real, shorter) == (0, None)
+        pinned = httpx.post(f"{real.url}/v1/cache/pin", json={"messages": chat(5)}, timeout=60)
+        assert pinned.json()["pinned_tokens"] > 1000, "of a thinned prompt nothing is stored"
+        prompts = tmp_path / "warm.json"
+        prompts.write_text(json.dumps([chat(6)]))
+        asyncio.run(warm.compute(real.server.services, warm.read(prompts)))
+        assert prompt_tokens(real, chat(6)) == (0, None), "what is warm is stored as a whole"
 
 
 def test_an_api_key_sees_nothing_of_another_ones(folders: dict[str, Path]) -> None:

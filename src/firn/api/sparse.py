@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from firn.core.errors import InvalidValue
 from firn.core.events import Admitted
-from firn.core.sparse import SparseRules
+from firn.core.sparse import IN_FULL, SparseRules
 from firn.core.values import GenerateRequest
 
 PARAM = "sparse_prefill"
@@ -16,7 +16,7 @@ HEADER = b"x-firn-approximate"
 def refuse_sparse(request: GenerateRequest, rules: SparseRules) -> None:
     """Raises InvalidValue if the request asks for sparse prefill where that is not possible."""
     keep = request.sparse_keep
-    if keep is None or keep == 1:
+    if keep is None or keep == IN_FULL:
         return
     if not rules.allowed:
         raise InvalidValue(PARAM, "this server reads prompts in full (see --sparse-prefill)")

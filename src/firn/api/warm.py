@@ -16,6 +16,7 @@ from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import FirnError, SetupError
 from firn.core.events import Failed, Progress
+from firn.core.sparse import IN_FULL
 from firn.core.values import PLAIN_DEFAULTS, Defaults, GenerateRequest, RawText, Sampling
 
 log = logging.getLogger("firn.warm")
@@ -53,7 +54,8 @@ async def compute(services: Services, requests: Sequence[GenerateRequest]) -> No
     """Runs every prompt once for each namespace, so that its prefix is stored. Faults are logged."""
     jobs = [(r, ns) for r in requests for ns in services.keys.namespaces]
     for i, (request, namespace) in enumerate(jobs):
-        one = replace(request, max_tokens=1, n=1, sampling=Sampling(temperature=0.0))
+        greedy = Sampling(temperature=0.0)
+        one = replace(request, max_tokens=1, n=1, sampling=greedy, sparse_keep=IN_FULL)
         session = Session(services, [one], id=f"warm-{i}", namespace=namespace)
         try:
             with closing(session):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 ASKED_OVER = 1024
 """Shorter prompts are read in full even if a request asks for less: it does not take long."""
+IN_FULL = 1.0
+"""The share that a request asks for whose prompt must be read as a whole."""
 
 
 @dataclass(frozen=True, slots=True)

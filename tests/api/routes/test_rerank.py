@@ -74,6 +74,8 @@ def test_the_query_is_read_once(real: Real) -> None:
     again = ask(real, documents=["Something else entirely.", *DOCUMENTS]).json()["usage"]
     cached = again["prompt_tokens_details"]["cached_tokens"]
     assert cached > again["prompt_tokens"] // 2
+    usage = ask(real).json()["usage"]  # some are asked twice, for "yes" and for "no"
+    assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
 
 
 def test_the_shapes_of_both_apis(real: Real) -> None:

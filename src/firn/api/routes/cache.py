@@ -25,6 +25,7 @@ from firn.api.session import Session
 from firn.core.errors import InvalidValue, NotFound
 from firn.core.events import Failed
 from firn.core.ports import CacheAdmin
+from firn.core.sparse import IN_FULL
 from firn.core.values import GenerateRequest, Namespace
 
 OWN_ADMISSION = frozenset({"bytes_per_token", "bytes_per_row"})
@@ -109,7 +110,10 @@ class CacheRoutes:
 
     async def _compute(self, wanted: GenerateRequest, request: Request) -> None:
         exchange = exchange_of(request.scope)
-        one = replace(wanted, max_tokens=1, n=1, top_logprobs=None, grammar=None)
+        # All of it is read: of a thinned prompt nothing could be pinned.
+        one = replace(
+            wanted, max_tokens=1, n=1, top_logprobs=None, grammar=None, sparse_keep=IN_FULL
+        )
         session = Session(
             self._services, [one], id=f"{exchange.id}-pin", namespace=exchange.namespace
         )

@@ -22,6 +22,7 @@ from firn.api.services import Services
 from firn.api.session import Session
 from firn.core.errors import BadRequest, InvalidValue
 from firn.core.events import Failed, TextDelta, TextLogprob
+from firn.core.sparse import IN_FULL
 from firn.core.values import GenerateRequest, Namespace, RawTokens, Sampling
 from firn.text import rerank
 from firn.text.rerank import Reranker
@@ -147,7 +148,8 @@ class _Reranking:
     async def _wave(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
         """Each is asked for "yes"; where "no" is not among the likeliest, for "no" too."""
         yes, no = self._reranker.yes, self._reranker.no
-        first = await self._logprobs(prompts, yes)
+        first, n_cached = await self._logprobs(prompts, yes)
+        self.n_cached += n_cached  # what is asked twice is one prompt of the caller's
         no_bytes = self._services.tokenizer.token_bytes(no)
         others: list[float | None] = [
             next((logprob for _, raw, logprob in token.top if raw == no_bytes), None)
@@ -155,7 +157,7 @@ class _Reranking:
         ]
         missing = [i for i, logprob in enumerate(others) if logprob is None]
         if missing:
-            second = await self._logprobs([prompts[i] for i in missing], no)
+            second, _ = await self._logprobs([prompts[i] for i in missing], no)
             for i, token in zip(missing, second, strict=True):
                 others[i] = token.logprob
         return [
@@ -163,8 +165,10 @@ class _Reranking:
             for token, other in zip(first, others, strict=True)
         ]
 
-    async def _logprobs(self, prompts: Sequence[tuple[int, ...]], token: int) -> list[TextLogprob]:
-        """How likely each prompt goes on with this token."""
+    async def _logprobs(
+        self, prompts: Sequence[tuple[int, ...]], token: int
+    ) -> tuple[list[TextLogprob], int]:
+        """How likely each prompt goes on with this token, and how many of their tokens were cached."""
         requests = [
             GenerateRequest(
                 "",
@@ -173,6 +177,7 @@ class _Reranking:
                 max_tokens=1,
                 top_logprobs=TOP,
                 ignore_eos=True,
+                sparse_keep=IN_FULL,  # nothing in the answer could say that it is approximate
             )
             for ids in prompts
         ]
@@ -191,8 +196,7 @@ class _Reranking:
                         by_choice.setdefault(event.choice, event.logprobs[0])
                     elif isinstance(event, Failed):
                         raise event.error
-            self.n_cached += session.usage.n_cached
-        return [by_choice[i] for i in range(len(prompts))]
+        return [by_choice[i] for i in range(len(prompts))], session.usage.n_cached
 
 
 _SCHEMA: Mapping[str, Any] = {
