@@ -129,6 +129,14 @@ def test_more_replies_than_can_ever_run_are_refused_with_a_status(stream: bool) 
         assert len(create(model="fake", messages=HI, n=4).choices) == 4
 
 
+def test_more_prompts_than_can_ever_wait_are_refused_for_good() -> None:
+    with serve(limits=ApiLimits(max_requests=3)) as live:
+        create = live.openai().completions.create
+        with pytest.raises(openai.BadRequestError, match="over the limit of 3"):
+            create(model="fake", prompt=["a"] * 4)
+        assert len(create(model="fake", prompt=["a"] * 3).choices) == 3
+
+
 # --- time ----------------------------------------------------------------------------------
 
 

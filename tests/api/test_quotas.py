@@ -11,7 +11,7 @@ import pytest
 
 from firn.api.auth import Keys
 from firn.api.quotas import KeyLimits, Quotas
-from firn.core.errors import KeyLimit
+from firn.core.errors import InvalidValue, KeyLimit
 from firn.core.values import Namespace
 from tests.api.live import Live, serve
 
@@ -77,6 +77,8 @@ def test_a_share_of_the_queue() -> None:
         assert refusal(quotas, BOB, n_requests=4) is None
         waiting.n_waiting = 0  # they have their rows now
         assert refusal(quotas, n_requests=4) is None
+    with pytest.raises(InvalidValue, match="5 prompts at once are over the limit of 4"):
+        refusal(quotas, BOB, n_requests=5)
     assert refusal(Quotas(KeyLimits(queue_share=0.001), max_queue=0)) is None, "one may always wait"
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from firn.core.errors import KeyLimit
+from firn.core.errors import InvalidValue, KeyLimit
 from firn.core.values import Namespace
 
 RETRY_S = 1
@@ -78,7 +78,8 @@ class Quotas:
 
     @contextmanager
     def call(self, own: Namespace, work: MeteredCall, *, n_requests: int = 1) -> Iterator[None]:
-        """Around a call: it counts against its key while it runs. Raises KeyLimit."""
+        """Around a call: it counts against its key while it runs. Raises KeyLimit; InvalidValue for
+        one that could never run."""
         account = self._account(own)
         self._check(account, n_requests)
         call = _RunningCall(work)
@@ -113,6 +114,11 @@ class Quotas:
                 retry_after_s=RETRY_S,
             )
         n_waiting = sum(call.work.n_waiting for call in account.calls)
+        if self._max_waiting and n_requests > self._max_waiting:  # for ever, so no 429
+            raise InvalidValue(
+                "prompt",
+                f"{n_requests} prompts at once are over the limit of {self._max_waiting} of a key",
+            )
         if self._max_waiting and n_waiting + n_requests > self._max_waiting:
             raise KeyLimit(
                 f"This key has {n_waiting} requests waiting; {self._max_waiting} are the most.",

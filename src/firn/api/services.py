@@ -55,9 +55,9 @@ class ApiLimits:
 
     max_tokens: of a reply whose request names no length. max_request_tokens: the most that a request
     may name. timeout_s: of one request. requests_per_minute: of one client. max_calls: accepted at
-    once, in whatever stage. max_rows: requests that generate at once. body_nbytes: of one request;
-    bodies_nbytes: of all together. keep_alive_s: silence after which a stream gets a comment line.
-    stale_after_s: an engine that took no step for so long is not ready.
+    once, in whatever stage. max_rows: requests that generate at once. max_requests: of one call.
+    body_nbytes: of one request; bodies_nbytes: of all together. keep_alive_s: silence after which a
+    stream gets a comment line. stale_after_s: an engine that took no step for so long is not ready.
     """
 
     max_tokens: int = 4096
@@ -66,6 +66,7 @@ class ApiLimits:
     requests_per_minute: int | None = None
     max_calls: int = 1024
     max_rows: int = 32
+    max_requests: int = 1024
     body_nbytes: int = 64 * 2**20
     bodies_nbytes: int = 1024 * 2**20
     keep_alive_s: float = 5.0

@@ -99,6 +99,11 @@ class Session:
         services, runs = self._services, self._runs.values()
         for run in runs:
             self._jobs.check(run.request)
+        most = services.limits.max_requests
+        if len(runs) > most:  # for ever, so no 429
+            raise InvalidValue(
+                "prompt", f"{len(runs)} prompts at once are over the limit of {most} (--max-queue)"
+            )
         router = services.event_router
         if router.n_calls >= services.limits.max_calls:
             raise QueueFull(router.n_calls)

@@ -103,6 +103,7 @@ def _limits(config: Config) -> ApiLimits:
         timeout_s=config.server.timeout or None,
         requests_per_minute=config.server.rate_limit or None,
         max_rows=config.engine.max_concurrency,
+        max_requests=max(config.engine.max_queue, config.engine.max_concurrency),
     )
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
-from firn.config import CacheConfig, Config, ModelConfig
+from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from firn.core.values import Reasoning
 from firn.text import rerank
 from tests.api.real import Real, serving
@@ -37,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def real(folder: Path) -> Iterator[Real]:
     cache = CacheConfig(no_ssd_cache=True, cache_memory_mb=64, cache_block_tokens=16)
-    config = Config(model=ModelConfig(path=str(folder)), cache=cache)
+    # Fewer may run and wait than there are documents.
+    engine = EngineConfig(max_concurrency=4, max_queue=2)
+    config = Config(model=ModelConfig(path=str(folder)), cache=cache, engine=engine)
     with serving(folder, config=config) as running:
         yield running
 

@@ -141,8 +141,9 @@ class _Reranking:
 
     async def scores(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
         scores: list[float] = []
-        for start in range(0, len(prompts), WAVE):
-            scores += await self._wave(prompts[start : start + WAVE])
+        wave = min(WAVE, self._services.limits.max_rows)
+        for start in range(0, len(prompts), wave):
+            scores += await self._wave(prompts[start : start + wave])
         return scores
 
     async def _wave(self, prompts: Sequence[tuple[int, ...]]) -> list[float]:
