@@ -114,3 +114,9 @@ def test_parse_agrees_with_json(value: Any) -> None:
 def test_parse_raises_nothing_but_value_errors(text: str) -> None:
     with contextlib.suppress(ValueError):
         parse(text)
+
+
+def test_a_number_of_too_many_digits_is_told_without_advice_for_programmers() -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse_object(b'{"a": ' + b"9" * 5000 + b"}")
+    assert caught.value.message == ("The body is not usable JSON: a number with too many digits.")

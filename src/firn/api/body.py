@@ -106,8 +106,12 @@ def parse(text: str) -> Any:
     """
     try:
         value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError:  # Python reads no longer ones, and says how to change that in Python
+        raise ValueError("a number with too many digits") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if "\\ud" in text or "\\uD" in text:  # escapes can spell half a character
