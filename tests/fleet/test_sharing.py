@@ -238,6 +238,15 @@ def test_a_folder_of_models_is_looked_at_again(tmp_path: Path) -> None:
         assert chat(front, "owner/two") == "owner/two"
         listed = front.http().get("/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["one", "owner/two"]
+        folder.rename(tmp_path / "elsewhere")  # as when a disk is taken out
+        assert front.http().get("/v1/models").json()["data"] == []
+        assert front.http().get("/health").json()["model"] is None
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        for name in ("", "claude-x", "one"):
+            gone = front.http().post("/v1/chat/completions", json={"model": name, **body})
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+        (tmp_path / "elsewhere").rename(folder)
+        assert chat(front, "") == "one"
 
 
 # --- keys ----------------------------------------------------------------------------------

@@ -82,19 +82,19 @@ class ModelCatalogue:
         return iter(self._specs.values())
 
     @property
-    def default(self) -> ModelSpec:
-        """For requests that name no model, or one of OpenAI's or Anthropic's: the first there is."""
-        return next(iter(self._specs.values()))
+    def default(self) -> ModelSpec | None:
+        """For requests that name no model, or one of OpenAI's or Anthropic's: the first there is. None:
+        all folders of --models-dir are gone."""
+        return next(iter(self._specs.values()), None)
 
     def find(self, name: str) -> ModelSpec | None:
         """The model that a request means by this name."""
         spec = self._known(name)
-        if spec is None and self._folder is not None and name and not name.startswith(STAND_INS):
+        means_default = not name or name.startswith(STAND_INS)
+        if spec is None and self._folder and not (means_default and self.default):
             self.rescan()
             spec = self._known(name)
-        if spec is None and (not name or name.startswith(STAND_INS)):
-            return self.default
-        return spec
+        return self.default if spec is None and means_default else spec
 
     def _known(self, name: str) -> ModelSpec | None:
         specs = self._specs

@@ -54,6 +54,7 @@ class ModelListing:
         spec, catalogue = model.spec, self._fleet.catalogue
         born = datetime.fromtimestamp(self._began, tz=UTC)
         facts = ModelFacts() if model.details else self._read(model)
+        default = catalogue.default
         return {
             "id": spec.name,
             "object": "model",
@@ -74,7 +75,7 @@ class ModelListing:
             "pinned": spec.pinned,
             "expires_at": _expires_at(model),
             "aliases": list(catalogue.aliases_of(spec)),
-            "default": spec.name == catalogue.default.name,
+            "default": default is not None and spec.name == default.name,
             "error": model.error.message if model.error else None,
         }
 
@@ -189,10 +190,11 @@ def add_ollama(app: FastAPI, catalog: ModelListing, relay: Relay, bodies: BodyRe
 
 def add_probes(app: FastAPI, fleet: Fleet, relay: Relay, keys: Keys) -> None:
     async def health(request: Request) -> dict[str, Any]:
+        default = fleet.catalogue.default
         shown: dict[str, Any] = {
             "status": "ok",
             "version": __version__,
-            "model": fleet.catalogue.default.name,
+            "model": default.name if default else None,
             "draining": relay.draining,
         }
         # Where callers have keys, how busy the server is would tell them about each other.
