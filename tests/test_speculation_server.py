@@ -99,6 +99,14 @@ def test_a_prediction_is_taken_and_a_bad_one_refused(real: Real) -> None:
             chat(extra_body=extra)
 
 
+def test_what_was_guessed_behind_a_stop_does_not_count(real: Real) -> None:
+    said = ask(real).choices[0].text
+    for at in range(8, len(said) - 12, 5):
+        cut = ask(real, stop=[said[at : at + 12]])
+        assert said.startswith(cut.choices[0].text)
+        assert accepted(cut) <= cut.usage.completion_tokens
+
+
 def test_exact_reuse_guesses_nothing_and_says_so(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

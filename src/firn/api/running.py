@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from firn.api.think_budget import ThinkBudget
-from firn.core.events import Admitted, TokenLogprob
+from firn.core.events import Admitted, Token, TokenLogprob
 from firn.core.values import GenerateRequest, Prompt, RequestId, TokenArray, Usage
 from firn.text.call_check import CallCheck
 from firn.text.reply import ReplyReader
@@ -47,8 +48,18 @@ class RunningRequest:
     prompt: Prompt | None = None
     reply: list[int] = field(default_factory=list)
     """Tokens of its first choice. Like `prompt`, kept for a trace, or for people who may read it."""
+    n_dropped: Counter[int] = field(default_factory=Counter)
+    """Tokens by choice that came behind its end."""
     submitted: bool = False
     done: bool = False
+
+    def drop(self, token: Token) -> None:
+        """It was made before the engine heard of the stop. What its step has guessed rightly behind the
+        stop is not in the reply."""
+        self.n_dropped[token.choice] += 1
+        self.n_drafted += token.n_drafted
+        # The last token of a step comes behind its draft: it is none of those that were accepted.
+        self.n_accepted += max(token.n_accepted + 1 - self.n_dropped[token.choice], 0)
 
     @property
     def is_admitted(self) -> bool:

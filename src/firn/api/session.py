@@ -173,10 +173,11 @@ class Session:
 
     def _on_token(self, run: RunningRequest, token: Token, out: list[Event]) -> None:
         choice = token.choice
+        if choice in run.finished:
+            run.drop(token)
+            return
         run.n_drafted += token.n_drafted
         run.n_accepted += token.n_accepted
-        if choice in run.finished:
-            return  # made before the engine heard of the stop
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         if run.prompt is not None and choice == 0:
