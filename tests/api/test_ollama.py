@@ -65,7 +65,8 @@ def test_a_whole_reply(client: ollama.Client) -> None:
     assert reply.model == "fake"
     assert (reply.prompt_eval_count or 0) > 0
     assert (reply.eval_count or 0) > 0
-    assert (reply.eval_duration or 0) > 0
+    assert (reply.prompt_eval_duration or 0) > 0
+    assert 0 < (reply.eval_duration or 0) < (reply.total_duration or 0)
 
 
 def test_a_stream(client: ollama.Client) -> None:

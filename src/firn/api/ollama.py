@@ -28,10 +28,11 @@ def keep_alive_s(body: Fields) -> float | None:
         raise InvalidValue("keep_alive", str(e)) from None
 
 
-def durations(began_ns: int, first_ns: int | None) -> dict[str, int]:
-    """In nanoseconds. Where the time of the first token is not known, all of it was decoding."""
+def durations(began_ns: int, first_token_at: float | None) -> dict[str, int]:
+    """In nanoseconds. first_token_at: by `time.perf_counter`; None: there was none, and all of the time
+    counts as decoding."""
     now_ns = time.perf_counter_ns()
-    first_ns = began_ns if first_ns is None else first_ns
+    first_ns = began_ns if first_token_at is None else int(first_token_at * 1e9)
     return {
         "total_duration": now_ns - began_ns,
         "load_duration": 0,

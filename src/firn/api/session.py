@@ -249,7 +249,7 @@ class Session:
         run.done = True
         if all(other.done for other in self._runs.values()):
             self.ended = True
-            out.append(Ended(self.usage))
+            out.append(Ended(self.usage, self.first_token_at))
 
     def _on_job_failed(self, run: RunningRequest, event: JobFailed, out: list[Event]) -> None:
         self.ended = True

@@ -203,9 +203,11 @@ class ChoiceFinished:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last event of a stream that ran to its end."""
+    """The last event of a stream that ran to its end. first_token_at: by `time.perf_counter`; None: it
+    has no token."""
 
     usage: Usage
+    first_token_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

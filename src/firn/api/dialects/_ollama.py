@@ -183,7 +183,6 @@ class LineEncoder:
         self._head = _head(head)
         self._show = show
         self._began_ns = began_ns
-        self._first_ns: int | None = None
         self._calls = ToolCallBuffer()
         self._reason = why or "stop"
 
@@ -204,8 +203,8 @@ class LineEncoder:
                 self._reason = _done_reason(event)
                 if calls := self._calls.whole():
                     return self._line(self._show("", "", calls), done=False)
-            case Ended(usage=usage):
-                counts = durations(self._began_ns, self._first_ns) | _usage_counts(usage)
+            case Ended(usage=usage, first_token_at=at):
+                counts = durations(self._began_ns, at) | _usage_counts(usage)
                 last = {**self._show("", "", ()), "done_reason": self._reason, **counts}
                 return self._line(last, done=True)
             case Failed(error=error):
@@ -213,8 +212,6 @@ class LineEncoder:
         return b""
 
     def _piece(self, text: str, thinking: str) -> bytes:
-        if self._first_ns is None:
-            self._first_ns = time.perf_counter_ns()
         return self._line(self._show(text, thinking, ()), done=False)
 
     def _line(self, content: Mapping[str, Any], *, done: bool) -> bytes:
@@ -223,7 +220,7 @@ class LineEncoder:
 
 def _fold(head: ReplyHead, events: Iterable[Event], call: OllamaCall) -> dict[str, Any]:
     text, thinking, calls, reason = [], [], ToolCallBuffer(), call.why or "stop"
-    usage = Usage(0, 0)
+    end = Ended(Usage(0, 0))
     for event in events:
         match event:
             case TextDelta():
@@ -235,9 +232,9 @@ def _fold(head: ReplyHead, events: Iterable[Event], call: OllamaCall) -> dict[st
             case ChoiceFinished():
                 reason = _done_reason(event)
             case Ended():
-                usage = event.usage
+                end = event
     content = call.show("".join(text), "".join(thinking), calls.whole())
-    counts = durations(call.began_ns, None) | _usage_counts(usage)
+    counts = durations(call.began_ns, end.first_token_at) | _usage_counts(end.usage)
     return {**_head(head), **content, "done": True, "done_reason": reason, **counts}
 
 
