@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,13 @@ def test_config_show_prints_every_value_with_its_origin(tmp_path: Path) -> None:
     assert rows["engine.prefill_chunk"] == ["auto", "default", "FIRN_PREFILL_CHUNK"]
     assert rows["server.api_keys"][0] == "***"
     assert "hunter2" not in run.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a full device")
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    script = f"{shlex.quote(sys.executable)} -m firn config show > /dev/full"
+    run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=CLEAN)
+    assert (run.returncode, run.stderr) == (1, "firn: No space left on device: the output\n")
 
 
 def test_config_show_as_json() -> None:

@@ -5,9 +5,12 @@ Nothing heavy is imported here: `firn --help` must not wait for MLX.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +30,12 @@ Start = Callable[[Config], int]
 
 
 def main() -> None:
+    # A terminal that cannot show a character gets a question mark; bytes that are no text are found
+    # out about where they would be sent.
+    streams = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
+    for stream, errors in streams:
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     make_cli()()
 
 
@@ -79,6 +88,11 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except FirnError as error:
             typer.echo(f"firn: {' '.join(error.message.split())}", err=True)
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            typer.echo(f"firn: {error.strerror}: {error.filename or 'the output'}", err=True)
+            raise typer.Exit(1) from error
 
     return guarded
 
