@@ -24,7 +24,6 @@ from firn.cli.doctor import size
 from firn.config import UsageError
 from firn.core.errors import SetupError
 
-
 _is_namespace = re.compile(r"shared|[0-9a-f]{32}").fullmatch
 
 
