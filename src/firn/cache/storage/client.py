@@ -303,6 +303,18 @@ class TierClient:
         self._last_scan = self._clock()
         return ScanEnded()
 
+    def flush(self, timeout_s: float) -> Iterator[TierEvent]:
+        """Spill all that waits for it, as the queue gets room; yields what becomes of the writes."""
+        self._retry()
+        until = time.monotonic() + timeout_s
+        while self._to_spill:
+            if self._spill_next():
+                continue
+            left = until - time.monotonic()
+            if left <= 0 or not self._pending_writes:
+                return
+            yield from self.take_results(self._clock(), wait_s=left)
+
     def close(self) -> None:
         self._closing = True
         self._retry()
