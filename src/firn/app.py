@@ -34,7 +34,7 @@ from firn.core.values import GenerateRequest
 from firn.engine import Engine
 from firn.host.awake import Awake
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import leave, no_later_than
+from firn.host.shutdown import leave, no_later_than, outlives_terminal
 from firn.listener import Uvicorn, address, bind, connections
 from firn.logs import configure as configure_logs
 from firn.ranks.joining import RankMember, end_start, options_digest
@@ -196,6 +196,8 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if not outlives_terminal():  # a closed terminal tells twice: by the system and by the shell
+        loop.add_signal_handler(signal.SIGHUP, stop_once)
     if server.ranks is not None:
         server.ranks.watch(
             lost=lambda: loop.call_soon_threadsafe(server.lose_rank),
