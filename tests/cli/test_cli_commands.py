@@ -16,6 +16,7 @@ from firn import __version__
 from firn.cli import make_cli
 from firn.config import OPTIONS, Config
 from firn.core.errors import SetupError
+from tests.locked import as_a_user, locked
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("FIRN_")}
 
@@ -169,6 +170,37 @@ def test_wrong_usage_exits_2_without_a_traceback(arguments: list[str]) -> None:
     assert run.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["cache", "ls"], "/firn: Permission denied"),
+        (["cache", "verify"], "/firn: Permission denied"),
+        (["models", "ls", "--url", "http://127.0.0.1:9"], "/hub: Permission denied"),
+        (["serve", "~/model"], "/model: Permission denied"),
+        (["doctor"], "/firn: Permission denied. Prompts are kept in memory only"),
+    ],
+)
+def test_a_home_that_may_not_be_looked_into(
+    tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    """As in a container that runs as another user than it was made for."""
+    with locked(tmp_path / "home") as home:
+        words = [word.replace("~", str(home)) for word in arguments]
+        run = subprocess.run(
+            [*as_a_user(), sys.executable, "-m", "firn", *words],
+            capture_output=True,
+            text=True,
+            env=CLEAN
+            | {"HOME": str(home), "XDG_CACHE_HOME": "", "COLUMNS": "300"}
+            | {"HF_HUB_CACHE": f"{home}/hub"},
+            timeout=60,
+        )
+    assert run.returncode == 1
+    (line,) = (line for line in (run.stdout + run.stderr).splitlines() if str(home) in line)
+    assert told in line
+    assert "Traceback" not in run.stderr
+
+
 def test_a_bad_variable_exits_1() -> None:
     run = firn("serve", FIRN_PORT="abc")
     assert run.returncode == 1
@@ -202,7 +234,7 @@ def test_config_show_prints_every_value_with_its_origin(tmp_path: Path) -> None:
 def test_a_full_disk_behind_stdout_is_one_line() -> None:
     script = f"{shlex.quote(sys.executable)} -m firn config show > /dev/full"
     run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=CLEAN)
-    assert (run.returncode, run.stderr) == (1, "firn: No space left on device: the output\n")
+    assert (run.returncode, run.stderr) == (1, "firn: the output: No space left on device\n")
 
 
 def test_config_show_as_json() -> None:

@@ -29,6 +29,10 @@ Start = Callable[[Config], int]
 """Runs the server until it is stopped and returns the exit code."""
 
 
+SURROUNDINGS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Faults of the machine and the user's rights, not of firn: one line says enough."""
+
+
 def main() -> None:
     # A terminal that cannot show a character gets a question mark; bytes that are no text are found
     # out about where they would be sent.
@@ -89,9 +93,9 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"firn: {' '.join(error.message.split())}", err=True)
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in SURROUNDINGS:
                 raise
-            typer.echo(f"firn: {error.strerror}: {error.filename or 'the output'}", err=True)
+            typer.echo(f"firn: {error.filename or 'the output'}: {error.strerror}", err=True)
             raise typer.Exit(1) from error
 
     return guarded

@@ -5,6 +5,7 @@ Looking makes a list of findings, a value; printing it is dull.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -150,10 +151,26 @@ def _memory_finding(now: SystemMemory) -> Finding:
 
 
 def _disk_finding(folder: Path) -> Finding:
-    free = disk_free(folder)
+    try:
+        free = disk_free(folder)
+        why = _unusable(folder)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        text = f"{folder}: {why}. Prompts are kept in memory only; --ssd-cache-dir names another folder"
+        return Finding("disk", text, "problem")
     mark: Mark = "note" if free < LOW_DISK_NBYTES else "ok"
     little = ": little for a cache" if mark == "note" else ""
     return Finding("disk", f"{size(free)} free at {folder}{little}", mark)
+
+
+def _unusable(folder: Path) -> str:
+    """Why a server could not keep records here; '' if it could."""
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
 
 
 # --- the model -----------------------------------------------------------------------------
