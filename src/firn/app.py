@@ -35,7 +35,7 @@ from firn.engine import Engine
 from firn.host.awake import Awake
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import leave, no_later_than, outlives_terminal
-from firn.listener import Uvicorn, address, bind, connections
+from firn.listener import Uvicorn, address, bind, connections, listen
 from firn.logs import configure as configure_logs
 from firn.ranks.joining import RankMember, end_start, options_digest
 from firn.ranks.leader import Leader
@@ -205,6 +205,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         )
     watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
+    listen(sock)
     log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
     await web.serve(sockets=[sock])
     watching.cancel()

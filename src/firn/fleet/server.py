@@ -48,7 +48,7 @@ from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
 from firn.host.machine import raise_descriptor_limit
 from firn.host.shutdown import leave, no_later_than, outlives_terminal
-from firn.listener import Uvicorn, address, bind, connections
+from firn.listener import Uvicorn, address, bind, connections, listen
 from firn.logs import configure as configure_logs
 
 log = logging.getLogger("firn.fleet")
@@ -218,6 +218,7 @@ class _AsgiEndpoint:
 
 
 async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: socket.socket) -> int:
+    listen(sock)
     parts = build(config, catalogue, folder)
     web = Uvicorn(
         http_config(
