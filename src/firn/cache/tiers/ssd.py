@@ -95,8 +95,8 @@ class SsdTier:
         self._mutex = threading.Lock()
         self._known = KnownFiles(self._disk, wall)
         self._backoff = Backoff(
-            paused="the SSD cache pauses writing",
-            resumed="the SSD cache writes again",
+            paused=f"the SSD cache pauses writing to {folder}",
+            resumed=f"the SSD cache writes to {folder} again",
             first_s=retry_s,
             max_s=max_retry_s,
             clock=clock,
