@@ -137,6 +137,7 @@ class TierClient:
 
     def spill_now(self, record: Record) -> None:
         """Write a record that is about to leave memory as soon as the queue has room."""
+        self._io.defer_writes(False)  # until the next poll
         if not self._has_or_gets(record) and not self._write(record):
             self._to_spill.appendleft((record, self._clock() - PATIENCE_S))
 
