@@ -21,7 +21,7 @@ from firn.api.connections import http_config
 from firn.api.event_router import EventRouter
 from firn.api.server import create_app
 from firn.api.services import Services
-from firn.assembly.cache import FLUSH_S
+from firn.assembly.cache import FLUSH_S, check_settings
 from firn.assembly.follower import follow, join_ranks
 from firn.assembly.memory import MemoryWatch, watch_engine
 from firn.assembly.model import ServerSpec, find_folder, served_name, with_model_defaults
@@ -128,6 +128,7 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     front: the process that shares memory out among its models, if there is one. member: this process
     among the ranks that serve the model together; it speaks for all.
     """
+    check_settings(config.cache)
     leader_parts = None
     if member is not None and member.leader is not None:
         leader_parts = LeaderParts(member, member.leader, options=options_digest(config))

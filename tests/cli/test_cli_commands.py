@@ -147,6 +147,7 @@ def test_every_option_is_in_the_help() -> None:
     [
         (["serve", "--port", "70000"], 2, "firn: --port: 70000 is too large; 65535 is the most"),
         (["config", "show", "--api-key", ""], 2, "firn: --api-key: is empty"),
+        (["serve", "--config", ""], 2, "firn: --config: is empty"),
         (["serve", "--config", "/none.toml"], 1, "firn: /none.toml: cannot be read: No such file"),
         (["serve", "--api-key-file", "/none"], 1, "firn: /none: the API keys cannot be read"),
     ],
