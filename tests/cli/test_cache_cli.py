@@ -105,6 +105,28 @@ def test_ls(folder: Path, cache: Cache) -> None:
     assert "largest prefixes" not in cache("ls", "--top", 0).output
 
 
+@pytest.mark.parametrize("columns", [None, "80", "60"])
+def test_a_long_name_takes_nothing_from_the_numbers(
+    folder: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    """In a pipe lines are as long as they are; in a terminal the name is folded."""
+    name = "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit-DWQ"
+    store(folder, *ALL)
+    note_model(folder, FINGERPRINT, ModelNote(name, "/no/such/folder"))
+    monkeypatch.delenv("COLUMNS")
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    output = cache("ls").output
+    assert "…" not in output
+    assert "just now" in output
+    if columns != "60":
+        assert FINGERPRINT.hex()[:12] in output
+        assert f"{key(TRUNK[3])}  tokens [0, 32)  4 blocks" in output
+    if columns is None:
+        assert name in output.splitlines()[1]
+        assert "with what follows), just now" in output
+
+
 def test_ls_of_nothing(cache: Cache, folder: Path) -> None:
     result = cache("ls")
     assert result.exit_code == 0

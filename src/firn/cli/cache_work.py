@@ -20,6 +20,7 @@ from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import QUARANTINE, Disk
 from firn.cache.tiers.ssd import SsdTier
+from firn.cli.console import output
 from firn.cli.doctor import size
 from firn.config import UsageError
 from firn.core.errors import SetupError
@@ -53,7 +54,7 @@ class CacheFolder:
 
 
 def out() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return output(soft_wrap=True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firn import __version__
+from firn.cli.console import output
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
@@ -67,7 +68,7 @@ def doctor(
     """
     from firn.cli.doctor_store import look_at_stores
 
-    console = console or Console(highlight=False)
+    console = console or output()
     findings = [*look_at_machine(cache_dir or default_cache_dir())]
     findings += look_at_stores(stores)
     findings += look_at_model(model, n_stores=len(stores))

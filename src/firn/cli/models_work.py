@@ -10,11 +10,11 @@ from typing import Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from firn.cli.client import ChatClient, RequestFailed, ServerNotFound
+from firn.cli.console import output
 from firn.config import UsageError
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
@@ -51,7 +51,7 @@ def _show_served(models: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(*cells)
         if model.get("error"):
             table.add_row(Text(""), Text(str(model["error"]), style="red"))
-    Console(highlight=False).print(table)
+    output().print(table)
 
 
 def change(
@@ -121,7 +121,7 @@ def _show_local(models: list[ModelOnDisk]) -> None:
     table = _table("model", "size", "folder")
     for model in models:
         table.add_row(Text(model.name), Text(_size(model.nbytes)), Text(str(model.folder)))
-    Console(highlight=False).print(table)
+    output().print(table)
 
 
 def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes: bool) -> int:
