@@ -74,3 +74,17 @@ def test_a_long_name_takes_nothing_from_the_numbers(
     if columns is None:
         assert name in output.splitlines()[1]
         assert "with what follows), just now" in output
+
+
+def test_an_export_replaces_nothing_but_a_file(folder: Path, cache: Cache, tmp_path: Path) -> None:
+    store(folder, *ALL)
+    link, aim = tmp_path / "stdout", tmp_path / "terminal"
+    aim.write_text("somebody's")
+    link.symlink_to(aim)
+    for place in (link, tmp_path):
+        result = cache("export", key(TRUNK[5]), place)
+        assert result.exit_code == 1
+        assert result.output == f"firn: {place} is no plain file; give the name of a new one.\n"
+    assert link.is_symlink()
+    assert aim.read_text() == "somebody's"
+    assert cache("export", key(TRUNK[5]), aim).exit_code == 0, "an older export"

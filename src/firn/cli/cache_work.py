@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -193,6 +194,9 @@ def _must_exist(location: CacheFolder) -> None:
 
 
 def export(location: CacheFolder, key: str, file: Path) -> None:
+    if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
+        # It would be replaced: a link, or /dev/stdout itself.
+        raise SetupError(f"{file} is no plain file; give the name of a new one.")
     inventory = location.take()
     chain = inventory.chain(inventory.find(key))
     names = records_of(chain)
