@@ -148,6 +148,7 @@ def test_every_option_is_in_the_help() -> None:
         (["serve", "--port", "70000"], 2, "firn: --port: 70000 is too large; 65535 is the most"),
         (["config", "show", "--api-key", ""], 2, "firn: --api-key: is empty"),
         (["serve", "--config", ""], 2, "firn: --config: is empty"),
+        (["serve", "~nobody-here/m"], 1, "firn: There is no model folder ~nobody-here/m"),
         (["serve", "--config", "/none.toml"], 1, "firn: /none.toml: cannot be read: No such file"),
         (["serve", "--api-key-file", "/none"], 1, "firn: /none: the API keys cannot be read"),
     ],
@@ -200,6 +201,22 @@ def test_a_home_that_may_not_be_looked_into(
     (line,) = (line for line in (run.stdout + run.stderr).splitlines() if str(home) in line)
     assert told in line
     assert "Traceback" not in run.stderr
+
+
+def test_a_user_without_a_home_is_told_what_to_set() -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+    script = (
+        "import os, pwd\n"
+        "def unknown(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = unknown; os.environ.pop('HOME', None)\n"
+        "from firn.cli import main; main()"
+    )
+    command = [sys.executable, "-c", script, "cache", "ls"]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=CLEAN | {"XDG_CACHE_HOME": ""}, timeout=60
+    )
+    assert run.returncode == 1
+    assert run.stderr == "firn: This user has no home folder; set HOME or XDG_CACHE_HOME.\n"
 
 
 def test_a_bad_variable_exits_1() -> None:

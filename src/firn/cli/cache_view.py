@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -202,7 +203,7 @@ def _text_of(tokens: list[int], model: str | None) -> str:
     try:
         from firn.models.loader import load_tokenizer
 
-        tokenizer = load_tokenizer(Path(model).expanduser())
+        tokenizer = load_tokenizer(Path(os.path.expanduser(model)))
     except (FirnError, ImportError) as e:
         return f"{numbers}\n(no text: {e})"
     pieces: list[str] = []

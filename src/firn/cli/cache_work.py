@@ -36,7 +36,7 @@ class CacheFolder:
 
     @classmethod
     def of(cls, folder: Path, key_file: Path | None) -> CacheFolder:
-        return cls(folder.expanduser(), load_seal(key_file) if key_file else None)
+        return cls(Path(os.path.expanduser(folder)), load_seal(key_file) if key_file else None)
 
     def disk(self) -> Disk:
         return Disk(self.folder)
