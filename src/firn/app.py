@@ -21,7 +21,7 @@ from firn.api.connections import http_config
 from firn.api.event_router import EventRouter
 from firn.api.server import create_app
 from firn.api.services import Services
-from firn.assembly.cache import FLUSH_S
+from firn.assembly.cache import FLUSH_S, check_settings
 from firn.assembly.follower import follow, join_ranks
 from firn.assembly.memory import MemoryWatch, watch_engine
 from firn.assembly.model import ServerSpec, find_folder, served_name, with_model_defaults
@@ -34,8 +34,8 @@ from firn.core.values import GenerateRequest
 from firn.engine import Engine
 from firn.host.awake import Awake
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import leave, no_later_than
-from firn.listener import Uvicorn, address, bind, connections
+from firn.host.shutdown import leave, no_later_than, outlives_terminal
+from firn.listener import Uvicorn, address, bind, connections, listen
 from firn.logs import configure as configure_logs
 from firn.ranks.joining import RankMember, end_start, options_digest
 from firn.ranks.leader import Leader
@@ -128,6 +128,7 @@ def build(config: Config, *, front: int | None = None, member: RankMember | None
     front: the process that shares memory out among its models, if there is one. member: this process
     among the ranks that serve the model together; it speaks for all.
     """
+    check_settings(config.cache)
     leader_parts = None
     if member is not None and member.leader is not None:
         leader_parts = LeaderParts(member, member.leader, options=options_digest(config))
@@ -196,6 +197,8 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if not outlives_terminal():  # a closed terminal tells twice: by the system and by the shell
+        loop.add_signal_handler(signal.SIGHUP, stop_once)
     if server.ranks is not None:
         server.ranks.watch(
             lost=lambda: loop.call_soon_threadsafe(server.lose_rank),
@@ -203,6 +206,7 @@ async def _run(server: Server, sock: socket.socket, prompts: Sequence[GenerateRe
         )
     watching = asyncio.create_task(watch(server, web))
     await warm.compute(server.services, prompts)
+    listen(sock)
     log.info("firn %s serves %s at %s/v1", __version__, server.engine.model.name, address(sock))
     await web.serve(sockets=[sock])
     watching.cancel()

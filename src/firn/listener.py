@@ -16,6 +16,9 @@ from firn.host.machine import raise_descriptor_limit
 RESERVED_FILES = 64
 """Descriptors that are never connections: records being read and written, logs, the model."""
 
+BACKLOG = 2048
+"""Connections that the system holds until they are accepted; uvicorn's own number."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Before the model is loaded, so that an address in use is reported at once. Raises SetupError."""
@@ -28,6 +31,16 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise SetupError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
     return sock
+
+
+def listen(sock: socket.socket) -> None:
+    """Take connections from now on. Raises SetupError: of two servers that were bound before either
+    listened, which Linux allows, only one can."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as e:
+        host, port = sock.getsockname()[:2]
+        raise SetupError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
 
 
 class Uvicorn(uvicorn.Server):

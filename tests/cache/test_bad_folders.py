@@ -63,6 +63,7 @@ def test_a_folder_that_may_not_be_looked_at(
         assert "no permission" in tier.usage().status.reason
     assert len(lines(caplog)) == 1
     assert "no permission" in lines(caplog)[0]
+    assert f"pauses writing to {tmp_path}:" in lines(caplog)[0]
 
 
 def test_a_folder_that_takes_long_to_list(

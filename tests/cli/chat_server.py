@@ -81,6 +81,7 @@ class ChatServer:
     models: Any = field(default_factory=lambda: {"data": [{"id": "tiny"}]})
     key: str | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     url: str = ""
 
     @property
@@ -117,6 +118,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             server.bodies.append(json.loads(self.rfile.read(length)))
+            server.paths.append(self.path)
             if self._allowed():
                 server.scripts.pop(0)(Wire(self))
 

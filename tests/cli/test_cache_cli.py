@@ -45,24 +45,6 @@ OTHER_MODEL = b"\7" * 32
 Cache = Callable[..., Result]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("FIRN_SSD_CACHE_DIR", raising=False)
-
-    def run(*arguments: object, **more: Any) -> Result:
-        command, *rest = map(str, arguments)
-        words = ["cache", command, "--ssd-cache-dir", str(folder), *rest]
-        return CliRunner().invoke(make_cli(), words, **more)
-
-    return run
-
-
 def store(folder: Path, *records: Record, **more: Any) -> Folder:
     tier = Folder(folder, **more)
     tier.scan()

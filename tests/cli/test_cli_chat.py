@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import subprocess
@@ -166,6 +167,35 @@ def test_an_address_that_is_none(url: str) -> None:
     assert run.returncode == 1
     assert run.stderr.startswith("firn: ")
     assert run.stderr.count("\n") == 1
+
+
+def test_bytes_that_are_no_text_are_one_line() -> None:
+    with serving() as server:
+        command = [*CHAT, "--url", server.url, "what is this?"]
+        for utf8 in "01":  # how Python reads stdin differs
+            run = subprocess.run(
+                command,
+                input=b"caf\xe9",
+                capture_output=True,
+                env=CLEAN | {"PYTHONUTF8": utf8},
+                timeout=60,
+            )
+            assert (run.returncode, run.stderr) == (1, b"firn: The message is not UTF-8 text.\n")
+
+
+def test_without_stdin_the_argument_is_asked() -> None:
+    with serving(hello) as server:
+        script = f"{shlex.join([*CHAT, '--url', server.url, 'hi'])} <&-"
+        run = subprocess.run(["sh", "-c", script], capture_output=True, env=CLEAN, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert server.messages == [("user", "hi")]
+
+
+def test_a_terminal_that_cannot_show_a_character() -> None:
+    with serving(hello) as server:
+        run = one_shot(server.url, "hi", PYTHONIOENCODING="ascii")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("H?llo")
 
 
 def test_nothing_to_ask_is_wrong_usage() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from firn import __version__
 from firn.cli import make_cli
 from firn.config import OPTIONS, Config
 from firn.core.errors import SetupError
+from tests.locked import as_a_user, locked
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("FIRN_")}
 
@@ -145,6 +147,8 @@ def test_every_option_is_in_the_help() -> None:
     [
         (["serve", "--port", "70000"], 2, "firn: --port: 70000 is too large; 65535 is the most"),
         (["config", "show", "--api-key", ""], 2, "firn: --api-key: is empty"),
+        (["serve", "--config", ""], 2, "firn: --config: is empty"),
+        (["serve", "~nobody-here/m"], 1, "firn: There is no model folder ~nobody-here/m"),
         (["serve", "--config", "/none.toml"], 1, "firn: /none.toml: cannot be read: No such file"),
         (["serve", "--api-key-file", "/none"], 1, "firn: /none: the API keys cannot be read"),
     ],
@@ -166,6 +170,53 @@ def test_wrong_usage_exits_2_without_a_traceback(arguments: list[str]) -> None:
     assert run.returncode == 2
     assert "Traceback" not in run.stderr
     assert run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["cache", "ls"], "/firn: Permission denied"),
+        (["cache", "verify"], "/firn: Permission denied"),
+        (["models", "ls", "--url", "http://127.0.0.1:9"], "/hub: Permission denied"),
+        (["serve", "~/model"], "/model: Permission denied"),
+        (["doctor"], "/firn: Permission denied. Prompts are kept in memory only"),
+    ],
+)
+def test_a_home_that_may_not_be_looked_into(
+    tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    """As in a container that runs as another user than it was made for."""
+    with locked(tmp_path / "home") as home:
+        words = [word.replace("~", str(home)) for word in arguments]
+        run = subprocess.run(
+            [*as_a_user(), sys.executable, "-m", "firn", *words],
+            capture_output=True,
+            text=True,
+            env=CLEAN
+            | {"HOME": str(home), "XDG_CACHE_HOME": "", "COLUMNS": "300"}
+            | {"HF_HUB_CACHE": f"{home}/hub"},
+            timeout=60,
+        )
+    assert run.returncode == 1
+    (line,) = (line for line in (run.stdout + run.stderr).splitlines() if str(home) in line)
+    assert told in line
+    assert "Traceback" not in run.stderr
+
+
+def test_a_user_without_a_home_is_told_what_to_set() -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+    script = (
+        "import os, pwd\n"
+        "def unknown(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = unknown; os.environ.pop('HOME', None)\n"
+        "from firn.cli import main; main()"
+    )
+    command = [sys.executable, "-c", script, "cache", "ls"]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=CLEAN | {"XDG_CACHE_HOME": ""}, timeout=60
+    )
+    assert run.returncode == 1
+    assert run.stderr == "firn: This user has no home folder; set HOME or XDG_CACHE_HOME.\n"
 
 
 def test_a_bad_variable_exits_1() -> None:
@@ -195,6 +246,13 @@ def test_config_show_prints_every_value_with_its_origin(tmp_path: Path) -> None:
     assert rows["engine.prefill_chunk"] == ["auto", "default", "FIRN_PREFILL_CHUNK"]
     assert rows["server.api_keys"][0] == "***"
     assert "hunter2" not in run.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a full device")
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    script = f"{shlex.quote(sys.executable)} -m firn config show > /dev/full"
+    run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=CLEAN)
+    assert (run.returncode, run.stderr) == (1, "firn: the output: No space left on device\n")
 
 
 def test_config_show_as_json() -> None:

@@ -315,3 +315,10 @@ def test_sizes_read_well() -> None:
     assert [size(n) for n in (512, 2048, 3 * 2**20, 5 * GIB)] == [
         "512 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB",
     ]  # fmt: skip
+
+
+def test_a_cache_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (disk,) = (f for f in look_at_machine(tmp_path / "file" / "cache") if f.topic == "disk")
+    assert disk.mark == "problem"
+    assert f"{tmp_path / 'file'} is no folder" in disk.text

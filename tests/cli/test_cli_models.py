@@ -13,6 +13,7 @@ from firn.cli import make_cli
 from firn.cli.doctor_fleet import look_at_fleet
 from firn.config import load
 from firn.fleet.memory import Room
+from tests.cli.chat_server import Wire, serving
 from tests.fleet.fronts import ECHO, Running, config, fronting
 
 GIB = 1 << 30
@@ -83,6 +84,26 @@ def test_without_a_server_the_disk_is_listed(tmp_path: Path) -> None:
     listed = run("models", "ls", "--models-dir", str(tmp_path), *url)
     assert listed.exit_code == 0
     assert "owner/one" in listed.output
+
+
+@pytest.mark.parametrize("arguments", [[""], ["owner/name", "--download-retries", "-1"]])
+def test_a_pull_of_nothing_is_wrong_usage(arguments: list[str]) -> None:
+    result = run("pull", *arguments)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit), "no traceback"
+
+
+def test_another_kind_of_server_loads_no_models() -> None:
+    def page(wire: Wire) -> None:
+        wire.refuse(200, "<html>")
+
+    with serving(page) as server:
+        result = run("models", "load", "a b?c", "--keep-alive", "1m", "--url", server.url)
+    assert (result.exit_code, result.output) == (
+        1,
+        f"firn: {server.url} does not look like a firn server.\n",
+    )
+    assert server.paths == ["/v1/models/a%20b%3Fc/load"]
 
 
 def test_what_cannot_be_pulled_is_one_line() -> None:

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from firn.host.reservations import Reservation, Reserved, others
+from tests.locked import as_a_user, locked
 
 HOLD = """
 import sys
@@ -17,6 +20,13 @@ mine.put(Reserved("metal", 77, 1000, 10))
 mine.put(Reserved("metal", 77, 1000, 400))
 print("held", flush=True)
 sys.stdin.read()
+"""
+
+LOOK = """
+import sys
+from pathlib import Path
+from firn.host.reservations import others
+print(others(Path(sys.argv[1]), device="cpu", group=1))
 """
 
 
@@ -48,9 +58,25 @@ def test_ones_own_does_not_count_and_goes_at_the_end(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rubbish_and_a_folder_that_cannot_be_written_are_no_fault(tmp_path: Path) -> None:
+def test_a_folder_that_may_not_be_looked_into_is_no_fault(tmp_path: Path) -> None:
+    with locked(tmp_path / "home") as home:
+        run = subprocess.run(
+            [*as_a_user(), sys.executable, "-c", LOOK, str(home / "reservations")],
+            capture_output=True,
+            text=True,
+        )
+    assert run.stdout == "[]\n", run.stderr
+
+
+def test_rubbish_and_a_folder_that_cannot_be_written_are_no_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "12.json").write_text("{")
     (tmp_path / "13.json").mkdir()
     assert others(tmp_path, device="cpu", group=1) == []
     (tmp_path / "file").write_text("")
-    Reservation(tmp_path / "file" / "below").put(Reserved("cpu", 1, 1, 1))
+    mine = Reservation(tmp_path / "file" / "below")
+    for _ in range(3):
+        mine.put(Reserved("cpu", 1, 1, 1))
+    told = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert len(told) == 1, "a server tries again every few seconds, and says so once"

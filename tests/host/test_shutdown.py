@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 SCRIPT = """
 import sys, threading
@@ -29,11 +30,20 @@ sys.exit(app.serve(config))
 """
 
 
-def told_to_stop(hang: str, *, leave_s: float = 60.0) -> tuple[int, str]:
+def told_to_stop(
+    hang: str,
+    *,
+    leave_s: float = 60.0,
+    signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+    command: Sequence[str] = (),
+) -> tuple[int, str]:
     """Exit code and log of a server one of whose tokenizer threads is at `hang`."""
     script = SCRIPT.format(hang=hang, leave_s=leave_s)
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, sys.executable, "-c", script],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     seen = ""
@@ -42,7 +52,8 @@ def told_to_stop(hang: str, *, leave_s: float = 60.0) -> tuple[int, str]:
             line = process.stderr.readline()
             assert line, seen
             seen += line
-        process.send_signal(signal.SIGTERM)
+        for number in signals:
+            process.send_signal(number)
         _, rest = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -59,6 +70,20 @@ def test_threads_that_end_are_waited_for() -> None:
     code, log = told_to_stop("lambda: None")
     assert code == 0
     assert "behind" not in log
+
+
+def test_a_closed_terminal_is_a_stop_like_any_other() -> None:
+    """The shell passes on what the system has told the server already."""
+    code, log = told_to_stop("lambda: None", signals=[signal.SIGHUP, signal.SIGHUP])
+    assert code == 0
+    assert log.count("stopping; ") == 1
+
+
+def test_nohup_outlives_the_terminal() -> None:
+    signals = [signal.SIGHUP, signal.SIGTERM]
+    code, log = told_to_stop("lambda: None", signals=signals, command=["nohup"])
+    assert code == 0, "of SIGTERM: two signals that stop would have ended it at once"
+    assert log.count("stopping; ") == 1
 
 
 def test_when_nothing_else_helps_the_process_is_ended() -> None:

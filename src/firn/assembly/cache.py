@@ -38,6 +38,22 @@ N_STORE_THREADS = 8
 """A store has its own threads, so that one that hangs does not block the disk; many wait at once."""
 
 
+def check_settings(config: CacheConfig) -> None:
+    """What can be said before a model is loaded, which may take minutes. Raises SetupError."""
+    if config.disable_prefix_cache:
+        return
+    if config.kv_cache_quantization and config.reuse == "exact":
+        raise SetupError(
+            "--kv-cache-quantization changes restored values: it cannot be used with --reuse exact"
+        )
+    if config.ssd_cache_key_file:
+        load_seal(config.ssd_cache_key_file)
+    kinds = discover()
+    for address in map(parse_address, config.tiers):
+        spill_policy(address.spill, config.cache_block_tokens)
+        kinds[address.kind](address.options)
+
+
 def build_cache(
     config: Config,
     loaded: LoadedModel,
@@ -73,13 +89,9 @@ def build_cache(
 
 
 def layout_of(config: Config, loaded: LoadedModel) -> Layout:
-    """How records are cut. Raises UnknownCacheLayer, SetupError."""
+    """How records are cut. Raises UnknownCacheLayer."""
     options = config.cache
     bits = options.kv_cache_quantization_bits if options.kv_cache_quantization else 0
-    if bits and options.reuse == "exact":
-        raise SetupError(
-            "--kv-cache-quantization changes restored values: it cannot be used with --reuse exact"
-        )
     return Layout.of(
         loaded.probe, kv_bits=bits, kv_group_size=options.kv_cache_quantization_group_size
     )

@@ -167,7 +167,7 @@ class Committer:
         if record is not None and record.arrays is not None and not record.leaving:
             return True
         arrays = cut()
-        record = self._records.keep(node, part, arrays, mark)
+        record = self._records.keep(node, part, arrays, mark, but=new)
         if record is not None and record.arrays is arrays:
             new.append(record)
         return record is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from firn.cache.arrays.payload import Payload
@@ -46,6 +46,8 @@ log = logging.getLogger("firn.cache")
 
 LEAVING_SHARE = 0.25
 """The share of memory's limit that evicted records may take until they are written."""
+OWN_LEASES = 2
+"""On a prompt's chain while a block of it is stored: the request's own, and the block's."""
 WRITE_WAIT_S = 0.05
 """How long the engine waits for a tier that cannot keep up, before a record is lost."""
 TOUCH_EVERY_S = 60.0
@@ -97,8 +99,19 @@ class Records:
 
     # --- computed --------------------------------------------------------------------------
 
-    def keep(self, node: Node, part: Part, arrays: Payload, mark: Mark) -> Record | None:
-        """Hold what was computed in memory, whether or not a tier has it; None: there is no room."""
+    def keep(
+        self,
+        node: Node,
+        part: Part,
+        arrays: Payload,
+        mark: Mark,
+        *,
+        but: Collection[Record] = (),
+    ) -> Record | None:
+        """Hold what was computed in memory, whether or not a tier has it; None: there is no room.
+
+        but: records of the node's chain that may not leave memory for it.
+        """
         record = node.records.get(part)
         if record is not None:
             if mark > record.mark:
@@ -108,7 +121,8 @@ class Records:
             elif record.arrays is None:
                 self._hold_if_room(record, arrays)
             return record
-        if not self.memory.make_room(arrays.nbytes, part=part):
+        has_room = self.memory.make_room(arrays.nbytes, part=part)
+        if not has_room and not self._chain_gives_way(node, arrays.nbytes, part, but):
             self.stats.dropped["no room"] += 1
             return None
         record = self.tree.add(node, part, nbytes=arrays.nbytes, mark=mark)
@@ -147,6 +161,35 @@ class Records:
         """It was about to leave memory."""
         self.tree.stop_leaving(record)
         self.memory.added(record)
+
+    def _chain_gives_way(
+        self, node: Node, nbytes: int, part: Part, but: Collection[Record]
+    ) -> bool:
+        """Make room for a block of a prompt that is longer than memory: what tiers have of it goes, from
+        its end. The request computes in its row; only what others lead to stays in memory for them."""
+        for n in node.path_to_root() if self.memory.fits_alone(nbytes, part=part) else ():
+            if n.n_leases > OWN_LEASES or n.n_pins:
+                return False
+            for record in list(n.records.values()):
+                if record in but or record.n_leases or not isinstance(record.arrays, Payload):
+                    continue
+                if not self._is_stored_soon(record):
+                    return False
+                if record.arrays is not None and not record.leaving:
+                    self._evict(record)
+            if self.memory.make_room(nbytes, part=part):
+                return True
+        return False
+
+    def _is_stored_soon(self, record: Record) -> bool:
+        if not record.stored:
+            for tier in self.tiers.without(record):
+                if tier.writes:
+                    tier.spill_now(record)
+            events = self.tiers.wait_for_writes(lambda: bool(record.stored), WRITE_WAIT_S)
+            for tier, event in events:
+                self.apply(tier, event)
+        return record.alive and bool(record.stored)
 
     # --- confirmed by the device -----------------------------------------------------------
 

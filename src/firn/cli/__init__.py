@@ -5,9 +5,12 @@ Nothing heavy is imported here: `firn --help` must not wait for MLX.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +29,17 @@ Start = Callable[[Config], int]
 """Runs the server until it is stopped and returns the exit code."""
 
 
+SURROUNDINGS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Faults of the machine and the user's rights, not of firn: one line says enough."""
+
+
 def main() -> None:
+    # A terminal that cannot show a character gets a question mark; bytes that are no text are found
+    # out about where they would be sent.
+    streams = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
+    for stream, errors in streams:
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     make_cli()()
 
 
@@ -79,6 +92,11 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except FirnError as error:
             typer.echo(f"firn: {' '.join(error.message.split())}", err=True)
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+        except OSError as error:
+            if error.errno not in SURROUNDINGS:
+                raise
+            typer.echo(f"firn: {error.filename or 'the output'}: {error.strerror}", err=True)
+            raise typer.Exit(1) from error
 
     return guarded
 

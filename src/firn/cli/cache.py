@@ -16,6 +16,7 @@ import typer
 from firn.config import CONFIG_ENV, default_cache_dir, load
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
+MAX_GIB = 1 << 20
 
 Dir = Annotated[
     str | None,
@@ -156,7 +157,9 @@ def _verify(
 def _gc(
     max_gb: Annotated[
         float,
-        typer.Option("--ssd-cache-max-gb", help="Keep at most this, in GiB.", min=0, metavar="X"),
+        typer.Option(
+            "--ssd-cache-max-gb", help="Keep at most this, in GiB.", min=0, max=MAX_GIB, metavar="X"
+        ),
     ],
     folder: Dir = None,
     config: ConfigFile = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -50,10 +51,10 @@ def ls(location: CacheFolder, *, top: int) -> None:
     if not inventory.files:
         console.print(f"Nothing is stored in {location.folder}.", markup=False)
         return
-    console.print(_table(groups))
+    console.print(_table(groups), soft_wrap=False)
     for group in groups if top else ():
         console.print()
-        console.print(_tree(group, top))
+        console.print(_tree(group, top), soft_wrap=False)
     others = [
         f"{len(inventory.faulty)} unusable files",
         f"{inventory.n_locked} encrypted with another key",
@@ -65,8 +66,9 @@ def ls(location: CacheFolder, *, top: int) -> None:
 
 def _table(groups: Sequence[ModelRecords]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("model", "fingerprint", "namespace"):
-        table.add_column(column, no_wrap=True)
+    table.add_column("model", overflow="fold", min_width=8)
+    for column in ("fingerprint", "namespace"):
+        table.add_column(column, overflow="fold", min_width=4)
     for column in ("records", "tokens", "size", "last used"):
         table.add_column(column, justify="right", no_wrap=True)
     now = time.time()
@@ -201,7 +203,7 @@ def _text_of(tokens: list[int], model: str | None) -> str:
     try:
         from firn.models.loader import load_tokenizer
 
-        tokenizer = load_tokenizer(Path(model).expanduser())
+        tokenizer = load_tokenizer(Path(os.path.expanduser(model)))
     except (FirnError, ImportError) as e:
         return f"{numbers}\n(no text: {e})"
     pieces: list[str] = []

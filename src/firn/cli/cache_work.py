@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +21,12 @@ from firn.cache.storage.seal import Seal, load_seal
 from firn.cache.tiers import TierOptions
 from firn.cache.tiers._folder import QUARANTINE, Disk
 from firn.cache.tiers.ssd import SsdTier
+from firn.cli.console import output
 from firn.cli.doctor import size
+from firn.config import UsageError
 from firn.core.errors import SetupError
+
+_is_namespace = re.compile(r"shared|[0-9a-f]{32}").fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +36,14 @@ class CacheFolder:
 
     @classmethod
     def of(cls, folder: Path, key_file: Path | None) -> CacheFolder:
-        return cls(folder.expanduser(), load_seal(key_file) if key_file else None)
+        return cls(Path(os.path.expanduser(folder)), load_seal(key_file) if key_file else None)
 
     def disk(self) -> Disk:
         return Disk(self.folder)
 
     def take(self) -> Inventory:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise SetupError(f"{self.folder} is no folder.")
         try:
             return take_inventory(self.folder, seal=self.seal)
         except OSError as e:
@@ -47,7 +55,7 @@ class CacheFolder:
 
 
 def out() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return output(soft_wrap=True)
 
 
 @contextmanager
@@ -69,6 +77,7 @@ def bar(what: str, total: int) -> Iterator[Progress]:
 
 
 def verify(location: CacheFolder, *, quarantine: bool) -> int:
+    _must_exist(location)
     inventory, tier = location.take(), location.tier()
     bad: dict[RecordFile, str] = {}
     n_good = n_foreign = 0
@@ -142,6 +151,10 @@ class ToClear:
 
 
 def to_clear(location: CacheFolder, *, model: str | None, namespace: str | None) -> ToClear:
+    """Raises UsageError: an empty text, say of a variable that is not set, would choose everything."""
+    for flag, text in (("--model", model), ("--namespace", namespace)):
+        if text is not None and not text.strip():
+            raise UsageError(f"{flag}: is empty; leave it out to choose all")
     _must_exist(location)
     inventory = location.take()
     is_all = model is None and namespace is None
@@ -181,6 +194,9 @@ def _must_exist(location: CacheFolder) -> None:
 
 
 def export(location: CacheFolder, key: str, file: Path) -> None:
+    if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
+        # It would be replaced: a link, or /dev/stdout itself.
+        raise SetupError(f"{file} is no plain file; give the name of a new one.")
     inventory = location.take()
     chain = inventory.chain(inventory.find(key))
     names = records_of(chain)
@@ -202,6 +218,10 @@ def export(location: CacheFolder, key: str, file: Path) -> None:
 
 
 def import_(location: CacheFolder, file: Path, *, namespace: str | None) -> None:
+    if namespace is not None and not _is_namespace(namespace):
+        raise UsageError(
+            f"--namespace {namespace}: write shared, or all 32 digits, which `firn cache show` prints"
+        )
     try:
         total = file.stat().st_size
         with bar("importing", total) as progress:

@@ -52,9 +52,10 @@ def chat(
     model = options.model or client.served_model()
     conversation = TerminalChat(client, replace(options, model=model), Screen())
     conversation.show(shown)
-    if sys.stdin.isatty() and prompt is None:
+    is_typed = sys.stdin is not None and sys.stdin.isatty()
+    if is_typed and prompt is None:
         return _talk(conversation)
-    parts = [prompt or "", "" if sys.stdin.isatty() else sys.stdin.read()]
+    parts = [prompt or "", "" if is_typed or sys.stdin is None else sys.stdin.read()]
     question = "\n\n".join(part for part in parts if part.strip())
     if not question:
         raise UsageError("there is nothing to ask: give a prompt or pipe one in")

@@ -194,7 +194,12 @@ class ChatClient:
         if response.status_code == 404 and "There is no POST" in response.text:
             raise RequestFailed(f"{self.url} serves one model, which is always loaded.")
         self._check(response)
-        found: dict[str, Any] = response.json()
+        try:
+            found: dict[str, Any] = response.json()
+            str(found["id"])
+            str(found["state"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestFailed(f"{self.url} does not look like a firn server.") from error
         return found
 
     def ask(
@@ -216,6 +221,8 @@ class ChatClient:
                             yield piece
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self._lost(error)
+        except UnicodeEncodeError as error:  # bytes of a file or an argument, as Python keeps them
+            raise RequestFailed("The message is not UTF-8 text.") from error
         if not finished:
             raise RequestFailed(f"{self.url} ended the reply before it was finished.")
 

@@ -5,6 +5,7 @@ Looking makes a list of findings, a value; printing it is dull.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firn import __version__
+from firn.cli.console import output
 from firn.cli.doctor_budget import as_computed, budget_rows, machine_of, model_of, verdict
 from firn.config import BUILTIN_MODEL, default_cache_dir
 from firn.core.errors import SetupError
@@ -66,7 +68,7 @@ def doctor(
     """
     from firn.cli.doctor_store import look_at_stores
 
-    console = console or Console(highlight=False)
+    console = console or output()
     findings = [*look_at_machine(cache_dir or default_cache_dir())]
     findings += look_at_stores(stores)
     findings += look_at_model(model, n_stores=len(stores))
@@ -150,10 +152,26 @@ def _memory_finding(now: SystemMemory) -> Finding:
 
 
 def _disk_finding(folder: Path) -> Finding:
-    free = disk_free(folder)
+    try:
+        free = disk_free(folder)
+        why = _unusable(folder)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        text = f"{folder}: {why}. Prompts are kept in memory only; --ssd-cache-dir names another folder"
+        return Finding("disk", text, "problem")
     mark: Mark = "note" if free < LOW_DISK_NBYTES else "ok"
     little = ": little for a cache" if mark == "note" else ""
     return Finding("disk", f"{size(free)} free at {folder}{little}", mark)
+
+
+def _unusable(folder: Path) -> str:
+    """Why a server could not keep records here; '' if it could."""
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
 
 
 # --- the model -----------------------------------------------------------------------------

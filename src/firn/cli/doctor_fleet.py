@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-
+from firn.cli.console import output
 from firn.cli.doctor import Finding, look_at_machine, print_findings, size
 from firn.cli.doctor_store import look_at_stores
 from firn.config import Config, default_cache_dir
@@ -20,7 +19,7 @@ GIB = 1 << 30
 
 def doctor_fleet(config: Config, *, cache_dir: Path | None = None) -> int:
     """Prints the findings; 1 when one of them is a problem."""
-    console = Console(highlight=False)
+    console = output()
     findings = [*look_at_machine(cache_dir or default_cache_dir())]
     findings += look_at_stores(config.cache.tiers)
     findings += look_at_fleet(config)

@@ -39,6 +39,8 @@ def with_config(run: Callable[..., int], *, environ: Mapping[str, str] = os.envi
             if given[_identifier(item.key)] not in (None, [], ())
         }
         names = _heed(foreign, flags)
+        if file is not None and not file.strip():
+            raise UsageError("--config: is empty")  # an unset variable must not open the server
         file = Path(file) if file else None
         config = load(flags, environ=environ, file=file, flag_names=names)
         raise typer.Exit(run(config, **extra))

@@ -97,7 +97,10 @@ def pull(
     ],
     models_dir: ModelsDir = None,
     retries: Annotated[
-        int, typer.Option("--download-retries", help="How often a broken download is resumed.")
+        int,
+        typer.Option(
+            "--download-retries", help="How often a broken download is resumed.", min=0, metavar="N"
+        ),
     ] = 3,
 ) -> None:
     """Download a model, so that serving it needs no network. Files that are there are not

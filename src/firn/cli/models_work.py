@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from firn.cli.client import ChatClient, RequestFailed, ServerNotFound
+from firn.cli.console import output
+from firn.config import UsageError
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
 
@@ -49,7 +51,7 @@ def _show_served(models: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(*cells)
         if model.get("error"):
             table.add_row(Text(""), Text(str(model["error"]), style="red"))
-    Console(highlight=False).print(table)
+    output().print(table)
 
 
 def change(
@@ -58,7 +60,7 @@ def change(
     """verb: load or unload."""
     body = None if keep_alive is None else {"keep_alive": keep_alive}
     with ChatClient(url, api_key=api_key) as client:
-        model = client.post(f"/v1/models/{name}/{verb}", body)
+        model = client.post(f"/v1/models/{quote(name)}/{verb}", body)
     typer.echo(f"{model['id']} is {model['state']}")
     return 0
 
@@ -119,7 +121,7 @@ def _show_local(models: list[ModelOnDisk]) -> None:
     table = _table("model", "size", "folder")
     for model in models:
         table.add_row(Text(model.name), Text(_size(model.nbytes)), Text(str(model.folder)))
-    Console(highlight=False).print(table)
+    output().print(table)
 
 
 def rm(name: str, url: str, api_key: str | None, models_dir: Path | None, *, yes: bool) -> int:
@@ -165,6 +167,8 @@ def pull(name: str, models_dir: Path | None, *, retries: int) -> int:
     from firn.assembly import model_names
     from firn.models.hub import HubRules, fetch_into
 
+    if not name.strip():
+        raise UsageError("which model? Give the id of one on the Hugging Face hub, or smollm2")
     rules = HubRules(retries=retries)
     if models_dir is None:
         folder = model_names.resolve(name, rules)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from firn.cli.console import output
 from firn.config import OPTIONS, Config, Option, of_model, with_model
 from firn.core.errors import SetupError
 from firn.demo.builtin import builtin_folder
@@ -48,7 +48,7 @@ def show(config: Config, *, as_json: bool) -> int:
         table.add_row(*(Text(cell, style=style) for cell in cells))
     for key, value in _tables(config):
         table.add_row(*(Text(cell) for cell in (key, str(value), "file", "")))
-    Console(highlight=False).print(table)
+    output().print(table)
     return 0
 
 

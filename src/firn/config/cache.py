@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from firn.config.options import option
+from firn.core.errors import SetupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,16 @@ def default_cache_dir(
 ) -> Path:
     """Where this platform keeps a user's caches."""
     if platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "firn"
+        return _home() / "Library" / "Caches" / "firn"
     base = environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "firn"
+    return (Path(base) if base.startswith("/") else _home() / ".cache") / "firn"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as e:
+        raise SetupError("This user has no home folder; set HOME or XDG_CACHE_HOME.") from e
 
 
 def converted_dir() -> Path:

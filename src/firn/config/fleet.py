@@ -7,6 +7,7 @@ that is not the whole server's; it counts as part of the file, so flags and vari
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,7 +148,7 @@ def _text(file: Path, place: str, value: object, *, base: Path) -> str:
     """A relative folder is relative to the file; a hub id or a built-in name stays as it is."""
     if not isinstance(value, str) or not value.strip():
         raise SetupError(f"{file}: {place}: {value!r} is not text")
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     if value.startswith("~"):
         return str(path)
     if value.startswith(".") or (not path.is_absolute() and (base / path).is_dir()):

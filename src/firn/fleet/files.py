@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def folder_of(spec: ModelSpec) -> Path | None:
         return made_folder(PACKAGED[name], converted_dir())
     if builtin := builtin_folder(name):
         return builtin
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         return path
     in_cache = _in_hub_cache(name) if _is_hub_id(name) else None
@@ -46,7 +47,7 @@ def check(spec: ModelSpec) -> None:
     """Raises SetupError if there is no such model, and no download could bring it."""
     name = spec.path
     if not (name in PACKAGED or builtin_folder(name) or _is_hub_id(name) or find(name)):
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if not path.exists():
             raise SetupError(f"There is no model folder {name}, and it is no hub id (owner/name).")
         if not (path / "config.json").exists():

@@ -47,8 +47,8 @@ from firn.fleet.relay import Relay, WaitLimits
 from firn.fleet.router import add_router
 from firn.fleet.tree import add_tree
 from firn.host.machine import raise_descriptor_limit
-from firn.host.shutdown import leave, no_later_than
-from firn.listener import Uvicorn, address, bind, connections
+from firn.host.shutdown import leave, no_later_than, outlives_terminal
+from firn.listener import Uvicorn, address, bind, connections, listen
 from firn.logs import configure as configure_logs
 
 log = logging.getLogger("firn.fleet")
@@ -218,6 +218,7 @@ class _AsgiEndpoint:
 
 
 async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: socket.socket) -> int:
+    listen(sock)
     parts = build(config, catalogue, folder)
     web = Uvicorn(
         http_config(
@@ -236,8 +237,14 @@ async def _run(config: Config, catalogue: ModelCatalogue, folder: Path, sock: so
         loop.call_later(DRAIN_S, parts.fleet.cut)
         web.should_exit = True
 
+    def stop_once() -> None:
+        if not web.should_exit:
+            stop()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if not outlives_terminal():  # a closed terminal tells twice: by the system and by the shell
+        loop.add_signal_handler(signal.SIGHUP, stop_once)
     running = asyncio.create_task(parts.fleet.run())
     names = ", ".join(spec.name for spec in catalogue)
     log.info("firn %s serves %s at %s/v1", __version__, names, address(sock))

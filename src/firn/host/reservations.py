@@ -40,6 +40,7 @@ class Reservation:
     def __init__(self, folder: Path, *, pid: int | None = None) -> None:
         self._path = folder / f"{pid or os.getpid()}.json"
         self._file: IO[bytes] | None = None
+        self._has_failed = False
 
     def put(self, reserved: Reserved) -> None:
         """Write what this process has reserved and uses now."""
@@ -48,7 +49,9 @@ class Reservation:
             # In one write of fixed length: a reader sees the old text or the new.
             os.pwrite(file.fileno(), json.dumps(asdict(reserved)).ljust(TEXT_NBYTES).encode(), 0)
         except OSError as e:
-            log.warning("other firn servers will not know how much memory this one needs: %s", e)
+            level = logging.DEBUG if self._has_failed else logging.WARNING  # it is tried often
+            self._has_failed = True
+            log.log(level, "other firn servers will not know how much memory this one needs: %s", e)
 
     def _open(self) -> IO[bytes]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,13 +72,21 @@ class Reservation:
 def others(folder: Path, *, device: str, group: int, pid: int | None = None) -> list[Reserved]:
     """What other living servers have reserved on this device, without those of the same group."""
     living = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+    for path in _files(folder):
         if path.stem == str(pid or os.getpid()):
             continue
         reserved = _read(path)
         if reserved is not None and reserved.device == device and reserved.group != group:
             living.append(reserved)
     return living
+
+
+def _files(folder: Path) -> list[Path]:
+    """None where the folder may not be looked into."""
+    try:
+        return sorted(folder.glob("*.json"))
+    except OSError:
+        return []
 
 
 def _read(path: Path) -> Reserved | None:

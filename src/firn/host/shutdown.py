@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,11 @@ log = logging.getLogger("firn")
 
 GRACE_S = 2.0
 """For threads that are about to end anyway."""
+
+
+def outlives_terminal() -> bool:
+    """Whether the process was told to go on when its terminal is closed: by nohup, say."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def no_later_than(seconds: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,7 +114,7 @@ class _Findings:
 
 def local_folder(name: str) -> Path | None:
     """The folder of a path or of a hub id that was downloaded before; None: not on this machine."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return folder
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -77,7 +78,7 @@ class LoadedModel:
 
 def resolve(name: str, rules: HubRules = HUB_RULES) -> Path:
     """The folder of a local path or hub id; downloads the latter."""
-    local = Path(name).expanduser()
+    local = Path(os.path.expanduser(name))
     if local.exists():
         if not local.is_dir():
             told = foreign_format(local)

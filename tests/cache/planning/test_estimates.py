@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from firn.cache.planning import estimates_file
 from firn.cache.planning.estimates import (
     FIRST_LATENCY_S,
     FIRST_SECONDS_PER_BYTE,
@@ -215,3 +217,15 @@ def test_what_is_known_is_shown() -> None:
         "engine_s_per_gib": 0.0,
         "tiers": {"ssd": {"latency_s": 0.002, "bytes_per_s": 10**9, "seen": True}},
     }
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    known = Estimates()
+    attend(known, 0)
+    path = tmp_path / "models" / "a.estimates"
+    estimates_file.save(path, known)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    path.unlink()
+    path.mkdir()
+    estimates_file.save(path, known)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]

@@ -17,14 +17,15 @@ from firn.cache.storage import client
 from firn.cache.storage.container import Header, Name
 from firn.cache.storage.events import ReadFailed, ScanBatch
 from firn.cache.storage.faults import Missing, Refused, TierError, TierFault
-from firn.cache.storage.io import Changes
-from firn.cache.storage.threads import Done
+from firn.cache.storage.io import Changes, TierIo
+from firn.cache.storage.threads import Done, IoThreads
 from firn.cache.tiers import TierStatus, TierUsage, WriteResult
 from firn.cache.tree import Mark, PackedTokens
 from firn.core.keys import KeyTokens
 from firn.core.ports import EngineLoad
 from firn.core.values import CacheControl, Namespace, Prompt
 from tests.cache.lab import DENSE, LabEngine, LabLayer, LabRow, records_of, tree
+from tests.dict_tier import DictTier
 from tests.hash_runner import prompt_of as words
 
 BLOCK = 8
@@ -135,6 +136,23 @@ def test_what_has_its_time_is_not_written_where_it_would_outlive_it() -> None:
         lab.submit(ids, 4).wait().check()
         settled(lab, now)
         assert len(io.written) >= 5, "now somebody wants it to stay"
+
+
+def test_a_stop_writes_more_than_the_queue_holds() -> None:
+    stored: dict[str, bytes] = {}
+    io = TierIo(DictTier(1 << 20, stored), IoThreads(1, max_write_nbytes=1))
+    cache = tree(DENSE, block=BLOCK)
+    cache.add_tier("ssd", io, namespaces=[Namespace("")], wake=lambda: None)
+    ids = words(1, 81)
+    cursor = cache.open(Prompt(np.array(ids, dtype=np.int64)), Namespace(""), CacheControl())
+    row = LabRow(LabLayer([[]], DENSE))
+    row.consume(ids[:80])
+    cache.commit(cursor, row)
+    cache.close_cursor(cursor, None)
+    names = {str(Name(r.node.key, r.part)) for r in records_of(cache)}
+    assert len(names) == 10
+    cache.close()
+    assert set(stored) == names
 
 
 def test_a_refusal_is_not_asked_for_again_and_again() -> None:

@@ -83,6 +83,30 @@ def test_the_last_to_open_the_folder_sets_the_limit_for_all(
     assert du(folder) > 3 * MIB
 
 
+class Filled(Disk):
+    free = 0
+
+    def free_nbytes(self) -> int:
+        return self.free
+
+
+def test_a_disk_that_was_full_at_the_start_and_is_emptied(folder: Path) -> None:
+    disk = Filled(folder)
+    tier = SsdTier(TierOptions(str(folder)), disk=disk)
+    other = SsdTier(TierOptions(str(folder)), guest=True)
+    name, raw = "ab" * 32 + ".pages", [b"x" * 5000]
+    with pytest.raises(Refused):
+        tier.write(name, raw, used_at=1.0)
+    disk.free = GIB
+    assert tier.write(name, raw, used_at=1.0).new
+    assert tier.usage().limit_nbytes == pytest.approx(GIB // 4, abs=MIB)
+    disk.free = 2 * MIB
+    tier.evict_to(GIB)
+    assert tier.usage().limit_nbytes == pytest.approx(GIB // 4, abs=MIB), "others fill it again"
+    other.evict_to(GIB)
+    assert other.usage().limit_nbytes == tier.usage().limit_nbytes
+
+
 def test_the_default_limit() -> None:
     assert default_limit(100 * GIB) == DEFAULT_LIMIT_NBYTES == 10 * GIB
     assert default_limit(40 * GIB) == 10 * GIB

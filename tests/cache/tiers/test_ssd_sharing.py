@@ -125,6 +125,20 @@ def test_a_file_system_without_locks_is_used_all_the_same(
     assert sum("cannot be locked" in r.message for r in caplog.records) == 1
 
 
+class Renumbered(Disk):
+    """A file system that gives a file another number each time it is asked."""
+
+    def is_lock(self, fd: int) -> bool:
+        return False
+
+
+def test_a_lock_that_is_never_the_same_file_is_not_tried_for_ever(folder: Path) -> None:
+    tier = Folder(folder, MIB, disk=Renumbered(folder), lock_timeout_s=0.05)
+    with pytest.raises(TierFault, match="locked"):
+        put(tier, record())
+    assert tier.usage().status.state == "paused"
+
+
 def test_locks_for_writers_only(folder: Path, opened: Callable[..., Folder]) -> None:
     """Network file systems refuse an exclusive lock on what was opened for reading."""
 

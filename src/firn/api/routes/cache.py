@@ -83,7 +83,7 @@ class CacheRoutes:
     async def clear(
         self, request: Request, namespace: str | None = None, model: str | None = None
     ) -> dict[str, Any]:
-        """`namespace` (a digest, as `firn cache ls` shows it) must be the caller's own."""
+        """`namespace` (all digits of it, as `firn cache show` prints them) must be the caller's own."""
         check_may_change_cache(request.scope)
         if model is not None and not self._services.serves(model):
             raise NotFound(f"The model {model!r} is not served here.", param="model")

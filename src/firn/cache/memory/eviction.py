@@ -59,14 +59,22 @@ class MemoryTier:
 
     def make_room(self, nbytes: int, *, part: Part) -> bool:
         """Evict until `nbytes` more fit; False when what is left may not be evicted."""
-        if nbytes > self.limit_nbytes:
+        if not self.fits_alone(nbytes, part=part):
             return False
         if part is Part.STATE:
-            allowed = int(self.limit_nbytes * STATE_SHARE)
-            while self._tree.memory.nbytes[Part.STATE] + nbytes > allowed:
-                if nbytes > allowed or not self._evict_next(self._states):
+            while self._tree.memory.nbytes[Part.STATE] + nbytes > self._state_limit_nbytes:
+                if not self._evict_next(self._states):
                     return False
         return self.shrink_to(self.limit_nbytes - nbytes)
+
+    def fits_alone(self, nbytes: int, *, part: Part) -> bool:
+        """Whether so many bytes would fit if memory held nothing else."""
+        limit = self._state_limit_nbytes if part is Part.STATE else self.limit_nbytes
+        return nbytes <= limit
+
+    @property
+    def _state_limit_nbytes(self) -> int:
+        return int(self.limit_nbytes * STATE_SHARE)
 
     def shrink_to(self, nbytes: int) -> bool:
         """Evict until at most `nbytes` are held. What parked rows hold twice goes first."""

@@ -40,6 +40,9 @@ def save(path: Path, estimates: Estimates) -> None:
     temp = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temp.touch(mode=0o600)
-        temp.write_text(text, encoding="utf-8")
-        temp.replace(path)
+        try:
+            temp.touch(mode=0o600)
+            temp.write_text(text, encoding="utf-8")
+            temp.replace(path)
+        finally:
+            temp.unlink(missing_ok=True)

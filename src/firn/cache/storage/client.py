@@ -137,6 +137,7 @@ class TierClient:
 
     def spill_now(self, record: Record) -> None:
         """Write a record that is about to leave memory as soon as the queue has room."""
+        self._io.defer_writes(False)  # until the next poll
         if not self._has_or_gets(record) and not self._write(record):
             self._to_spill.appendleft((record, self._clock() - PATIENCE_S))
 
@@ -302,6 +303,18 @@ class TierClient:
         self.scanning = False
         self._last_scan = self._clock()
         return ScanEnded()
+
+    def flush(self, timeout_s: float) -> Iterator[TierEvent]:
+        """Spill all that waits for it, as the queue gets room; yields what becomes of the writes."""
+        self._retry()
+        until = time.monotonic() + timeout_s
+        while self._to_spill:
+            if self._spill_next():
+                continue
+            left = until - time.monotonic()
+            if left <= 0 or not self._pending_writes:
+                return
+            yield from self.take_results(self._clock(), wait_s=left)
 
     def close(self) -> None:
         self._closing = True

@@ -25,6 +25,8 @@ log = logging.getLogger("firn.cache")
 FIRST_SCAN_S = 1.0
 """How long the start waits for a tier's first scan. Most take milliseconds, and then the first request
 hits; a longer scan goes on while the server runs."""
+SPILL_S = 5.0
+"""How long closing waits for room in the write queue."""
 CLOSE_S = 2.0
 """How long closing waits for writes of records that were cleared meanwhile, to delete them again."""
 
@@ -155,8 +157,11 @@ class TierSet:
         return all(tier.idle for tier in self._clients)
 
     def close(self) -> Iterator[Reported]:
-        """Write what is to stay; yields what becomes of writes that nobody wants any more."""
+        """Write what is to stay; yields what becomes of writes meanwhile."""
         for tier in self._clients:
+            if not tier.is_store:  # other servers have more of a store than of the last few seconds
+                for event in tier.flush(SPILL_S):
+                    yield tier, event
             for event in tier.take_outdated_writes(CLOSE_S):
                 yield tier, event
             tier.close()

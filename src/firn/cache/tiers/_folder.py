@@ -400,7 +400,6 @@ class FolderLock:
                 if self._disk.is_lock(self._fd):
                     return self._fd
                 self.close()  # the folder was deleted under us: begin again
-                continue
             if self._clock() >= deadline:
                 raise TierFault("locked", "another process has held the folder's lock for long")
             time.sleep(poll)

@@ -57,6 +57,7 @@ from firn.cache.tiers._known import UNLISTED, KnownFiles, is_foreign
 
 SLACK_NBYTES = 2 * BLOCK_NBYTES
 """What a new name may add to folders."""
+WORTH_MORE = 1.1
 HOUR_S = 3600
 SCAN_BATCH = 128
 SCAN_THREADS = 4
@@ -84,8 +85,8 @@ class SsdTier:
     ) -> None:
         """guest: keep to the limit of the folder's servers; the own one is for a folder without."""
         folder = Path(options.location)
-        self._own_limit = options.limit_nbytes
-        """None: what fits the disk, once it has been looked at."""
+        self._has_auto_limit = options.limit_nbytes is None
+        self._own_limit = options.limit_nbytes or 0
         self._budget_nbytes = options.write_budget_nbytes
         self._guest = guest
         self._wall = wall
@@ -95,8 +96,8 @@ class SsdTier:
         self._mutex = threading.Lock()
         self._known = KnownFiles(self._disk, wall)
         self._backoff = Backoff(
-            paused="the SSD cache pauses writing",
-            resumed="the SSD cache writes again",
+            paused=f"the SSD cache pauses writing to {folder}",
+            resumed=f"the SSD cache writes to {folder} again",
             first_s=retry_s,
             max_s=max_retry_s,
             clock=clock,
@@ -106,7 +107,7 @@ class SsdTier:
         self._serial = count()
         self._has_joined = False
         self._nbytes = self._day_nbytes = 0
-        self._limit_nbytes = DEFAULT_LIMIT_NBYTES if self._own_limit is None else self._own_limit
+        self._limit_nbytes = DEFAULT_LIMIT_NBYTES if self._has_auto_limit else self._own_limit
 
     # --- the contract ------------------------------------------------------------------------
 
@@ -448,11 +449,12 @@ class SsdTier:
             for i in doubtful:
                 page.nbytes[i] = self._known.relist(COUNTED[i], int(page.counters[i]) + 1)
                 page.counters[i] += 1
-            own = self._own_limit
-            if own is None:
-                own = default_limit(self._disk.free_nbytes(), int(page.nbytes.sum()))
-                self._own_limit = own
-            is_new_limit = not self._guest and not (self._has_joined and page.limit_nbytes)
+            own = before = self._own_limit
+            if self._has_auto_limit and own < DEFAULT_LIMIT_NBYTES:  # a full disk may be emptied
+                fits = default_limit(self._disk.free_nbytes(), int(page.nbytes.sum()))
+                own = self._own_limit = fits if fits > WORTH_MORE * own else own
+            is_ours = page.limit_nbytes in (0, before) and own != page.limit_nbytes
+            is_new_limit = not self._guest and (is_ours or not self._has_joined)
             if is_new_limit:
                 page.limit_nbytes = own
             if is_new_limit or len(doubtful):

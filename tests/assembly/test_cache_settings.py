@@ -1,0 +1,35 @@
+"""Settings of the cache that cannot work are found before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firn import app
+from firn.assembly.cache import check_settings
+from firn.config import CacheConfig, Config, ModelConfig
+from firn.core.errors import SetupError
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"kv_cache_quantization": True, "reuse": "exact"}, "cannot be used with --reuse exact"),
+    ({"ssd_cache_key_file": Path("/no/such/key")}, "the cache key cannot be read"),
+    ({"tiers": ("ftp://somewhere",)}, "an address begins with one of"),
+    ({"tiers": ("redis://127.0.0.1/0?spill=some",)}, "neither proved nor all"),
+    ({"tiers": ("redis://127.0.0.1/0?ttl=1",)}, "ttl is no setting"),
+]
+
+
+@pytest.mark.parametrize(("options", "why"), BAD)
+def test_what_cannot_work_is_said_before_the_model_is_looked_for(
+    options: dict[str, Any], why: str
+) -> None:
+    config = Config(model=ModelConfig(path="/no/such/model"), cache=CacheConfig(**options))
+    with pytest.raises(SetupError, match=why):
+        app.build(config)
+
+
+def test_without_a_cache_its_settings_do_not_matter() -> None:
+    for options, _ in BAD:
+        check_settings(CacheConfig(disable_prefix_cache=True, **options))

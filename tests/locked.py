@@ -1,0 +1,32 @@
+"""A folder that may not be looked into, also where root runs the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+NO_RIGHTS = "-dac_override,-dac_read_search"
+
+
+def as_a_user() -> list[str]:
+    """What a command begins with, so that it may not do more than its user."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root may look everywhere")
+    return ["setpriv", "--bounding-set", NO_RIGHTS]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    folder.chmod(0)
+    try:
+        yield folder
+    finally:
+        folder.chmod(0o700)
