@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -34,6 +35,12 @@ HEAVY = (
 # Newer Apple GPUs, and NVIDIA's, multiply float32 with 10 bits of it otherwise, and tests compare logits
 # of batched and single rows. MLX reads this with its first product.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+# MLX hands each operation to a thread of its own, and Linux would let that thread interrupt the one that
+# is about to hand over the next: of a tiny model's step half is switching between the two. As a batch job
+# a thread that wakes up waits for a free core instead. Servers that tests start inherit it.
+with contextlib.suppress(AttributeError, OSError):  # macOS has no such thing, a container may forbid it
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _few_certificates() -> str:
