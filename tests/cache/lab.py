@@ -144,9 +144,10 @@ class LabCodec:
 
     def fill(self, view: View, pieces: Sequence[Arrays], n_tokens: int) -> None:
         self.shape.fault("fill")
+        firsts = [piece[0] for piece in pieces]
+        mx.eval(firsts)  # together: one by one, waiting takes longer than the copies
         found: list[int] = []
-        for piece in pieces:
-            first = piece[0]
+        for first in firsts:
             assert first is not None
             found += np.array(first).ravel().tolist()
         view.layer.fill(self.part, found, n_tokens)

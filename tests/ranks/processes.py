@@ -48,14 +48,22 @@ class Ranks:
         return [p.wait(STOP_S) for p in self.processes]
 
 
-def start(model: Path, *flags: str, folder: Path) -> Ranks:
+FIRN = ("-m", "firn")
+IMPATIENT_FIRN = (
+    "-c",
+    "from firn.ranks import heartbeat; heartbeat.BEAT_S = 0.4; from firn.cli import main; main()",
+)
+"""Takes a rank for frozen sooner than users want it: until then the other one keeps a core busy."""
+
+
+def start(model: Path, *flags: str, folder: Path, program: Sequence[str] = FIRN) -> Ranks:
     """folder: for logs, and for the home of these processes."""
     folder.mkdir(parents=True, exist_ok=True)
     one_blas.remember(folder / "home")
     port = _free_port()
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{_free_port()}"] for _ in range(N_RANKS)]))
-    command = [sys.executable, "-m", "firn", "serve", str(model), "--port", str(port)]
+    command = [sys.executable, *program, "serve", str(model), "--port", str(port)]
     processes, logs = [], []
     for rank in range(N_RANKS):
         log = folder / f"rank-{rank}.log"
@@ -72,8 +80,10 @@ def start(model: Path, *flags: str, folder: Path) -> Ranks:
 
 
 @contextmanager
-def serving(model: Path, *flags: str, folder: Path) -> Iterator[Ranks]:
-    ranks = start(model, *flags, folder=folder)
+def serving(
+    model: Path, *flags: str, folder: Path, program: Sequence[str] = FIRN
+) -> Iterator[Ranks]:
+    ranks = start(model, *flags, folder=folder, program=program)
     try:
         _await(ranks)
         yield ranks

@@ -18,7 +18,7 @@ from firn.cache.storage.container import unpack
 from firn.config import CacheConfig, Config, EngineConfig, ModelConfig
 from tests import zoo
 from tests.api import real
-from tests.ranks import deaths
+from tests.ranks import deaths, processes
 from tests.ranks.processes import Answer, Ranks, ask, serving
 
 STORY = "Snow that outlives its season becomes firn. " * 12
@@ -168,7 +168,9 @@ def test_experts(
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_a_frozen_rank(model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    with serving(model, *flags, folder=tmp_path / "ranks") as ranks:
+    with serving(
+        model, *flags, folder=tmp_path / "ranks", program=processes.IMPATIENT_FIRN
+    ) as ranks:
         deaths.frozen_follower(ranks)
 
 
