@@ -35,6 +35,7 @@ class Reply:
     finish: str
     n_prompt: int
     n_cached: int
+    n_accepted: int = 0
 
 
 def ask(url: str, messages: Messages, *, n: int = 24, **body: Any) -> Reply:
@@ -52,7 +53,7 @@ def ask(url: str, messages: Messages, *, n: int = 24, **body: Any) -> Reply:
     assert choice.logprobs is not None
     assert usage is not None
     assert usage.prompt_tokens_details is not None
-    parts = choice.logprobs.content or []
+    parts, details = choice.logprobs.content or [], usage.completion_tokens_details
     return Reply(
         text=choice.message.content or "",
         tokens=tuple(part.token for part in parts),
@@ -63,6 +64,7 @@ def ask(url: str, messages: Messages, *, n: int = 24, **body: Any) -> Reply:
         finish=choice.finish_reason,
         n_prompt=usage.prompt_tokens,
         n_cached=usage.prompt_tokens_details.cached_tokens or 0,
+        n_accepted=details.accepted_prediction_tokens or 0 if details else 0,
     )
 
 
@@ -98,3 +100,41 @@ def compare(ours: Sequence[Reply], theirs: Sequence[Reply]) -> Comparison:
         elif parts and a.margins[parts[0]] < TIE:
             n_ties += 1
     return Comparison(n_equal, n_ties, len(ours))
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far replies from an inexact cache are from the exact ones."""
+
+    n: int
+    n_equal: int
+    n_first: int
+    """Replies with the same first token."""
+    n_same_tokens: int
+    """Before the first different one, over all replies: from there on they are different texts."""
+    n_tokens: int
+    mean: float
+    worst: float
+    """Distance of the log-probabilities of those same tokens."""
+
+    @staticmethod
+    def between(exact: Sequence[Reply], other: Sequence[Reply]) -> Drift:
+        n_equal = n_first = n_same = 0
+        apart: list[float] = []
+        for a, b in zip(exact, other, strict=True):
+            same = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
+            n = same.index(False) if False in same else len(same)
+            n_equal += a.tokens == b.tokens
+            n_first += n > 0
+            n_same += n
+            apart += [abs(x - y) for x, y in zip(a.logprobs[:n], b.logprobs[:n], strict=True)]
+        n_tokens = sum(len(reply.tokens) for reply in exact)
+        mean, worst = sum(apart) / max(len(apart), 1), max(apart, default=0.0)
+        return Drift(len(exact), n_equal, n_first, n_same, n_tokens, mean, worst)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n_equal} of {self.n} replies equal, {self.n_first} first tokens, "
+            f"{self.n_same_tokens} of {self.n_tokens} tokens before the first difference; their "
+            f"log-probabilities {self.mean:.1e} apart on average, {self.worst:.1e} at most"
+        )

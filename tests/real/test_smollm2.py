@@ -17,7 +17,7 @@ from mlx_lm.generate import generate_step
 
 from firn.demo.server import ServerProcess
 from firn.models.loader import load_tokenizer
-from tests.real.asking import Messages, Reply, ask, ask_together, client, compare, user
+from tests.real.asking import Drift, Messages, Reply, ask, ask_together, client, compare, user
 from tests.real.conftest import Figure, start
 from tests.real.questions import QUESTIONS, SYSTEM, TEXTS
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.real
 
 COLD: dict[str, Any] = {"cache": {"read": False, "write": False}}
 ABOUT_NOTES: list[Messages] = [user(question, system=SYSTEM) for question in QUESTIONS]
-N_REPLY = 16
+N_REPLY, N_LONG = 16, 48
 
 
 def by_mlx_lm(reference: tuple[Any, Any], messages: Messages, *, n: int = N_REPLY) -> Reply:
@@ -125,6 +125,49 @@ def test_exact_mode_is_bitwise(home: Path, figure: Figure) -> None:
         figure(f"{name}: {n_same} of {len(asked)} bit for bit ({n_numbers} log-probabilities)")
         assert n_same == len(asked)
         assert n_cached > 0.7 * sum(reply.n_prompt for reply in replies)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_replies_from_quantised_records(bits: int, home: Path, figure: Figure) -> None:
+    """A figure more than a promise: who asks for smaller records accepts that replies may change."""
+    flags = ("--kv-cache-quantization", "--kv-cache-quantization-bits", str(bits))
+    child = start(home, f"bits-{bits}", *flags)
+    try:
+        cold = [ask(child.url, messages, n=N_LONG, **COLD) for messages in ABOUT_NOTES]
+        for messages in ABOUT_NOTES:
+            ask(child.url, messages, n=1)
+    finally:
+        child.stop()
+    child = start(home, f"bits-{bits}", *flags)
+    try:
+        restored = [ask(child.url, messages, n=N_LONG) for messages in ABOUT_NOTES]
+    finally:
+        child.stop()
+    assert sum(reply.n_cached for reply in restored) > 0.8 * sum(r.n_prompt for r in restored)
+    drift = Drift.between(cold, restored)
+    figure(f"{bits} bits: {drift}")
+    assert drift.n_first == len(cold) or bits == 4
+    assert drift.mean < {8: 0.02, 4: 0.5}[bits]
+
+
+@pytest.mark.usefixtures("folder")
+def test_speculation_keeps_the_replies(home: Path, figure: Figure) -> None:
+    child = start(home, "speculation", "--speculation", "lookup")
+    try:
+        asked = [user(f"Repeat this, word for word: {SYSTEM[:600]}"), *ABOUT_NOTES[:4]]
+        off = [ask(child.url, messages, n=N_LONG, speculation="off") for messages in asked]
+        on = [ask(child.url, messages, n=N_LONG) for messages in asked]
+        together = ask_together(child.url, asked, n=N_LONG)
+    finally:
+        child.stop()
+    for name, replies in {"one by one": on, "together": together}.items():
+        found = compare(off, replies)
+        n_accepted = sum(reply.n_accepted for reply in replies)
+        figure(f"{name}: {found} to the replies without; {n_accepted} tokens were drafted right")
+        assert found.good
+    assert on[0].n_accepted > N_LONG // 4
+    assert not any(reply.n_accepted for reply in off)
 
 
 def test_a_conversation_reads_each_turn_once(server: ServerProcess, figure: Figure) -> None:
