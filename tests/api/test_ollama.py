@@ -188,6 +188,10 @@ def test_a_prompt_by_itself() -> None:
     assert [m.role for m in source(system="b").messages] == ["system", "user"]
     assert source(raw=True) == RawText("a")
     assert source(suffix="z") == FillInMiddle("a", "z")
+    assert len(source(images=["iVBOR"]).messages[0].parts) == 2
+    for without_template in ({"raw": True}, {"suffix": "z"}):
+        with pytest.raises(InvalidValue, match="images"):
+            source(images=["iVBOR"], **without_template)
 
 
 @pytest.mark.parametrize(

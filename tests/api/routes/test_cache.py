@@ -50,7 +50,9 @@ def test_a_prefix_is_found_pinned_and_forgotten(real: Real) -> None:
     assert probe(real, HI, key="bob")["cached_tokens"] == 0, "it is alice's"
     used = ask(real, "POST", "/v1/chat/completions", HI | {"max_tokens": 1}).json()["usage"]
     assert used["prompt_tokens_details"]["cached_tokens"] == n_prompt - 1
-    assert ask(real, "POST", "/v1/cache/unpin", HI).json()["pinned_bytes"] == 0
+    unpinned = {"unpinned_tokens": pinned["pinned_tokens"], "pinned_bytes": 0}
+    assert ask(real, "POST", "/v1/cache/unpin", HI).json() == unpinned
+    assert ask(real, "POST", "/v1/cache/unpin", HI).json()["unpinned_tokens"] == 0
     assert ask(real, "DELETE", "/v1/cache", key="bob").json()["freed_bytes"] == 0
     assert probe(real, HI)["cached_tokens"] == n_prompt - 1
     assert ask(real, "DELETE", "/v1/cache").json()["freed_bytes"] > 0

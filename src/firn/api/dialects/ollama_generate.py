@@ -9,6 +9,7 @@ from firn.api.dialects import _ollama, _openai
 from firn.api.dialects._ollama import OllamaCall, OllamaDialect
 from firn.api.fields import Fields
 from firn.api.ollama import keep_alive_s, model_name
+from firn.core.errors import InvalidValue
 from firn.core.values import (
     Chat,
     Defaults,
@@ -72,6 +73,8 @@ def _source(body: Fields, defaults: Defaults, reasoning: Reasoning) -> Source | 
     body.skip("context")  # of an earlier reply, which here has none
     if not prompt and not pictures and not suffix:
         return None
+    if pictures and (raw or suffix):
+        raise InvalidValue("images", "need the chat template: not with raw or suffix")
     if suffix:
         return FillInMiddle(prompt, suffix)
     if raw:

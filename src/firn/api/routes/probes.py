@@ -54,7 +54,10 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
     engine = services.engine.health()
     calls: dict[str, Any] = {}
     stages: dict[str, Any] = {}
-    if caller.operator or not services.keys.required:
+    details = dict(services.health_details())
+    if services.keys.required and not caller.operator:
+        details.pop("speculation", None)  # it counts everybody's tokens
+    else:
         calls = {"calls": services.event_router.n_calls}
         stages = {
             "waiting": engine.n_waiting,
@@ -72,7 +75,7 @@ def _health(services: Services, caller: Caller) -> dict[str, Any]:
             "last_step_age_s": round(engine.last_step_age_s, 3),
             **stages,
         },
-        **services.health_details(),
+        **details,
     }
 
 

@@ -318,11 +318,11 @@ def _may_pin_nbytes(cache: PrefixTree, root: Root, cap_nbytes: int) -> int:
 
 def unpin(cache: PrefixTree, prompt: Prompt, namespace: Namespace) -> Json:
     """Unpin what was pinned of this prompt, but for what a longer pinned prompt shares."""
-    n_unpinned = 0
-    for segment in reversed(cache.probe(prompt, namespace).match.segments):
-        node = segment.node
-        cache.records.unpin(node)
-        n_unpinned += 0 if node.n_pins else node.n_tokens
+    segments = cache.probe(prompt, namespace).match.segments
+    pinned = [s for s in segments if s.node.n_pins]
+    for segment in segments:
+        cache.records.unpin(segment.node)
+    n_unpinned = sum(s.n_tokens for s in pinned if not s.node.n_pins)
     return {"unpinned_tokens": n_unpinned, "pinned_bytes": pinned_nbytes(cache, namespace)}
 
 
