@@ -103,7 +103,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     if inventory.n_locked or n_foreign:
         console.print(
             f"Not checked: {inventory.n_locked} encrypted with another key, "
-            f"{n_foreign} of another format."
+            f"{n_foreign} of another format{' or not encrypted' if location.seal else ''}."
         )
     return int(bool(bad))
 
