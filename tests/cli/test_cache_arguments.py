@@ -88,3 +88,20 @@ def test_an_export_replaces_nothing_but_a_file(folder: Path, cache: Cache, tmp_p
     assert link.is_symlink()
     assert aim.read_text() == "somebody's"
     assert cache("export", key(TRUNK[5]), aim).exit_code == 0, "an older export"
+
+
+def test_a_folder_that_is_encrypted_from_now_on(folder: Path, cache: Cache, tmp_path: Path) -> None:
+    """What lies there in plain is not read by a server with a key, but can be listed and cleared."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(32)))
+    secret.chmod(0o600)
+    store(folder, *TRUNK)
+    with_key = ("--ssd-cache-key-file", secret)
+    assert " 6 " in cache("ls", *with_key).output
+    assert "0 records are good" in cache("verify", *with_key).output
+    assert "6 of another format or not encrypted" in cache("verify", *with_key).output
+    result = cache("export", key(TRUNK[5]), tmp_path / "x", *with_key)
+    assert (result.exit_code, result.output.startswith("firn: not encrypted")) == (1, True)
+    environ = {"FIRN_SSD_CACHE_KEY_FILE": str(secret)}
+    assert cache("clear", "--yes", "--model", "tiny-model", env=environ).exit_code == 0
+    assert take_inventory(folder).files == ()

@@ -18,7 +18,7 @@ from firn.cache.admin.inventory import BlockFiles, Inventory, ModelRecords, Pref
 from firn.cache.parts import Part
 from firn.cache.storage.container import Header
 from firn.cache.storage.io import load
-from firn.cache.tiers._folder import QUARANTINE, TMP, peek
+from firn.cache.tiers._folder import peek
 from firn.cli.cache_work import CacheFolder, out
 from firn.cli.doctor import size
 from firn.core.errors import FirnError
@@ -223,7 +223,7 @@ def stats(location: CacheFolder) -> dict[str, Any]:
     page = peek(disk)
     files = inventory.files
     by_part = {p: [f for f in files if f.tag and f.tag.part is p] for p in Part}
-    bad = disk.files(QUARANTINE)
+    bad = disk.quarantined()
     now = time.time()
     return {
         "folder": str(location.folder),
@@ -241,7 +241,7 @@ def stats(location: CacheFolder) -> dict[str, Any]:
         "unusable": len(inventory.faulty),
         "orphans": len(inventory.orphans),
         "quarantine": {"files": len(bad), "bytes": sum(x.nbytes for x in bad)},
-        "being_written": len(disk.files(TMP)),
+        "being_written": len(disk.temps()),
         "bytes_written_last_24_hours": page.day_nbytes(int(now) // 3600) if page else None,
         "oldest_use": min((f.used_at for f in files), default=None),
     }

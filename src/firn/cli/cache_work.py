@@ -103,7 +103,7 @@ def verify(location: CacheFolder, *, quarantine: bool) -> int:
     if inventory.n_locked or n_foreign:
         console.print(
             f"Not checked: {inventory.n_locked} encrypted with another key, "
-            f"{n_foreign} of another format."
+            f"{n_foreign} of another format{' or not encrypted' if location.seal else ''}."
         )
     return int(bool(bad))
 
@@ -159,7 +159,7 @@ def to_clear(location: CacheFolder, *, model: str | None, namespace: str | None)
     inventory = location.take()
     is_all = model is None and namespace is None
     chosen = [f for f in inventory.files if is_all or _is_chosen(inventory, f, model, namespace)]
-    bad = location.disk().files(QUARANTINE) if is_all else []
+    bad = location.disk().quarantined() if is_all else []
     nbytes = sum(f.nbytes for f in chosen) + sum(x.nbytes for x in bad)
     names = None if is_all else tuple(f.name for f in chosen)
     return ToClear(names, len(chosen) + len(bad), nbytes)

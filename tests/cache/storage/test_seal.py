@@ -184,6 +184,23 @@ def test_without_the_key_files_are_misses_kept_and_evictable(
     assert not any(tier.holds(r) for r in records)
 
 
+def test_with_a_key_nothing_else_counts(tmp_path: Path) -> None:
+    """Who may write to a store must not be able to make a record up."""
+    records = chain(3)
+    plain = opened(tmp_path, None)
+    for one in records:
+        plain.write(one)
+    sealed = opened(tmp_path, KEY)
+    assert sealed.scan() == []
+    assert sealed.usage().n_foreign == 3
+    for one in records:
+        with pytest.raises(Missing):
+            sealed.read(one)
+        sealed.write(one)
+    assert all(sealed.holds(r) for r in records), "ours have taken their places"
+    assert opened(tmp_path, None).scan() == []
+
+
 def test_reading_without_a_scan_is_a_miss_too(tmp_path: Path) -> None:
     one = record()
     opened(tmp_path, KEY).write(one)

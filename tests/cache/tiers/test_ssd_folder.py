@@ -60,6 +60,9 @@ def test_strangers_files_are_neither_counted_nor_touched(
         (folder / f"{i:02x}").mkdir(parents=True)
         (folder / f"{i:02x}" / "0123456789").write_bytes(b"x" * 20_000)
     (folder / "notes.txt").write_bytes(b"y" * 100_000)
+    for name in ("tmp", "quarantine"):  # of somebody's project
+        (folder / name).mkdir()
+        (folder / name / "draft.txt").write_bytes(b"z" * MIB)
     tier = opened(3 * MIB)
     put(tier, *[of_size(200_000, i) for i in range(30)])
     tier.scan()
@@ -68,6 +71,10 @@ def test_strangers_files_are_neither_counted_nor_touched(
     tier.evict_to(0)
     assert len([p for p in folder.glob("??/*") if p.name == "0123456789"]) == 256
     assert (folder / "notes.txt").exists()
+    assert [(folder / name / "draft.txt").exists() for name in ("tmp", "quarantine")] == [
+        True,
+        True,
+    ]
 
 
 # --- files that are not ours to read --------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from firn.cache.parts import Part
 from firn.cache.storage.container import Label, Name, Tag
-from firn.cache.storage.faults import Damaged, Foreign, Missing
+from firn.cache.storage.faults import Damaged, Foreign, Missing, NotEncrypted
 from firn.cache.storage.io import label_of
 from firn.cache.storage.seal import Seal
 from firn.cache.tiers import ScannedRecord, TierOptions
@@ -199,6 +199,8 @@ def _file(seen: ScannedRecord, tier: SsdTier, seal: Seal | None) -> RecordFile:
     made = partial(RecordFile, seen.name, seen.nbytes, seen.used_at)
     try:
         return made(tag=label_of(seen, more=lambda n: tier.read(seen.name, n), seal=seal))
+    except NotEncrypted:  # a server with the key does not read it, but it can be listed and cleared
+        return _file(seen, tier, None)
     except (Damaged, Foreign) as e:
         return made(fault=e)
     except Missing as e:

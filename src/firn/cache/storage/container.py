@@ -32,7 +32,7 @@ import xxhash
 
 from firn.cache.parts import Part
 from firn.cache.storage import places as _places
-from firn.cache.storage.faults import Damaged, Foreign, Locked
+from firn.cache.storage.faults import Damaged, Foreign, Locked, NotEncrypted
 from firn.cache.storage.places import Places
 from firn.cache.storage.seal import PIECE_NBYTES, SALT_NBYTES, TAG_NBYTES, Box, Seal
 from firn.cache.tiers import Buffer
@@ -289,7 +289,7 @@ def read_header(
         if 8 + n_text + int(fields["nbytes"]) != nbytes:
             raise Damaged("wrong length", f"{nbytes} bytes")
         if "cipher" not in fields:
-            return _label(fields)
+            return _label(_plain(fields, seal))
         if seal is None or seal.id != fields["key_id"]:
             return _tag(fields)
         text = _open_head(fields, seal.box(bytes.fromhex(fields["salt"])))
@@ -312,7 +312,7 @@ def unpack(buffer: Any, *, seal: Seal | None = None) -> Loaded:
             raise Damaged("wrong length", f"{len(view)} bytes")
         if "cipher" in fields:
             return _unsealed(fields, rest, data, seal)
-        header = _header(fields, rest)
+        header = _header(_plain(fields, seal), rest)
         sums = _sums(fields, header)
     except (ValueError, KeyError, TypeError, IndexError) as e:
         raise Damaged("unreadable header", str(e)) from e
@@ -325,6 +325,12 @@ def unpack(buffer: Any, *, seal: Seal | None = None) -> Loaded:
     if at != len(data):
         raise Damaged("wrong length", f"{len(data) - at} bytes too many")
     return Loaded(header, buffers)
+
+
+def _plain(fields: dict[str, str], seal: Seal | None) -> dict[str, str]:
+    if seal is not None:
+        raise NotEncrypted
+    return fields
 
 
 def _unsealed(fields: dict[str, str], rest: bytes, data: memoryview, seal: Seal | None) -> Loaded:

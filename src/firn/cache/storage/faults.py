@@ -48,6 +48,13 @@ class Locked(Foreign):
         super().__init__("encrypted with another key")
 
 
+class NotEncrypted(Foreign):
+    """Who has a key takes no other record: anybody who may write to the tier could have made it up."""
+
+    def __init__(self) -> None:
+        super().__init__("not encrypted", "with a key, only what it has sealed is read")
+
+
 # --- writing -------------------------------------------------------------------------------
 
 

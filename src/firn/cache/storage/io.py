@@ -282,9 +282,10 @@ class TierIo:
         if self._foreign and not self._told_foreign:
             self._told_foreign = True
             log.info(
-                "%d records here are of another version of firn or encrypted with another key: they are "
-                "not used, and go when they are the oldest",
+                "%d records here are of another version of firn, or %s: they are not used, and go when "
+                "they are the oldest",
                 len(self._foreign),
+                "encrypted with another key, or not at all" if self._seal else "encrypted",
             )
 
     def _changes(self) -> Iterator[TierEntry | Gone[Name]]:

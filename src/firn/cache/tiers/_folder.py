@@ -65,6 +65,7 @@ REASONS = {
 
 is_name = re.compile(r"[0-9a-f]{64}\.[a-z]+").fullmatch
 _temp = re.compile(r"[0-9a-f]{64}\.[a-z]+\.\d+\.\d+\.(\d+)\.tmp").fullmatch
+_set_aside = re.compile(r"[0-9a-f]{64}\.[a-z]+\.\d+").fullmatch
 
 
 def path_of(key: str) -> str:
@@ -151,13 +152,18 @@ class Disk:
             return 0, 0
         return found.st_blocks * 512, found.st_mtime_ns
 
+    def temps(self) -> list[Listed]:
+        """What is being written, or was when its writer died. No file of a user's, in a `tmp` of his."""
+        return [x for x in self.files(TMP) if _temp(x.name)]
+
     def quarantined(self) -> list[Listed]:
         """The oldest first: their names end with the time."""
-        return sorted(self.files(QUARANTINE), key=lambda x: x.name.rpartition(".")[2])
+        files = (x for x in self.files(QUARANTINE) if _set_aside(x.name))
+        return sorted(files, key=lambda x: x.name.rpartition(".")[2])
 
     def other_nbytes(self) -> int:
         """All but records and quarantine: temp files at the size set aside for them, the lock, notes."""
-        temps = sum(max(reserved_nbytes(x.name), x.nbytes) for x in self.files(TMP))
+        temps = sum(max(reserved_nbytes(x.name), x.nbytes) for x in self.temps())
         fixed = [self.stat(LOCK), self.stat(TAG_FILE), *self.files(MODELS)]
         folders = sum(self.subfolder(sub)[0] for sub in (".", TMP, MODELS))
         return temps + folders + sum(x.nbytes for x in fixed if x is not None) + MARGIN_NBYTES

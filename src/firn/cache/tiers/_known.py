@@ -82,7 +82,7 @@ class KnownFiles:
     def relist(self, sub: str, counter: int) -> int:
         """List a subfolder; returns the bytes it takes up. What is new, or gone, becomes news."""
         total, changed_ns = self._disk.subfolder(sub)  # first: what changes meanwhile is seen later
-        files = self._disk.files(sub)
+        files = self._disk.quarantined() if sub == QUARANTINE else self._disk.files(sub)
         self.listed_at[INDEX[sub]] = counter
         if sub == QUARANTINE:
             self.n_quarantined = len(files)

@@ -328,9 +328,7 @@ class SsdTier:
         """It is there, or on its way."""
         if name not in self._known.unreadable and self._disk.stat(path_of(name)) is not None:
             return True
-        return any(
-            x.name.startswith(f"{name}.") and not self._sweep(x) for x in self._disk.files(TMP)
-        )
+        return any(x.name.startswith(f"{name}.") and not self._sweep(x) for x in self._disk.temps())
 
     def _commit(self, page: Page, name: str, temp: str) -> int:
         """Give a complete file its name; returns the bytes it takes up."""
@@ -348,7 +346,7 @@ class SsdTier:
         return x.nbytes
 
     def _sweep_temps(self) -> None:
-        for x in self._disk.files(TMP):
+        for x in self._disk.temps():
             self._tally.add(stale_temps=self._sweep(x))
 
     def _sweep(self, temp: Listed) -> bool:
