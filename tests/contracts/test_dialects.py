@@ -115,33 +115,61 @@ def test_missing_fields_are_named(dialect: Dialect) -> None:
         assert caught.value.param == name
 
 
+NUMBERS = (2**31, 2**64, -(2**70), 10**400, 1e308, float("inf"), float("nan"))
+WORDS = ("user", "function", "text", "image_url", "json_schema", "required")
+KEYS = ("role", "content", "type", "function", "name", "text", "url", "5")
 JUNK = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-3, 3)
-    | st.sampled_from([2**31, 2**64, -(2**70), 10**400, 1e308, float("inf"), float("nan")])
+    | st.sampled_from(NUMBERS)
     | st.floats()
     | st.text(max_size=3)
-    | st.sampled_from(["user", "function", "text", "image_url", "json_schema", "required"]),
+    | st.sampled_from(WORDS),
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["role", "content", "type", "function", "name", "text", "url", "5"]),
-            inner,
-            max_size=3,
-        )
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)
     ),
     max_leaves=8,
+)
+PLAIN_JUNK = (
+    None,
+    True,
+    False,
+    *range(-3, 4),
+    0.5,
+    -0.0,
+    "",
+    "ab",
+    "\x00",
+    "\ud800",
+    *NUMBERS,
+    *WORDS,
 )
 
 
 @every_dialect
-@settings(max_examples=300, deadline=None)
+def test_every_kind_of_junk_in_every_field(dialect: Dialect) -> None:
+    """All of them: each value by itself, in a list, and under each key, alone and in a list."""
+    for name in dialect.schema()["properties"]:
+        for value in (*PLAIN_JUNK, [], {}, [[]], [{}]):
+            for junk in (value, [value], *({key: value} for key in KEYS)):
+                check_junk(dialect, {name: junk})
+        for value in PLAIN_JUNK[::5]:
+            for key in KEYS:
+                check_junk(dialect, {name: [{key: value}]})
+
+
+@every_dialect
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_junk_in_any_field_is_a_bad_request_at_worst(dialect: Dialect, data: st.DataObject) -> None:
-    schema = dialect.schema()
-    names = data.draw(st.sets(st.sampled_from(sorted(schema["properties"])), max_size=4))
-    body = schema["example"] | {name: data.draw(JUNK, label=name) for name in sorted(names)}
+    """Several fields at once, and deeper: what each alone does is known from the test above."""
+    names = data.draw(st.sets(st.sampled_from(sorted(dialect.schema()["properties"])), max_size=4))
+    check_junk(dialect, {name: data.draw(JUNK, label=name) for name in sorted(names)})
+
+
+def check_junk(dialect: Dialect, junk: dict[str, Any]) -> None:
+    body = dialect.schema()["example"] | junk
     refusal = None
     try:
         assert isinstance(dialect.decode(body, namespace=NAMESPACE).requests, tuple)
