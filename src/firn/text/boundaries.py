@@ -45,10 +45,10 @@ class Boundaries:
         """The ranges of the prompt that sparse prefill never skips."""
         starts = self._message_starts(prompt.ids)
         typed = {start for start, _ in rendered.typed}
-        found = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]
-        if len(found) != len(starts):  # a tokenizer that reads them in another way
+        matches = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]
+        if len(matches) != len(starts):  # a tokenizer that reads them in another way
             return ((0, len(prompt)),)
-        openers = [Opener(*m.span(), int(t)) for m, t in zip(found, starts, strict=True)]
+        openers = [Opener(*m.span(), int(t)) for m, t in zip(matches, starts, strict=True)]
 
         def count(text: str) -> int:
             return len(self._tokenizer.encode(text, add_special=False))
@@ -73,7 +73,7 @@ class Boundaries:
             return ()
         text = rendered.text
         typed = {start for start, _ in rendered.typed}
-        found: list[int] = []
+        ends: list[int] = []
         at = n_begun = 0
         for message in messages:
             said = message.text.strip()
@@ -84,8 +84,8 @@ class Boundaries:
             n_begun += sum(m.start() not in typed for m in self._opener.finditer(text, at, end))
             at = end
             if message.checkpoint and n_begun < len(starts):
-                found.append(int(starts[n_begun]))
-        return tuple(dict.fromkeys(found))
+                ends.append(int(starts[n_begun]))
+        return tuple(dict.fromkeys(ends))
 
     def _end_of_system(
         self, text: str, ids: TokenArray, messages: Sequence[Message]

@@ -25,15 +25,15 @@ class CallCheck:
 
     def see(self, events: Iterable[Event]) -> list[str]:
         """Once the reply has ended: what is wrong with its calls, one line for each."""
-        found: list[str] = []
+        lines: list[str] = []
         for event in events:
             if isinstance(event, ToolCallStarted):
                 self._calls[event.index] = (event.name, [])
             elif isinstance(event, ToolCallDelta):
                 self._calls[event.index][1].append(event.arguments)
             elif isinstance(event, ChoiceFinished):
-                found += filter(None, (self._fault(*call) for call in self._calls.values()))
-        return found
+                lines += filter(None, (self._fault(*call) for call in self._calls.values()))
+        return lines
 
     def _fault(self, name: str, pieces: Sequence[str]) -> str:
         tool = self._tools.get(name)

@@ -53,9 +53,9 @@ class CallGrammar:
     def in_marks(self, opens: str, call: str, closes: str, between: str = "") -> str:
         """Calls, each between its own opening and closing mark."""
         end = self.lark.mark(closes)
-        one = self.lark.rule(f"{self.lark.mark(opens)} {call} {end}")
+        marked = self.lark.rule(f"{self.lark.mark(opens)} {call} {end}")
         first = "" if self.before is None else self.lark.rule(f"{self.opening(opens)} {call} {end}")
-        return self.several(one, between, first=first)
+        return self.several(marked, between, first=first)
 
     def arguments(self, tool: Tool) -> str:
         """The object of a call's arguments, as JSON."""
@@ -122,7 +122,7 @@ def parameters(tool: Tool) -> Sequence[Parameter] | None:
     required = tool.parameters.get("required")
     names = required if isinstance(required, list) else []
     shared = {k: tool.parameters[k] for k in DEFINITIONS if k in tool.parameters}
-    found = [
+    declared = [
         Parameter(
             plain(name, param),
             {**shared, **schema} if isinstance(schema, Mapping) else schema,
@@ -131,7 +131,7 @@ def parameters(tool: Tool) -> Sequence[Parameter] | None:
         for name, schema in properties.items()
     ]
     undeclared = [Parameter(plain(n, param), {}, True) for n in names if n not in properties]
-    return [*found, *undeclared]
+    return [*declared, *undeclared]
 
 
 def plain(name: str, param: str) -> str:

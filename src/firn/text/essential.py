@@ -84,14 +84,14 @@ def _head(
     at = 0
     for message in messages:
         words = message.text.strip()
-        found = text.find(words, at) if words else -1
+        start = text.find(words, at) if words else -1
         if message.role == "system":
-            at = found + len(words) if found >= 0 else at
+            at = start + len(words) if start >= 0 else at
             continue
-        if found < 0:
+        if start < 0:
             return 0
-        before = [o for o in openers if o.end <= found]
-        lead = text[before[-1].end if before else 0 : found]
+        before = [o for o in openers if o.end <= start]
+        lead = text[before[-1].end if before else 0 : start]
         if not before:
             return count(lead) + 1
         is_more = len(lead) > LONG_CHARS or at > before[-1].end

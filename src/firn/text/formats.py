@@ -159,9 +159,9 @@ def _tool_format(
         if override not in names():
             raise SetupError(_unknown("tool-call parser", override, tool_parser_names()))
         return formats()[names()[override]]
-    found = [f for f in formats().values() if f.matches(clues)]
-    if found:
-        return max(found, key=lambda f: f.rank)
+    matching = [f for f in formats().values() if f.matches(clues)]
+    if matching:
+        return max(matching, key=lambda f: f.rank)
     return formats()["whole_call"] if native else None
 
 

@@ -72,21 +72,21 @@ class _Notation:
 
     def _value(self, schema: Any, at: str, depth: int) -> str:
         root = as_root(schema)
-        found = resolved(schema, root)
-        types = types_of(found, root)
-        if not isinstance(found, Mapping) or depth > _MAX_DEPTH:
+        target = resolved(schema, root)
+        types = types_of(target, root)
+        if not isinstance(target, Mapping) or depth > _MAX_DEPTH:
             return self._anything()
         shared = {k: root[k] for k in DEFINITIONS if k in root}
         values = listed(schema)
         if values is not None:
             return self._lark.any_of(map(self._literal, values))
-        options = found.get("anyOf") or found.get("oneOf")
+        options = target.get("anyOf") or target.get("oneOf")
         if isinstance(options, list) and options:
             each = [self._value(_with(option, shared), at, depth + 1) for option in options]
             return self._lark.any_of(each)
         if not types:
             return self._anything()
-        whole = {**shared, **found}
+        whole = {**shared, **target}
         return self._lark.any_of(self._typed(t, whole, at, depth) for t in sorted(types))
 
     def _typed(self, kind: str, schema: Mapping[str, Any], at: str, depth: int) -> str:

@@ -51,7 +51,7 @@ class HarmonySplitter:
     """Owner: one choice of one reply. Without tools, a message to a function is text."""
 
     def __init__(self, schemas: ToolSchemas, prompt_tail: str) -> None:
-        self._toolbox = schemas
+        self._schemas = schemas
         self._kind: Kind = "header"
         self._header = ""
         self._finder = Finder(_BODY_ENDS)
@@ -78,14 +78,14 @@ class HarmonySplitter:
                 self._out.append(TextPiece(self._header, self._n_fed - len(self._header)))
             self._header = ""
         else:
-            held = self._finder.flush()
-            self._say(held, self._n_fed - len(held))
+            rest = self._finder.flush()
+            self._say(rest, self._n_fed - len(rest))
             self._leave()
         return self._given()
 
     def _given(self) -> list[Piece]:
-        found, self._out = self._out, []
-        return found
+        pieces, self._out = self._out, []
+        return pieces
 
     def _read_header(self, text: str) -> str:
         self._header += text
@@ -106,10 +106,10 @@ class HarmonySplitter:
         recipient = _RECIPIENT.search(header)
         channel = header.rpartition(CHANNEL)[2].lstrip()
         name = recipient[1] if recipient else ""
-        is_function = name.startswith(_FUNCTIONS) or name in self._toolbox
-        if is_function and self._toolbox.tools:
+        is_function = name.startswith(_FUNCTIONS) or name in self._schemas
+        if is_function and self._schemas.tools:
             self._kind = "call"
-            self._call = HarmonyCall(name.removeprefix(_FUNCTIONS), self._toolbox)
+            self._call = HarmonyCall(name.removeprefix(_FUNCTIONS), self._schemas)
             self._out += self._call.feed("")
         elif channel.startswith("analysis"):
             self._kind = "reasoning"

@@ -68,15 +68,15 @@ class Infill:
         self, prefix: str, suffix: str, *, add_special: bool = True, typed: Spans = _nowhere
     ) -> list[int]:
         """The prompt's tokens. add_special: with those that begin every prompt of this model."""
-        found = _opening(self.tokenizer) if add_special else []
-        for each in self.order:
-            if isinstance(each, int):
-                found.append(each)
-            elif each == "P":
-                found += self.tokenizer.encode(prefix, add_special=False, typed=typed(prefix))
+        ids = _opening(self.tokenizer) if add_special else []
+        for item in self.order:
+            if isinstance(item, int):
+                ids.append(item)
+            elif item == "P":
+                ids += self.tokenizer.encode(prefix, add_special=False, typed=typed(prefix))
             else:
-                found += _encode_inside(self.tokenizer, suffix, typed(suffix))
-        return found
+                ids += _encode_inside(self.tokenizer, suffix, typed(suffix))
+        return ids
 
 
 def detect_infill(tokenizer: Tokenizer) -> Infill | None:
@@ -85,18 +85,18 @@ def detect_infill(tokenizer: Tokenizer) -> Infill | None:
         order = [text if text in ("P", "S") else _token(tokenizer, text) for text in family.order]
         if None not in order:
             ends = {_token(tokenizer, text) for text in family.ends}
-            tokens = {each for each in order if isinstance(each, int)}
+            tokens = {item for item in order if isinstance(item, int)}
             return Infill(
                 tokenizer,
-                tuple(each for each in order if each is not None),
+                tuple(item for item in order if item is not None),
                 frozenset({*tokens, *(token for token in ends if token is not None)}),
             )
     return None
 
 
 def _token(tokenizer: Tokenizer, text: str) -> int | None:
-    found = tokenizer.token_id(text)
-    return tokenizer.token_id(text.replace(" ", "\u2581")) if found is None else found
+    token = tokenizer.token_id(text)
+    return tokenizer.token_id(text.replace(" ", "\u2581")) if token is None else token
 
 
 def _encode_inside(

@@ -171,10 +171,10 @@ class JsonTape:
 
     def _closes(self, char: str, sink: Sink) -> Script[bool]:
         yield from self._tape.skip()
-        found = yield from self._tape.take(char)
-        if found:
+        is_next = yield from self._tape.take(char)
+        if is_next:
             sink(char)
-        return found
+        return is_next
 
     def _copy_space(self, sink: Sink) -> Script[None]:
         """One space for any number of them."""
@@ -353,8 +353,8 @@ def write_json(before: str, between: str, after: str) -> Callable[[str, Mapping[
     """A writer of calls whose arguments are JSON: markup, the name, markup, arguments, markup."""
 
     def write(name: str, arguments: Mapping[str, Any]) -> str:
-        given = json.dumps(arguments, ensure_ascii=False)
-        return f"{before}{name}{between}{given}{after}"
+        body = json.dumps(arguments, ensure_ascii=False)
+        return f"{before}{name}{between}{body}{after}"
 
     return write
 

@@ -109,7 +109,7 @@ class _Quoting:
         yield current
 
     def _rewritten(self, tokens: list[tuple[str, str]]) -> Iterator[_Statement]:
-        found = _Statement()
+        statement = _Statement()
         tokens = [t for t in tokens if t[0] != "comment"]
         at = 0
         while at < len(tokens):
@@ -118,8 +118,8 @@ class _Quoting:
             if kind == "imports":
                 yield from self._imported(text)
                 continue
-            if kind == "name" and not found.name and not _has_colon(tokens[: at - 1]):
-                found.name = text
+            if kind == "name" and not statement.name and not _has_colon(tokens[: at - 1]):
+                statement.name = text
             elif kind == "string" and tokens[at : at + 1] == [("other", "..")]:
                 (_, high), at = tokens[at + 1], at + 2
                 kind, text = "regex", f"/[{_in_class(_literal(text))}-{_in_class(_literal(high))}]/"
@@ -127,13 +127,13 @@ class _Quoting:
                 text = _quoted_string(text)
             elif kind == "regex":
                 text, needs_rule = self._regex(text)
-                found.needs_rule |= needs_rule
+                statement.needs_rule |= needs_rule
             elif kind == "ignore":
-                found.name = text
-            found.pieces.append((kind, text))
-        if found.name == "%ignore" and found.needs_rule:
+                statement.name = text
+            statement.pieces.append((kind, text))
+        if statement.name == "%ignore" and statement.needs_rule:
             raise Unquotable("what is ignored cannot be said inside a JSON string")
-        yield found
+        yield statement
 
     def _as_rules(self, statements: list[_Statement]) -> dict[str, str]:
         """New names of the terminals that are rules now: those that hold one, and so on."""
@@ -142,17 +142,17 @@ class _Quoting:
             if s.name.isupper():
                 for name in {t for kind, t in s.pieces if kind == "name" and t != s.name}:
                     users.setdefault(name, []).append(s.name)
-        found: dict[str, str] = {}
+        renamed: dict[str, str] = {}
         left = [s.name for s in statements if s.name.isupper() and s.needs_rule]
         while left:
             name = left.pop()
-            if name not in found:
-                found[name] = f"q_{name.lower()}"
+            if name not in renamed:
+                renamed[name] = f"q_{name.lower()}"
                 left += users.get(name, [])
         ignored = [s for s in statements if s.name == "%ignore"]
-        if any(kind == "name" and text in found for s in ignored for kind, text in s.pieces):
+        if any(kind == "name" and text in renamed for s in ignored for kind, text in s.pieces):
             raise Unquotable("what is ignored cannot be said inside a JSON string")
-        return found
+        return renamed
 
     def _imported(self, statement: str) -> Iterator[_Statement]:
         """Own definitions of what lark's library has in another form; the rest is still imported."""
@@ -168,8 +168,8 @@ class _Quoting:
                 pieces = [("name", alias), ("other", f": {text}")]
                 yield _Statement(alias, pieces, needs_rule)
             else:
-                renamed = f" -> {alias}" if alias != name else ""
-                yield _Statement("", [("other", f"%import common.{name}{renamed}")])
+                suffix = f" -> {alias}" if alias != name else ""
+                yield _Statement("", [("other", f"%import common.{name}{suffix}")])
 
     # --- regular expressions -----------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class _Quoting:
         return " | ".join(options)
 
     def _item(self, item: RegexItem, *, is_last: bool) -> str:
-        match item.what:
+        match item.atom:
             case RegexChar(char):
                 shown = json.dumps(SPECIAL.get(char, char), ensure_ascii=False)
             case RegexClass(text) if is_last and item.repeat in ("*", "+"):
@@ -234,12 +234,12 @@ def _tokens(definition: str) -> Iterator[tuple[str, str]]:
 
 def _next_words(tokens: list[tuple[str, str]]) -> list[str]:
     """For each token the next one that is no space; "" behind the last."""
-    found: list[str] = []
+    following: list[str] = []
     ahead = ""
     for _, text in reversed(tokens):
-        found.append(ahead)
+        following.append(ahead)
         ahead = ahead if text.isspace() else text
-    return found[::-1]
+    return following[::-1]
 
 
 def _tail_space(tokens: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -289,25 +289,25 @@ def _special_of(chars: str) -> list[str]:
     return [c for c in SPECIAL if known.fullmatch(c)]
 
 
-def _has_special(what: RegexChar | RegexClass | RegexGroup) -> bool:
-    match what:
+def _has_special(atom: RegexChar | RegexClass | RegexGroup) -> bool:
+    match atom:
         case RegexChar(char):
             return char in SPECIAL
         case RegexClass(text):
             return bool(_special_of(text))
         case RegexGroup(options):
-            return any(_has_special(item.what) for items in options for item in items)
+            return any(_has_special(item.atom) for items in options for item in items)
 
 
 def _repeats_special(group: RegexGroup) -> bool:
     """Whether it must be a rule: a set of escaped characters is one, and so is a repetition of them."""
     for items in group.options:
         for item in items:
-            what = item.what
-            if not _has_special(what):
+            atom = item.atom
+            if not _has_special(atom):
                 continue
-            if item.repeat or isinstance(what, RegexClass):
+            if item.repeat or isinstance(atom, RegexClass):
                 return True
-            if isinstance(what, RegexGroup) and _repeats_special(what):
+            if isinstance(atom, RegexGroup) and _repeats_special(atom):
                 return True
     return False

@@ -141,4 +141,4 @@ def literal(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Text as a regular expression between slashes."""
-    return _IN_REGEX.sub(lambda found: "\\" + found[0], text).replace("\n", "\\n")
+    return _IN_REGEX.sub(lambda match: "\\" + match[0], text).replace("\n", "\\n")

@@ -36,12 +36,12 @@ class LogprobBuffer:
 
     def take(self, start: int, end: int) -> tuple[TextLogprob, ...]:
         """Of the tokens with text in [start, end); those before are dropped."""
-        found = []
+        logprobs = []
         while self._waiting and self._waiting[0].start < end:
             entry = self._waiting.popleft()
             if entry.end > start or entry.start >= start:
-                found.append(entry.logprob)
-        return tuple(found)
+                logprobs.append(entry.logprob)
+        return tuple(logprobs)
 
     def _shown(self, logprob: TokenLogprob) -> TextLogprob:
         data = self._tokenizer.token_bytes(logprob.token)

@@ -46,7 +46,7 @@ class PartReader:
         """newest: the message whose parts are refused if they cannot be read. Raises BadPart."""
         if all(isinstance(p, TextPart) for m in messages for p in m.parts):
             return ReadableMessages(tuple(messages))
-        found: list[Message] = []
+        readable: list[Message] = []
         notes: list[str] = []
         n_pictures = 0
         for i, message in enumerate(messages):
@@ -60,8 +60,8 @@ class PartReader:
                         raise
                     parts.append(TextPart(_stand_in(part, seen=self._pictures is not None)))
                     notes.append(f"{fault.message} A text stands in its place.")
-            found.append(replace(message, parts=_together(message.parts, parts)))
-        return ReadableMessages(tuple(found), tuple(notes))
+            readable.append(replace(message, parts=_together(message.parts, parts)))
+        return ReadableMessages(tuple(readable), tuple(notes))
 
     def _read(self, part: Part, message: Message, n_pictures: int) -> Part:
         match part:
@@ -110,15 +110,15 @@ def _stand_in(part: Part, *, seen: bool) -> str:
 
 def _together(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
     """Joins texts: that of a document, or one in place of something, is a paragraph of its own."""
-    found: list[Part] = []
+    joined: list[Part] = []
     was_new = False
     for before, part in zip(sent, parts, strict=True):
         is_new = not isinstance(before, TextPart)
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(part, TextPart) and isinstance(last, TextPart) and (is_new or was_new):
             joint = PARAGRAPH if last.text.strip() and part.text.strip() else ""
-            found[-1] = TextPart(last.text + joint + part.text)
+            joined[-1] = TextPart(last.text + joint + part.text)
         else:
-            found.append(part)
+            joined.append(part)
         was_new = is_new
-    return tuple(found)
+    return tuple(joined)

@@ -82,23 +82,23 @@ def to_template(
 def _message_dict(
     message: Message, style: TemplateStyle, tool_of_call: Mapping[str, str]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": _content(message, style)}
+    fields: dict[str, Any] = {"role": message.role, "content": _content(message, style)}
     name = message.name
     if message.tool_calls:
-        found["tool_calls"] = [_call_dict(c, style) for c in message.tool_calls]
-        if style.none_content and not found["content"]:
-            found["content"] = None
+        fields["tool_calls"] = [_call_dict(c, style) for c in message.tool_calls]
+        if style.none_content and not fields["content"]:
+            fields["content"] = None
     if message.reasoning is not None and not (
-        style.either_reasoning and message.tool_calls and found["content"]
+        style.either_reasoning and message.tool_calls and fields["content"]
     ):
-        found[style.reasoning_key] = message.reasoning
+        fields[style.reasoning_key] = message.reasoning
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
         if style.names_results:
             name = name or tool_of_call.get(message.tool_call_id)
     if name is not None:
-        found["name"] = name
-    return found
+        fields["name"] = name
+    return fields
 
 
 def _content(message: Message, style: TemplateStyle) -> str | list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class NativeParser:
     @property
     def tokens(self) -> list[str]:
         """What in the markers may be a control token."""
-        found = [self.opens, self.closes]
+        tokens = [self.opens, self.closes]
         for marker in (self.opens, self.closes):
-            found += re.findall(r"<[^<>]*>", marker)
-        return [t for t in found if t]
+            tokens += re.findall(r"<[^<>]*>", marker)
+        return [t for t in tokens if t]

@@ -80,7 +80,7 @@ class PromptPictures:
 
     def spans(self, ids: TokenArray) -> tuple[PictureSpan, ...]:
         """The span of each picture's tokens. Raises BadPicture."""
-        found: list[PictureSpan] = []
+        spans: list[PictureSpan] = []
         at = 0
         for part, picture in zip(self._parts, self.prepared, strict=True):
             start = _find(ids, picture.ids, at)
@@ -89,19 +89,19 @@ class PromptPictures:
                     part.param, "the model's tokenizer breaks the image's placeholder."
                 )
             at = start + len(picture.ids)
-            found.append(PictureSpan(start, at, picture.digest))
-        return tuple(found)
+            spans.append(PictureSpan(start, at, picture.digest))
+        return tuple(spans)
 
 
 def _moved(spans: Sequence[Span], grown: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
-    found: list[Span] = []
+    moved: list[Span] = []
     i, n_more = 0, 0
     for start, end in spans:
         while i < len(grown) and grown[i][0] <= start:
             n_more = grown[i][1]
             i += 1
-        found.append((start + n_more, end + n_more))
-    return tuple(found)
+        moved.append((start + n_more, end + n_more))
+    return tuple(moved)
 
 
 def _find(ids: TokenArray, wanted: TokenArray, start: int) -> int:

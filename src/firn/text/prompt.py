@@ -226,14 +226,14 @@ class PromptMaker:
 
     def _ids(self, ids: Sequence[int]) -> TokenArray:
         try:
-            found = np.asarray(ids, dtype=np.int64)
+            array = np.asarray(ids, dtype=np.int64)
         except OverflowError as e:
             raise BadRequest("prompt: a token id is out of range.", param="prompt") from e
-        if not len(found):
+        if not len(array):
             raise BadRequest("The prompt is empty.", param="prompt")
-        if len(found) >= self._context_length:
-            raise ContextTooLong(len(found), self._context_length)
-        return found
+        if len(array) >= self._context_length:
+            raise ContextTooLong(len(array), self._context_length)
+        return array
 
     def _checked_ids(
         self, ids: TokenArray, *, param: str, prompt: Prompt | None = None
@@ -265,9 +265,9 @@ def _well_formed(text: str) -> str:
 
 def _reasoning_kwargs(reasoning: Reasoning) -> dict[str, Any]:
     """Template variables by the names that templates use for them."""
-    found: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if reasoning.enabled is not None:
-        found["enable_thinking"] = found["thinking"] = reasoning.enabled
+        kwargs["enable_thinking"] = kwargs["thinking"] = reasoning.enabled
     if reasoning.effort is not None:
-        found["reasoning_effort"] = reasoning.effort
-    return found
+        kwargs["reasoning_effort"] = reasoning.effort
+    return kwargs

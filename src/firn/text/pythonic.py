@@ -51,23 +51,23 @@ def _requoted(text: str) -> str:
 
     A quote closes its string only before a comma or a closing bracket; line breaks are escaped.
     """
-    found = []
+    chars = []
     quote = ""
     escaped = False
     for i, char in enumerate(text):
         if not quote:
             quote = char if char in "'\"" else ""
-            found.append(char)
+            chars.append(char)
         elif escaped or char == "\\":
             escaped = not escaped
-            found.append(char)
+            chars.append(char)
         elif char == quote:
             closes = _AFTER_STRING.match(text, i + 1) is not None
-            found.append(char if closes else "\\" + char)
+            chars.append(char if closes else "\\" + char)
             quote = "" if closes else quote
         else:
-            found.append("\\n" if char == "\n" else char)
-    return "".join(found)
+            chars.append("\\n" if char == "\n" else char)
+    return "".join(chars)
 
 
 def _call(node: ast.expr) -> PythonCall:

@@ -43,17 +43,17 @@ class RegexGroup:
 class RegexItem:
     """`repeat` is "", or how often: * + ? {2,5}."""
 
-    what: RegexChar | RegexClass | RegexGroup
+    atom: RegexChar | RegexClass | RegexGroup
     repeat: str = ""
 
 
 def parse(pattern: str, *, any_line: bool = False) -> RegexGroup:
     """any_line: a dot stands for line breaks, too."""
     reader = _RegexParser(pattern)
-    found = reader.group(any_line)
+    tree = reader.group(any_line)
     if reader.at < len(pattern):
         raise UnsupportedRegex("a bracket too many")
-    return found
+    return tree
 
 
 class _RegexParser:
@@ -80,13 +80,13 @@ class _RegexParser:
                 options.append(tuple(items))
                 items = []
                 continue
-            what = self._atom(any_line)
+            atom = self._atom(any_line)
             repeat = _REPEAT.match(self._pattern, self.at)
             self.at = repeat.end() if repeat else self.at
             # Whether few or many are tried first matters to a search, not to a language.
             times = repeat[0] if repeat else ""
             items.append(
-                RegexItem(what, times[:-1] if len(times) > 1 and times[-1] == "?" else times)
+                RegexItem(atom, times[:-1] if len(times) > 1 and times[-1] == "?" else times)
             )
         return RegexGroup((*options, tuple(items)), any_case)
 
@@ -116,10 +116,10 @@ class _RegexParser:
             if flags:
                 any_line, any_case = any_line or "s" in flags[1], "i" in flags[1]
             self.at = (named or flags).end()  # type: ignore[union-attr]
-        found = self.group(any_line, any_case)
+        group = self.group(any_line, any_case)
         if self._next() != ")":
             raise UnsupportedRegex("a group has no end")
-        return found
+        return group
 
     def _escape(self) -> RegexChar | RegexClass:
         char = self._next()

@@ -64,9 +64,9 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         return types_of(resolve_reference(schema["$ref"], root), root, depth + 1)
     for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list):
-            found = [types_of(s, root, depth + 1) for s in schema[union]]
-            known = [f for f in found if f]
-            if known and (union == "allOf" or len(known) == len(found)):
+            options = [types_of(s, root, depth + 1) for s in schema[union]]
+            known = [types for types in options if types]
+            if known and (union == "allOf" or len(known) == len(options)):
                 return frozenset().union(*known)
     if "properties" in schema:
         return frozenset({"object"})

@@ -210,9 +210,9 @@ def _prefix(c: _Checker, k: _Keyword) -> Iterator[str]:
 def _contains(c: _Checker, k: _Keyword) -> Iterator[str]:
     if not isinstance(k.value, list):
         return
-    n_found = sum(c.follows(item, k.given) for item in k.value)
+    n_matching = sum(c.follows(item, k.given) for item in k.value)
     least, most = k.schema.get("minContains", 1), k.schema.get("maxContains", len(k.value))
-    if not (isinstance(least, int) and isinstance(most, int)) or not least <= n_found <= most:
+    if not (isinstance(least, int) and isinstance(most, int)) or not least <= n_matching <= most:
         yield k.at
 
 
@@ -250,7 +250,7 @@ def _ref(c: _Checker, k: _Keyword) -> Iterator[str]:
 _NUMBERS = ("integer", "number")
 _CHECKS: Mapping[str, Check] = {
     "type": _when(_is_type),
-    "enum": _when(lambda value, given: any(_equal(value, one) for one in given)),
+    "enum": _when(lambda value, given: any(_equal(value, allowed) for allowed in given)),
     "const": _when(_equal),
     "pattern": _pattern,
     "minLength": _when(lambda text, n: len(text) >= n, "string"),

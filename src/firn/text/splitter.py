@@ -85,15 +85,15 @@ class TagSplitter:
         if self.in_reasoning:
             self._reason(self._reasoning_finder.flush())
         else:
-            held = self._text_finder.flush()
-            self._say(held, self._n_fed - len(held))
+            rest = self._text_finder.flush()
+            self._say(rest, self._n_fed - len(rest))
             if self._space.text:
                 self._out.append(self._space)
         return self._given()
 
     def _given(self) -> list[Piece]:
-        found, self._out = self._out, []
-        return found
+        pieces, self._out = self._out, []
+        return pieces
 
     def _work(self, text: str) -> None:
         while text:

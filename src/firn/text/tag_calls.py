@@ -74,10 +74,10 @@ class TagCallParser(JsonCallParser):
     def _next_call(self) -> Script[bool]:
         start = self.tape.mark()
         yield from self.tape.skip()
-        found = yield from self.tape.take(self.grammar.call)
-        if not found:
+        is_next = yield from self.tape.take(self.grammar.call)
+        if not is_next:
             self.tape.back_to(start)
-        return found
+        return is_next
 
     def _call(self) -> Script[None]:
         g = self.grammar
@@ -143,22 +143,22 @@ class TagCallParser(JsonCallParser):
         elif self.grammar.trims:
             yield from self.tape.take("\n")
         self.arguments(lead + '"')
-        held = marker = ""
+        line_break = marker = ""
         while not marker:
             text, marker = yield from self.tape.flow(end)
-            text, held = held + text, ""
+            text, line_break = line_break + text, ""
             if self.grammar.trims and text.endswith("\n"):
-                text, held = text[:-1], "\n"
+                text, line_break = text[:-1], "\n"
             self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         self.arguments('"')
 
     def _opens_cdata(self) -> Script[bool]:
         start = self.tape.mark()
         yield from self.tape.skip()
-        found = yield from self.tape.take("<![CDATA[")
-        if not found:
+        is_next = yield from self.tape.take("<![CDATA[")
+        if not is_next:
             self.tape.back_to(start)
-        return found
+        return is_next
 
 
 def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str, Any]], str]:
@@ -167,10 +167,10 @@ def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str
     quote = '"' if tags.call.endswith("name=") else ""
     pad = "\n" if tags.trims else ""
 
-    def value(key: str, given: Any) -> str:
-        is_text = isinstance(given, str)
+    def value(key: str, argument: Any) -> str:
+        is_text = isinstance(argument, str)
         kind = f' string="{str(is_text).lower()}"' if tags.says_string else ""
-        text = given if is_text else json.dumps(given, ensure_ascii=False)
+        text = argument if is_text else json.dumps(argument, ensure_ascii=False)
         opens = tags.line + tags.value_open if tags.value_open else ""
         head = f"{tags.parameter}{quote}{key}{quote}{kind}{tags.key_end}{opens}"
         return f"{head}{pad}{text}{pad}{tags.parameter_end}{tags.line}"
@@ -179,7 +179,7 @@ def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str
         lead = "" if opening == tags.call else opening + (tags.line if tags.call else "")
         line = "" if tags.name_end == "\n" else tags.line
         head = f"{lead}{tags.call}{quote}{name}{quote}{tags.name_end}{line}"
-        body = "".join(value(key, given) for key, given in arguments.items())
+        body = "".join(value(key, argument) for key, argument in arguments.items())
         tail = f"{tags.call_end}{tags.line}" if tags.call else ""
         return f"{head}{body}{tail}{tags.section_end}"
 
@@ -188,7 +188,7 @@ def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str
 
 def _split_header(text: str) -> tuple[str, str]:
     """(name, attributes) of the inside of a tag; the name may be quoted."""
-    found = _HEADER.match(text)
-    if not found:
+    match = _HEADER.match(text)
+    if not match:
         return "", ""
-    return next(g for g in found.groups()[:3] if g is not None), found[4]
+    return next(g for g in match.groups()[:3] if g is not None), match[4]

@@ -66,8 +66,8 @@ class _TagGrammarWriter:
         if tool.grammar is not None and tool.grammar.kind == "lark":
             closes = self._lark.mark(self._closes() + self._line)
             return self._lark.rule(f"{head} {self._lark.part(tool.grammar)} {closes}")
-        one = self._lark.rule(f"{head} {self._value(parameter, types, tool.param)}")
-        return one if parameter.required else f"{one}?"
+        tag = self._lark.rule(f"{head} {self._value(parameter, types, tool.param)}")
+        return tag if parameter.required else f"{tag}?"
 
     def _free(self) -> str:
         """Any parameters with any text: the schema declares none."""
@@ -75,8 +75,8 @@ class _TagGrammarWriter:
         kind = ' string="true"' if t.says_string else ""
         key = self._lark.terminal(_KEY)
         head = f"{mark(t.parameter + self._quote)} {key} {mark(self._quote + kind + self._opens())}"
-        one = self._lark.rule(f"{head} {self._lark.text_before(self._closes())} {mark(self._line)}")
-        return f"{one}*"
+        tag = self._lark.rule(f"{head} {self._lark.text_before(self._closes())} {mark(self._line)}")
+        return f"{tag}*"
 
     def _opens(self) -> str:
         t = self._tags

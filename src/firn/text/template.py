@@ -151,11 +151,11 @@ def read_style(source: str) -> TemplateStyle:
 def openers(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids of the tokens that begin a message in this model's prompts."""
     known = {text: tokenizer.token_id(text) for text in MESSAGE_OPENERS}
-    found = {token for token in known.values() if token is not None}
+    ids = {token for token in known.values() if token is not None}
     template = tokenizer.chat_template or ""
     if not any(token is not None and text in template for text, token in known.items()):
-        found |= _learn_openers(tokenizer)
-    return tuple(sorted(found))
+        ids |= _learn_openers(tokenizer)
+    return tuple(sorted(ids))
 
 
 def _learn_openers(tokenizer: Tokenizer) -> set[int]:
@@ -173,11 +173,11 @@ def _learn_openers(tokenizer: Tokenizer) -> set[int]:
         text = tokenizer.render(chat, tools=None, kwargs={})
     except TemplateFailed:
         return set()
-    found = set()
+    openers = set()
     for before, after in ((_ALPHA, _BETA), (_BETA, _GAMMA)):
         between = text.partition(before)[2].partition(after)[0]
         ids = tokenizer.encode(between, add_special=False)
         control = [t for t in ids if t in tokenizer.special]
         if control:
-            found.add(control[1] if len(control) > 1 else control[0])
-    return found
+            openers.add(control[1] if len(control) > 1 else control[0])
+    return openers

@@ -56,17 +56,17 @@ def _in_words(message: Message, write: WriteCall, tool: str) -> Message:
         return message
     calls = []
     for call in message.tool_calls:
-        given = {"input": call.arguments} if isinstance(call.arguments, str) else call.arguments
-        calls.append(write(call.name, given))
+        arguments = {"input": call.arguments} if isinstance(call.arguments, str) else call.arguments
+        calls.append(write(call.name, arguments))
     text = "\n".join(filter(None, [message.text, *calls]))
     return replace(message, parts=(TextPart(text),), tool_calls=())
 
 
 def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
-    found: list[Part] = []
+    merged: list[Part] = []
     for part in parts:
-        if isinstance(part, TextPart) and found and isinstance(found[-1], TextPart):
-            found[-1] = TextPart(found[-1].text + part.text)
+        if isinstance(part, TextPart) and merged and isinstance(merged[-1], TextPart):
+            merged[-1] = TextPart(merged[-1].text + part.text)
         else:
-            found.append(part)
-    return tuple(found)
+            merged.append(part)
+    return tuple(merged)

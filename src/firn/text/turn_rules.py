@@ -159,9 +159,9 @@ class _TemplateProbe:
 
 def _texts(chat: Sequence[Message]) -> list[str]:
     """The texts of the messages, in order; of calls, their arguments. Thinking may be left out."""
-    found = []
+    texts = []
     for message in chat:
-        found += [message.text] if message.text else []
+        texts += [message.text] if message.text else []
         for call in message.tool_calls:
-            found += call.arguments.values() if isinstance(call.arguments, Mapping) else ()
-    return found
+            texts += call.arguments.values() if isinstance(call.arguments, Mapping) else ()
+    return texts

@@ -82,18 +82,18 @@ class TypedControl:
         """With those texts of a message as one that spell a token only together."""
 
         def whole(message: Message) -> Message:
-            found: list[Part] = []
+            joined: list[Part] = []
             for is_text, run in groupby(message.parts, key=lambda p: isinstance(p, TextPart)):
                 parts = list(run)
                 if not is_text or len(parts) == 1:
-                    found += parts
+                    joined += parts
                     continue
-                if self._n_found(parts) != len(self.spans(joined_text(parts))):
+                if self._n_spelled(parts) != len(self.spans(joined_text(parts))):
                     parts = [TextPart(joined_text(parts))]
-                found += parts
-            return replace(message, parts=tuple(found))
+                joined += parts
+            return replace(message, parts=tuple(joined))
 
         return replace(content, messages=tuple(map(whole, content.messages)))
 
-    def _n_found(self, parts: Iterable[Part]) -> int:
+    def _n_spelled(self, parts: Iterable[Part]) -> int:
         return sum(len(self.spans(p.text)) for p in parts if isinstance(p, TextPart))

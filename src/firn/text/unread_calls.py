@@ -63,16 +63,16 @@ def _reads_call(form: ToolFormat, text: str, tools: Sequence[Tool]) -> bool:
     splitter = make_splitter(ReplyFormat(tool=form.name), tuple(tools), "")
     if splitter is None:
         return False
-    name, given = "", ""
+    name, arguments = "", ""
     names = {tool.name for tool in tools}
     for piece in [*splitter.feed(text), *splitter.finish()]:
         if isinstance(piece, CallStart):
-            if name in names and _is_object(given):
+            if name in names and _is_object(arguments):
                 return True
-            name, given = piece.name, ""
+            name, arguments = piece.name, ""
         elif isinstance(piece, CallArguments):
-            given += piece.text
-    return name in names and _is_object(given)
+            arguments += piece.text
+    return name in names and _is_object(arguments)
 
 
 def _is_object(text: str) -> bool:

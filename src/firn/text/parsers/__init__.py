@@ -61,11 +61,11 @@ class ToolFormat:
 @cache
 def formats() -> Mapping[str, ToolFormat]:
     """Every format of this folder, by name."""
-    found: dict[str, ToolFormat] = {}
+    by_name: dict[str, ToolFormat] = {}
     for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
-        for each in importlib.import_module(f"{__name__}.{module}").FORMATS:
-            found[each.name] = each
-    return MappingProxyType(found)
+        for form in importlib.import_module(f"{__name__}.{module}").FORMATS:
+            by_name[form.name] = form
+    return MappingProxyType(by_name)
 
 
 @cache

@@ -60,10 +60,10 @@ class Gemma(CallParser):
     def _another(self) -> Script[bool]:
         start = self.tape.mark()
         yield from self.tape.skip(SPACE + ",")
-        found = yield from self.tape.starts_with("call:")
-        if not found:
+        is_next = yield from self.tape.starts_with("call:")
+        if not is_next:
             self.tape.back_to(start)
-        return found
+        return is_next
 
     def _members(self, closer: str, sink: Sink, *, depth: int) -> Script[None]:
         """key:value pairs up to a brace, or values up to a bracket; both from behind the opener."""
@@ -134,14 +134,14 @@ def _grammar(g: CallGrammar) -> str:
 def _writer(opening: str) -> WriteCall:
     quote, closer = MARKS[opening]
 
-    def value(given: Any) -> str:
-        if isinstance(given, str):
-            return f"{quote}{given}{quote}"
-        if isinstance(given, Mapping):
-            return "{" + ",".join(f"{k}:{value(v)}" for k, v in given.items()) + "}"
-        if isinstance(given, list | tuple):
-            return "[" + ",".join(map(value, given)) + "]"
-        return json.dumps(given)
+    def value(argument: Any) -> str:
+        if isinstance(argument, str):
+            return f"{quote}{argument}{quote}"
+        if isinstance(argument, Mapping):
+            return "{" + ",".join(f"{k}:{value(v)}" for k, v in argument.items()) + "}"
+        if isinstance(argument, list | tuple):
+            return "[" + ",".join(map(value, argument)) + "]"
+        return json.dumps(argument)
 
     return lambda name, arguments: f"{opening}call:{name}{value(arguments)}{closer}"
 

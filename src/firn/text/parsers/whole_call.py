@@ -21,8 +21,8 @@ class WholeCall(CallParser):
 
     def script(self) -> Script[None]:
         body = yield from self._body()
-        found: Any = self._parsed(body)
-        for call in found if isinstance(found, list) else [found]:
+        parsed = self._parsed(body)
+        for call in parsed if isinstance(parsed, list) else [parsed]:
             self._emit(call)
 
     def _body(self) -> Script[str]:
