@@ -12,7 +12,7 @@ import pytest
 
 from firn.core.errors import BadPicture
 from firn.core.values import Chat, GenerateRequest, Message, PicturePart, TextPart
-from firn.media.fetch import MAX_TOTAL, MAX_URLS, Fetcher, FetchLimits, is_public
+from firn.media.fetch import MAX_URLS, TOTAL_FACTOR, Fetcher, FetchLimits, is_public
 
 PUBLIC = "93.184.216.34"
 NAMES: Mapping[str, list[str]] = {
@@ -239,7 +239,7 @@ def test_one_request_fetches_only_so_many() -> None:
 
 def test_one_request_fetches_only_so_much() -> None:
     """Each is within the limit, all of them together are not."""
-    urls = [f"https://pictures.example/{i}.png" for i in range(MAX_TOTAL + 1)]
+    urls = [f"https://pictures.example/{i}.png" for i in range(TOTAL_FACTOR + 1)]
     assert gather(Web(ok), *urls[:-1], nbytes=len(b"pixels"))
     with pytest.raises(BadPicture, match="too large together"):
         gather(Web(ok), *urls, nbytes=len(b"pixels"))

@@ -6,7 +6,13 @@ import pytest
 
 from firn.core.values import Message, PicturePart, TextPart, Tool, ToolCall
 from firn.text.arrange import arrange, strip_changing_lines
-from firn.text.messages import TemplateStyle, settled, short_id, to_template, tools_to_template
+from firn.text.messages import (
+    TemplateStyle,
+    normalize_calls,
+    short_id,
+    to_template,
+    tools_to_template,
+)
 from firn.text.turn_rules import TurnRules
 
 
@@ -197,7 +203,7 @@ def test_a_line_without_end_is_read_once(text: str) -> None:
 )
 def test_arguments_reach_the_template_as_an_object(given: object, reaches: object) -> None:
     message = assistant(tool_calls=(ToolCall("c", "f", given),))  # type: ignore[arg-type]
-    (found,) = settled((message,), TemplateStyle())
+    (found,) = normalize_calls((message,), TemplateStyle())
     assert found.tool_calls[0].arguments == reaches
     (rendered,) = to_template((found,))
     assert rendered["tool_calls"] == [
@@ -242,7 +248,7 @@ def test_styles() -> None:
         names_results=True,
         reasoning_key="thinking",
     )
-    said, result = to_template(settled(messages, style), style=style)
+    said, result = to_template(normalize_calls(messages, style), style=style)
     assert said["content"] is None
     assert said["thinking"] == "hm"
     assert said["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'

@@ -73,7 +73,7 @@ def test_no_more_is_held_back_than_may_begin_a_stop(
     for chunk in chunks:
         if finder.feed(chunk).needle:
             return
-        assert finder.held == "" or any(s.startswith(finder.held) for s in stops)
+        assert finder.pending == "" or any(s.startswith(finder.pending) for s in stops)
 
 
 def test_it_starts_afresh_after_a_needle() -> None:

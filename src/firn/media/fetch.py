@@ -29,7 +29,7 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_AT_ONCE = 8
 MAX_URLS = 256
 """Different URLs in one request: as many as a prompt may have pictures."""
-MAX_TOTAL = 8
+TOTAL_FACTOR = 8
 """The pictures of one request together may be as large as so many of the largest allowed."""
 TOO_MANY = f"more than {MAX_URLS} images to fetch."
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "firn"}
@@ -74,7 +74,7 @@ class Fetcher:
         newest = _urls_of_newest(source)
         wanted = _by_url(source, newest)
         slots = asyncio.Semaphore(MAX_AT_ONCE)
-        n_left = MAX_TOTAL * self._limits.nbytes
+        n_left = TOTAL_FACTOR * self._limits.nbytes
 
         async def fetched(part: PicturePart) -> bytes | BadPicture:
             nonlocal n_left

@@ -119,8 +119,8 @@ def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
     """
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(digest_size=32, person=b"firn-image")
-    whose = (owner.encode(),) if owner else ()
-    for field in (settings, b"RGB", f"{width}x{height}".encode(), pixels.tobytes(), *whose):
+    owner_field = (owner.encode(),) if owner else ()
+    for field in (settings, b"RGB", f"{width}x{height}".encode(), pixels.tobytes(), *owner_field):
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return digest.digest()

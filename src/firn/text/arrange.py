@@ -34,7 +34,7 @@ def arrange(messages: Sequence[Message], rules: TurnRules) -> tuple[Message, ...
     leading = list(takewhile(lambda m: m.role == "system", messages))
     turns = [t for m in messages[len(leading) :] for t in _placed(m, rules)]
     if not rules.orphans:
-        turns = _adopted(turns)
+        turns = _orphans_as_user_turns(turns)
     if not rules.unanswered:
         turns = _answered(turns)
     if not rules.several_calls:
@@ -84,13 +84,13 @@ def _placed(message: Message, rules: TurnRules) -> list[Message]:
     """A system message in the middle of a chat, as the template can show it; others as they are."""
     if message.role != "system":
         return [message]
-    said = _map_texts(message, strip_changing_lines)
-    if not said.text.strip():
+    kept = _map_texts(message, strip_changing_lines)
+    if not kept.text.strip():
         return []
     if rules.late_system:
-        return [said]
-    marked = TextPart(LATE_SYSTEM.format(said.text))
-    return [Message("user", (marked,), checkpoint=said.checkpoint, aside=True)]
+        return [kept]
+    marked = TextPart(LATE_SYSTEM.format(kept.text))
+    return [Message("user", (marked,), checkpoint=kept.checkpoint, aside=True)]
 
 
 def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
@@ -110,7 +110,7 @@ def _map_texts(message: Message, change: Callable[[str], str]) -> Message:
 # --- calls and results ---------------------------------------------------------------------
 
 
-def _adopted(messages: Iterable[Message]) -> list[Message]:
+def _orphans_as_user_turns(messages: Iterable[Message]) -> list[Message]:
     """Turns results without a call into user text."""
     arranged: list[Message] = []
     called: set[str | None] = set()

@@ -23,7 +23,7 @@ def as_root(schema: Any) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def listed(schema: Any) -> Sequence[Any] | None:
+def allowed_values(schema: Any) -> Sequence[Any] | None:
     """The only values that the schema allows; None where it allows others."""
     target = resolved(schema, as_root(schema))
     if not isinstance(target, Mapping):
@@ -32,7 +32,7 @@ def listed(schema: Any) -> Sequence[Any] | None:
     return values if isinstance(values, list) and values else None
 
 
-def limits(schema: Any) -> Iterator[str]:
+def string_terminals(schema: Any) -> Iterator[str]:
     """What the schema requires of a string, as terminals of a grammar."""
     target = resolved(schema, as_root(schema))
     if not isinstance(target, Mapping):
@@ -45,7 +45,7 @@ def limits(schema: Any) -> Iterator[str]:
         yield f"/{_search(pattern)}/"
 
 
-def unheld_members(schema: Mapping[str, Any]) -> Iterator[str]:
+def unenforced_members(schema: Mapping[str, Any]) -> Iterator[str]:
     """Keywords about an object that bare formats cannot enforce: they know its declared members only."""
     if "properties" not in schema and isinstance(schema.get("additionalProperties"), Mapping):
         yield "additionalProperties"
@@ -53,15 +53,15 @@ def unheld_members(schema: Mapping[str, Any]) -> Iterator[str]:
     yield from (key for key in schema if key not in known and not key.startswith("x-"))
 
 
-def unheld_items(schema: Mapping[str, Any]) -> Iterator[str]:
+def unenforced_items(schema: Mapping[str, Any]) -> Iterator[str]:
     """Keywords about a list that bare formats cannot enforce: they know its length and one schema."""
     return (key for key in OF_LISTS if key in schema)
 
 
-def unheld_text(schema: Any) -> Iterator[str]:
-    """Keywords about a text that `limits` does not turn into terminals."""
+def unenforced_text(schema: Any) -> Iterator[str]:
+    """Keywords about a text that `string_terminals` does not turn into terminals."""
     target = resolved(schema, as_root(schema))
-    if not isinstance(target, Mapping) or listed(schema) is not None:
+    if not isinstance(target, Mapping) or allowed_values(schema) is not None:
         return
     for key in ("anyOf", "oneOf"):
         options = target.get(key)

@@ -76,11 +76,11 @@ class Boundaries:
         ends: list[int] = []
         at = n_begun = 0
         for message in messages:
-            said = message.text.strip()
-            start = text.find(said, at) if said else -1
+            words = message.text.strip()
+            start = text.find(words, at) if words else -1
             if start < 0:
                 continue
-            end = start + len(said)
+            end = start + len(words)
             n_begun += sum(m.start() not in typed for m in self._opener.finditer(text, at, end))
             at = end
             if message.checkpoint and n_begun < len(starts):

@@ -48,12 +48,12 @@ class Tape:
         self._n_dropped += self._kept
         self._kept = 0
 
-    def mark(self) -> int:
+    def position(self) -> int:
         """The reading position, valid across waits; see `back_to`."""
         return self._n_dropped + self.pos
 
-    def back_to(self, mark: int) -> None:
-        self.pos = mark - self._n_dropped
+    def back_to(self, position: int) -> None:
+        self.pos = position - self._n_dropped
 
     def keep(self) -> None:
         """What was read so far belongs to a call, and will not come back as text."""
@@ -105,7 +105,7 @@ class Tape:
 
         If it is not next, nothing is stepped over: the call has ended without it.
         """
-        start = self.mark()
+        start = self.position()
         yield from self.skip(SPACE + stray)
         is_next = yield from self.take(literal)
         if not is_next and self.is_stump(literal):
@@ -128,7 +128,7 @@ class Tape:
 
     def until(self, *markers: str, limit: int | None = None) -> Script[tuple[str, str]]:
         """(the text before the first of these markers, the marker); both are stepped over."""
-        start = self.mark()
+        start = self.position()
         n_seen = 0
         longest = max(map(len, markers))
         while True:

@@ -68,8 +68,8 @@ class _ConstraintWriter:
         self._template = tokenizer.chat_template or ""
         self._tail = prompt_tail
         self._soften = soften
-        self._known = formats()[format.tool] if format.tool else None
-        self._lark = Lark(tokenizer, _control(format, self._known))
+        self._tool_format = formats()[format.tool] if format.tool else None
+        self._lark = Lark(tokenizer, _control_tokens(format, self._tool_format))
 
     def constraint(self) -> ReplyConstraint:
         choice, answer = self._chat.tool_choice, self._request.grammar
@@ -83,7 +83,7 @@ class _ConstraintWriter:
         if answer is not None:
             calls = self._calls(tools, answer.param) if tools else None
             return self._result(calls, answer, param=answer.param)
-        if not self._chat.tools or self._known is None:
+        if not self._chat.tools or self._tool_format is None:
             return ReplyConstraint()
         if not tools:
             return self._result(None, self._text(), param="tool_choice")
@@ -103,28 +103,33 @@ class _ConstraintWriter:
         return self._result(calls, text, param="tools")
 
     def _text(self) -> TextSymbol:
-        known, native = self._known, self._format.native
-        assert known is not None
+        tool_format, native = self._tool_format, self._format.native
+        assert tool_format is not None
         names = [tool.name for tool in self._chat.tools]
-        markers = [*known.opens, *([native.opens] if native and not known.opens else [])]
-        patterns = [known.bare(names)] if known.bare else []
+        markers = [
+            *tool_format.opens,
+            *([native.opens] if native and not tool_format.opens else []),
+        ]
+        patterns = [tool_format.bare(names)] if tool_format.bare else []
         return self._lark.text_without([m for m in markers if m], patterns=patterns)
 
     def _calls(self, tools: Sequence[Tool], param: str, *, before: TextSymbol | None = None) -> str:
         """param: the request parameter that needs calls to be enforced."""
-        known = self._known
-        if known is None or known.grammar is None:
+        tool_format = self._tool_format
+        if tool_format is None or tool_format.grammar is None:
             name = (
-                f"The tool-call format {known.name!r}" if known else "This model's tool-call format"
+                f"The tool-call format {tool_format.name!r}"
+                if tool_format
+                else "This model's tool-call format"
             )
             raise BadRequest(f"{param}: {name} has no grammar to hold the model to.", param=param)
-        return known.grammar(
+        return tool_format.grammar(
             CallGrammar(
                 lark=self._lark,
                 tools=tuple(map(self._enforceable, tools)),
                 parallel=self._chat.tool_choice.parallel,
                 template=self._template,
-                before=None if known.splitter else before,
+                before=None if tool_format.splitter else before,
             )
         )
 
@@ -137,7 +142,7 @@ class _ConstraintWriter:
     def _result(
         self, calls: str | None, answer: Grammar | TextSymbol | None, *, param: str
     ) -> ReplyConstraint:
-        lark, known = self._lark, self._known
+        lark, tool_format = self._lark, self._tool_format
         strict = {tool.param for tool in self._chat.tools if tool.strict}
         for owner, place in lark.left_out:
             if owner in strict:
@@ -147,9 +152,9 @@ class _ConstraintWriter:
         part = text.symbol if text else None
         if isinstance(answer, Grammar):
             part = lark.part(answer)
-        if known and known.reply:
+        if tool_format and tool_format.reply:
             return ReplyConstraint(
-                lark.grammar(known.reply(lark, calls, part), param=param), left_out
+                lark.grammar(tool_format.reply(lark, calls, part), param=param), left_out
             )
         lead = self._reasoning(text)
         if isinstance(answer, Grammar) and not lead and not calls:
@@ -170,8 +175,8 @@ class _ConstraintWriter:
         return f"({lark.mark(think.open)} {lark.text_before(think.close, where=where)} {BLANK})?"
 
 
-def _control(format: ReplyFormat, known: ToolFormat | None) -> Iterator[str]:
-    if known:
-        yield from known.tokens
+def _control_tokens(format: ReplyFormat, tool_format: ToolFormat | None) -> Iterator[str]:
+    if tool_format:
+        yield from tool_format.tokens
     if format.think:
         yield from tokens_of(format.think)

@@ -38,7 +38,7 @@ class Opener:
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
+class NewestMessage:
     """Where the newest message is, in tokens.
 
     # start: with tools that only the newest turn has   words ... end: what its author has written
@@ -106,7 +106,7 @@ def _newest(
     *,
     n_tokens: int,
     count: Callable[[str], int],
-) -> Newest:
+) -> NewestMessage:
     last, words = openers[-1], messages[-1].text.strip()
     tail = text[last.end :]
     is_header = words not in tail or (len(words) <= SHORT_CHARS and len(tail) < LONG_CHARS)
@@ -114,20 +114,20 @@ def _newest(
     at = text.find(words, opener.end)
     lead, behind = ("", "") if at < 0 else (text[opener.end : at], text[at + len(words) :])
     between = _between(text, messages, opener)
-    return Newest(
-        max(opener.token - _more_than_a_header(between, count), 0),
-        opener.token + _more_than_a_header(lead, count),
-        n_tokens - _more_than_a_header(behind, count),
+    return NewestMessage(
+        max(opener.token - _tokens_beyond_header(between, count), 0),
+        opener.token + _tokens_beyond_header(lead, count),
+        n_tokens - _tokens_beyond_header(behind, count),
     )
 
 
 def _between(text: str, messages: Sequence[Message], opener: Opener) -> str:
     """What stands between the words of the message before the newest and this one's opener."""
-    said = messages[-2].text.strip() if len(messages) > 1 else ""
-    at = text.rfind(said, 0, opener.start) if said else -1
-    return text[at + len(said) : opener.start] if at >= 0 else ""
+    words = messages[-2].text.strip() if len(messages) > 1 else ""
+    at = text.rfind(words, 0, opener.start) if words else -1
+    return text[at + len(words) : opener.start] if at >= 0 else ""
 
 
-def _more_than_a_header(text: str, count: Callable[[str], int]) -> int:
+def _tokens_beyond_header(text: str, count: Callable[[str], int]) -> int:
     """Its tokens, if it is more than what every message has around it."""
     return count(text) + 1 if len(text) > LONG_CHARS else 0

@@ -8,12 +8,12 @@ from typing import Any
 
 from firn.core.values import Tool
 from firn.text.bare_values import (
+    allowed_values,
     as_root,
-    limits,
-    listed,
-    unheld_items,
-    unheld_members,
-    unheld_text,
+    string_terminals,
+    unenforced_items,
+    unenforced_members,
+    unenforced_text,
 )
 from firn.text.call_grammar import (
     DEFINITIONS,
@@ -54,7 +54,7 @@ class _Notation:
         return f"{head} {self._object(free_form(tool).parameters, '#', depth=0)}"
 
     def _object(self, schema: Mapping[str, Any], at: str, *, depth: int) -> str:
-        self._leave_out(at, unheld_members(schema))
+        self._leave_out(at, unenforced_members(schema))
         declared = parameters(Tool("", "", schema, param=self._param))
         if declared is None:
             pair = f'{self._lark.terminal(_KEY)} ":" {self._anything()}'
@@ -77,7 +77,7 @@ class _Notation:
         if not isinstance(target, Mapping) or depth > _MAX_DEPTH:
             return self._anything()
         shared = {k: root[k] for k in DEFINITIONS if k in root}
-        values = listed(schema)
+        values = allowed_values(schema)
         if values is not None:
             return self._lark.any_of(map(self._literal, values))
         options = target.get("anyOf") or target.get("oneOf")
@@ -91,12 +91,12 @@ class _Notation:
 
     def _typed(self, kind: str, schema: Mapping[str, Any], at: str, depth: int) -> str:
         if kind == "string":
-            self._leave_out(at, unheld_text(schema))
+            self._leave_out(at, unenforced_text(schema))
             return self._string(schema)
         if kind == "object":
             return self._object(schema, at, depth=depth + 1)
         if kind == "array":
-            self._leave_out(at, unheld_items(schema))
+            self._leave_out(at, unenforced_items(schema))
             shared = {k: schema[k] for k in DEFINITIONS if k in schema}
             item = self._value(_with(schema.get("items"), shared), f"{at}/items", depth + 1)
             return f'"[" {_items(item, schema)} "]"'
@@ -108,7 +108,7 @@ class _Notation:
         return self._lark.mark(json.dumps(value, ensure_ascii=False))
 
     def _string(self, schema: Any = None) -> str:
-        text = self._lark.text_before(self._quote, where=limits(schema))
+        text = self._lark.text_before(self._quote, where=string_terminals(schema))
         return f"{self._lark.mark(self._quote)} {text}"
 
     def _anything(self) -> str:

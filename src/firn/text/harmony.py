@@ -59,7 +59,7 @@ class HarmonySplitter:
         self._n_fed = 0
         self._out: list[Piece] = []
         if prompt_tail.endswith(MESSAGE):  # the prompt has begun a message already
-            self._enter(prompt_tail.rpartition(START)[2])
+            self._begin_body(prompt_tail.rpartition(START)[2])
 
     @property
     def in_reasoning(self) -> bool:
@@ -69,7 +69,7 @@ class HarmonySplitter:
         self._n_fed += len(text)
         while text:
             text = self._read_header(text) if self._kind == "header" else self._read_body(text)
-        return self._given()
+        return self._take_pieces()
 
     def finish(self) -> list[Piece]:
         if self._kind == "header":
@@ -79,11 +79,11 @@ class HarmonySplitter:
             self._header = ""
         else:
             rest = self._finder.flush()
-            self._say(rest, self._n_fed - len(rest))
-            self._leave()
-        return self._given()
+            self._emit(rest, self._n_fed - len(rest))
+            self._end_body()
+        return self._take_pieces()
 
-    def _given(self) -> list[Piece]:
+    def _take_pieces(self) -> list[Piece]:
         pieces, self._out = self._out, []
         return pieces
 
@@ -98,10 +98,10 @@ class HarmonySplitter:
         if not message:
             return ""
         self._header = ""
-        self._enter(header)
+        self._begin_body(header)
         return body
 
-    def _enter(self, header: str) -> None:
+    def _begin_body(self, header: str) -> None:
         """What the header says decides what the body is."""
         recipient = _RECIPIENT.search(header)
         channel = header.rpartition(CHANNEL)[2].lstrip()
@@ -119,14 +119,16 @@ class HarmonySplitter:
     def _read_body(self, text: str) -> str:
         finder = self._finder
         before, needle, after = finder.feed(text)
-        self._say(before, self._n_fed - len(after) - len(needle) - len(finder.held) - len(before))
+        self._emit(
+            before, self._n_fed - len(after) - len(needle) - len(finder.pending) - len(before)
+        )
         if not needle:
             return after
-        self._leave()
+        self._end_body()
         self._kind = "header"
         return needle + after if needle in (START, CHANNEL) else after
 
-    def _say(self, text: str, at: int) -> None:
+    def _emit(self, text: str, at: int) -> None:
         if not text:
             return
         if self._call is not None:
@@ -136,7 +138,7 @@ class HarmonySplitter:
         else:
             self._out.append(TextPiece(text, at))
 
-    def _leave(self) -> None:
+    def _end_body(self) -> None:
         if self._call is not None:
             self._out += self._call.finish()
             self._call = None

@@ -59,19 +59,19 @@ class JsonTape:
 
     def copy_object(self, sink: Sink, types_of: TypesOf) -> Script[None]:
         """An object; its top-level scalars get the types that `types_of` says for their keys."""
-        yield from self._mark("{", sink)
+        yield from self._copy_char("{", sink)
         if (yield from self._closes("}", sink)):
             return
         while True:
             yield from self.next_char()
             key = yield from self.string()
             sink(json.dumps(key, ensure_ascii=False))
-            yield from self._mark(":", sink)
+            yield from self._copy_char(":", sink)
             yield from self._copy_space(sink)
             yield from self.copy_value(sink, types_of(key))
             if (yield from self._closes("}", sink)):
                 return
-            yield from self._mark(",", sink)
+            yield from self._copy_char(",", sink)
             yield from self._copy_space(sink)
 
     def copy_value(self, sink: Sink, types: frozenset[str]) -> Script[None]:
@@ -92,7 +92,7 @@ class JsonTape:
         yield from tape.expect('"')
         sink('"')
         while True:
-            yield from self._need()
+            yield from self._wait_for_char()
             plain = _PLAIN.match(tape.text, tape.pos)
             if plain:
                 tape.pos = plain.end()
@@ -131,7 +131,7 @@ class JsonTape:
         tape = self._tape
         closers: list[str] = []
         while True:
-            yield from self._need()
+            yield from self._wait_for_char()
             outside = _OUTSIDE.match(tape.text, tape.pos)
             if outside:
                 tape.pos = outside.end()
@@ -164,7 +164,7 @@ class JsonTape:
             raise NotACall
         return text
 
-    def _mark(self, char: str, sink: Sink) -> Script[None]:
+    def _copy_char(self, char: str, sink: Sink) -> Script[None]:
         yield from self._tape.skip()
         yield from self._tape.expect(char)
         sink(char)
@@ -183,7 +183,7 @@ class JsonTape:
             yield from self._tape.skip()
             sink(" ")
 
-    def _need(self) -> Script[None]:
+    def _wait_for_char(self) -> Script[None]:
         while self._tape.pos >= len(self._tape.text):
             yield from self._tape.more()
 

@@ -58,9 +58,11 @@ class PartReader:
                 except BadPart as fault:
                     if i == newest:
                         raise
-                    parts.append(TextPart(_stand_in(part, seen=self._pictures is not None)))
+                    parts.append(
+                        TextPart(_stand_in(part, sees_pictures=self._pictures is not None))
+                    )
                     notes.append(f"{fault.message} A text stands in its place.")
-            readable.append(replace(message, parts=_together(message.parts, parts)))
+            readable.append(replace(message, parts=_join_texts(message.parts, parts)))
         return ReadableMessages(tuple(readable), tuple(notes))
 
     def _read(self, part: Part, message: Message, n_pictures: int) -> Part:
@@ -92,10 +94,10 @@ class PartReader:
         return TextPart(PARAGRAPH.join(filter(None, (part.lead, part.text))))
 
 
-def _stand_in(part: Part, *, seen: bool) -> str:
+def _stand_in(part: Part, *, sees_pictures: bool) -> str:
     """The same text each time, whatever the reason was: prompts keep their prefix."""
     match part:
-        case PicturePart() if seen:
+        case PicturePart() if sees_pictures:
             return "[An image was here. It could not be shown.]"
         case PicturePart():
             return "[An image was here. This model cannot see images.]"
@@ -108,7 +110,7 @@ def _stand_in(part: Part, *, seen: bool) -> str:
             return part.text
 
 
-def _together(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
+def _join_texts(sent: Sequence[Part], parts: Sequence[Part]) -> tuple[Part, ...]:
     """Joins texts: that of a document, or one in place of something, is a paragraph of its own."""
     joined: list[Part] = []
     was_new = False

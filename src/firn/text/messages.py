@@ -38,7 +38,7 @@ class TemplateStyle:
 COMMON = TemplateStyle()
 
 
-def settled(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message, ...]:
+def normalize_calls(messages: Sequence[Message], style: TemplateStyle) -> tuple[Message, ...]:
     """With calls whose arguments are objects and whose ids are as the template expects."""
 
     def call(c: ToolCall) -> ToolCall:

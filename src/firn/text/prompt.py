@@ -33,7 +33,7 @@ from firn.text.formats import markup_tokens, own_markup
 from firn.text.infill import detect_infill
 from firn.text.length import refuse_too_long
 from firn.text.message_parts import PartReader
-from firn.text.messages import settled, to_template, tools_to_template
+from firn.text.messages import normalize_calls, to_template, tools_to_template
 from firn.text.parsers import formats
 from firn.text.picture_spans import PromptPictures, pictures_of
 from firn.text.rendering import Content, Rendered
@@ -44,7 +44,7 @@ from firn.text.typed_control import TypedControl, control_texts
 TAIL_TOKENS = 64
 N_KWARGS = 64
 """Sets of template variables for which it is remembered whether the reply's header stays."""
-AS_TEMPLATE = Reasoning()
+TEMPLATE_DEFAULT = Reasoning()
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 
 
@@ -81,9 +81,9 @@ class PromptMaker:
         }
         known = {*markup_tokens(), *MESSAGE_OPENERS}
         self._typed = TypedControl(control_texts(tokenizer, known), own=own)
-        self._keeps_header = lru_cache(maxsize=N_KWARGS)(self._ask_for_header)
+        self._keeps_header = lru_cache(maxsize=N_KWARGS)(self._probe_header)
 
-    def make(self, source: Source, *, reasoning: Reasoning = AS_TEMPLATE) -> Prompt:
+    def make(self, source: Source, *, reasoning: Reasoning = TEMPLATE_DEFAULT) -> Prompt:
         """Raises BadRequest, ContextTooLong, TemplateFailed."""
         match source:
             case Chat():
@@ -118,7 +118,7 @@ class PromptMaker:
         keeps = not chat.continues and self._keeps_header(json.dumps(short, sort_keys=True))
         continuing = CONTINUE if chat.continues else {}
         content = Content(
-            settled(read.messages, template.style), chat.tools, {**kwargs, **continuing}
+            normalize_calls(read.messages, template.style), chat.tools, {**kwargs, **continuing}
         )
         pictures = self._pictures_in(read.messages)
         typed = self._typed.including(pictures.tokens(self._tokenizer)) if pictures else self._typed
@@ -202,7 +202,7 @@ class PromptMaker:
         placeholder = self._pictures.placeholder
         return shows_pictures_in_results(self._tokenizer, self._template, placeholder)
 
-    def _ask_for_header(self, kwargs: str) -> bool:
+    def _probe_header(self, kwargs: str) -> bool:
         """Whether the next turn's prompt contains the reply's header."""
         assert self._template is not None
         return keeps_header(self._tokenizer, self._template.style, json.loads(kwargs))

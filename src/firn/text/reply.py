@@ -121,7 +121,7 @@ class ReplyReader:
             return self._deltas(piece.text, end)
         text, stop = self._stops.feed(piece.text)
         if stop is None:
-            return self._deltas(text, end - self._stops.n_held)
+            return self._deltas(text, end - self._stops.n_pending)
         self.stopped = True
         events = self._deltas(text, end - self._stops.n_after - len(stop))
         return [*events, ChoiceFinished(self._choice, "stop", stop)]

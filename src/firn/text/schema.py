@@ -99,32 +99,32 @@ def from_text(text: str, types: frozenset[str]) -> Any:
         return text
     if not types or "string" in types:  # it may be a string: "007" is one, 7 is not
         value = _strict_json(text)
-        if value is _NO:
+        if value is _UNREADABLE:
             value = _container(text)
-        return value if value is not _NO and _fits(value, types) else text
+        return value if value is not _UNREADABLE and _fits(value, types) else text
     bare = text.strip()
     for kind in ("null", "boolean", "integer", "number"):
         if kind in types:
             value = _READERS[kind](bare)
-            if value is not _NO:
+            if value is not _UNREADABLE:
                 return value
     value = _strict_json(bare)
-    if value is _NO:
+    if value is _UNREADABLE:
         value = _container(bare)
-    return text if value is _NO else value
+    return text if value is _UNREADABLE else value
 
 
-# --- readers: a value, or _NO ---------------------------------------------------------------
+# --- readers: a value, or _UNREADABLE ---------------------------------------------------------------
 
-_NO = object()
+_UNREADABLE = object()
 
 
 def _null(text: str) -> Any:
-    return None if text in ("null", "None") else _NO
+    return None if text in ("null", "None") else _UNREADABLE
 
 
 def _boolean(text: str) -> Any:
-    return {"true": True, "false": False}.get(text.lower(), _NO)
+    return {"true": True, "false": False}.get(text.lower(), _UNREADABLE)
 
 
 def _integer(text: str) -> Any:
@@ -133,12 +133,12 @@ def _integer(text: str) -> Any:
     value = _strict_json(text)
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return _NO
+    return _UNREADABLE
 
 
 def _number(text: str) -> Any:
     value = _strict_json(text)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else _NO
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else _UNREADABLE
 
 
 _READERS = {
@@ -152,7 +152,7 @@ _READERS = {
 def _container(text: str) -> Any:
     """An object or array that is almost JSON: raw line breaks, or Python's quotes and words."""
     if text[:1] not in ("{", "["):
-        return _NO
+        return _UNREADABLE
     try:
         return json.loads(text, strict=False, parse_constant=_refuse)
     except _LITERAL_FAULTS:
@@ -161,7 +161,7 @@ def _container(text: str) -> Any:
         value = ast.literal_eval(text)
         json.dumps(value, allow_nan=False)
     except _LITERAL_FAULTS:
-        return _NO
+        return _UNREADABLE
     return value
 
 
@@ -169,8 +169,8 @@ def _strict_json(text: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse)
     except _LITERAL_FAULTS:
-        return _NO
-    return _NO if isinstance(value, float) and not math.isfinite(value) else value
+        return _UNREADABLE
+    return _UNREADABLE if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _refuse(constant: str) -> Any:

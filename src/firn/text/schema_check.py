@@ -35,7 +35,7 @@ class _Keyword(NamedTuple):
 Check = Callable[["_Checker", _Keyword], Iterator[str]]
 
 
-class _Endless(Exception):
+class _OutOfTime(Exception):
     """The check takes longer than it may."""
 
 
@@ -44,7 +44,7 @@ def faults(value: Any, schema: Any, *, time_s: float = TIME_S) -> list[str]:
     or if that cannot be found out in `time_s`."""
     try:
         return list(dict.fromkeys(_Checker(schema, time_s).faults(value, schema, "#")))
-    except (_Endless, RecursionError):
+    except (_OutOfTime, RecursionError):
         return []
 
 
@@ -59,7 +59,7 @@ class _Checker:
     def faults(self, value: Any, schema: Any, at: str) -> Iterator[str]:
         self._n_steps += 1
         if self._n_steps > MAX_STEPS or self._left_s() < 0:
-            raise _Endless
+            raise _OutOfTime
         if schema is False:
             yield at
         if not isinstance(schema, Mapping):
@@ -80,7 +80,7 @@ class _Checker:
         """True also for what is no pattern, or takes too long."""
         left_s = self._left_s()
         if left_s < 0:
-            raise _Endless
+            raise _OutOfTime
         if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
             return True
         try:

@@ -75,27 +75,27 @@ class TagSplitter:
 
     def feed(self, text: str) -> list[Piece]:
         self._n_fed += len(text)
-        self._work(text)
-        return self._given()
+        self._read(text)
+        return self._take_pieces()
 
     def finish(self) -> list[Piece]:
         while self._parser is not None:
             self._out.extend(self._parser.finish())
-            self._work(self._leave_parser())
+            self._read(self._leave_parser())
         if self.in_reasoning:
-            self._reason(self._reasoning_finder.flush())
+            self._emit_reasoning(self._reasoning_finder.flush())
         else:
             rest = self._text_finder.flush()
-            self._say(rest, self._n_fed - len(rest))
+            self._emit_text(rest, self._n_fed - len(rest))
             if self._space.text:
                 self._out.append(self._space)
-        return self._given()
+        return self._take_pieces()
 
-    def _given(self) -> list[Piece]:
+    def _take_pieces(self) -> list[Piece]:
         pieces, self._out = self._out, []
         return pieces
 
-    def _work(self, text: str) -> None:
+    def _read(self, text: str) -> None:
         while text:
             if self._parser is not None:
                 text = self._read_call(self._parser, text)
@@ -112,18 +112,18 @@ class TagSplitter:
         finder = self._text_finder
         before, needle, after = finder.feed(text)
         if before:
-            self._say(
-                before, self._n_fed - len(after) - len(needle) - len(finder.held) - len(before)
+            self._emit_text(
+                before, self._n_fed - len(after) - len(needle) - len(finder.pending) - len(before)
             )
         if needle:
-            self._meet(needle, self._n_fed - len(after) - len(needle))
+            self._handle_marker(needle, self._n_fed - len(after) - len(needle))
         return after
 
     def _read_start(self, text: str, calls: CallMarkers) -> str:
         """The first thing of a reply whose calls have no marker of their own."""
         bare = text.lstrip(SPACE)
         if len(bare) < len(text):
-            self._say(text[: len(text) - len(bare)], self._n_fed - len(text))
+            self._emit_text(text[: len(text) - len(bare)], self._n_fed - len(text))
         if not bare:
             return ""
         self._is_fresh = False
@@ -132,7 +132,7 @@ class TagSplitter:
         self._enter_parser(bare[0], calls)
         return bare[1:]
 
-    def _meet(self, needle: str, at: int) -> None:
+    def _handle_marker(self, needle: str, at: int) -> None:
         if needle in self._drop:
             self._is_fresh = self._at_start
             self._space, self._skip = TextPiece("", 0), "\n"
@@ -144,11 +144,11 @@ class TagSplitter:
                 self._is_fresh = True
                 self._space, self._skip = TextPiece("", 0), "\n"
             else:
-                self._say(needle, at)
+                self._emit_text(needle, at)
         elif self._calls:
             self._enter_parser(needle, self._calls)
 
-    def _say(self, text: str, at: int) -> None:
+    def _emit_text(self, text: str, at: int) -> None:
         """Text to the reader; blank space at its end waits, as a call may follow it."""
         if self._skip:
             bare = text.lstrip(self._skip)
@@ -173,7 +173,7 @@ class TagSplitter:
     def _read_reasoning(self, text: str) -> str:
         before, needle, after = self._reasoning_finder.feed(text)
         if before:
-            self._reason(before)
+            self._emit_reasoning(before)
         if needle and self._think and needle == self._think.close:
             self.in_reasoning = False
             self._is_fresh = self._at_start
@@ -182,7 +182,7 @@ class TagSplitter:
             self._enter_parser(needle, self._calls)
         return after
 
-    def _reason(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         """Reasoning to the reader, without the line breaks between it and its tags."""
         if self._skip:
             text = text.lstrip(self._skip)
@@ -216,7 +216,7 @@ class TagSplitter:
             self._space, self._skip = TextPiece("", 0), "\n" if self.in_reasoning else SPACE
             return rest
         if self.in_reasoning:
-            self._reason(rest[:1])
+            self._emit_reasoning(rest[:1])
         else:
-            self._say(rest[:1], self._n_fed - len(rest))
+            self._emit_text(rest[:1], self._n_fed - len(rest))
         return rest[1:]

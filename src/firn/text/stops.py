@@ -22,9 +22,9 @@ class StopMatcher:
         return before, stop or None
 
     @property
-    def n_held(self) -> int:
+    def n_pending(self) -> int:
         """How many characters wait for a match to complete or fail."""
-        return len(self._finder.held)
+        return len(self._finder.pending)
 
     def flush(self) -> str:
         """What was held back for a match that did not come."""

@@ -24,7 +24,7 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class TagGrammar:
+class CallTags:
     """The tags of one format, e.g. <function=NAME> <parameter=KEY> VALUE </parameter> </function>.
 
     call: empty if the name follows the opening marker at once. key_end and value_open are between key
@@ -51,36 +51,36 @@ class TagGrammar:
 
 
 class TagCallParser(JsonCallParser):
-    """`grammars` maps each opening marker of the format to its tags."""
+    """`tags_by_marker` maps each opening marker of the format to its tags."""
 
-    grammars: ClassVar[Mapping[str, TagGrammar]]
+    tags_by_marker: ClassVar[Mapping[str, CallTags]]
 
     def script(self) -> Script[None]:
-        self.grammar = self.grammars[self.marker]
-        end = self.grammar.section_end
+        self.tags = self.tags_by_marker[self.marker]
+        end = self.tags.section_end
         char = yield from JsonTape(self.tape).next_char()
-        if char == "{" and self.marker != self.grammar.call:  # JSON in the same tags: models mix
+        if char == "{" and self.marker != self.tags.call:  # JSON in the same tags: models mix
             yield from self.guarded(self.calls(), *filter(None, [end]))
             yield from self.tape.close(end, stray="}")
             return
-        if self.grammar.call and self.marker != self.grammar.call:
-            yield from self.tape.expect(self.grammar.call)
+        if self.tags.call and self.marker != self.tags.call:
+            yield from self.tape.expect(self.tags.call)
         yield from self._call()
-        while self.grammar.call and (yield from self._next_call()):
+        while self.tags.call and (yield from self._next_call()):
             yield from self._call()
         if end:
             yield from self.tape.close(end)
 
     def _next_call(self) -> Script[bool]:
-        start = self.tape.mark()
+        start = self.tape.position()
         yield from self.tape.skip()
-        is_next = yield from self.tape.take(self.grammar.call)
+        is_next = yield from self.tape.take(self.tags.call)
         if not is_next:
             self.tape.back_to(start)
         return is_next
 
     def _call(self) -> Script[None]:
-        g = self.grammar
+        g = self.tags
         ends = (g.name_end,) if g.call else (g.name_end, g.parameter, g.call_end)
         header, end = yield from self.tape.until(*ends, limit=_MAX_HEADER)
         if end != g.name_end:
@@ -97,7 +97,7 @@ class TagCallParser(JsonCallParser):
         self.end()
 
     def _parameters(self) -> Script[None]:
-        g = self.grammar
+        g = self.tags
         self._in_value = False
         joint = ""
         ends = [g.call_end, *([g.section_end] if g.section_end not in ("", g.call_end) else [])]
@@ -123,10 +123,10 @@ class TagCallParser(JsonCallParser):
         if types == STRING:
             yield from self._string(lead)
             return
-        text, _ = yield from self.tape.until(self.grammar.parameter_end)
-        if self.grammar.trims:
+        text, _ = yield from self.tape.until(self.tags.parameter_end)
+        if self.tags.trims:
             text = text.removeprefix("\n").removesuffix("\n")
-        wrapped = _CDATA.fullmatch(text) if self.grammar.cdata else None
+        wrapped = _CDATA.fullmatch(text) if self.tags.cdata else None
         value = wrapped[1] if wrapped else from_text(text, types)
         self.arguments(lead + json.dumps(value, ensure_ascii=False))
 
@@ -137,23 +137,23 @@ class TagCallParser(JsonCallParser):
         return types - STRING if 'string="false"' in attributes else types
 
     def _string(self, lead: str) -> Script[None]:
-        end = self.grammar.parameter_end
-        if self.grammar.cdata and (yield from self._opens_cdata()):
+        end = self.tags.parameter_end
+        if self.tags.cdata and (yield from self._opens_cdata()):
             end = "]]>"
-        elif self.grammar.trims:
+        elif self.tags.trims:
             yield from self.tape.take("\n")
         self.arguments(lead + '"')
         line_break = marker = ""
         while not marker:
             text, marker = yield from self.tape.flow(end)
             text, line_break = line_break + text, ""
-            if self.grammar.trims and text.endswith("\n"):
+            if self.tags.trims and text.endswith("\n"):
                 text, line_break = text[:-1], "\n"
             self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         self.arguments('"')
 
     def _opens_cdata(self) -> Script[bool]:
-        start = self.tape.mark()
+        start = self.tape.position()
         yield from self.tape.skip()
         is_next = yield from self.tape.take("<![CDATA[")
         if not is_next:
@@ -161,9 +161,9 @@ class TagCallParser(JsonCallParser):
         return is_next
 
 
-def write_tags(grammars: Mapping[str, TagGrammar]) -> Callable[[str, Mapping[str, Any]], str]:
+def write_tags(tags_by_marker: Mapping[str, CallTags]) -> Callable[[str, Mapping[str, Any]], str]:
     """A writer of calls in the first of these formats: strings as they are, anything else as JSON."""
-    opening, tags = next(iter(grammars.items()))
+    opening, tags = next(iter(tags_by_marker.items()))
     quote = '"' if tags.call.endswith("name=") else ""
     pad = "\n" if tags.trims else ""
 

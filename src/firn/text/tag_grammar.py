@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 
 from firn.core.values import Tool
-from firn.text.bare_values import as_root, limits, listed, unheld_members, unheld_text
+from firn.text.bare_values import (
+    allowed_values,
+    as_root,
+    string_terminals,
+    unenforced_members,
+    unenforced_text,
+)
 from firn.text.call_grammar import CallGrammar, Parameter, parameters, plain
 from firn.text.lark import literal
 from firn.text.schema import types_of
-from firn.text.tag_calls import TagGrammar
+from firn.text.tag_calls import CallTags
 
 _KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 
-def tag_calls(g: CallGrammar, tags: TagGrammar, opening: str) -> str:
+def calls_in_tags(g: CallGrammar, tags: CallTags, opening: str) -> str:
     """Calls between `opening` and the section's end; one in each section, or all in one."""
     return _TagGrammarWriter(g, tags, opening).calls()
 
 
 class _TagGrammarWriter:
-    """Owner: one call of `tag_calls`."""
+    """Owner: one call of `calls_in_tags`."""
 
-    def __init__(self, g: CallGrammar, tags: TagGrammar, opening: str) -> None:
+    def __init__(self, g: CallGrammar, tags: CallTags, opening: str) -> None:
         self._g = g
         self._lark = g.lark
         self._tags = tags
@@ -48,7 +54,7 @@ class _TagGrammarWriter:
         # A name that ends with a line break needs no other.
         head += self._line if t.name_end != "\n" else ""
         tail = f"{t.call_end}{self._line}" if t.call else ""
-        for key in unheld_members(tool.parameters):
+        for key in unenforced_members(tool.parameters):
             self._lark.leave_out(tool.param, f"#/{key}")
         declared = parameters(tool)
         body = [self._free()] if declared is None else [self._given(p, tool) for p in declared]
@@ -92,13 +98,13 @@ class _TagGrammarWriter:
     def _value(self, parameter: Parameter, types: frozenset[str], param: str) -> str:
         name, schema = parameter.name, parameter.schema
         end = self._lark.mark(self._closes() + self._line)
-        values = listed(schema)
+        values = allowed_values(schema)
         if values is not None:
             texts = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values)
             return f"({' | '.join(map(literal, texts))}) {end}"
         if types and "string" not in types:
             return f"{self._lark.json(schema, param=param)} {end}"
-        for key in unheld_text(schema):
+        for key in unenforced_text(schema):
             self._lark.leave_out(param, f"#/properties/{name}/{key}")
-        text = self._lark.text_before(self._closes(), where=limits(schema))
+        text = self._lark.text_before(self._closes(), where=string_terminals(schema))
         return f"{text} {self._lark.mark(self._line)}"

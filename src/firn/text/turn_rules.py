@@ -47,19 +47,19 @@ def turn_rules(tokenizer: Tokenizer, style: TemplateStyle) -> TurnRules:
     return _TemplateProbe(tokenizer, style).rules()
 
 
-def _said(role: Any, text: str, **more: Any) -> Message:
+def _message(role: Any, text: str, **more: Any) -> Message:
     return Message(role, (TextPart(text),), **more)
 
 
 _TOOL = Tool("lookabout", "Looks about.", {"type": "object", "properties": {}})
 _FIRST = ToolCall("call00001", _TOOL.name, {"at": "hazelsky"})
 _OTHER = ToolCall("call00002", _TOOL.name, {"at": "hazelsea"})
-_RULE, _LATE, _LATER = (_said("system", text) for text in ("aspenrule", "cedarlate", "yewlater"))
-_ASK, _AGAIN, _MORE = (_said("user", text) for text in ("alderask", "rowanask", "elmask"))
-_ANSWER = _said("assistant", "birchanswer")
-_RESULT = _said("tool", "lindenresult", tool_call_id=_FIRST.id)
-_OTHER_RESULT = _said("tool", "mapleresult", tool_call_id=_OTHER.id)
-_ANSWER_TOO = _said("assistant", "pineanswer")
+_RULE, _LATE, _LATER = (_message("system", text) for text in ("aspenrule", "cedarlate", "yewlater"))
+_ASK, _AGAIN, _MORE = (_message("user", text) for text in ("alderask", "rowanask", "elmask"))
+_ANSWER = _message("assistant", "birchanswer")
+_RESULT = _message("tool", "lindenresult", tool_call_id=_FIRST.id)
+_OTHER_RESULT = _message("tool", "mapleresult", tool_call_id=_OTHER.id)
+_ANSWER_TOO = _message("assistant", "pineanswer")
 _CALL = Message("assistant", tool_calls=(_FIRST,))
 _CALLS = Message("assistant", tool_calls=(_FIRST, _OTHER))
 _THOUGHT = Message("assistant", tool_calls=(_FIRST,), reasoning="oakthought")
@@ -134,11 +134,11 @@ class _TemplateProbe:
         if text is None:
             return False
         at = 0
-        for said in _texts(chat):
-            at = text.find(said, at)
+        for words in _texts(chat):
+            at = text.find(words, at)
             if at < 0:
                 return False
-            at += len(said)
+            at += len(words)
         return True
 
     def _rendered(self, chat: tuple[Message, ...], tools: bool = False) -> str | None:

@@ -51,7 +51,7 @@ class TypedControl:
         self._control = control
         self._own = own
         self._any = TextScanner(control)
-        self._alien = TextScanner(t for t in control if t not in own)
+        self._foreign = TextScanner(t for t in control if t not in own)
 
     def including(self, texts: Collection[str]) -> TypedControl:
         if all(text in self._control for text in texts):
@@ -60,7 +60,7 @@ class TypedControl:
 
     def spans(self, text: str) -> tuple[Span, ...]:
         """Every place where a control token is spelled."""
-        return tuple(m.span() for m in self._any.all(text))
+        return tuple(m.span() for m in self._any.matches(text))
 
     def render(self, content: Content, render: Render) -> Rendered:
         """Raises TemplateFailed."""
@@ -73,10 +73,10 @@ class TypedControl:
         own: list[str] = []
         for text, is_own in texts_of(content):
             (own if is_own else others).append(text)
-        return self._any.is_in(BETWEEN.join(others)) or self._alien.is_in(BETWEEN.join(own))
+        return self._any.is_in(BETWEEN.join(others)) or self._foreign.is_in(BETWEEN.join(own))
 
     def _find(self, text: str, is_own: bool) -> Iterator[re.Match[str]]:
-        return (self._alien if is_own else self._any).all(text)
+        return (self._foreign if is_own else self._any).matches(text)
 
     def _joined(self, content: Content) -> Content:
         """With those texts of a message as one that spell a token only together."""

@@ -26,7 +26,7 @@ class UnreadCalls:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = tools
-        self._said: list[str] = []
+        self._texts: list[str] = []
         self._has_calls = False
 
     def see(self, events: Iterable[Event]) -> str | None:
@@ -34,11 +34,11 @@ class UnreadCalls:
         text to give to `mark`. Else None."""
         for event in events:
             if isinstance(event, TextDelta):
-                self._said.append(event.text)
+                self._texts.append(event.text)
             elif isinstance(event, ToolCallStarted):
                 self._has_calls = True
             elif isinstance(event, ChoiceFinished) and event.reason == "stop":
-                text = "".join(self._said)
+                text = "".join(self._texts)
                 named = not self._has_calls and any(tool.name in text for tool in self._tools)
                 return text if named else None
         return None

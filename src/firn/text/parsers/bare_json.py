@@ -30,7 +30,7 @@ class BareJson(JsonCallParser):
         """Calls in a row, with spaces, commas or semicolons between them."""
         yield from self.calls()
         while True:
-            start = self.tape.mark()
+            start = self.tape.position()
             yield from self.tape.skip(" \t\r\n;,")
             char = yield from JsonTape(self.tape).next_char()
             if char not in ("{", "[") or not char:

@@ -58,7 +58,7 @@ class Gemma(CallParser):
             is_next = yield from self._another()
 
     def _another(self) -> Script[bool]:
-        start = self.tape.mark()
+        start = self.tape.position()
         yield from self.tape.skip(SPACE + ",")
         is_next = yield from self.tape.starts_with("call:")
         if not is_next:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool
-from firn.text.bare_values import unheld_members
+from firn.text.bare_values import unenforced_members
 from firn.text.call_grammar import CallGrammar, Parameter, parameters
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.lark import escaped
@@ -78,7 +78,7 @@ def _bare_grammar(g: CallGrammar) -> str:
 
     def write(tool: Tool, before: str = "") -> str:
         _check_names(tool.param, *tool.name.split("."))
-        for key in unheld_members(tool.parameters):
+        for key in unenforced_members(tool.parameters):
             g.lark.leave_out(tool.param, f"#/{key}")
         declared = parameters(tool)
         if declared is None:
