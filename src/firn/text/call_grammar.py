@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from firn.core.errors import InvalidValue
-from firn.core.values import Tool
+from firn.core.values import Grammar, Tool
 from firn.text.json_lark import Unquotable, quoted
 from firn.text.lark import Lark, TextSymbol, literal
 
@@ -59,7 +59,7 @@ class CallGrammar:
 
     def arguments(self, tool: Tool) -> str:
         """The object of a call's arguments, as JSON."""
-        if tool.grammar is not None and tool.grammar.kind == "lark":
+        if lark_grammar(tool) is not None:
             only = Parameter(FREE_FORM, {}, True)
             head = self.lark.mark(f'{{"{FREE_FORM}": ')
             return f"{head} {self.json_value(tool, only)} {self.lark.mark('}')}"
@@ -67,11 +67,12 @@ class CallGrammar:
 
     def json_value(self, tool: Tool, parameter: Parameter) -> str:
         """One argument by itself."""
-        if tool.grammar is not None and tool.grammar.kind == "lark":
+        grammar = lark_grammar(tool)
+        if grammar is not None:
             try:
-                inner = replace(tool.grammar, text=quoted(tool.grammar.text))
+                inner = replace(grammar, text=quoted(grammar.text))
             except Unquotable as e:
-                self.lark.leave_out(tool.grammar.param, f": {e}")
+                self.lark.leave_out(grammar.param, f": {e}")
                 return self.lark.json({"type": "string"}, param=tool.param)
             return f"{self.lark.mark(QUOTE)} {self.lark.part(inner)} {self.lark.mark(QUOTE)}"
         return self.lark.json(parameter.schema, param=tool.param)
@@ -93,6 +94,12 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     if closes:
         schema.setdefault("additionalProperties", False)
     return schema
+
+
+def lark_grammar(tool: Tool) -> Grammar | None:
+    """The Lark grammar of the one text that a free-form tool takes; None for other tools."""
+    grammar = tool.grammar
+    return grammar if grammar is not None and grammar.kind == "lark" else None
 
 
 def free_form(tool: Tool) -> Tool:
@@ -121,21 +128,27 @@ def parameters(tool: Tool) -> Sequence[Parameter] | None:
         return None if tool.parameters.get("additionalProperties", True) else ()
     required = tool.parameters.get("required")
     names = required if isinstance(required, list) else []
-    shared = {k: tool.parameters[k] for k in DEFINITIONS if k in tool.parameters}
     declared = [
-        Parameter(
-            plain(name, param),
-            {**shared, **schema} if isinstance(schema, Mapping) else schema,
-            name in names,
-        )
+        Parameter(plain(name, param), with_definitions(schema, tool.parameters), name in names)
         for name, schema in properties.items()
     ]
     undeclared = [Parameter(plain(n, param), {}, True) for n in names if n not in properties]
     return [*declared, *undeclared]
 
 
+def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A schema inside of `root`, as one by itself: with the definitions that it may refer to."""
+    if not isinstance(schema, Mapping):
+        return schema
+    return {**{key: root[key] for key in DEFINITIONS if key in root}, **schema}
+
+
 def plain(name: str, param: str) -> str:
-    """A name that needs no quotes in a tag."""
+    """A name that needs no quotes in a tag. Raises InvalidValue for any other."""
     if not name or any(c in "<>\"'`=" or c.isspace() for c in name):
-        raise InvalidValue(param, f"the model's call format cannot write the name {name[:64]!r}")
+        raise unwritable(name, param)
     return name
+
+
+def unwritable(name: str, param: str) -> InvalidValue:
+    return InvalidValue(param, f"the model's call format cannot write the name {name[:64]!r}")

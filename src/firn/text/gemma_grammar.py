@@ -16,13 +16,14 @@ from firn.text.bare_values import (
     unenforced_text,
 )
 from firn.text.call_grammar import (
-    DEFINITIONS,
     FREE_FORM,
     CallGrammar,
     Parameter,
     free_form,
+    lark_grammar,
     parameters,
     plain,
+    with_definitions,
 )
 from firn.text.schema import resolved, types_of
 
@@ -46,11 +47,11 @@ class _Notation:
 
     def call(self, tool: Tool) -> str:
         head = self._lark.mark(f"call:{plain(tool.name, self._param)}")
-        if tool.grammar is not None and tool.grammar.kind == "lark":
-            marks = [
-                self._lark.mark(m) for m in (f"{{{FREE_FORM}:{self._quote}", f"{self._quote}}}")
-            ]
-            return f"{head} {marks[0]} {self._lark.part(tool.grammar)} {marks[1]}"
+        grammar = lark_grammar(tool)
+        if grammar is not None:
+            opens = self._lark.mark(f"{{{FREE_FORM}:{self._quote}")
+            closes = self._lark.mark(f"{self._quote}}}")
+            return f"{head} {opens} {self._lark.part(grammar)} {closes}"
         return f"{head} {self._object(free_form(tool).parameters, '#', depth=0)}"
 
     def _object(self, schema: Mapping[str, Any], at: str, *, depth: int) -> str:
@@ -76,17 +77,17 @@ class _Notation:
         types = types_of(target, root)
         if not isinstance(target, Mapping) or depth > _MAX_DEPTH:
             return self._anything()
-        shared = {k: root[k] for k in DEFINITIONS if k in root}
         values = allowed_values(schema)
         if values is not None:
             return self._lark.any_of(map(self._literal, values))
         options = target.get("anyOf") or target.get("oneOf")
         if isinstance(options, list) and options:
-            each = [self._value(_with(option, shared), at, depth + 1) for option in options]
-            return self._lark.any_of(each)
+            return self._lark.any_of(
+                self._value(with_definitions(option, root), at, depth + 1) for option in options
+            )
         if not types:
             return self._anything()
-        whole = {**shared, **target}
+        whole = with_definitions(target, root)
         return self._lark.any_of(self._typed(t, whole, at, depth) for t in sorted(types))
 
     def _typed(self, kind: str, schema: Mapping[str, Any], at: str, depth: int) -> str:
@@ -97,8 +98,8 @@ class _Notation:
             return self._object(schema, at, depth=depth + 1)
         if kind == "array":
             self._leave_out(at, unenforced_items(schema))
-            shared = {k: schema[k] for k in DEFINITIONS if k in schema}
-            item = self._value(_with(schema.get("items"), shared), f"{at}/items", depth + 1)
+            items = with_definitions(schema.get("items"), schema)
+            item = self._value(items, f"{at}/items", depth + 1)
             return f'"[" {_items(item, schema)} "]"'
         return self._lark.json({**schema, "type": kind}, param=self._param)
 
@@ -127,7 +128,3 @@ def _items(item: str, schema: Mapping[str, Any]) -> str:
     more = f"{max(low - 1, 0)},{most - 1 if isinstance(most, int) else ''}"
     run = f'{item} ("," {item}){{{more}}}'
     return run if low else f"({run})?"
-
-
-def _with(schema: Any, shared: Mapping[str, Any]) -> Any:
-    return {**shared, **schema} if isinstance(schema, Mapping) else schema

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ParseCall = Callable[[str, Sequence[dict[str, Any]]], Any]
+ParseCall = Callable[[str, Sequence[dict[str, Any]]], object]
 """(the text between the markers, the tools as OpenAI writes them) -> a call, or a list of calls.
 
 A call is {"name": ..., "arguments": {...}}, with an "id" where the model gave one. Any exception

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from firn.core.values import Tool
 
@@ -173,7 +173,7 @@ def _strict_json(text: str) -> Any:
     return _UNREADABLE if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _refuse(constant: str) -> Any:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 

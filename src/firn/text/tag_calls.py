@@ -49,6 +49,16 @@ class CallTags:
     shares_section: bool = False
     says_string: bool = False
 
+    @property
+    def quote(self) -> str:
+        """Names are quoted where the tag has them as an attribute."""
+        return '"' if self.call.endswith("name=") else ""
+
+    @property
+    def padding(self) -> str:
+        """What is written at each end of a value."""
+        return "\n" if self.trims else ""
+
 
 class TagCallParser(JsonCallParser):
     """`tags_by_marker` maps each opening marker of the format to its tags."""
@@ -164,8 +174,7 @@ class TagCallParser(JsonCallParser):
 def write_tags(tags_by_marker: Mapping[str, CallTags]) -> Callable[[str, Mapping[str, Any]], str]:
     """A writer of calls in the first of these formats: strings as they are, anything else as JSON."""
     opening, tags = next(iter(tags_by_marker.items()))
-    quote = '"' if tags.call.endswith("name=") else ""
-    pad = "\n" if tags.trims else ""
+    quote, pad = tags.quote, tags.padding
 
     def value(key: str, argument: Any) -> str:
         is_text = isinstance(argument, str)

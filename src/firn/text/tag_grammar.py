@@ -12,7 +12,7 @@ from firn.text.bare_values import (
     unenforced_members,
     unenforced_text,
 )
-from firn.text.call_grammar import CallGrammar, Parameter, parameters, plain
+from firn.text.call_grammar import CallGrammar, Parameter, lark_grammar, parameters, plain
 from firn.text.lark import literal
 from firn.text.schema import types_of
 from firn.text.tag_calls import CallTags
@@ -33,7 +33,6 @@ class _TagGrammarWriter:
         self._lark = g.lark
         self._tags = tags
         self._line = tags.line
-        self._quote = '"' if tags.call.endswith("name=") else ""
         self._opening = opening
 
     def calls(self) -> str:
@@ -61,7 +60,7 @@ class _TagGrammarWriter:
         return " ".join([self._lark.mark(head), *body, self._lark.mark(tail)])
 
     def _named(self, name: str) -> str:
-        return f"{self._quote}{name}{self._quote}"
+        return f"{self._tags.quote}{name}{self._tags.quote}"
 
     def _given(self, parameter: Parameter, tool: Tool) -> str:
         t = self._tags
@@ -69,9 +68,10 @@ class _TagGrammarWriter:
         is_raw = not types or "string" in types
         kind = f' string="{"true" if is_raw else "false"}"' if t.says_string else ""
         head = self._lark.mark(f"{t.parameter}{self._named(parameter.name)}{kind}{self._opens()}")
-        if tool.grammar is not None and tool.grammar.kind == "lark":
+        grammar = lark_grammar(tool)
+        if grammar is not None:
             closes = self._lark.mark(self._closes() + self._line)
-            return self._lark.rule(f"{head} {self._lark.part(tool.grammar)} {closes}")
+            return self._lark.rule(f"{head} {self._lark.part(grammar)} {closes}")
         tag = self._lark.rule(f"{head} {self._value(parameter, types, tool.param)}")
         return tag if parameter.required else f"{tag}?"
 
@@ -80,20 +80,16 @@ class _TagGrammarWriter:
         t, mark = self._tags, self._lark.mark
         kind = ' string="true"' if t.says_string else ""
         key = self._lark.terminal(_KEY)
-        head = f"{mark(t.parameter + self._quote)} {key} {mark(self._quote + kind + self._opens())}"
+        head = f"{mark(t.parameter + t.quote)} {key} {mark(t.quote + kind + self._opens())}"
         tag = self._lark.rule(f"{head} {self._lark.text_before(self._closes())} {mark(self._line)}")
         return f"{tag}*"
 
     def _opens(self) -> str:
         t = self._tags
-        return t.key_end + (self._line + t.value_open if t.value_open else "") + self._pad
+        return t.key_end + (self._line + t.value_open if t.value_open else "") + t.padding
 
     def _closes(self) -> str:
-        return self._pad + self._tags.parameter_end
-
-    @property
-    def _pad(self) -> str:
-        return "\n" if self._tags.trims else ""
+        return self._tags.padding + self._tags.parameter_end
 
     def _value(self, parameter: Parameter, types: frozenset[str], param: str) -> str:
         name, schema = parameter.name, parameter.schema

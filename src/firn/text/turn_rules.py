@@ -8,7 +8,7 @@ from typing import Any
 
 from firn.core.errors import TemplateFailed
 from firn.core.ports import Tokenizer
-from firn.core.values import Message, TextPart, Tool, ToolCall
+from firn.core.values import Message, Role, TextPart, Tool, ToolCall
 from firn.text.messages import TemplateStyle, to_template, tools_to_template
 
 
@@ -47,8 +47,8 @@ def turn_rules(tokenizer: Tokenizer, style: TemplateStyle) -> TurnRules:
     return _TemplateProbe(tokenizer, style).rules()
 
 
-def _message(role: Any, text: str, **more: Any) -> Message:
-    return Message(role, (TextPart(text),), **more)
+def _message(role: Role, text: str, *, answers: ToolCall | None = None) -> Message:
+    return Message(role, (TextPart(text),), tool_call_id=answers.id if answers else None)
 
 
 _TOOL = Tool("lookabout", "Looks about.", {"type": "object", "properties": {}})
@@ -57,8 +57,8 @@ _OTHER = ToolCall("call00002", _TOOL.name, {"at": "hazelsea"})
 _RULE, _LATE, _LATER = (_message("system", text) for text in ("aspenrule", "cedarlate", "yewlater"))
 _ASK, _AGAIN, _MORE = (_message("user", text) for text in ("alderask", "rowanask", "elmask"))
 _ANSWER = _message("assistant", "birchanswer")
-_RESULT = _message("tool", "lindenresult", tool_call_id=_FIRST.id)
-_OTHER_RESULT = _message("tool", "mapleresult", tool_call_id=_OTHER.id)
+_RESULT = _message("tool", "lindenresult", answers=_FIRST)
+_OTHER_RESULT = _message("tool", "mapleresult", answers=_OTHER)
 _ANSWER_TOO = _message("assistant", "pineanswer")
 _CALL = Message("assistant", tool_calls=(_FIRST,))
 _CALLS = Message("assistant", tool_calls=(_FIRST, _OTHER))
@@ -72,11 +72,10 @@ class _TemplateProbe:
     def __init__(self, tokenizer: Tokenizer, style: TemplateStyle) -> None:
         self._tokenizer = tokenizer
         self._style = style
-        self._seen: dict[tuple[bool, tuple[int, ...]], str | None] = {}
+        self._seen: dict[tuple[bool, tuple[int, ...]], str] = {}
 
     def rules(self) -> TurnRules:
         leading = self._shows((_RULE, _ASK))
-        listed = self._rendered((_ASK,), tools=True)
         calls = self._shows(_WITH_CALL, tools=True)
         after_results = calls and self._shows((*_WITH_CALL, _MORE), tools=True)
         return TurnRules(
@@ -84,7 +83,7 @@ class _TemplateProbe:
             late_system=self._takes_late_system(with_calls=calls),
             user_runs=self._keeps((_ASK,), (_MORE,), ())
             and self._keeps((_ASK, _ANSWER, _AGAIN), (_MORE,), ()),
-            tools=listed is not None and _TOOL.name in listed,
+            tools=_TOOL.name in self._rendered((_ASK,), tools=True),
             calls=calls,
             several_calls=calls and self._shows((_ASK, _CALLS, _RESULT, _OTHER_RESULT), tools=True),
             user_after_results=after_results,
@@ -122,7 +121,7 @@ class _TemplateProbe:
         """Whether `late` is shown in its place, and changes nothing of what was said before it."""
         chat = (*before, *late, *after)
         text, without = self._rendered(chat, tools), self._rendered((*before, *after), tools)
-        if text is None or without is None or not self._shows(chat, tools=tools):
+        if not without or not self._shows(chat, tools=tools):
             return False
         last = _texts(before[-1:])[-1]
         end = text.find(last) + len(last)
@@ -131,8 +130,6 @@ class _TemplateProbe:
     def _shows(self, chat: tuple[Message, ...], *, tools: bool = False) -> bool:
         """Whether the text of every message is there, in order."""
         text = self._rendered(chat, tools)
-        if text is None:
-            return False
         at = 0
         for words in _texts(chat):
             at = text.find(words, at)
@@ -141,20 +138,19 @@ class _TemplateProbe:
             at += len(words)
         return True
 
-    def _rendered(self, chat: tuple[Message, ...], tools: bool = False) -> str | None:
+    def _rendered(self, chat: tuple[Message, ...], tools: bool = False) -> str:
+        """The chat's text; "" if the template refuses it."""
         key = (tools, tuple(map(id, chat)))  # all of them constants of this file
         if key not in self._seen:
             self._seen[key] = self._render(chat, tools_to_template((_TOOL,)) if tools else None)
         return self._seen[key]
 
-    def _render(
-        self, chat: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] | None
-    ) -> str | None:
+    def _render(self, chat: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] | None) -> str:
         try:
             messages = to_template(chat, style=self._style)
             return self._tokenizer.render(messages, tools=tools, kwargs={})
         except TemplateFailed:
-            return None
+            return ""
 
 
 def _texts(chat: Sequence[Message]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from firn.core.errors import InvalidValue
 from firn.core.values import Tool
 from firn.text.bare_values import unenforced_members
-from firn.text.call_grammar import CallGrammar, Parameter, parameters
+from firn.text.call_grammar import CallGrammar, Parameter, parameters, unwritable
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
@@ -100,9 +100,7 @@ def _keywords(g: CallGrammar, declared: Sequence[Parameter], tool: Tool) -> str:
 def _check_names(param: str, *names: str) -> None:
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name):
-            raise InvalidValue(
-                param, f"the model's call format cannot write the name {name[:64]!r}"
-            )
+            raise unwritable(name, param)
 
 
 FORMATS = (
