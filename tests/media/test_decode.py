@@ -128,10 +128,10 @@ def huge_png(width: int, height: int) -> bytes:
 
 PNG = saved(colours(size=(40, 30)))
 FAULTS = {
-    "nothing": (b"", "is no PNG"),
-    "a text": (b"hello, this is no picture", "is no PNG"),
-    "a web page": (b"<!doctype html><html></html>", "is no PNG"),
-    "a drawing": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no PNG"),
+    "nothing": (b"", "is not a PNG"),
+    "a text": (b"hello, this is no picture", "is not a PNG"),
+    "a web page": (b"<!doctype html><html></html>", "is not a PNG"),
+    "a drawing": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a PNG"),
     "cut off": (PNG[:60], "is damaged"),
     "a flipped byte": (PNG[:50] + bytes([PNG[50] ^ 255]) + PNG[51:], "is damaged"),
     "a bomb": (huge_png(60_000, 60_000), "pixels"),

@@ -83,13 +83,13 @@ def test_everything_else_stays_as_it_is() -> None:
 
 
 UNREADABLE = {
-    "no PDF": (document(b"hello"), "is no PDF file"),
+    "no PDF": (document(b"hello"), "is not a PDF file"),
     "scanned": (document(pdf("")), "holds no text"),
     "broken": (document(b"%PDF-1.4\n" + b"\x00" * 100), "could not be read"),
     "cut": (document(pdf("x")[:200]), "could not be read"),
-    "base64": (DocumentPart("!!!", "application/pdf"), "no valid base64"),
-    "kind": (document(b"PK\x03\x04", "application/zip"), "not read here"),
-    "not UTF-8": (document(b"\xff\xfe\xff", "text/plain"), "no text in UTF-8"),
+    "base64": (DocumentPart("!!!", "application/pdf"), "not valid base64"),
+    "kind": (document(b"PK\x03\x04", "application/zip"), "application/zip"),
+    "not UTF-8": (document(b"\xff\xfe\xff", "text/plain"), "not UTF-8 text"),
 }
 
 

@@ -45,7 +45,7 @@ def test_a_text_is_kept_for_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_many_are_read_and_no_more() -> None:
     parts = gathered(Documents(DocumentLimits(count=2)), asked("a", "b", "c", "d"), "alice")
     assert [p.text for p in parts] == ["a", "b", None, None]
-    assert parts[2].fault == "the document is one too many: 2 are read."
+    assert parts[2].fault == "the document is one too many: a request may have 2."
 
 
 def test_the_documents_of_a_request_have_one_time_together() -> None:

@@ -31,7 +31,7 @@ EXIF = b"Exif\0\0"
 
 
 class Undecodable(Exception):
-    """The picture is at fault; the message says how."""
+    """What is wrong with the picture, as the end of a sentence that begins with "the image"."""
 
 
 def check(data: bytes) -> None:
@@ -53,7 +53,7 @@ def check(data: bytes) -> None:
 
 
 def _check_tags(data: bytes) -> int:
-    """A TIFF's first directory, which is also the form of Exif. Returns where the next one is."""
+    """Checks a TIFF's first directory, which is also the form of Exif. Returns where the next one is."""
     order = "<" if data[:2] == b"II" else ">"
     big = 43 in (data[2], data[3])
     if big:
@@ -73,7 +73,7 @@ def _check_tags(data: bytes) -> int:
         if tag in (STRIP_OFFSETS, TILE_OFFSETS) and count > MAX_STRIPS:
             raise Undecodable("is cut into more pieces than pictures are")
     if nbytes > 2 * len(data):
-        raise Undecodable("has tags that are larger than the file")
+        raise Undecodable("has tags that claim more than the file")
     (following,) = struct.unpack_from(link, data, at + head + n_tags * entry.size)
     return int(following)
 
@@ -118,7 +118,7 @@ def _check_scans(data: bytes, first: int, n_pixels: int) -> None:
     end = data.find(b"\xff\xd9", first)
     n_scans = data.count(b"\xff\xda", first, end if end >= 0 else len(data))
     if n_scans > MIN_SCANS and n_scans * n_pixels > MAX_SCANNED_PIXELS:
-        raise Undecodable(f"is written in {n_scans} passes over its pixels")
+        raise Undecodable(f"is written in {n_scans} passes over its pixels; save it without them")
 
 
 def _check_gif(data: bytes) -> None:
@@ -149,11 +149,11 @@ def _check_gif(data: bytes) -> None:
 
 
 def _check_bmp(data: bytes) -> None:
-    """Runs of pixels are decoded one by one, in Python."""
+    """Pillow decodes runs of pixels one by one, in Python."""
     (n_head,) = struct.unpack_from("<I", data, 14)
     (compression,) = struct.unpack_from("<I", data, 30)
     if n_head >= 40 and compression in (1, 2) and len(data) > MAX_RUNS_NBYTES:
-        raise Undecodable("is a run-length encoded BMP, and too large for one")
+        raise Undecodable("is a large BMP with run-length encoding; send it as PNG")
 
 
 def _palette_nbytes(flags: int) -> int:

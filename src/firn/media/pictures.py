@@ -1,7 +1,7 @@
 """A picture of a message, ready for the prompt: read, decoded, digested, preprocessed.
 
 The digest covers the decoded pixels with their size, the processor's settings and the owner: what the
-model sees and who has sent it, not in which file format.
+model sees and who sent it, not the file format.
 
 Called by several threads of the tokenize pool.
 """
@@ -42,14 +42,14 @@ class Processed(Protocol):
 
 
 class Processor(Protocol):
-    """The model's side: `firn.models.processor.VisionProcessor` is one."""
+    """The model's side; `firn.models.processor.VisionProcessor` implements it."""
 
     placeholder: str
     inline: bool
     settings: bytes
 
     def process(self, pixels: Pixels) -> Processed:
-        """Raises anything for a picture that it cannot take."""
+        """Raises any exception for a picture that it cannot take."""
         ...
 
 
@@ -113,7 +113,7 @@ class Pictures:
 
 
 def digest_of(pixels: Pixels, settings: bytes, *, owner: str = "") -> bytes:
-    """Fields are framed by their lengths, so that a picture and its transpose differ.
+    """The picture's name. Fields are framed by their lengths, so that none can pass for another.
 
     The vision tower's features are kept by this digest: owners share none, even of the same picture.
     """
@@ -165,7 +165,7 @@ def _from_data_url(part: PicturePart, max_nbytes: int) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError as e:
-        raise BadPicture(part.param, "the data URL is no valid base64.") from e
+        raise BadPicture(part.param, "the data URL is not valid base64.") from e
 
 
 def _too_large(part: PicturePart, max_nbytes: int) -> BadPicture:

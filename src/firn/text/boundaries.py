@@ -14,7 +14,7 @@ from firn.text.essential import Opener, Ranges, essential
 from firn.text.rendering import Rendered
 
 HEADER_TOKENS = 16
-"""A reply's header is shorter than this. A message as short needs no boundary of its own."""
+"""A reply's header is shorter than this. A message this short needs no boundary of its own."""
 
 
 class Boundaries:
@@ -29,7 +29,7 @@ class Boundaries:
     def marked(
         self, prompt: Prompt, rendered: Rendered, messages: Sequence[Message], *, keeps_header: bool
     ) -> Prompt:
-        """With the positions where messages end. The next turn will share all up to the last of them."""
+        """The prompt with the positions where messages end; the next turn shares it up to the last."""
         ids = prompt.ids
         starts = self._message_starts(ids)
         points = {int(p) for p in starts}
@@ -46,7 +46,7 @@ class Boundaries:
         starts = self._message_starts(prompt.ids)
         typed = {start for start, _ in rendered.typed}
         matches = [m for m in self._opener.finditer(rendered.text) if m.start() not in typed]
-        if len(matches) != len(starts):  # a tokenizer that reads them in another way
+        if len(matches) != len(starts):  # the tokenizer reads some of them as text
             return ((0, len(prompt)),)
         openers = [Opener(*m.span(), int(t)) for m, t in zip(matches, starts, strict=True)]
 
@@ -64,10 +64,10 @@ class Boundaries:
     def _hints(
         self, rendered: Rendered, starts: TokenArray, messages: Sequence[Message]
     ) -> tuple[int, ...]:
-        """Where the messages end that the caller has marked.
+        """The ends of the messages that the caller has marked.
 
-        Each message is searched for in the rendered text, after the one before it. Counting the openers
-        up to its end tells how many messages have begun; the next opener is where it ends.
+        Each message is searched for in the rendered text, after the one before it. The openers up to its
+        end tell how many messages have begun; the message ends at the next opener.
         """
         if not self._openers or not any(m.checkpoint for m in messages):
             return ()
@@ -92,8 +92,8 @@ class Boundaries:
     ) -> Sequence[int]:
         """Where the system prompt ends, in a template that puts it inside the first user message.
 
-        Other chats share the prompt up to there, but no token marks the place: it is found by counting
-        the bytes of the tokens. A tokenizer that changes the text gives no boundary.
+        Other chats share the prompt up to there, but no token marks the place: counting the
+        bytes of the tokens finds it. With a tokenizer that changes the text there is no boundary.
         """
         if len(messages) < 2 or messages[0].role != "system" or messages[1].role != "user":
             return ()

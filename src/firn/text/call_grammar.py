@@ -1,4 +1,4 @@
-"""What a tool format writes its grammar with: the tools that may be called, JSON for their arguments."""
+"""What tool formats build their grammars from: the tools that may be called, JSON for arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COMBINED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties", "unevaluated
 DEFINITIONS = ("$defs", "definitions")
 QUOTE = '"'
 FREE_FORM = "input"
-"""The one argument of a tool that takes a text."""
+"""The only argument of a free-form tool: a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """The calls of one request. template: the chat template, which shows the variant of a format that
-    the model was trained with. before: text that may precede the first call; None: none may.
+    """The calls of one request. template: the chat template, which tells the variant of a format that
+    the model was trained with. before: text that may precede the first call; None: no text may.
     """
 
     lark: Lark
@@ -42,13 +42,13 @@ class CallGrammar:
         return self.lark.any_of(map(write, self.tools))
 
     def several(self, call: str, between: str = "", *, first: str = "") -> str:
-        """One call, or several where that is allowed. between: markup. first: how the first of them is
-        written, if that differs."""
+        """One call, or several where that is allowed. between: markup between two calls. first: how the
+        first call is written, if that differs."""
         first = first or call
         if not self.parallel:
             return first
-        joint = f"{self.lark.mark(between)} " if between else ""
-        return self.lark.rule(f"{first} ({joint}{call})*")
+        separator = f"{self.lark.mark(between)} " if between else ""
+        return self.lark.rule(f"{first} ({separator}{call})*")
 
     def in_marks(self, opens: str, call: str, closes: str, between: str = "") -> str:
         """Calls, each between its own opening and closing mark."""
@@ -88,7 +88,7 @@ class CallGrammar:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """An object with the declared parameters and, unless the schema says so, no others."""
+    """An object with the declared parameters and no others, unless the schema allows them."""
     schema: dict[str, Any] = {"type": "object", **free_form(tool).parameters}
     closes = "properties" in schema and not any(key in schema for key in COMBINED)
     if closes:
@@ -103,7 +103,7 @@ def lark_grammar(tool: Tool) -> Grammar | None:
 
 
 def free_form(tool: Tool) -> Tool:
-    """A tool whose one text has a regular expression, with that as the text's pattern."""
+    """A free-form tool's regular expression becomes its text's pattern; other tools are unchanged."""
     if tool.grammar is None or tool.grammar.kind != "regex":
         return tool
     pattern = {"type": "string", "pattern": f"^(?:{tool.grammar.text})$"}
@@ -120,7 +120,7 @@ class Parameter:
 def parameters(tool: Tool) -> Sequence[Parameter] | None:
     """The declared ones, in their order; None where the schema declares none and allows any.
 
-    Each schema is one by itself: it has the definitions that it may refer to.
+    Each schema can be used alone: it carries the definitions that it may refer to.
     """
     tool, param = free_form(tool), tool.param
     properties = tool.parameters.get("properties")
@@ -137,14 +137,14 @@ def parameters(tool: Tool) -> Sequence[Parameter] | None:
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A schema inside of `root`, as one by itself: with the definitions that it may refer to."""
+    """A schema from inside `root` with the definitions that it may refer to, so it can be used alone."""
     if not isinstance(schema, Mapping):
         return schema
     return {**{key: root[key] for key in DEFINITIONS if key in root}, **schema}
 
 
 def plain(name: str, param: str) -> str:
-    """A name that needs no quotes in a tag. Raises InvalidValue for any other."""
+    """The name, if it needs no quotes in a tag; else raises InvalidValue."""
     if not name or any(c in "<>\"'`=" or c.isspace() for c in name):
         raise unwritable(name, param)
     return name

@@ -1,7 +1,7 @@
 """What a reply must look like: the answer's format, a tool call, either, or text without calls. Pure.
 
-Reasoning may come before all of it. Where a model is free to answer or to call, it is held to a grammar
-only if a tool needs that: one that is strict, that takes a text of a certain form, or is not allowed.
+Reasoning may come before all of it. Where the model may answer or call as it likes, there is a grammar
+only if a tool needs one: it is strict, it takes a text of a certain form, or it may not be called.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BLANK = r"/\n{0,2}/"
 """Between reasoning and the answer."""
 
 Soften = Callable[[Mapping[str, Any]], SoftenedSchema]
-"""A schema as far as it can be enforced."""
+"""Reduces a schema to what can be enforced."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyConstraint:
-    """grammar: of all that the model may write; None: anything. left_out: places of the request that a
-    reply should follow, and that the grammar does not enforce."""
+    """grammar: what the whole reply must match; None: anything goes. left_out: places in the request
+    that the grammar does not enforce."""
 
     grammar: Grammar | None = None
     left_out: tuple[str, ...] = ()
@@ -42,12 +42,18 @@ def constraint(
     prompt_tail: str,
     soften: Soften = SoftenedSchema,
 ) -> ReplyConstraint:
-    """Raises BadRequest."""
+    """The constraint that a request puts on its reply. Raises BadRequest."""
     if not isinstance(request.source, Chat):
         return ReplyConstraint(request.grammar)
-    return _ConstraintWriter(
-        request, request.source, format, tokenizer, prompt_tail, soften
-    ).constraint()
+    writer = _ConstraintWriter(
+        request,
+        request.source,
+        format=format,
+        tokenizer=tokenizer,
+        prompt_tail=prompt_tail,
+        soften=soften,
+    )
+    return writer.constraint()
 
 
 class _ConstraintWriter:
@@ -57,6 +63,7 @@ class _ConstraintWriter:
         self,
         request: GenerateRequest,
         chat: Chat,
+        *,
         format: ReplyFormat,
         tokenizer: Tokenizer,
         prompt_tail: str,
@@ -76,7 +83,9 @@ class _ConstraintWriter:
         tools = [tool for tool in self._chat.tools if choice.permits(tool)]
         if choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED):
             if not self._chat.tools:
-                raise InvalidValue("tool_choice", "there are no tools to choose from")
+                raise InvalidValue(
+                    "tool_choice", "there are no tools to choose from; send tools, or leave it out"
+                )
             if not tools:
                 raise InvalidValue("tool_choice", f"no tool is named {choice.name!r}")
             return self._result(self._calls(tools, "tool_choice"), None, param="tool_choice")
@@ -117,12 +126,11 @@ class _ConstraintWriter:
         """param: the request parameter that needs calls to be enforced."""
         tool_format = self._tool_format
         if tool_format is None or tool_format.grammar is None:
-            name = (
-                f"The tool-call format {tool_format.name!r}"
-                if tool_format
-                else "This model's tool-call format"
+            name = f" {tool_format.name!r}" if tool_format else ""
+            raise BadRequest(
+                f"{param}: this model's call format{name} has no grammar, so calls cannot be enforced.",
+                param=param,
             )
-            raise BadRequest(f"{param}: {name} has no grammar to hold the model to.", param=param)
         return tool_format.grammar(
             CallGrammar(
                 lark=self._lark,
@@ -146,7 +154,11 @@ class _ConstraintWriter:
         strict = {tool.param for tool in self._chat.tools if tool.strict}
         for owner, place in lark.left_out:
             if owner in strict:
-                raise InvalidValue(owner, f"{place} cannot be enforced, and the tool is strict")
+                raise InvalidValue(
+                    owner,
+                    f"{place} cannot be enforced, and the tool is strict;"
+                    " take it out of the schema, or strict out of the tool",
+                )
         left_out = tuple(dict.fromkeys(f"{owner}{place}" for owner, place in lark.left_out))
         text = answer if isinstance(answer, TextSymbol) else None
         part = text.symbol if text else None

@@ -15,14 +15,14 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 MAX_WINDOW = 8
 """A longer window is cut down to its last piece, so that decoding stays cheap."""
 MAX_PENDING = 24
-"""Bytes that are no character may never become one: this is how many tokens wait for it."""
+"""Broken bytes may never become a character: after so many tokens they are passed on as broken."""
 
 
 class Detokenizer:
     """Owner: one choice of one reply.
 
     # _ids:   [0, _start) context, whole characters   [_start, ...) since the last clean point
-    # _emitted: how the decoded window began when text was last given out
+    # _emitted: how the decoded window began when text was last passed on
     """
 
     def __init__(self, tokenizer: Tokenizer, *, visible: frozenset[int] = frozenset()) -> None:
@@ -52,7 +52,7 @@ class Detokenizer:
         return piece
 
     def _without_begun(self, text: str) -> str:
-        """Tokens of the begun character alone go: a run of bytes may be broken by its end only."""
+        """Drops the tokens of the unfinished character only: it may be what breaks a run of bytes."""
         n_begun = self._n_begun()
         if not n_begun:
             return text
@@ -74,8 +74,8 @@ class Detokenizer:
     def _emit_whole_characters(self, text: str) -> str:
         """The whole characters in front of the unfinished one.
 
-        A byte-fallback decoder shows a whole run of bytes as broken while its last character is:
-        with more than one U+FFFD in the new text nothing can be told yet, so all of it waits.
+        A byte-fallback decoder shows a whole run of bytes as broken while its last character is
+        unfinished: with more than one U+FFFD in the new text it is unclear which, so all of it waits.
         """
         stable = text[:-1]
         is_full = len(self._ids) - self._start > MAX_PENDING

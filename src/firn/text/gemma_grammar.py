@@ -32,12 +32,12 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_-]{0,63}/"
 
 
 def gemma_calls(g: CallGrammar, opening: str, quote: str, closer: str) -> str:
-    call = g.each(lambda tool: _Notation(g, quote, tool.param).call(tool))
+    call = g.each(lambda tool: _GemmaWriter(g, quote, tool.param).call(tool))
     return g.in_marks(opening, call, closer)
 
 
-class _Notation:
-    """Owner: the writing of one tool. `param`: where its schema came from."""
+class _GemmaWriter:
+    """Writes the grammar of one tool's calls. `param`: where the request has the tool."""
 
     def __init__(self, g: CallGrammar, quote: str, param: str) -> None:
         self._lark = g.lark

@@ -73,7 +73,7 @@ class HarmonySplitter:
 
     def finish(self) -> list[Piece]:
         if self._kind == "header":
-            # A header cut short is nothing to a reader, unless it never was one.
+            # A header that was cut short is dropped, unless it never was a header.
             if self._header.strip() and "<|" not in self._header:
                 self._out.append(TextPiece(self._header, self._n_fed - len(self._header)))
             self._header = ""
@@ -102,7 +102,7 @@ class HarmonySplitter:
         return body
 
     def _begin_body(self, header: str) -> None:
-        """What the header says decides what the body is."""
+        """The header decides what the body is."""
         recipient = _RECIPIENT.search(header)
         channel = header.rpartition(CHANNEL)[2].lstrip()
         name = recipient[1] if recipient else ""

@@ -13,7 +13,7 @@ from firn.core.ports import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _InfillTokens:
-    """order: tokens, the text before the gap (P) and the text after it (S). ends: further tokens that
+    """order: tokens, the text before the gap ("P") and the text after it ("S"). ends: more tokens that
     end what is filled in."""
 
     order: tuple[str, ...]
@@ -48,7 +48,7 @@ _FAMILIES = (
 
 
 Spans = Callable[[str], Sequence[tuple[int, int]]]
-"""Where a text spells control tokens and means none, as characters [start, end)."""
+"""Where a text spells control tokens that are plain text, as characters [start, end)."""
 
 
 def _nowhere(text: str) -> Sequence[tuple[int, int]]:
@@ -67,7 +67,7 @@ class Infill:
     def ids(
         self, prefix: str, suffix: str, *, add_special: bool = True, typed: Spans = _nowhere
     ) -> list[int]:
-        """The prompt's tokens. add_special: with those that begin every prompt of this model."""
+        """The prompt's tokens. add_special: include those that begin every prompt of this model."""
         ids = _opening(self.tokenizer) if add_special else []
         for item in self.order:
             if isinstance(item, int):
@@ -80,7 +80,7 @@ class Infill:
 
 
 def detect_infill(tokenizer: Tokenizer) -> Infill | None:
-    """None where the model has no tokens for it."""
+    """How this model fills in the middle; None where it has no tokens for that."""
     for family in _FAMILIES:
         order = [text if text in ("P", "S") else _token(tokenizer, text) for text in family.order]
         if None not in order:
@@ -115,6 +115,6 @@ def _encode_inside(
 def _opening(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer puts in front of every text."""
     ids: Sequence[int] = tokenizer.encode("", add_special=True)
-    while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # and behind it
+    while ids and ids[-1] in tokenizer.eos and len(ids) > 1:  # some append one, too
         ids = ids[:-1]
     return list(ids)

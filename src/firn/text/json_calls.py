@@ -38,7 +38,7 @@ class JsonTape:
         self._tape = tape
 
     def next_char(self) -> Script[str]:
-        """The next character that is no space; "" at the end of the reply."""
+        """The next character that is not a space; "" at the end of the reply."""
         yield from self._tape.skip()
         char = yield from self._tape.peek()
         return char
@@ -177,7 +177,7 @@ class JsonTape:
         return is_next
 
     def _copy_space(self, sink: Sink) -> Script[None]:
-        """One space for any number of them."""
+        """Copies any number of spaces as one."""
         char = yield from self._tape.peek()
         if char and char in SPACE:
             yield from self._tape.skip()
@@ -219,7 +219,7 @@ class JsonCallParser(CallParser):
         self.tape.keep()
 
     def stream_arguments(self) -> Script[None]:
-        """An object of arguments for the call that has started."""
+        """Passes on the object of arguments of the call that has started."""
         name = self.name
         yield from JsonTape(self.tape).copy_object(
             self.arguments, lambda key: self.schemas.types(name, key)
@@ -227,8 +227,8 @@ class JsonCallParser(CallParser):
         self.end()
 
     def guarded(self, script: Script[None], *closers: str) -> Script[None]:
-        """Runs a script. If a call that has begun turns out to be no JSON, its text is passed on as it
-        is, up to a closer, which is left to be read: the client has seen the call's beginning."""
+        """Runs a script. The client may have seen the beginning of a call that turns out not to be JSON:
+        then the rest is passed on as it is, up to a closer, which is left to be read."""
         try:
             yield from script
         except NotACall:
@@ -257,14 +257,14 @@ class SectionCallParser(JsonCallParser):
     call_open: ClassVar[str]
     call_end: ClassVar[str]
     fence: ClassVar[str] = ""
-    """What may close the block of code that arguments stand in."""
+    """What may close a block of code around the arguments."""
 
     @abstractmethod
     def read_call(self) -> Script[None]:
-        """Reads from behind a call's opening tag to the end of its arguments."""
+        """Reads from the end of a call's opening tag to the end of its arguments."""
 
     def header(self, end: str, *, limit: int) -> Script[str]:
-        """The text up to `end`, within this call: what has none is no call, and takes no other along."""
+        """The text up to `end`. Raises NotACall if the call has none, without reading into the next."""
         text, marker = yield from self.tape.until(end, self.call_open, self.call_end, limit=limit)
         if marker != end:
             raise NotACall
@@ -350,7 +350,7 @@ class _CallObject:
 
 
 def write_json(before: str, between: str, after: str) -> Callable[[str, Mapping[str, Any]], str]:
-    """A writer of calls whose arguments are JSON: markup, the name, markup, arguments, markup."""
+    """Makes a writer of calls with JSON arguments: markup, the name, markup, arguments, markup."""
 
     def write(name: str, arguments: Mapping[str, Any]) -> str:
         body = json.dumps(arguments, ensure_ascii=False)
@@ -360,7 +360,7 @@ def write_json(before: str, between: str, after: str) -> Callable[[str, Mapping[
 
 
 def _object_of(text: str | None) -> Mapping[str, Any]:
-    """Arguments that came before the name, as a JSON string, as null or not at all."""
+    """The arguments that came before the name, as a JSON string, as null or not at all."""
     value: Any = None
     try:
         value = json.loads(text or "null")

@@ -32,8 +32,8 @@ from firn.text.stops import StopMatcher
 class ReplyReader:
     """Owner: the session of the request, one reader a choice.
 
-    feed() each token, then finish() once; when `stopped` the list that feed() gave has ended in
-    ChoiceFinished already, and neither is called again.
+    feed() each token, then finish() once. When `stopped`, the last list from feed() has ended in
+    ChoiceFinished, and neither is called again.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Finds fixed strings in a stream, however the stream is cut.
 
-The text that may be the beginning of a needle is held back; everything else passes at once. Linear
-in the text: one Knuth-Morris-Pratt automaton per needle, and a shortcut for text that has nothing
-to do with any of them.
+Text that may be the beginning of a needle is held back; everything else passes at once. Linear in the
+text: one Knuth-Morris-Pratt automaton per needle, and a shortcut for text without any needle's first
+character.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class ScanResult(NamedTuple):
-    """`before` is free to pass on; `needle` is what ended it ("" where nothing did); `after` follows."""
+    """`before` is free to pass on; `needle` is what ended it ("": nothing did); `after` follows."""
 
     before: str
     needle: str
@@ -55,13 +55,13 @@ class Finder:
         return ScanResult(text[:n_free], "", "")
 
     def flush(self) -> str:
-        """The text held back, which no needle will claim any more."""
+        """The text that was held back: no needle can complete any more."""
         pending, self.pending = self.pending, ""
         self._depth = [0] * len(self._depth)
         return pending
 
     def _step(self, char: str) -> int:
-        """Advances every automaton by one character; the length of the longest needle it completes."""
+        """Reads one character; the length of the longest needle that it completes, or 0."""
         longest = 0
         depth = self._depth
         for j, needle in enumerate(self.needles):

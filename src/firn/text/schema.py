@@ -74,7 +74,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema itself, or what its reference points at in the end."""
+    """The schema itself, or what its chain of references ends at."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
@@ -83,7 +83,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def coerce(value: Any, types: frozenset[str]) -> Any:
-    """A parsed value as the schema's type, if that loses nothing."""
+    """A parsed value in the schema's type, if that loses nothing."""
     if not types:
         return value
     if isinstance(value, str):
@@ -114,7 +114,7 @@ def from_text(text: str, types: frozenset[str]) -> Any:
     return text if value is _UNREADABLE else value
 
 
-# --- readers: a value, or _UNREADABLE ---------------------------------------------------------------
+# --- readers: a value, or _UNREADABLE ------------------------------------------------------
 
 _UNREADABLE = object()
 
@@ -150,7 +150,7 @@ _READERS = {
 
 
 def _container(text: str) -> Any:
-    """An object or array that is almost JSON: raw line breaks, or Python's quotes and words."""
+    """An object or array that is almost JSON: with raw line breaks, or Python's quotes and words."""
     if text[:1] not in ("{", "["):
         return _UNREADABLE
     try:
@@ -193,7 +193,7 @@ def type_of(value: Any) -> str:
 
 
 def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference inside the schema points at; None for any other."""
+    """What a reference into the schema points at; None if it points at nothing there."""
     node: Any = root
     for step in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
         if isinstance(node, list):

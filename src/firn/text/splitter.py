@@ -1,7 +1,7 @@
 """Splits a reply into text, reasoning and tool calls, however the stream is cut.
 
-No markup is passed on as text, and no text is lost: a tag that never completes, or what turns out to be
-no call, is passed on as text. Blank space around reasoning and calls belongs to the markup.
+No markup is passed on as text, and no text is lost: a tag that never completes, or a call that turns out
+not to be one, is text. Blank space around reasoning and calls belongs to the markup.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ThinkTags:
 class CallMarkers:
     """Where calls begin, and what reads them from there.
 
-    starts: single characters that begin a call as the first thing of a reply.
+    starts: single characters that begin a call at the beginning of a reply.
     """
 
     opens: tuple[str, ...]
@@ -67,8 +67,11 @@ class TagSplitter:
         self._parser: CallParser | None = None
         self._n_fed = 0
         self._at_start = True
+        """Neither text nor a call has come yet."""
         self._is_fresh = True
+        """The next text may begin with a call that has no marker."""
         self._skip = "\n" if in_reasoning else ""
+        """Characters to drop before the next text: they belong to the markup before it."""
         self._space = TextPiece("", 0)
         """Blank space that is text only if text follows."""
         self._out: list[Piece] = []
@@ -120,7 +123,7 @@ class TagSplitter:
         return after
 
     def _read_start(self, text: str, calls: CallMarkers) -> str:
-        """The first thing of a reply whose calls have no marker of their own."""
+        """Reads the beginning of a reply whose calls have no marker."""
         bare = text.lstrip(SPACE)
         if len(bare) < len(text):
             self._emit_text(text[: len(text) - len(bare)], self._n_fed - len(text))
@@ -149,7 +152,7 @@ class TagSplitter:
             self._enter_parser(needle, self._calls)
 
     def _emit_text(self, text: str, at: int) -> None:
-        """Text to the reader; blank space at its end waits, as a call may follow it."""
+        """Passes on text; blank space at its end waits, since a call may follow."""
         if self._skip:
             bare = text.lstrip(self._skip)
             if not bare:
@@ -183,7 +186,7 @@ class TagSplitter:
         return after
 
     def _emit_reasoning(self, text: str) -> None:
-        """Reasoning to the reader, without the line breaks between it and its tags."""
+        """Passes on reasoning, without the line breaks between it and its tags."""
         if self._skip:
             text = text.lstrip(self._skip)
             if not text:
@@ -198,7 +201,7 @@ class TagSplitter:
     # --- calls -----------------------------------------------------------------------------
 
     def _enter_parser(self, marker: str, calls: CallMarkers) -> None:
-        # A call inside reasoning is either a slip (the tag was not closed) or a quotation.
+        # A call inside reasoning is real if the model forgot to close its tag, else a quotation.
         self._parser = calls.make(marker, known_only=self.in_reasoning)
 
     def _read_call(self, parser: CallParser, text: str) -> str:
@@ -206,7 +209,7 @@ class TagSplitter:
         return self._leave_parser() if parser.done else ""
 
     def _leave_parser(self) -> str:
-        """The text behind the call; where there was no call, its first character is text for good."""
+        """The text after the call; without a call, the marker's first character is text for good."""
         parser, self._parser = self._parser, None
         if parser is None:
             return ""

@@ -13,7 +13,7 @@ class StopMatcher:
     def __init__(self, stops: Iterable[str]) -> None:
         self._finder = Finder(stops)
         self.n_after = 0
-        """How many characters came in behind the stop that matched."""
+        """How many characters came in after the stop that matched."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """(text to pass on, the stop that matched or None). Feed no more after a match."""
@@ -27,5 +27,5 @@ class StopMatcher:
         return len(self._finder.pending)
 
     def flush(self) -> str:
-        """What was held back for a match that did not come."""
+        """What was held back for a match that did not complete."""
         return self._finder.flush()

@@ -27,11 +27,11 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 class CallTags:
     """The tags of one format, e.g. <function=NAME> <parameter=KEY> VALUE </parameter> </function>.
 
-    call: empty if the name follows the opening marker at once. key_end and value_open are between key
+    call: empty if the name directly follows the opening marker. key_end and value_open are between key
     and value. section_end: closes several calls; empty: nothing does. trims: a line break at each end
     of a value is layout. cdata: a value may be in a CDATA section.
 
-    How calls are written: line: between two tags. shares_section: several calls in one section.
+    For writing calls: line: what goes between two tags. shares_section: several calls share a section.
     says_string: a parameter's tag tells whether its value is a string.
     """
 
@@ -69,7 +69,9 @@ class TagCallParser(JsonCallParser):
         self.tags = self.tags_by_marker[self.marker]
         end = self.tags.section_end
         char = yield from JsonTape(self.tape).next_char()
-        if char == "{" and self.marker != self.tags.call:  # JSON in the same tags: models mix
+        if (
+            char == "{" and self.marker != self.tags.call
+        ):  # JSON in the same tags: models mix formats
             yield from self.guarded(self.calls(), *filter(None, [end]))
             yield from self.tape.close(end, stray="}")
             return
@@ -102,14 +104,14 @@ class TagCallParser(JsonCallParser):
         except TextEnded:
             if self._in_value:
                 raise
-            self.tape.pos = len(self.tape.text)  # the stump of a tag
+            self.tape.pos = len(self.tape.text)  # a tag that was cut off
         self.arguments("}")
         self.end()
 
     def _parameters(self) -> Script[None]:
         g = self.tags
         self._in_value = False
-        joint = ""
+        separator = ""
         ends = [g.call_end, *([g.section_end] if g.section_end not in ("", g.call_end) else [])]
         while True:
             _, marker = yield from self.tape.until(g.parameter, *ends)
@@ -123,10 +125,10 @@ class TagCallParser(JsonCallParser):
                 yield from self.tape.until(g.value_open)
             self._in_value = True
             yield from self._value(
-                joint + json.dumps(key, ensure_ascii=False) + ": ", key, attributes
+                separator + json.dumps(key, ensure_ascii=False) + ": ", key, attributes
             )
             self._in_value = False
-            joint = ", "
+            separator = ", "
 
     def _value(self, lead: str, key: str, attributes: str) -> Script[None]:
         types = self._types(key, attributes)
@@ -172,7 +174,7 @@ class TagCallParser(JsonCallParser):
 
 
 def write_tags(tags_by_marker: Mapping[str, CallTags]) -> Callable[[str, Mapping[str, Any]], str]:
-    """A writer of calls in the first of these formats: strings as they are, anything else as JSON."""
+    """Makes a writer of calls in the first of these formats: strings as they are, the rest as JSON."""
     opening, tags = next(iter(tags_by_marker.items()))
     quote, pad = tags.quote, tags.padding
 

@@ -50,7 +50,7 @@ class _TagGrammarWriter:
         t = self._tags
         tag = "" if self._opening == t.call else t.call
         head = f"{tag}{self._named(plain(tool.name, tool.param))}{t.name_end}"
-        # A name that ends with a line break needs no other.
+        # One line break after the name is enough.
         head += self._line if t.name_end != "\n" else ""
         tail = f"{t.call_end}{self._line}" if t.call else ""
         for key in unenforced_members(tool.parameters):

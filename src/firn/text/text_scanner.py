@@ -8,9 +8,9 @@ from itertools import groupby
 
 
 class TextScanner:
-    """Finds any of many fixed texts, of those that begin together the longest. Immutable.
+    """Of texts that begin at the same place, finds the longest. Immutable.
 
-    One expression for each first character, which `re` looks for as fast as memory is read.
+    One expression for each first character: `re` searches for that at the speed of memory.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -27,7 +27,7 @@ class TextScanner:
 
 
 def _trie(texts: Sequence[str]) -> str:
-    """An expression that shares what texts begin with: alternatives are tried one by one."""
+    """One expression in which texts share their beginnings: `re` tries alternatives one by one."""
     rest: dict[str, list[str]] = {}
     for text in texts:
         if text:

@@ -1,7 +1,7 @@
 """Tools for a model whose template takes none: described in the system prompt, called in text. Pure.
 
-Earlier calls and results become text of their turns, in the same format that the model is asked to write
-and that its reply is read with.
+Earlier calls and results become text, in the format that the model is asked to write and that its reply
+is read with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ You can call tools. Each line describes one of them, with a JSON schema of its a
 To call a tool, write a call in exactly this form, with the tool's name and its arguments:
 {example}
 
-Write nothing behind a call: its result is sent to you next, between <tool_result> and </tool_result>.\
+Write nothing after a call: its result is sent to you next, between <tool_result> and </tool_result>.\
  Call a tool only where it helps; otherwise answer in plain text."""
 RESULT = "<tool_result{name}>\n{text}\n</tool_result>"
 

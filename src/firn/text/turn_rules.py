@@ -1,4 +1,4 @@
-"""Which turns a chat template can render: found out at load, by rendering small chats."""
+"""Which turns a chat template can render: probed at load, by rendering small chats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firn.text.messages import TemplateStyle, to_template, tools_to_template
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """What a template renders in its place, without changing what comes before it. The default: all.
+    """What a template renders in its place, without changing what comes before it. By default: all.
 
     leading_system: a system message in front. late_system: one anywhere. user_runs: two user turns in
     a row. tools: a list of tools. calls: calls and results. several_calls: more than one call in a
@@ -118,7 +118,7 @@ class _TemplateProbe:
         *,
         tools: bool = False,
     ) -> bool:
-        """Whether `late` is shown in its place, and changes nothing of what was said before it."""
+        """Whether `late` is shown in its place and changes nothing before it."""
         chat = (*before, *late, *after)
         text, without = self._rendered(chat, tools), self._rendered((*before, *after), tools)
         if not without or not self._shows(chat, tools=tools):
@@ -140,7 +140,7 @@ class _TemplateProbe:
 
     def _rendered(self, chat: tuple[Message, ...], tools: bool = False) -> str:
         """The chat's text; "" if the template refuses it."""
-        key = (tools, tuple(map(id, chat)))  # all of them constants of this file
+        key = (tools, tuple(map(id, chat)))  # messages are constants of this file
         if key not in self._seen:
             self._seen[key] = self._render(chat, tools_to_template((_TOOL,)) if tools else None)
         return self._seen[key]
@@ -154,7 +154,7 @@ class _TemplateProbe:
 
 
 def _texts(chat: Sequence[Message]) -> list[str]:
-    """The texts of the messages, in order; of calls, their arguments. Thinking may be left out."""
+    """The texts of messages and the arguments of calls, in order. Templates may leave reasoning out."""
     texts = []
     for message in chat:
         texts += [message.text] if message.text else []

@@ -1,9 +1,8 @@
 """Control tokens that somebody has typed are text, wherever a template puts them. Pure.
 
 What users, tools and files bring may spell a control token; only what the template itself writes is one.
-A rendered text does not show which is which, so a chat in which somebody has typed one is rendered a
-second time, with marks in those places: see `typed_marks`. A chat in which nobody has, which is nearly
-every one, costs a scan of its texts.
+A rendered text does not show which is which, so a chat with a typed one is rendered a second time, with
+marks in those places: see `typed_marks`. Nearly every chat has none, and costs a scan of its texts.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _LIKE_HTML = re.compile(r"</?[a-zA-Z][a-zA-Z0-9]*>")
 
 
 def control_texts(tokenizer: Tokenizer, known: Collection[str] = ()) -> frozenset[str]:
-    """What in the vocabulary is control, or markup like it.
+    """The added tokens of the vocabulary that are control tokens, or markup like them.
 
-    Vocabularies add tokens of other kinds, too: runs of spaces, HTML tags. Those are text, unless the
-    template writes them, or `known` markup is made of them.
+    Vocabularies add other tokens, too: runs of spaces, HTML tags. Those are text, unless the template
+    writes them, or `known` markup is made of them.
     """
     template = tokenizer.chat_template or ""
 
@@ -44,7 +43,7 @@ def control_texts(tokenizer: Tokenizer, known: Collection[str] = ()) -> frozense
 class TypedControl:
     """Finds typed control tokens. Immutable.
 
-    `own`: markup of thoughts and calls. What the assistant has said holds it as the model wrote it.
+    `own`: markup of reasoning and calls, which an assistant's message may contain as the model wrote it.
     """
 
     def __init__(self, control: Collection[str], *, own: Collection[str] = ()) -> None:
@@ -79,7 +78,7 @@ class TypedControl:
         return (self._foreign if is_own else self._any).matches(text)
 
     def _joined(self, content: Content) -> Content:
-        """With those texts of a message as one that spell a token only together."""
+        """Joins adjacent texts of a message if they spell a token only together."""
 
         def whole(message: Message) -> Message:
             joined: list[Part] = []

@@ -30,8 +30,8 @@ class UnreadCalls:
         self._has_calls = False
 
     def see(self, events: Iterable[Event]) -> str | None:
-        """The whole reply, if it has ended by itself, no call was read in it, and it names a tool: the
-        text to give to `mark`. Else None."""
+        """The text to give to `mark`: the whole reply, if it ended by itself, no call was read in it
+        and it names a tool. Else None."""
         for event in events:
             if isinstance(event, TextDelta):
                 self._texts.append(event.text)
@@ -83,7 +83,7 @@ def _is_object(text: str) -> bool:
 
 
 def _json_call(text: str, names: set[str]) -> str | None:
-    """A call as JSON in the midst of text, as in a block of code."""
+    """The name in a call as JSON in the middle of text, as in a block of code."""
     decoder = json.JSONDecoder()
     for match in list(re.finditer(r"\{", text))[:MAX_OBJECTS]:
         try:

@@ -51,7 +51,7 @@ def bare_calls(g: CallGrammar) -> str:
 
 
 def bare_call(names: Sequence[str]) -> str:
-    """An object, or a list, that names one of the tools."""
+    """A regular expression of an object, or a list, that names one of the tools."""
     keys, tools = "|".join(NAME_KEYS), "|".join(map(escaped, names))
     return rf'\s*[\[{{](?s:.*)"({keys})"\s*:\s*"({tools})"(?s:.*)'
 

@@ -1,6 +1,6 @@
 """Gemma's own object notation: call:name{key:value}, strings between quote tokens.
 
-FunctionGemma quotes with <escape>, Gemma 4 with <|"|>. It becomes JSON as it is read.
+FunctionGemma quotes with <escape>, Gemma 4 with <|"|>. Arguments become JSON as they are read.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ class Gemma(CallParser):
         return is_next
 
     def _members(self, closer: str, sink: Sink, *, depth: int) -> Script[None]:
-        """key:value pairs up to a brace, or values up to a bracket; both from behind the opener."""
+        """Reads key:value pairs up to a brace, or values up to a bracket, from after the opener."""
         if depth > _MAX_DEPTH:
             raise NotACall
-        joint = ""
+        separator = ""
         while True:
             yield from self.tape.skip()
             if (yield from self.tape.take(closer)):
                 sink(closer)
                 return
-            lead, types = joint, ANY
+            lead, types = separator, ANY
             if closer == "}":
                 key = yield from self._key()
                 types = ANY if depth else self.schemas.types(self.name, key)
@@ -86,7 +86,7 @@ class Gemma(CallParser):
                 yield from self.tape.expect(closer)
                 sink(closer)
                 return
-            joint = ", "
+            separator = ", "
 
     def _key(self) -> Script[str]:
         if (yield from self.tape.take(self._quote)):

@@ -71,7 +71,7 @@ def _grammar(g: CallGrammar) -> str:
 
 
 def _bare_grammar(g: CallGrammar) -> str:
-    """The bracket and the first name as one: with either by itself, words could go on, too."""
+    """The bracket and the first name are one literal: text might follow either of them alone."""
 
     def first(tool: Tool) -> str:
         return write(tool, "[")
@@ -92,7 +92,7 @@ def _bare_grammar(g: CallGrammar) -> str:
 
 
 def _keywords(g: CallGrammar, declared: Sequence[Parameter], tool: Tool) -> str:
-    """name=value pairs; JSON stands for Python's literals, as the parser knows its words."""
+    """name=value pairs; values are JSON, whose words the parser knows."""
     pairs = [(f"{g.lark.mark(p.name + '=')} {g.json_value(tool, p)}", p.required) for p in declared]
     return g.lark.sequence(pairs, ", ")
 

@@ -41,7 +41,7 @@ class WholeCall(CallParser):
         try:
             return self._native.parse(body, tools_to_template(self.schemas.tools))
         except Exception as e:
-            # The port's contract: foreign code, any exception of which says "no call".
+            # Foreign code: by the port's contract any exception says "not a call".
             raise NotACall from e
 
     def _emit(self, call: object) -> None:

@@ -1,4 +1,4 @@
-"""Calls as <function=name><parameter=key>value: Qwen3-Coder, Seed-OSS, Nemotron 3; MiniCPM's cousin."""
+"""Calls as <function=name><parameter=key>value: Qwen3-Coder, Seed-OSS, Nemotron 3; MiniCPM's variant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QWEN = CallTags(
 class XmlFunctions(TagCallParser):
     tags_by_marker: ClassVar[Mapping[str, CallTags]] = {
         "<tool_call>": _QWEN,
-        "<function=": _QWEN,  # the outer tag is forgotten now and then
+        "<function=": _QWEN,  # models forget the outer tag now and then
         "<seed:tool_call>": replace(_QWEN, section_end="</seed:tool_call>"),
     }
 
