@@ -128,8 +128,8 @@ def test_expressions_are_taken_apart() -> None:
     )
     assert parse("a+?") == Group(((Item(Char("a"), "+"),),))
     assert parse(r"\x41\u{42}\u0043") == Group(((*(Item(Char(c)) for c in "ABC"),),))
-    assert parse("(?s:.)(?P<n>x)(?i:y)").options[0][2].what == Group(((Item(Char("y")),),), True)
-    assert parse(r"\p{L}\d[[a-c]&&[^b]]").options[0][2].what == Class("[[a-c]&&[^b]]")
+    assert parse("(?s:.)(?P<n>x)(?i:y)").options[0][2].atom == Group(((Item(Char("y")),),), True)
+    assert parse(r"\p{L}\d[[a-c]&&[^b]]").options[0][2].atom == Class("[[a-c]&&[^b]]")
 
 
 @pytest.mark.parametrize(
