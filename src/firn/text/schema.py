@@ -154,7 +154,7 @@ def _container(text: str) -> Any:
     if text[:1] not in ("{", "["):
         return _UNREADABLE
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse)
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     except _LITERAL_FAULTS:
         pass
     try:
@@ -167,10 +167,15 @@ def _container(text: str) -> Any:
 
 def _strict_json(text: str) -> Any:
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except _LITERAL_FAULTS:
         return _UNREADABLE
-    return _UNREADABLE if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finite(number: str) -> float:
+    """1e999 is JSON, but the infinity that Python makes of it cannot be written as JSON again."""
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
 
 
 def _refuse(constant: str) -> NoReturn:
