@@ -46,14 +46,14 @@ def test_formats_that_keep_every_pixel(kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "CMYK", "L"])
-def test_jpegs(mode: str) -> None:
+def test_jpegs_decode_within_their_loss(mode: str) -> None:
     image = Image.new("RGB", (16, 16), (180, 60, 60)).convert(mode)
     got = read(saved(image, "JPEG", quality=95))
     want = np.asarray(image.convert("RGB")).astype(int)
     assert np.abs(got.astype(int) - want).max() <= 4
 
 
-def test_palettes_and_bits() -> None:
+def test_palettes_and_single_bits_become_rgb() -> None:
     np.testing.assert_array_equal(read(saved(colours().quantize(4)))[0, 0], [200, 20, 20])
     bits = Image.new("1", (2, 1))
     bits.putpixel((1, 0), 1)
@@ -93,7 +93,7 @@ def test_sixteen_bits_are_scaled(kind: str) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_cameras_that_were_turned(orientation: int) -> None:
+def test_a_turned_cameras_picture_is_upright(orientation: int) -> None:
     """All eight ways to hold a camera show the same picture."""
     upright = np.zeros((24, 16, 3), dtype=np.uint8)
     upright[:12, :8] = (255, 0, 0)
@@ -161,7 +161,7 @@ def test_a_fault_is_named(what: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @given(st.data())
-def test_damage_never_escapes(data: st.DataObject) -> None:
+def test_a_damaged_file_gives_pixels_or_undecodable(data: st.DataObject) -> None:
     """Any cut and any change of bytes: pixels or Undecodable."""
     kind = data.draw(st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"]))
     file = bytearray(saved(colours(size=(8, 8)), kind))

@@ -86,7 +86,7 @@ def test_it_connects_to_the_address_that_was_checked() -> None:
     assert web.resolved == ["pictures.example"]
 
 
-def test_addresses_of_either_kind() -> None:
+def test_ipv4_and_ipv6_addresses_are_fetched() -> None:
     assert Web(ok).fetch("https://two.example/") == b"pixels"
     assert Web(ok).fetch("https://[2606:2800:220:1::1]/") == b"pixels"
 
@@ -110,7 +110,7 @@ def test_nothing_private_is_reached(host: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["1.1.1.1", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"])
-def test_public_addresses(text: str) -> None:
+def test_public_addresses_are_allowed(text: str) -> None:
     assert is_public(ipaddress.ip_address(text))
 
 
@@ -124,12 +124,12 @@ def test_public_addresses(text: str) -> None:
         ("https://pictures.example:99999/", "port above 65535"),
     ],
 )
-def test_addresses_that_are_none(url: str, said: str) -> None:
+def test_malformed_addresses_are_refused(url: str, said: str) -> None:
     with pytest.raises(BadPicture, match=said):
         Web(no_web).fetch(url)
 
 
-def test_plain_http_where_it_is_allowed() -> None:
+def test_plain_http_is_fetched_where_it_is_allowed() -> None:
     assert Web(ok).fetch("http://pictures.example/", plain_http=True) == b"pixels"
 
 
@@ -179,7 +179,7 @@ def test_answers_that_are_refused(response: httpx.Response, said: str) -> None:
         Web(lambda _: response).fetch("https://pictures.example/")
 
 
-def test_a_server_that_says_nothing() -> None:
+def test_a_silent_server_times_out() -> None:
     class Slow(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             await asyncio.Event().wait()
@@ -192,7 +192,7 @@ def test_a_server_that_says_nothing() -> None:
         asyncio.run(fetcher.fetch(PicturePart("https://pictures.example/")))
 
 
-def test_a_request_is_filled_in() -> None:
+def test_only_remote_pictures_of_a_request_are_filled_in() -> None:
     parts = (
         TextPart("see"),
         PicturePart("https://pictures.example/a.png"),
@@ -231,13 +231,13 @@ def test_an_address_that_is_shown_twice_is_fetched_once() -> None:
     assert len(web.asked) == 2
 
 
-def test_one_request_fetches_only_so_many() -> None:
+def test_a_request_fetches_a_limited_number_of_pictures() -> None:
     urls = [f"https://pictures.example/{i}.png" for i in range(MAX_URLS + 1)]
     with pytest.raises(BadPicture, match=rf"^content\[{MAX_URLS}\]: more than"):
         gather(Web(no_web), *urls)
 
 
-def test_one_request_fetches_only_so_much() -> None:
+def test_a_request_fetches_a_limited_number_of_bytes() -> None:
     """Each is within the limit, all of them together are not."""
     urls = [f"https://pictures.example/{i}.png" for i in range(TOTAL_FACTOR + 1)]
     assert gather(Web(ok), *urls[:-1], nbytes=len(b"pixels"))

@@ -87,7 +87,9 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_no_decoder_sees_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_file_is_refused_before_decoding(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unseen(*args: Any, **options: Any) -> None:
         raise AssertionError("a decoder was asked")
 
@@ -156,7 +158,7 @@ def test_pages_and_frames_are_told_by_the_structure() -> None:
             check(saved(colours(), kind, save_all=True, append_images=[colours().rotate(180)]))
 
 
-def test_garbage_where_exif_should_be_is_not_a_matter_of_the_picture() -> None:
+def test_garbage_in_place_of_exif_is_ignored() -> None:
     file = io.BytesIO()
     colours(size=(32, 16)).save(file, "JPEG")
     data = file.getvalue()

@@ -69,7 +69,7 @@ def album(**options: Any) -> tuple[Pictures, FakeProcessor]:
     ],
     ids=range(8),
 )
-def test_data_urls(url: str) -> None:
+def test_every_form_of_a_data_url_is_read(url: str) -> None:
     assert read(PicturePart(url), max_nbytes=10_000) == png()
 
 
@@ -113,7 +113,7 @@ def test_a_picture_sent_again_is_not_processed_again() -> None:
     assert len(processor.seen) == 1
 
 
-def test_only_so_many_are_kept() -> None:
+def test_the_oldest_pictures_are_dropped() -> None:
     pictures, processor = album(keep_nbytes=250)
     for colour in (1, 2, 3, 1):
         pictures.prepare(PicturePart(as_url(png(colour=(colour, 0, 0)))))
@@ -122,7 +122,7 @@ def test_only_so_many_are_kept() -> None:
     assert len(processor.seen) == 4
 
 
-def test_a_digest_is_of_what_is_seen() -> None:
+def test_a_digest_is_of_the_pixels_not_of_the_file() -> None:
     """The same pixels in another file format, or fetched, are the same picture."""
     pictures, _ = album()
     one = pictures.prepare(PicturePart(as_url(png())))

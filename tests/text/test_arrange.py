@@ -82,7 +82,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_normalise(case: str) -> None:
+def test_where_all_turns_are_allowed_only_system_messages_change(case: str) -> None:
     before, after = TABLE[case]
     kept = copy.deepcopy(before)
     assert arrange(before, TurnRules()) == after
@@ -136,9 +136,7 @@ def test_what_a_strict_template_gets(case: str) -> None:
     assert arrange(before, ALTERNATING) == after
 
 
-def test_a_program_s_note_stays_in_the_results_where_a_turn_would_change_what_stands_before() -> (
-    None
-):
+def test_a_programs_note_joins_the_results_where_a_turn_would_change_the_prefix() -> None:
     chat = (user("u"), CALLS, RESULT, NOTE)
     assert arrange(chat, TurnRules()) == chat
     inside = arrange(chat, TurnRules(notes_in_results=True))
@@ -161,7 +159,7 @@ def test_calls_made_at_once_become_calls_in_turn() -> None:
     )
 
 
-def test_a_template_without_a_system_role() -> None:
+def test_without_a_system_role_the_system_prompt_opens_the_first_user_turn() -> None:
     mute = TurnRules(leading_system=False)
     assert arrange((system("s"), user("u")), mute) == (user("s\n\nu"),)
     assert arrange((system("s"), assistant("x")), mute) == (user("s"), assistant("x"))
@@ -183,7 +181,7 @@ def test_only_whole_changing_lines_go(text: str, left: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["x-" + "billing" * 100_000, " " * 700_000, "x-" + "-" * 700_000])
-def test_a_line_without_end_is_read_once(text: str) -> None:
+def test_an_endless_line_takes_linear_time(text: str) -> None:
     """Trying every way to read it would take hours, with Python's lock held."""
     assert strip_changing_lines(text) == text
 
@@ -203,9 +201,9 @@ def test_a_line_without_end_is_read_once(text: str) -> None:
 )
 def test_arguments_reach_the_template_as_an_object(given: object, reaches: object) -> None:
     message = assistant(tool_calls=(ToolCall("c", "f", given),))  # type: ignore[arg-type]
-    (found,) = normalize_calls((message,), TemplateStyle())
-    assert found.tool_calls[0].arguments == reaches
-    (rendered,) = to_template((found,))
+    (normal,) = normalize_calls((message,), TemplateStyle())
+    assert normal.tool_calls[0].arguments == reaches
+    (rendered,) = to_template((normal,))
     assert rendered["tool_calls"] == [
         {"type": "function", "id": "c", "function": {"name": "f", "arguments": reaches}}
     ]
@@ -239,7 +237,7 @@ def test_content_is_a_list_only_with_pictures() -> None:
     ]
 
 
-def test_styles() -> None:
+def test_calls_and_results_follow_the_templates_style() -> None:
     messages = (assistant(reasoning="hm", tool_calls=(CALL,)), RESULT)
     style = TemplateStyle(
         none_content=True,

@@ -115,7 +115,9 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
     ("format", "text", "calls"),
     [(f, text, calls) for f, cases in CALLS.items() for text, calls in cases],
 )
-def test_calls(format: str, text: str, calls: list[tuple[str, Any]]) -> None:
+def test_every_variant_of_a_call_is_read(
+    format: str, text: str, calls: list[tuple[str, Any]]
+) -> None:
     reply = read_at_every_split(ReplyFormat(tool=format), text)
     assert [(c.name, c.arguments) for c in reply.calls] == calls
     assert reply.text == ("Sure." if text.startswith("Sure.") else "")
@@ -186,7 +188,7 @@ def test_a_broken_call_takes_no_good_one_along(format: str) -> None:
 @pytest.mark.parametrize(
     ("format", "text"), [(f, text) for f, cases in TEXTS.items() for text in cases]
 )
-def test_what_is_no_call_is_text(format: str, text: str) -> None:
+def test_what_is_not_a_call_is_text(format: str, text: str) -> None:
     reply = read_at_every_split(ReplyFormat(tool=format, native=NATIVE), text)
     assert reply.calls == []
     assert reply.text == text
@@ -206,7 +208,7 @@ def test_a_header_without_its_separator_takes_no_good_call_along(format: str) ->
     assert [(c.name, c.text) for c in reply.calls] == [("other", '{"a": 1}')]
 
 
-def test_deepseek_arguments_that_are_no_object_stay_in_their_call() -> None:
+def test_deepseek_arguments_that_are_not_an_object_stay_in_their_call() -> None:
     call, separator, end = NO_SEPARATOR["deepseek"]
     text = f'{call}other{separator}[1]{end}{call}other{separator}{{"a": 1}}{end}'
     reply = read_at_every_split(ReplyFormat(tool="deepseek"), text)
@@ -267,7 +269,7 @@ HARMONY = ReplyFormat(tool="harmony")
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 
 
-def test_channels() -> None:
+def test_harmony_channels_become_reasoning_text_and_calls() -> None:
     text = (
         f"{CHANNEL}analysis{MESSAGE}I think.{END}"
         f"{START}assistant{CHANNEL}commentary{MESSAGE}Let me look.{END}"

@@ -30,26 +30,26 @@ def tokenizer(request: pytest.FixtureRequest) -> TrainedTokenizer:
 @pytest.mark.parametrize("text", HARD_TEXTS, ids=range(len(HARD_TEXTS)))
 def test_the_pieces_are_the_decoding_of_the_whole(tokenizer: TrainedTokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special=False)
-    found = pieces(tokenizer, ids)
-    assert "".join(found) == tokenizer.decode(ids)
-    assert not any(BROKEN in p for p in found)
+    shown = pieces(tokenizer, ids)
+    assert "".join(shown) == tokenizer.decode(ids)
+    assert not any(BROKEN in p for p in shown)
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60))
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_any_text(kind: str, text: str) -> None:
+def test_any_text_comes_back(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]()
     ids = tokenizer.encode(text, add_special=False)
-    found = pieces(tokenizer, ids)
-    assert "".join(found) == tokenizer.decode(ids)
+    shown = pieces(tokenizer, ids)
+    assert "".join(shown) == tokenizer.decode(ids)
     if BROKEN not in text:
-        assert not any(BROKEN in p for p in found)
+        assert not any(BROKEN in p for p in shown)
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_any_ids_of_a_byte_level_vocabulary(data: st.DataObject) -> None:
+def test_any_ids_of_a_byte_level_vocabulary_come_back(data: st.DataObject) -> None:
     tokenizer = byte_level()
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=80))
     assert "".join(pieces(tokenizer, ids)) == uncut(tokenizer, ids)
@@ -76,7 +76,7 @@ def test_long_runs_of_broken_bytes_keep_the_window_short(data: st.DataObject) ->
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("strips", [True, False])
-def test_any_ids_of_a_fallback_vocabulary(strips: bool, data: st.DataObject) -> None:
+def test_any_ids_of_a_fallback_vocabulary_come_back(strips: bool, data: st.DataObject) -> None:
     tokenizer = fallback(strips=strips)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
     whole = tokenizer.decode(ids)
@@ -115,7 +115,7 @@ def test_a_character_that_is_cut_off_is_held_back(kind: str, n_whole: int) -> No
         assert "".join(pieces(tokenizer, ids)) == text
 
 
-def test_bytes_that_are_no_character_are_shown_as_broken() -> None:
+def test_bytes_that_are_not_a_character_are_shown_as_broken() -> None:
     tokenizer = byte_level()
     by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     assert pieces(tokenizer, [by_byte[b"\xe2"], by_byte[b"a"]])[-2:] == [f"{BROKEN}a", ""]

@@ -56,7 +56,7 @@ SAID = (
 
 @st.composite
 def chats(draw: st.DrawFn, *, thoughts: bool) -> list[Item]:
-    found: list[Item] = []
+    items: list[Item] = []
     n_said = n_calls = 0
 
     def text() -> str:
@@ -68,23 +68,23 @@ def chats(draw: st.DrawFn, *, thoughts: bool) -> list[Item]:
         return f"thought {text()}" if thoughts and draw(st.booleans()) else ""
 
     for _ in range(draw(st.integers(0, 2))):
-        found.append(Item("system", (text(),)))
+        items.append(Item("system", (text(),)))
     for _ in range(draw(st.integers(1, 3))):
         for _ in range(draw(st.integers(1, 2))):
-            found.append(Item("user", (text(),)))
+            items.append(Item("user", (text(),)))
         if draw(st.integers(0, 3)) == 0:
-            found.append(Item("system", (text(),)))
+            items.append(Item("system", (text(),)))
         for _ in range(draw(st.integers(0, 2))):
             texts = tuple(text() for _ in range(draw(st.integers(1, 2))))
-            found.append(Item("calls", texts, thought(), n_calls))
-            found.append(Item("results", tuple(text() for _ in texts), first=n_calls))
+            items.append(Item("calls", texts, thought(), n_calls))
+            items.append(Item("results", tuple(text() for _ in texts), first=n_calls))
             n_calls += len(texts)
             late = draw(st.sampled_from(["", "", "system", "note"]))
             if late:
-                found.append(Item(late, (text(),)))  # type: ignore[arg-type]
+                items.append(Item(late, (text(),)))  # type: ignore[arg-type]
         if draw(st.integers(0, 3)):
-            found.append(Item("answer", (text(),), thought()))
-    return found
+            items.append(Item("answer", (text(),), thought()))
+    return items
 
 
 def turns(items: list[Item]) -> Iterator[list[Item]]:
@@ -160,27 +160,29 @@ def for_messages(items: list[Item]) -> dict[str, Any]:
 
 
 def for_responses(items: list[Item]) -> dict[str, Any]:
-    found: list[dict[str, Any]] = []
+    input_items: list[dict[str, Any]] = []
     for item in items:
         if item.thought:
-            found.append({"type": "reasoning", "content": [
+            input_items.append({"type": "reasoning", "content": [
                 {"type": "reasoning_text", "text": item.thought}], "summary": []})  # fmt: skip
         for i, text in enumerate(item.texts):
             id = f"call_{item.first + i}"
             match item.kind:
                 case "user" | "note":
-                    found.append({"role": "user", "content": text})
+                    input_items.append({"role": "user", "content": text})
                 case "system":
-                    found.append({"role": "system", "content": text})
+                    input_items.append({"role": "system", "content": text})
                 case "answer":
-                    found.append({"role": "assistant", "content": text})
+                    input_items.append({"role": "assistant", "content": text})
                 case "calls":
-                    given = {"name": "look", "arguments": json.dumps({"at": text}), "call_id": id}
-                    found.append({"type": "function_call", **given})
+                    call = {"name": "look", "arguments": json.dumps({"at": text}), "call_id": id}
+                    input_items.append({"type": "function_call", **call})
                 case "results":
-                    found.append({"type": "function_call_output", "call_id": id, "output": text})
+                    input_items.append(
+                        {"type": "function_call_output", "call_id": id, "output": text}
+                    )
     tool = {"type": "function", "name": "look", "description": "Looks.", "parameters": PARAMETERS}
-    return {"input": found, "tools": [tool]}
+    return {"input": input_items, "tools": [tool]}
 
 
 def for_ollama(items: list[Item]) -> dict[str, Any]:
@@ -233,8 +235,8 @@ def chat_of(path: str, items: list[Item]) -> Chat:
 
 def ids_of(family: str, chat: Chat, *, header: bool) -> list[int]:
     kwargs = {**chat.template_kwargs, "add_generation_prompt": header}
-    found = maker(family).make(replace(chat, template_kwargs=kwargs))
-    return [int(token) for token in found.ids]
+    prompt = maker(family).make(replace(chat, template_kwargs=kwargs))
+    return [int(token) for token in prompt.ids]
 
 
 def check(family: str, path: str, items: list[Item]) -> None:
@@ -286,7 +288,7 @@ def test_a_turn_begins_with_the_one_before(family: str, path: str, items: list[I
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=6, deadline=None)
 @given(items=chats(thoughts=True))
-def test_but_for_thoughts_that_the_template_drops(
+def test_only_reasoning_that_the_template_drops_is_lost(
     family: str, path: str, items: list[Item]
 ) -> None:
     check(family, path, items)

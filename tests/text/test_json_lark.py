@@ -68,7 +68,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_the_same(case: str) -> None:
+def test_the_quoted_grammar_accepts_the_same_texts(case: str) -> None:
     grammar, right, wrong = CASES[case]
     inside = quoted(grammar)
     for text in right:
@@ -78,9 +78,9 @@ def test_texts_are_the_same(case: str) -> None:
         assert not accepts(inside, json.dumps(text, ensure_ascii=False)[1:-1]), text
 
 
-@pytest.mark.parametrize("raw", ['a"', "a\n", "\\", '\\"x'])
+@pytest.mark.parametrize("raw", ['a"', '"x', "a\n", "\\"])
 def test_no_text_ends_the_string(raw: str) -> None:
-    assert not accepts(quoted("start: /(?s:.*)/"), raw if raw != '\\"x' else '"x')
+    assert not accepts(quoted("start: /(?s:.*)/"), raw)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_no_text_ends_the_string(raw: str) -> None:
         "start: /[/",
     ],
 )
-def test_what_cannot_be_said_there(grammar: str) -> None:
+def test_a_grammar_without_a_form_inside_json_is_refused(grammar: str) -> None:
     with pytest.raises(Unquotable):
         quoted(grammar)
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_said_there(grammar: str) -> None:
 # --- regular expressions -------------------------------------------------------------------
 
 
-def test_expressions_are_taken_apart() -> None:
+def test_regular_expressions_are_parsed() -> None:
     assert parse(r"a\n[b\]]*|(?:c.){2,}") == Group(
         (
             (
@@ -135,6 +135,6 @@ def test_expressions_are_taken_apart() -> None:
 @pytest.mark.parametrize(
     "pattern", ["(", ")", "[a", "*a", "a|*", r"\b", r"\1", "(?!a)", r"\xzz", "^"]
 )
-def test_others_are_not(pattern: str) -> None:
+def test_unsupported_expressions_are_refused(pattern: str) -> None:
     with pytest.raises(UnsupportedRegex):
         parse(pattern)

@@ -47,7 +47,7 @@ def test_a_text_that_no_tokens_could_hold_is_hardly_read() -> None:
     assert "about" in caught.value.message
 
 
-def test_others_are_read_in_slices_until_it_is_clear() -> None:
+def test_a_text_that_might_fit_is_read_in_slices_until_it_is_clear() -> None:
     tokenizer = Counting(longest=10**6)
     with pytest.raises(ContextTooLong) as caught:
         refuse_too_long("x" * (8 << 20), tokenizer, limit=SLICE_CHARS + 1)
@@ -55,7 +55,7 @@ def test_others_are_read_in_slices_until_it_is_clear() -> None:
     assert caught.value.n_prompt > SLICE_CHARS
 
 
-def test_a_text_that_fits_after_all() -> None:
+def test_a_long_text_of_few_tokens_passes() -> None:
     tokenizer = Counting(chars_a_token=1000, longest=1000)
     refuse_too_long("x" * (1 << 20), tokenizer, limit=4096)
     assert tokenizer.n_read == 1 << 20
@@ -69,7 +69,7 @@ def test_ordinary_texts_are_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("source", ["chat", "raw"])
-def test_prompts_are_refused_that_way(source: str) -> None:
+def test_a_prompt_is_refused_before_all_of_it_is_tokenized(source: str) -> None:
     tokenizer = Counting()
     maker = PromptMaker(tokenizer, context_length=1000)
     tokenizer.n_read = 0

@@ -47,14 +47,14 @@ def only(reader: PartReader, *parts: Any, **more: Any) -> tuple[Any, ...]:
     return reader.read([told(*parts, **more)], newest=-1).messages[0].parts
 
 
-def test_a_model_without_eyes() -> None:
-    found = PartReader().read([told(TextPart("see"), SEEN, TextPart("that"))], newest=-1)
-    (part,) = found.messages[0].parts
+def test_a_model_without_vision_gets_a_text_in_place_of_a_picture() -> None:
+    read = PartReader().read([told(TextPart("see"), SEEN, TextPart("that"))], newest=-1)
+    (part,) = read.messages[0].parts
     assert part == TextPart(f"see\n\n{NO_EYES}\n\nthat")
-    assert found.notes == ("messages[0]: this model takes no images. A text stands in its place.",)
+    assert read.notes == ("messages[0]: this model takes no images. A text stands in its place.",)
 
 
-def test_a_model_with_eyes() -> None:
+def test_pictures_are_prepared_or_replaced_by_a_text() -> None:
     reader = PartReader(Eyes())
     (ready,) = only(reader, SEEN)
     assert isinstance(ready, ReadyPicture)
@@ -67,7 +67,7 @@ def test_a_model_with_eyes() -> None:
     assert [isinstance(p, ReadyPicture) for p in many] == [True] * MAX_PICTURES + [False]
 
 
-def test_other_things() -> None:
+def test_documents_become_text_and_other_parts_a_note() -> None:
     assert only(PartReader(), SOUND) == (
         TextPart("[input_audio was here. This model cannot take it.]"),
     )

@@ -23,7 +23,8 @@ from firn.core.values import (
 )
 from firn.text.prompt import PromptMaker
 from firn.text.template import read_style
-from tests.text.trained import CHATML, TrainedTokenizer, byte_level, fallback
+from tests import families
+from tests.text.trained import CHATML, byte_level, fallback
 
 LLAMA = (
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
@@ -186,7 +187,7 @@ def test_a_choice_changes_nothing_of_the_prompt() -> None:
         np.testing.assert_array_equal(maker().make(chosen).ids, maker().make(source).ids)
 
 
-def test_raw_sources() -> None:
+def test_raw_texts_and_raw_tokens_are_taken_as_they_are() -> None:
     tokenizer = byte_level()
     prompt = maker().make(RawText("The quick brown"))
     assert prompt.ids.tolist() == tokenizer.encode("The quick brown", add_special=True)
@@ -238,7 +239,7 @@ STYLES = [
 
 
 @pytest.mark.parametrize(("source", "trait"), STYLES)
-def test_traits_of_templates(source: str, trait: str) -> None:
+def test_the_style_is_read_from_the_templates_source(source: str, trait: str) -> None:
     assert getattr(read_style(source), trait) is True
     assert getattr(read_style(CHATML), trait) is False
 
@@ -251,18 +252,16 @@ def test_traits_of_templates(source: str, trait: str) -> None:
         ("{{ message.content }}", "reasoning_content"),
     ],
 )
-def test_what_reasoning_is_called(source: str, key: str) -> None:
+def test_reasoning_gets_the_key_that_the_template_reads(source: str, key: str) -> None:
     assert read_style(source).reasoning_key == key
 
 
-def test_the_fixture_is_a_port() -> None:
-    from firn.core.ports import Tokenizer
-
-    port: Tokenizer = TrainedTokenizer.with_template(byte_level(), None)
-    assert port.chat_template is None
+def test_the_styles_of_families_are_read_from_their_sources() -> None:
+    assert read_style(families.template("mistral")).short_ids
+    assert read_style(families.template("gpt_oss")).reasoning_key == "thinking"
 
 
-# --- going on ------------------------------------------------------------------------------
+# --- continuing a reply --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,6 +273,6 @@ def test_the_fixture_is_a_port() -> None:
     ],
     ids=["user", "empty", "call"],
 )
-def test_what_cannot_be_continued(last: Message) -> None:
+def test_only_an_assistants_text_can_be_continued(last: Message) -> None:
     with pytest.raises(BadRequest, match="continued"):
         maker().make(chat(SYSTEM, *TURNS, last, continues=True))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from firn.text.scan import Finder
@@ -45,7 +45,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("stops", "text", "result"), TABLE)
-def test_at_every_split(stops: tuple[str, ...], text: str, result: tuple[str, str | None]) -> None:
+def test_a_stop_is_found_at_every_split(
+    stops: tuple[str, ...], text: str, result: tuple[str, str | None]
+) -> None:
     assert expected(stops, text) == result
     assert read(stops, list(text)) == result
     for i in range(len(text) + 1):
@@ -58,7 +60,11 @@ def test_at_every_split(stops: tuple[str, ...], text: str, result: tuple[str, st
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4).map(tuple),
     chunks=st.lists(st.text("abc", max_size=6), max_size=10),
 )
-def test_as_defined(stops: tuple[str, ...], chunks: list[str]) -> None:
+@example(stops=("abab", "bab"), chunks=["a", "ba", "bc"])
+@example(stops=("aab", "ab"), chunks=["aa", "aab"])
+@example(stops=("ababb",), chunks=["abab", "abb"])
+@example(stops=("b", "ab"), chunks=["a", "b"])
+def test_any_stops_match_as_defined(stops: tuple[str, ...], chunks: list[str]) -> None:
     assert read(stops, chunks) == expected(stops, "".join(chunks))
 
 
@@ -66,6 +72,8 @@ def test_as_defined(stops: tuple[str, ...], chunks: list[str]) -> None:
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
     chunks=st.lists(st.text("abc", max_size=6), max_size=10),
 )
+@example(stops=("abb", "ba"), chunks=["ca", "c", "ab", "c"])
+@example(stops=("aab",), chunks=["aaa", "a"])
 def test_no_more_is_held_back_than_may_begin_a_stop(
     stops: tuple[str, ...], chunks: list[str]
 ) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from firn.core.errors import BadRequest
-from firn.core.values import Chat, Message, TextPart, Tool, ToolCall
+from firn.core.values import Chat, Message, RawText, TextPart, Tool, ToolCall
 from firn.text.formats import FALLBACK, detect_format
-from firn.text.messages import COMMON
 from firn.text.parsers import formats
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
@@ -43,7 +42,7 @@ def text_of(family: str, chat: Chat, format: str = FALLBACK) -> str:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2"])
-def test_tools_calls_and_results_in_words(family: str) -> None:
+def test_tools_calls_and_results_are_written_in_words(family: str) -> None:
     text = text_of(family, CHAT)
     assert text.index('"name": "look"') < text.index("Be brief.") < text.index("How is it")
     call = formats()[FALLBACK].write("look", {"at": "sky"})  # type: ignore[misc]
@@ -122,12 +121,21 @@ RULES["gemma2"] = TurnRules(leading_system=False, late_system=False, user_runs=F
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_the_rules_of_a_family(family: str) -> None:
+def test_probing_finds_the_rules_of_every_family(family: str) -> None:
     assert rules(family) == RULES[family]
 
 
-def test_nothing_is_asked_of_a_model_without_a_template() -> None:
+def test_a_model_without_a_template_is_not_probed() -> None:
     tokenizer = families.with_template("qwen3", None)
-    assert tokenizer.chat_template is None
-    PromptMaker(tokenizer, context_length=64)
-    assert COMMON.lists is False
+
+    class Unrendered:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def render(self, *args: Any, **options: Any) -> str:
+            raise AssertionError("there is no template to render")
+
+    unrendered: Any = Unrendered()
+    assert unrendered.chat_template is None
+    made = PromptMaker(unrendered, context_length=64).make(RawText("snow"))
+    assert tokenizer.decode(made.ids.tolist()) == "snow"
