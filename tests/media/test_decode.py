@@ -159,18 +159,39 @@ def test_a_fault_is_named(what: str) -> None:
     assert "0x" not in str(fault.value)
 
 
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@given(st.data())
-def test_a_damaged_file_gives_pixels_or_undecodable(data: st.DataObject) -> None:
-    """Any cut and any change of bytes: pixels or Undecodable."""
-    kind = data.draw(st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"]))
-    file = bytearray(saved(colours(size=(8, 8)), kind))
-    for at in data.draw(st.lists(st.integers(0, len(file) - 1), max_size=4)):
-        file[at] = data.draw(st.integers(0, 255))
-    end = data.draw(st.integers(0, len(file)))
+KINDS = ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"]
+
+
+def check_damaged(data: bytes) -> None:
     try:
-        got = decode(bytes(file[:end]), max_pixels=10_000)
+        got = decode(data, max_pixels=10_000)
     except Undecodable:
         return
     assert got.ndim == 3
     assert got.shape[2] == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@given(
+    kind=st.sampled_from(KINDS),
+    changes=st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4),
+    n_cut=st.integers(0, 4000),
+)
+def test_a_damaged_file_gives_pixels_or_undecodable(
+    kind: str, changes: list[tuple[int, int]], n_cut: int
+) -> None:
+    """Any cut and any change of bytes."""
+    file = bytearray(saved(colours(size=(8, 8)), kind))
+    for at, value in changes:
+        file[at % len(file)] = value
+    check_damaged(bytes(file[: len(file) - n_cut % len(file)]))
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_with_one_wrong_byte_gives_pixels_or_undecodable(kind: str) -> None:
+    whole = saved(colours(size=(8, 8)), kind)
+    for at in range(0, len(whole), max(len(whole) // 100, 1)):
+        for value in (0, 255, whole[at] ^ 1):
+            check_damaged(whole[:at] + bytes([value]) + whole[at + 1 :])
+        check_damaged(whole[:at])

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from firn.api.dialects import discover
@@ -214,6 +214,32 @@ def test_every_dialect_of_chats_is_here() -> None:
 
 # --- the property --------------------------------------------------------------------------
 
+PLAIN_CHAT = [
+    Item("system", ("Be kind word1.",)),
+    Item("user", ("two\n\nparagraphs word2.",)),
+    Item("answer", ("Grüße word3.",)),
+    Item("user", (f"{SAID[5]} word4.",)),
+    Item("user", ("well word5.",)),
+]
+AGENT_CHAT = [
+    Item("system", ("Be kind word1.",)),
+    Item("system", ("Be brief word2.",)),
+    Item("user", ("look word3.",)),
+    Item("system", ("late word4.",)),
+    Item("calls", ("here word5.", "there word6."), first=0),
+    Item("results", ("snow word7.", f"{SAID[6]} word8."), first=0),
+    Item("note", ("a note word9.",)),
+    Item("calls", ("  spaces   word10.",), first=2),
+    Item("results", ("ice word11.",), first=2),
+    Item("system", ("later word12.",)),
+    Item("answer", ("done word13.",)),
+    Item("user", ("thanks word14.",)),
+]
+THOUGHTFUL_CHAT = [
+    replace(item, thought=f"thought about {i}") if item.is_assistants else item
+    for i, item in enumerate(AGENT_CHAT)
+]
+
 
 @cache
 def maker(family: str) -> PromptMaker:
@@ -264,8 +290,8 @@ def floor(family: str, path: str, text: str, before: list[Item], now: list[Item]
     added = now[len(before) :]
     may_join = rules.alternates or before[-1].kind in ("results", "note")
     if may_join and not added[0].is_assistants:
-        # Nobody has answered: this is said in the same turn, where a template alternates, or
-        # behind results, where it may belong to them. The turn's end stands behind it now.
+        # Nobody has answered: what was added belongs to the same turn, where a template alternates,
+        # or to the results before it. The turn's end comes after it now.
         end = text.rfind(before[-1].texts[-1].split()[-1].rstrip("."))
     questions = ("user",) if path == "/v1/messages" else ("user", "note")
     if rules.thought and any(item.kind in questions for item in added):
@@ -280,6 +306,8 @@ def floor(family: str, path: str, text: str, before: list[Item], now: list[Item]
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=10, deadline=None)
 @given(items=chats(thoughts=False))
+@example(items=PLAIN_CHAT)
+@example(items=AGENT_CHAT)
 def test_a_turn_begins_with_the_one_before(family: str, path: str, items: list[Item]) -> None:
     check(family, path, items)
 
@@ -288,6 +316,7 @@ def test_a_turn_begins_with_the_one_before(family: str, path: str, items: list[I
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=6, deadline=None)
 @given(items=chats(thoughts=True))
+@example(items=THOUGHTFUL_CHAT)
 def test_only_reasoning_that_the_template_drops_is_lost(
     family: str, path: str, items: list[Item]
 ) -> None:

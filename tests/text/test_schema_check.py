@@ -61,6 +61,22 @@ def test_faults_agree_with_jsonschema(schema: dict[str, Any], value: Any) -> Non
     assert (not faults(value, schema)) == known.is_valid(value)
 
 
+SOME_VALUES: list[Any] = [
+    None, True, False, -1, 0, 1, 2, 2.0, 3, 4, 1.5, "", "a", "aa", "xa", "abc",
+    [], [1], [1, 1], [1, 2], [1, "a"], ["a"], [True, 1], [[]], [[], []], [[[]]], [1, 2, 3],
+    {}, {"a": 1}, {"a": "a"}, {"b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": "x"}, {"ab": 1}, {"ab": "a"},
+    {"b": [True]}, {"a": True}, {"a": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: next(iter(s)))
+def test_faults_agree_with_jsonschema_on_values_of_every_kind(schema: dict[str, Any]) -> None:
+    known = jsonschema.Draft202012Validator(schema)
+    verdicts = [known.is_valid(value) for value in SOME_VALUES]
+    assert [not faults(value, schema) for value in SOME_VALUES] == verdicts
+    assert len(set(verdicts)) == 2 or schema == {"anyOf": [True, False]}
+
+
 def test_the_places_of_faults_are_named() -> None:
     schema = {
         "type": "object",
