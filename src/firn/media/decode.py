@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from firn.media.headers import Undecodable, check
+from firn.media.faults import SEVERAL_PICTURES, Undecodable, one_line
+from firn.media.headers import check
 
 Pixels = npt.NDArray[np.uint8]
 """(height, width, 3)."""
@@ -44,7 +45,7 @@ def decode(data: bytes, *, max_pixels: int) -> Pixels:
     except Image.DecompressionBombError as e:
         raise Undecodable("has more pixels than can be decoded; send a smaller one") from e
     except DAMAGE as e:
-        raise Undecodable(f"is damaged: {_one_line(e)}") from e
+        raise Undecodable(f"is damaged: {one_line(e)}") from e
     return np.ascontiguousarray(rgb)
 
 
@@ -59,7 +60,7 @@ def _check(image: Image.Image, max_pixels: int) -> None:
     # An MPO from a camera has several views of one scene; the first is the picture. GIF and TIFF were
     # checked by their structure already: a decoder takes longer to count their frames.
     if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
-        raise Undecodable("is animated or has several pages; send one of them")
+        raise Undecodable(SEVERAL_PICTURES)
 
 
 def _to_rgb(image: Image.Image) -> Pixels:
@@ -81,8 +82,3 @@ def _from_wide(image: Image.Image) -> Pixels:
         raise Undecodable("has values beyond 16 bits")
     grey = (values / 257.0).round().astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text[:120] if text else type(error).__name__

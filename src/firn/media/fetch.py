@@ -19,6 +19,7 @@ import httpx
 
 from firn.core.errors import BadPicture
 from firn.core.values import Chat, GenerateRequest, Namespace, Part, PicturePart
+from firn.media.faults import one_line
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -119,8 +120,8 @@ class Fetcher:
             late = f"the image did not arrive within {self._limits.timeout_s:g} seconds."
             raise BadPicture(part.param, late) from e
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
-            why = " ".join(str(e).split())[:120] or type(e).__name__
-            raise BadPicture(part.param, f"the image could not be fetched: {why}") from e
+            why = f"the image could not be fetched: {one_line(e)}"
+            raise BadPicture(part.param, why) from e
 
     async def _follow(self, part: PicturePart) -> bytes:
         url = httpx.URL(part.url)

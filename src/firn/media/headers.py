@@ -11,6 +11,8 @@ import contextlib
 import struct
 from collections.abc import Iterator
 
+from firn.media.faults import SEVERAL_PICTURES, Undecodable
+
 MAX_TAGS = 1024
 MAX_STRIPS = 100_000
 MAX_SEGMENTS = 4096
@@ -30,16 +32,12 @@ TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"MM*\0", b"II\0*")
 EXIF = b"Exif\0\0"
 
 
-class Undecodable(Exception):
-    """What is wrong with the picture, as the end of a sentence that begins with "the image"."""
-
-
 def check(data: bytes) -> None:
     """Raises Undecodable for what must not reach a decoder."""
     with contextlib.suppress(struct.error, IndexError):  # cut off: the decoder will say so
         if data[:4] in TIFF_HEADS:
             if _check_tags(data):
-                raise Undecodable("is animated or has several pages; send one of them")
+                raise Undecodable(SEVERAL_PICTURES)
         elif data[:3] == b"\xff\xd8\xff":
             _check_jpeg(data)
         elif data[:6] in (b"GIF87a", b"GIF89a"):
@@ -129,7 +127,7 @@ def _check_gif(data: bytes) -> None:
         if kind == 0x2C:
             n_images += 1
             if n_images > 1:
-                raise Undecodable("is animated or has several pages; send one of them")
+                raise Undecodable(SEVERAL_PICTURES)
             at += 11 + _palette_nbytes(data[at + 9])
         elif kind == 0x21:
             at += 2

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from firn.core.errors import BadPicture
 from firn.core.values import PicturePart, PreparedPicture, TokenArray
 from firn.media.decode import Pixels, decode
-from firn.media.headers import Undecodable
+from firn.media.faults import Undecodable, one_line
 
 MIB = 1 << 20
 _DATA_URL = re.compile(r"data:(?P<kind>[^,]*?)(?P<base64>;\s*base64)?\s*,", re.IGNORECASE)
@@ -94,8 +94,8 @@ class Pictures:
         try:
             processed = self._processor.process(pixels)
         except Exception as e:  # any processor of mlx-vlm or transformers may run here
-            why = " ".join(str(e).split())[:200] or type(e).__name__
-            raise BadPicture(part.param, f"the model's processor refuses the image: {why}") from e
+            why = f"the model's processor refuses the image: {one_line(e)}"
+            raise BadPicture(part.param, why) from e
         digest = digest_of(pixels, self._processor.settings, owner=part.owner)
         prepared = PreparedPicture(digest, processed.text, processed.ids, processed.inputs)
         self._keep(key, prepared, processed.nbytes)
