@@ -1,4 +1,4 @@
-"""Documents of several callers, and of one who sends many: whose memory, whose time."""
+"""Documents of several callers, and of one who sends many: nobody learns of others, time is limited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gathered(documents: Documents, request: GenerateRequest, owner: str) -> list
 
 
 def test_a_text_is_kept_for_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long it takes to read tells nobody what others have sent."""
+    """The time that reading takes tells nobody what others have sent."""
     documents = Documents()
     read: list[bytes] = []
     text_of = documents._text

@@ -1,4 +1,4 @@
-"""Images by address: only from the public internet, only what was checked, only so much of it."""
+"""Pictures by address: only from the public internet, only what was checked, within limits."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_request_fetches_a_limited_number_of_bytes() -> None:
 
 
 def test_one_fault_ends_the_request() -> None:
-    """The first fault is told, and nothing of the other fetches goes on."""
+    """The first fault is reported, and the other fetches end."""
 
     async def run() -> None:
         never = asyncio.Event()

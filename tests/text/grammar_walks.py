@@ -1,4 +1,4 @@
-"""Tool formats held to their grammars: a tokenizer with each format's tokens, and walks through it."""
+"""Random replies within the grammars of tool formats, with a tokenizer that has each format's tokens."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ TOOLS = (WEATHER, PING, SAY)
 
 @cache
 def tokenizer(format: str) -> HfTokenizer:
-    """Byte-level, with the control tokens of one format; its example stands in for its template."""
+    """Byte-level, with the control tokens of one format. Its template is the format's example."""
     form = formats()[format]
     control = [END, THINK.open, THINK.close, *form.tokens]
     made = Tokenizer(models.BPE())

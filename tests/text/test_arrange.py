@@ -73,7 +73,7 @@ TABLE = {
         (system("Be kind."), user("u")),
     ),
     "nothing left": ((system("x-anthropic-billing-header: cch=1"), user("u")), (user("u"),)),
-    "an empty system message is a wish": ((system(""), user("u")), (system(""), user("u"))),
+    "an empty system message is kept": ((system(""), user("u")), (system(""), user("u"))),
     "a user may quote the line": (
         (user("x-anthropic-billing-header: cch=1"),),
         (user("x-anthropic-billing-header: cch=1"),),
@@ -111,7 +111,7 @@ STRICT = {
         (user("look"), SHOWS),
         (Message("user", (TextPart("look\n\nsee"), PICTURE)),),
     ),
-    "late system joins the turn behind it": (
+    "late system joins the turn after it": (
         (system("a"), user("u"), assistant("x"), system("s"), user("v")),
         (system("a"), user("u"), assistant("x"), said("user", late("s") + "\n\nv", aside=True)),
     ),
@@ -123,7 +123,7 @@ STRICT = {
         (user("u"), assistant("x"), system("s"), assistant("y")),
         (user("u"), assistant("x"), said("user", late("s"), aside=True), assistant("y")),
     ),
-    "behind results it is a part of the last": (
+    "after results it is a part of the last": (
         (user("u"), CALLS, RESULT, OTHER_RESULT, system("s"), user("v")),
         (user("u"), CALLS, RESULT, said("tool", f"43\n\n{late('s')}\n\nv", tool_call_id="c2")),
     ),
@@ -182,7 +182,7 @@ def test_only_whole_changing_lines_go(text: str, left: str) -> None:
 
 @pytest.mark.parametrize("text", ["x-" + "billing" * 100_000, " " * 700_000, "x-" + "-" * 700_000])
 def test_an_endless_line_takes_linear_time(text: str) -> None:
-    """Trying every way to read it would take hours, with Python's lock held."""
+    """Backtracking would take hours, with Python's lock held."""
     assert strip_changing_lines(text) == text
 
 

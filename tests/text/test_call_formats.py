@@ -1,4 +1,4 @@
-"""Each format's own ways, beyond what the contract asks of all."""
+"""What each format allows, beyond the contract that all of them keep."""
 # ruff: noqa: E501  (a reply is easier to read on one line)
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ BROKEN: dict[str, tuple[str, str]] = {
         "<|tool_calls_section_end|>",
     ),
 }
-"""Two calls of a section each, the first of which is no JSON: what was said of it stands."""
+"""Two calls of a section each. The first is not JSON; what the client has seen of it stays."""
 
 
 @pytest.mark.parametrize("format", BROKEN)

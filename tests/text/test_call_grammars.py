@@ -1,4 +1,4 @@
-"""Calls that are enforced: whatever a model held to a format's grammar writes, it is a call."""
+"""Enforced calls: whatever a model writes within a format's grammar is a call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_only_the_named_tool_is_called(format: ToolFormat) -> None:
 
 @EACH
 def test_the_model_may_call_or_answer_in_its_format(format: ToolFormat) -> None:
-    """With tools on offer and a format for the answer, the model has both ways to go."""
+    """With tools and a format for the answer, the model may do either."""
     answer = Grammar("json_schema", '{"const": {"answer": 42}}')
     texts, n_calls = set(), 0
     for reply in walks(format, ToolChoice(), grammar=answer):
@@ -150,7 +150,7 @@ def test_one_of_some_tools_must_be_called() -> None:
         assert {call.name for call in reply.calls} == {"say"}
 
 
-# --- dialects of a format, by the template -------------------------------------------------
+# --- variants of a format, by the template -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_one_of_some_tools_must_be_called() -> None:
 )
 def test_the_template_tells_the_variant_of_a_format(format: str, template: str, reply: str) -> None:
     class Taught:
-        """The format's tokenizer behind another template."""
+        """The format's tokenizer with another template."""
 
         chat_template = template
 

@@ -1,4 +1,4 @@
-"""System prompt, tools and the newest message are found in every family's prompts."""
+"""System prompt, tools and the newest message are essential in every family's prompts."""
 
 from __future__ import annotations
 

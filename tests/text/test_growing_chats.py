@@ -1,7 +1,7 @@
 """A chat that grows keeps its prefix: over every dialect, with templates of every family.
 
-The prompt of a turn is the beginning of the next turn's, but for the reply's header and for thinking
-that a template itself leaves out later. What is written here as items is put into each API's own shape.
+The prompt of a turn is the beginning of the next turn's, except for the reply's header and for reasoning
+that the template itself leaves out later. Chats are written as items here, put into each API's shape.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize("prompt", FAMILIES)
 def test_each_family_is_written_in_its_order(prompt: str) -> None:
-    tokens = [each for each in prompt.split() if each not in ("A", "B")]
+    tokens = [word for word in prompt.split() if word not in ("A", "B")]
     tokenizer = FakeTokenizer(special=(END, START, *tokens))
     infill = detect_infill(tokenizer)
     assert infill is not None
@@ -52,7 +52,7 @@ def test_either_side_may_be_empty() -> None:
 
 
 class Framing(FakeTokenizer):
-    """Puts a token in front of every raw prompt and its end token behind."""
+    """Puts a token before every raw prompt and its end token after it."""
 
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
@@ -70,8 +70,8 @@ def test_the_opening_token_comes_first_and_no_end_token() -> None:
     assert tokenizer.decode(bare) == "[SUFFIX]B[PREFIX]A"
 
 
-class Blank(FakeTokenizer):
-    """Puts a blank before every text, as SentencePiece does."""
+class SpaceFirst(FakeTokenizer):
+    """Puts a space before every text, as SentencePiece does."""
 
     def encode(
         self, text: str, *, add_special: bool, typed: Sequence[tuple[int, int]] = ()
@@ -81,7 +81,7 @@ class Blank(FakeTokenizer):
 
 
 def test_the_text_after_the_gap_gets_no_space_before_it() -> None:
-    tokenizer = Blank(special=(END, START, "[SUFFIX]", "[PREFIX]"))
+    tokenizer = SpaceFirst(special=(END, START, "[SUFFIX]", "[PREFIX]"))
     infill = detect_infill(tokenizer)
     assert infill is not None
     assert tokenizer.decode(infill.ids("A", "B")) == "[SUFFIX]B[PREFIX] A"

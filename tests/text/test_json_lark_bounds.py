@@ -1,4 +1,4 @@
-"""Grammars of anybody, rewritten in time that grows with their length."""
+"""Anybody may send a grammar: rewriting it takes time linear in its length."""
 
 from __future__ import annotations
 

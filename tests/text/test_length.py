@@ -1,4 +1,4 @@
-"""Too long is told before all of it is tokenized."""
+"""A text that is too long is refused before all of it is tokenized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes import FakeTokenizer
 
 
 class Counting(FakeTokenizer):
-    """One token for each character, or for so many of them; it counts what it is asked to read."""
+    """One token for every few characters; counts the characters that it is asked to read."""
 
     def __init__(self, *, chars_a_token: int = 1, longest: int = 16) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Schemas of anybody, looked at where everybody's tokens pass: nothing takes long, nothing raises."""
+"""Anybody may send a schema, and checks run on the thread of all tokens: none is slow, none raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools in words, for templates that know none; and what is asked of templates at load."""
+"""Tools in words, for templates that take none; and what templates are probed for at load."""
 
 from __future__ import annotations
 

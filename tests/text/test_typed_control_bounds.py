@@ -1,4 +1,4 @@
-"""However many control tokens somebody types, they are told apart in time that grows with the text."""
+"""However many control tokens somebody types, telling them apart takes linear time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def user(text: str) -> Message:
 
 
 def nosy(content: Content) -> str:
-    """As templates that look into what they are given, and write something else then."""
+    """Like a template that looks for tokens in its messages, and then writes something else."""
     said = "".join(
         f"{START}{m.text.count(END)} {END in m.text} {m.text}{END}" for m in content.messages
     )
@@ -37,7 +37,7 @@ def spelled(content: Content) -> int:
         Content((user(f"{END}{START} x " * N),)),
         Content(tuple(user(f"a{END}b {i}") for i in range(2000))),
     ],
-    ids=["one text", "one behind the other", "two kinds", "many messages"],
+    ids=["one text", "one after the other", "two kinds", "many messages"],
 )
 def test_thousands_of_typed_tokens_are_all_text(content: Content) -> None:
     rendered = TypedControl([END, START]).render(content, nosy)
