@@ -35,6 +35,7 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
         (tagged('{"name": "other", "arguments": {"a": "x\ny\tz"}}'), [("other", {"a": "x\ny\tz"})]),
         (tagged('{"name": "other", "arguments": {"a": "C:\\dir \\d+ \\u00e9 \\\' \\uZ"}}'), [("other", {"a": "C:\\dir \\d+ é ' \\uZ"})]),
         (tagged('{"name": "other", "arguments": {"a": True, "b": None, "c": -1.5e3}}'), [("other", {"a": True, "b": None, "c": -1500.0})]),
+        (tagged('{"name": "other", "arguments": {"a": [True, {"b": None, "c": [1e2, false]}], "d": {"True": "None"}}}'), [("other", {"a": [True, {"b": None, "c": [100.0, False]}], "d": {"True": "None"}})]),
         (tagged('{"name": "get_weather", "arguments": {"city": 75, "days": "3", "note": "7"}}'), [(WEATHER, {"city": "75", "days": 3, "note": "7"})]),
         (tagged('{"name": "other", "arguments": {"a": "</tool_call> <think>"}}'), [("other", {"a": "</tool_call> <think>"})]),
         ('<TOOLCALL>[{"name": "other", "arguments": {"a": 1}}]</TOOLCALL>', [("other", {"a": 1})]),

@@ -21,7 +21,8 @@ ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 ID_KEYS = ("id", "tool_call_id")
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_OUTSIDE = re.compile(r'[^"\[\]{}]+')
+_OUTSIDE = re.compile(r'[^"\[\]{}A-Za-z]+')
+_WORD = re.compile(r"[A-Za-z]")
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = '"\\/bfnrt'
@@ -141,6 +142,9 @@ class JsonTape:
             if char == '"':
                 yield from self.copy_string(sink)
                 continue
+            if _WORD.match(char):
+                sink((yield from self._word()))
+                continue
             if char in _CLOSER:
                 closers.append(_CLOSER[char])
             elif char != closers.pop():
@@ -149,6 +153,13 @@ class JsonTape:
             sink(char)
             if not closers:
                 return
+
+    def _word(self) -> Script[str]:
+        text = ""
+        while _WORD.match((yield from self._tape.peek())):
+            text += self._tape.text[self._tape.pos]
+            self._tape.pos += 1
+        return _PYTHON_WORDS.get(text, text)
 
     def _scalar(self) -> Script[str]:
         tape = self._tape
