@@ -133,6 +133,8 @@ TEXTS: dict[str, list[str]] = {
         tagged('{"name": "two words", "arguments": {}}'),
         tagged('{"name": "other", "arguments": [1]}'),
         tagged('{"name": "other" "arguments": {}}'),
+        tagged('{"arguments": {"a": [NaN]}, "name": "other"}'),
+        tagged('{"name": "other", "arguments": "{\\"a\\": 1e999}"}'),
         "<tool_call",
         "a <tool_call> is a tag, and <tool_response> too",
     ],
@@ -145,7 +147,7 @@ TEXTS: dict[str, list[str]] = {
         'Text first: {"name": "other", "parameters": {}}',
         '{"name": "other"',
     ],
-    "python_tag": ["<|python_tag|>print(1)", "<|python_tag|>unknown.call(a=1)"],
+    "python_tag": ["<|python_tag|>print(1)", "<|python_tag|>unknown.call(a=1)", "<|python_tag|>other.call(a=b'x')"],
     "xml_functions": ["<tool_call>\nhello\n</tool_call>", "<function=two words>x</function>"],
     "glm": ["<tool_call> is a tag\nof two lines", "<tool_call>" + "x" * 2000],
     "mistral": ["[TOOL_CALLS] is a marker", '[TOOL_CALLS][{"name": "other", "arguments": [}]'],
@@ -157,9 +159,14 @@ TEXTS: dict[str, list[str]] = {
         "<|tool_call_start|>[other(1)]<|tool_call_end|>",
         "<|tool_call_start|>[other(**x)]<|tool_call_end|>",
         "<|tool_call_start|>import os<|tool_call_end|>",
+        "<|tool_call_start|>[other(), other(a=b'x')]<|tool_call_end|>",
+        "<|tool_call_start|>[other(a={1, 2})]<|tool_call_end|>",
+        "<|tool_call_start|>[other(a={(1, 2): 3})]<|tool_call_end|>",
+        "<|tool_call_start|>[other(a=...)]<|tool_call_end|>",
+        "<|tool_call_start|>[other(a=1e999)]<|tool_call_end|>",
     ],
     "pythonic_bare": ["[1] see (below)]", "[unknown(a=1)]", "[get_weather(a="],
-    "whole_call": ["<call>no</call>", "<call>[1]</call>", '<call>{"name": "other", "arguments": 1}</call>'],
+    "whole_call": ['<call>{"name": "other", "arguments": {"a": 1e999}}</call>', "<call>no</call>", "<call>[1]</call>", '<call>{"name": "other", "arguments": 1}</call>'],
 }  # fmt: skip
 NATIVE = NativeParser("fake", "<call>", "</call>", lambda text, tools: json.loads(text))
 

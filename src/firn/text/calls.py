@@ -243,10 +243,17 @@ class CallParser(ABC):
         self.tape.keep()
 
     def whole(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> None:
-        """Reports a call and all its arguments, in the types of its schema."""
+        """Reports a call and all its arguments, in the types of its schema.
+
+        Raises NotACall for a value that JSON cannot express, such as infinity.
+        """
         values = self.schemas.coerce(name.strip(), arguments)
+        try:
+            text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise NotACall from e
         self.start(name, call_id)
-        self.arguments(json.dumps(values, ensure_ascii=False))
+        self.arguments(text)
         self.end()
 
     def _run(self) -> list[CallPiece]:

@@ -77,7 +77,9 @@ def _call(node: ast.expr) -> PythonCall:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("a call with **arguments")
-        arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
+        value = ast.literal_eval(_JsonWords().visit(keyword.value))
+        json.dumps(value, allow_nan=False)  # raises for bytes, sets and whatever else JSON lacks
+        arguments[keyword.arg] = value
     return PythonCall(_dotted(node.func), arguments)
 
 
