@@ -119,6 +119,37 @@ def test_bytes_that_are_not_a_character_are_shown_as_broken() -> None:
     tokenizer = byte_level()
     by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     assert pieces(tokenizer, [by_byte[b"\xe2"], by_byte[b"a"]])[-2:] == [f"{BROKEN}a", ""]
+    begins_none = [by_byte[b"\x82"], by_byte[b"a"]]
+    assert pieces(tokenizer, begins_none) == [BROKEN, "a", ""], "it need not wait"
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_byte_that_breaks_what_was_shown_is_shown_as_broken(kind: str) -> None:
+    """With byte fallback, the decoder then shows the whole run as broken."""
+    tokenizer = TOKENIZERS[kind]()
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    ids = [by_byte[bytes([b])] for b in "€".encode() + b"\x82"]
+    assert pieces(tokenizer, ids) == ["", "", "€", BROKEN, ""]
+
+
+def test_a_token_that_ends_inside_a_character_shows_what_is_whole() -> None:
+    tokenizer = byte_level()
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    begun, rest = by_byte[b" M\xc3"], by_byte[b"\xbc"]
+    assert pieces(tokenizer, [begun]) == [" M", ""]
+    assert pieces(tokenizer, [begun, rest]) == [" M", "ü", ""]
+
+
+def test_a_character_after_many_broken_ones_is_whole() -> None:
+    """It has begun when the window of pending tokens is full."""
+    tokenizer = byte_level().with_template(None)
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    first, *rest = "🙂".encode()
+    begun = bytes([first, *rest[:2]])
+    n_begun = MAX_PENDING // len(begun)
+    ids = [by_byte[bytes([b])] for b in b"\xe2" + begun * n_begun + bytes(rest[2:])]
+    assert "".join(pieces(tokenizer, ids)) == BROKEN * n_begun + "🙂"
+    assert tokenizer.longest_decode <= MAX_PENDING + 1
 
 
 def test_control_tokens_are_hidden_unless_they_are_markup(tokenizer: TrainedTokenizer) -> None:
