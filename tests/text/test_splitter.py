@@ -20,6 +20,7 @@ TABLE: list[tuple[str, str, str, str]] = [
     ("  plain \n", "", "  plain \n", ""),
     ("<think>hm</think>yes", "", "yes", "hm"),
     ("<think>\nhm\n\n</think>\n\nyes\n", "", "yes\n", "hm"),
+    ("<think>one\n\ntwo\n</think>yes", "", "yes", "one\n\ntwo"),
     ("\n<think>hm</think>yes", "", "yes", "hm"),
     ("hm</think>yes", "<think>\n", "yes", "hm"),
     ("hm</think>yes", "user<think>", "yes", "hm"),
@@ -78,6 +79,13 @@ def test_reasoning_between_calls() -> None:
 def test_after_a_call_in_reasoning_the_reasoning_goes_on() -> None:
     reply = read_at_every_split(BOTH, f"a\n{CALL}\nb</think>c", tail="<think>")
     assert (reply.reasoning, reply.text, len(reply.calls)) == ("ab", "c", 1)
+
+
+def test_a_call_of_an_unknown_tool_in_reasoning_is_a_quotation() -> None:
+    quoted = CALL.replace("other", "nobody")
+    reply = read_at_every_split(BOTH, f"a {quoted} b</think>c", tail="<think>")
+    assert (reply.reasoning, reply.text, reply.calls) == (f"a {quoted} b", "c", [])
+    assert len(read_at_every_split(BOTH, f"a {quoted}").calls) == 1, "in text it is a call"
 
 
 def test_a_call_without_markers_may_follow_reasoning() -> None:

@@ -37,6 +37,7 @@ TABLE = [
     (("aab",), "aaab", ("a", "aab")),
     (("abcd", "bc"), "xabcd", ("xa", "bc")),
     (("bc", "abc"), "xabc", ("x", "abc")),
+    (("abc", "bc"), "xabc", ("x", "abc")),
     (("é",), "cafés", ("caf", "é")),
     (("abab", "babc"), "ababc", ("", "abab")),
     ((), "anything", ("anything", None)),
@@ -90,6 +91,13 @@ def test_it_starts_afresh_after_a_needle() -> None:
     assert finder.feed("yb") == ("yb", "", "")
     assert finder.feed("a") == ("", "", "")
     assert finder.feed("b!") == ("", "ab", "!")
+
+
+def test_it_starts_afresh_after_a_flush() -> None:
+    finder = Finder(("aab",))
+    assert finder.feed("xaa") == ("x", "", "")
+    assert finder.flush() == "aa"
+    assert finder.feed("ab") == ("ab", "", "")
 
 
 def test_a_long_self_similar_stop_costs_time_linear_in_the_text() -> None:
