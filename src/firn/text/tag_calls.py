@@ -69,9 +69,8 @@ class TagCallParser(JsonCallParser):
         self.tags = self.tags_by_marker[self.marker]
         end = self.tags.section_end
         char = yield from JsonTape(self.tape).next_char()
-        if (
-            char == "{" and self.marker != self.tags.call
-        ):  # JSON in the same tags: models mix formats
+        # Models mix formats: there may be JSON in the same tags.
+        if char == "{" and self.marker != self.tags.call:
             yield from self.guarded(self.calls(), *filter(None, [end]))
             yield from self.tape.close(end, stray="}")
             return
@@ -92,10 +91,10 @@ class TagCallParser(JsonCallParser):
         return is_next
 
     def _call(self) -> Script[None]:
-        g = self.tags
-        ends = (g.name_end,) if g.call else (g.name_end, g.parameter, g.call_end)
+        tags = self.tags
+        ends = (tags.name_end,) if tags.call else (tags.name_end, tags.parameter, tags.call_end)
         header, end = yield from self.tape.until(*ends, limit=_MAX_HEADER)
-        if end != g.name_end:
+        if end != tags.name_end:
             self.tape.pos -= len(end)
         self.start(_split_header(header)[0] if header.lstrip()[:1] in ('"', "'") else header)
         self.arguments("{")
@@ -109,20 +108,22 @@ class TagCallParser(JsonCallParser):
         self.end()
 
     def _parameters(self) -> Script[None]:
-        g = self.tags
+        tags = self.tags
         self._in_value = False
         separator = ""
-        ends = [g.call_end, *([g.section_end] if g.section_end not in ("", g.call_end) else [])]
+        ends = [tags.call_end]
+        if tags.section_end not in ("", tags.call_end):
+            ends.append(tags.section_end)
         while True:
-            _, marker = yield from self.tape.until(g.parameter, *ends)
+            _, marker = yield from self.tape.until(tags.parameter, *ends)
             if marker in ends:
-                if not g.call or marker != g.call_end:
+                if not tags.call or marker != tags.call_end:
                     self.tape.pos -= len(marker)  # left for the end of the section
                 return
-            header, _ = yield from self.tape.until(g.key_end)
+            header, _ = yield from self.tape.until(tags.key_end)
             key, attributes = _split_header(header)
-            if g.value_open:
-                yield from self.tape.until(g.value_open)
+            if tags.value_open:
+                yield from self.tape.until(tags.value_open)
             self._in_value = True
             yield from self._value(
                 separator + json.dumps(key, ensure_ascii=False) + ": ", key, attributes

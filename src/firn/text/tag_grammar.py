@@ -49,25 +49,29 @@ class _TagGrammarWriter:
     def _call(self, tool: Tool) -> str:
         t = self._tags
         tag = "" if self._opening == t.call else t.call
-        head = f"{tag}{self._named(plain(tool.name, tool.param))}{t.name_end}"
+        head = f"{tag}{self._quoted(plain(tool.name, tool.param))}{t.name_end}"
         # One line break after the name is enough.
         head += self._line if t.name_end != "\n" else ""
         tail = f"{t.call_end}{self._line}" if t.call else ""
         for key in unenforced_members(tool.parameters):
             self._lark.leave_out(tool.param, f"#/{key}")
         declared = parameters(tool)
-        body = [self._free()] if declared is None else [self._given(p, tool) for p in declared]
+        body = (
+            [self._any_parameters()]
+            if declared is None
+            else [self._parameter(p, tool) for p in declared]
+        )
         return " ".join([self._lark.mark(head), *body, self._lark.mark(tail)])
 
-    def _named(self, name: str) -> str:
+    def _quoted(self, name: str) -> str:
         return f"{self._tags.quote}{name}{self._tags.quote}"
 
-    def _given(self, parameter: Parameter, tool: Tool) -> str:
+    def _parameter(self, parameter: Parameter, tool: Tool) -> str:
         t = self._tags
         types = types_of(parameter.schema, as_root(parameter.schema))
         is_raw = not types or "string" in types
         kind = f' string="{"true" if is_raw else "false"}"' if t.says_string else ""
-        head = self._lark.mark(f"{t.parameter}{self._named(parameter.name)}{kind}{self._opens()}")
+        head = self._lark.mark(f"{t.parameter}{self._quoted(parameter.name)}{kind}{self._opens()}")
         grammar = lark_grammar(tool)
         if grammar is not None:
             closes = self._lark.mark(self._closes() + self._line)
@@ -75,7 +79,7 @@ class _TagGrammarWriter:
         tag = self._lark.rule(f"{head} {self._value(parameter, types, tool.param)}")
         return tag if parameter.required else f"{tag}?"
 
-    def _free(self) -> str:
+    def _any_parameters(self) -> str:
         """Any parameters with any text: the schema declares none."""
         t, mark = self._tags, self._lark.mark
         kind = ' string="true"' if t.says_string else ""
