@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from firn.text.scan import Finder
 from firn.text.stops import StopMatcher
+from firn.text.stream_finder import StreamFinder
 
 
 def read(stops: tuple[str, ...], chunks: list[str]) -> tuple[str, str | None]:
@@ -78,7 +78,7 @@ def test_any_stops_match_as_defined(stops: tuple[str, ...], chunks: list[str]) -
 def test_no_more_is_held_back_than_may_begin_a_stop(
     stops: tuple[str, ...], chunks: list[str]
 ) -> None:
-    finder = Finder(stops)
+    finder = StreamFinder(stops)
     for chunk in chunks:
         if finder.feed(chunk).needle:
             return
@@ -86,7 +86,7 @@ def test_no_more_is_held_back_than_may_begin_a_stop(
 
 
 def test_it_starts_afresh_after_a_needle() -> None:
-    finder = Finder(("ab",))
+    finder = StreamFinder(("ab",))
     assert finder.feed("xaby") == ("x", "ab", "y")
     assert finder.feed("yb") == ("yb", "", "")
     assert finder.feed("a") == ("", "", "")
@@ -94,7 +94,7 @@ def test_it_starts_afresh_after_a_needle() -> None:
 
 
 def test_it_starts_afresh_after_a_flush() -> None:
-    finder = Finder(("aab",))
+    finder = StreamFinder(("aab",))
     assert finder.feed("xaa") == ("x", "", "")
     assert finder.flush() == "aa"
     assert finder.feed("ab") == ("ab", "", "")

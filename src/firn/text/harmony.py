@@ -15,8 +15,8 @@ from typing import Literal
 from firn.text.calls import Script
 from firn.text.json_calls import JsonCallParser, JsonTape
 from firn.text.pieces import Piece, ReasoningPiece, TextPiece
-from firn.text.scan import Finder
 from firn.text.schema import ToolSchemas
+from firn.text.stream_finder import StreamFinder
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -54,7 +54,7 @@ class HarmonySplitter:
         self._schemas = schemas
         self._kind: Kind = "header"
         self._header = ""
-        self._finder = Finder(_BODY_ENDS)
+        self._finder = StreamFinder(_BODY_ENDS)
         self._call: HarmonyCall | None = None
         self._n_fed = 0
         self._out: list[Piece] = []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from firn.core.ports import Tokenizer
+from firn.text.rendering import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,11 @@ _FAMILIES = (
 )
 
 
-Spans = Callable[[str], Sequence[tuple[int, int]]]
-"""Where a text spells control tokens that are plain text, as characters [start, end)."""
+TypedSpans = Callable[[str], Sequence[Span]]
+"""Where a text spells control tokens that are plain text."""
 
 
-def _nowhere(text: str) -> Sequence[tuple[int, int]]:
+def _nowhere(text: str) -> Sequence[Span]:
     return ()
 
 
@@ -65,7 +66,7 @@ class Infill:
     ends: frozenset[int]
 
     def ids(
-        self, prefix: str, suffix: str, *, add_special: bool = True, typed: Spans = _nowhere
+        self, prefix: str, suffix: str, *, add_special: bool = True, typed: TypedSpans = _nowhere
     ) -> list[int]:
         """The prompt's tokens. add_special: include those that begin every prompt of this model."""
         ids = _opening(self.tokenizer) if add_special else []
@@ -99,9 +100,7 @@ def _token(tokenizer: Tokenizer, text: str) -> int | None:
     return tokenizer.token_id(text.replace(" ", "\u2581")) if token is None else token
 
 
-def _encode_inside(
-    tokenizer: Tokenizer, text: str, typed: Sequence[tuple[int, int]]
-) -> Sequence[int]:
+def _encode_inside(tokenizer: Tokenizer, text: str, typed: Sequence[Span]) -> Sequence[int]:
     """The tokens of a text in the middle of a prompt. Some tokenizers put a space before every text;
     models were trained without it here."""
     before = tokenizer.encode(UNJOINED, add_special=False)

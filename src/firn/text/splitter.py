@@ -11,7 +11,7 @@ from typing import Protocol
 
 from firn.text.calls import SPACE, CallParser
 from firn.text.pieces import Piece, ReasoningPiece, TextPiece
-from firn.text.scan import Finder
+from firn.text.stream_finder import StreamFinder
 
 
 class ReplySplitter(Protocol):
@@ -62,8 +62,8 @@ class TagSplitter:
         self._drop = drop
         opens = calls.opens if calls else ()
         tags = (think.open, think.close) if think else ()
-        self._text_finder = Finder((*tags, *opens, *drop))
-        self._reasoning_finder = Finder((think.close, *opens) if think else ())
+        self._text_finder = StreamFinder((*tags, *opens, *drop))
+        self._reasoning_finder = StreamFinder((think.close, *opens) if think else ())
         self._parser: CallParser | None = None
         self._n_fed = 0
         self._at_start = True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from firn.text.scan import Finder
+from firn.text.stream_finder import StreamFinder
 
 
 class StopMatcher:
     """The stop that ends first wins, as it would if the text came one character at a time."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        self._finder = Finder(stops)
+        self._finder = StreamFinder(stops)
         self.n_after = 0
         """How many characters came in after the stop that matched."""
 

@@ -19,7 +19,7 @@ class ScanResult(NamedTuple):
     after: str
 
 
-class Finder:
+class StreamFinder:
     """Finds the needle that ends first; of those that end together, the longest.
 
     Owner: whoever feeds it. `pending` is the text that came in and has not gone out.
