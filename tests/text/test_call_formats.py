@@ -10,7 +10,7 @@ import pytest
 
 from firn.text.formats import ReplyFormat
 from firn.text.native import NativeParser
-from firn.text.pythonic import python_calls
+from firn.text.python_calls import python_calls
 from tests.text.replies import Call, Reply, read, read_at_every_split
 
 WEATHER = "get_weather"

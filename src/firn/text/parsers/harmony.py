@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from firn.core.values import Tool
 from firn.text.call_grammar import CallGrammar, plain
-from firn.text.harmony import (
+from firn.text.harmony_splitter import (
     CALL,
     CHANNEL,
     CONSTRAIN,

@@ -12,7 +12,7 @@ from firn.text.call_grammar import CallGrammar, Parameter, parameters, unwritabl
 from firn.text.calls import CallParser, NotACall, Script, TextEnded
 from firn.text.lark import escaped
 from firn.text.parsers import Clues, ToolFormat
-from firn.text.pythonic import PythonCall, python_calls, write_call
+from firn.text.python_calls import PythonCall, python_calls, write_call
 from firn.text.schema import ToolSchemas
 
 CLOSERS = {
