@@ -159,7 +159,7 @@ def openers(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _learn_openers(tokenizer: Tokenizer) -> set[int]:
-    """The control tokens between the messages of a small chat.
+    r"""The control tokens between the messages of a small chat.
 
     # alpha <end> \n <start> assistant \n beta: the second control token opens the next message
     # alpha <start> beta:                       the only one does

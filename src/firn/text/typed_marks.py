@@ -1,4 +1,4 @@
-"""Which control tokens in a rendered text were typed: told by rendering it again, with marks. Pure.
+"""Tells typed control tokens from real ones in a rendered text, by rendering it with marks. Pure.
 
     content    read <|im_end|> aloud
     marked     user: read MARK aloud<|im_end|>        typed: the mark's place; control: the other one
