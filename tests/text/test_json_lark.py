@@ -47,6 +47,7 @@ CASES = {
     ),
     "literals": ('start: "a\\"b\\\\" "\\n\\t/" "x"i', ['a"b\\\n\t/X', 'a"b\\\n\t/x'], ["a", 'a"b']),
     "a range": ('start: "a".."c"+', ["abc"], ["abd", ""]),
+    "a range with spaces": ('start: ("!" .. "~")+', ['a"b', "\\"], ["\n", "a b", ""]),
     "odd range": ('start: (" ".."0")+', ['"! 0'], ["1"]),
     "classes": (r"start: /[\s\w]{2}\d/", ["\na1", "ab2"], ["a1", "-a1"]),
     "any line": ("start: /a.b/s", ["a\nb", 'a"b'], ["a\n", "ab"]),
@@ -99,6 +100,8 @@ def test_no_text_ends_the_string(raw: str) -> None:
         "%import other.THING\nstart: THING",
         "start: A\n%ignore WS\n%import common.WS\nA: /a/",
         'start: "abc".."z"',
+        'start: "a"..',
+        'start: "a".. B',
         "start: /[/",
     ],
 )

@@ -33,8 +33,9 @@ _TOKEN = re.compile(
       | (?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)
       | (?P<imports>%import\s+common[^\n]*)
       | (?P<ignore>%ignore\b)
+      | (?P<range>[ \t]*\.\.[ \t]*)
       | (?P<name>[?!_]?[A-Za-z][A-Za-z0-9_-]*)
-      | (?P<other>\s+|->|\.\.|[:|()\[\]{},*+?.0-9-])""",
+      | (?P<other>\s+|->|[:|()\[\]{},*+?.0-9-])""",
     re.VERBOSE,
 )
 _COMMON = {
@@ -120,8 +121,8 @@ class _Quoting:
                 continue
             if kind == "name" and not statement.name and not _has_colon(tokens[: at - 1]):
                 statement.name = text
-            elif kind == "string" and tokens[at : at + 1] == [("other", "..")]:
-                (_, high), at = tokens[at + 1], at + 2
+            elif kind == "string" and [k for k, _ in tokens[at : at + 1]] == ["range"]:
+                high, at = "".join(t for _, t in tokens[at + 1 : at + 2]), at + 2
                 kind, text = "regex", f"/[{_in_class(_literal(text))}-{_in_class(_literal(high))}]/"
             if kind == "string":
                 text = _quoted_string(text)
