@@ -13,6 +13,7 @@ from firn.text.formats import FALLBACK, detect_format
 from firn.text.parsers import formats
 from firn.text.prompt import PromptMaker
 from firn.text.template import Template
+from firn.text.tool_prompt import in_words
 from firn.text.turn_rules import TurnRules
 from tests import families
 from tests.text.replies import read
@@ -48,6 +49,15 @@ def test_tools_calls_and_results_are_written_in_words(family: str) -> None:
     call = formats()[FALLBACK].write("look", {"at": "sky"})  # type: ignore[misc]
     assert f"<start_of_turn>model\nI look.\n{call}<end_of_turn>" in text
     assert '<tool_result name="look">\nblue\n</tool_result><end_of_turn>' in text
+
+
+def test_a_result_may_name_any_tool() -> None:
+    """Nothing keeps a client from a name with a NUL, or with braces."""
+    for name in ("a\0b", "{text}", ""):
+        result = said("tool", "blue", name=name)
+        (turn,) = in_words([result], (), formats()[FALLBACK])
+        shown = f' name="{name}"' if name else ""
+        assert turn.text == f"<tool_result{shown}>\nblue\n</tool_result>"
 
 
 @pytest.mark.parametrize("format", [f.name for f in formats().values() if f.write])

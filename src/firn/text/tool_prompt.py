@@ -25,7 +25,7 @@ To call a tool, write a call in exactly this form, with the tool's name and its 
 
 Write nothing after a call: its result is sent to you next, between <tool_result> and </tool_result>.\
  Call a tool only where it helps; otherwise answer in plain text."""
-RESULT = "<tool_result{name}>\n{text}\n</tool_result>"
+RESULT_OPEN, RESULT_CLOSE = "<tool_result{name}>\n", "\n</tool_result>"
 
 
 def in_words(
@@ -49,8 +49,8 @@ def _introduced(tools: Sequence[Tool], write: WriteCall) -> list[Message]:
 def _in_words(message: Message, write: WriteCall, tool: str) -> Message:
     if message.role == "tool":
         name = f' name="{tool or message.name}"' if tool or message.name else ""
-        before, after = RESULT.format(name=name, text="\0").split("\0")
-        parts = (TextPart(before), *message.parts, TextPart(after))
+        before, after = TextPart(RESULT_OPEN.format(name=name)), TextPart(RESULT_CLOSE)
+        parts = (before, *message.parts, after)
         return Message("user", _merged(parts), checkpoint=message.checkpoint)
     if not message.tool_calls:
         return message
