@@ -159,20 +159,23 @@ def test_a_tool_that_takes_anything_gets_an_object(format: ToolFormat) -> None:
     free = Tool("free", "", {})
     if format.name.startswith("pythonic"):
         pytest.skip("parameters need names")
+    request = asked(required(parallel=False), tools=(free,))
     vocabulary = tokenizer(format.name)
-    n_calls = 0
-    for seed in range(4):
-        begun = start(format.name, asked(required(parallel=False), tools=(free,)))
-        walk = wander(begun, vocabulary.eos, seed=seed, n_most=300)
-        if walk is not None:
-            think = None if format.splitter else THINK
-            reply = read(
-                ReplyFormat(tool=format.name, think=think), [vocabulary.decode(walk)], tools=(free,)
-            )
-            assert [call.name for call in reply.calls] == ["free"]
-            assert isinstance(reply.calls[0].arguments, dict)
-            n_calls += 1
-    assert n_calls
+    walks = [
+        wander(start(format.name, request), vocabulary.eos, seed=seed, n_most=300)
+        for seed in range(4)
+    ]
+    replies = [vocabulary.decode(walk) for walk in walks if walk is not None]
+    example = format.example.replace("get_weather", "free")
+    if format.name != "dsml":  # whose tags say that the example's 3 is no string; here all are
+        assert accepts(format.name, start(format.name, request), example)
+        replies.append(example)
+    assert replies
+    think = None if format.splitter else THINK
+    for text in replies:
+        (call,) = read(ReplyFormat(tool=format.name, think=think), [text], tools=(free,)).calls
+        assert call.name == "free"
+        assert isinstance(call.arguments, dict)
 
 
 def test_arguments_have_no_members_but_the_declared() -> None:
