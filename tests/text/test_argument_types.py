@@ -47,6 +47,7 @@ FROM_TEXT: list[tuple[str, frozenset[str], Any]] = [
     ("null", kinds("string", "null"), None),
     ("none of them", kinds("string", "null"), "none of them"),
     ("7", kinds("string", "integer"), 7),
+    ("7", kinds("string", "number"), 7),
     ("007", kinds("string", "integer"), "007"),
     ("7", kinds("string", "null"), "7"),
     ('{"a": [1]}', kinds("object"), {"a": [1]}),
@@ -101,6 +102,8 @@ COERCE: list[tuple[Any, frozenset[str], Any]] = [
     ({"a": 1}, kinds("string"), {"a": 1}),
     ("[1]", kinds("array"), [1]),
     (5, kinds("integer"), 5),
+    (5, kinds("string", "integer"), 5),
+    (True, kinds("string", "boolean"), True),
     ("x", ANY, "x"),
 ]
 

@@ -74,6 +74,7 @@ TABLE = {
     ),
     "nothing left": ((system("x-anthropic-billing-header: cch=1"), user("u")), (user("u"),)),
     "an empty system message is kept": ((system(""), user("u")), (system(""), user("u"))),
+    "and so is one without parts": ((system(), user("u")), (system(), user("u"))),
     "a user may quote the line": (
         (user("x-anthropic-billing-header: cch=1"),),
         (user("x-anthropic-billing-header: cch=1"),),
@@ -134,6 +135,51 @@ STRICT = {
 def test_what_a_strict_template_gets(case: str) -> None:
     before, after = STRICT[case]
     assert arrange(before, ALTERNATING) == after
+
+
+NO_RESULT = "(There is no result.)"
+EARLIER = "(The conversation began earlier.)"
+INTERRUPTED = {
+    "an abandoned call gets a result": (
+        TurnRules(unanswered=False),
+        (user("u"), CALLS, user("v"), CALLS, RESULT, CALLS, assistant("x")),
+        (
+            *(user("u"), CALLS, said("tool", NO_RESULT, tool_call_id="c1"), user("v")),
+            *(CALLS, RESULT, CALLS, said("tool", NO_RESULT, tool_call_id="c1"), assistant("x")),
+        ),
+    ),
+    "the last call may still get its own": (
+        TurnRules(unanswered=False),
+        (user("u"), CALLS),
+        (user("u"), CALLS),
+    ),
+    "a result without a call is a user's text": (
+        TurnRules(orphans=False),
+        (user("u"), RESULT, CALLS, RESULT, OTHER_RESULT),
+        (user("u"), user("42"), CALLS, RESULT, user("43")),
+    ),
+    "answers in a row become one": (
+        TurnRules(assistant_runs=False),
+        (user("u"), assistant("x", reasoning="a"), assistant("y", reasoning="b"), CALLS, RESULT),
+        (user("u"), assistant("x\n\ny", reasoning="a\n\nb", tool_calls=(CALL,)), RESULT),
+    ),
+    "an answer at the beginning gets a turn before it": (
+        TurnRules(assistant_first=False),
+        (system("s"), assistant("x"), user("u")),
+        (system("s"), user(EARLIER), assistant("x"), user("u")),
+    ),
+    "a lone system message becomes a user's": (
+        TurnRules(system_alone=False),
+        (system("a"), system("b")),
+        (user("a\n\nb"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INTERRUPTED)
+def test_what_interrupted_agents_leave_can_be_rendered(case: str) -> None:
+    rules, before, after = INTERRUPTED[case]
+    assert arrange(before, rules) == after
 
 
 def test_a_programs_note_joins_the_results_where_a_turn_would_change_the_prefix() -> None:

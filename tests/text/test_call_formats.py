@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from firn.text.formats import ReplyFormat
+from firn.text.make_splitter import make_splitter
 from firn.text.native import NativeParser
 from firn.text.python_calls import python_calls
-from tests.text.replies import Call, Reply, read, read_at_every_split
+from tests.text.replies import TOOLS, Call, Reply, fold, read, read_at_every_split
 
 WEATHER = "get_weather"
 
@@ -79,6 +80,7 @@ CALLS: dict[str, list[tuple[str, list[tuple[str, Any]]]]] = {
     ],
     "dsml": [
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="other">\n<｜DSML｜parameter name="a" string="true">7</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', [("other", {"a": "7", "b": 7})]),
+        ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="note" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', [(WEATHER, {"note": 7})]),
     ],
     "mistral": [
         ('[TOOL_CALLS][{"name": "other", "arguments": {"a": 1}, "id": "abcdef123"}]', [("other", {"a": 1})]),
@@ -141,6 +143,7 @@ TEXTS: dict[str, list[str]] = {
     "bare_json": [
         '{"answer": 42}',
         '{"name": "Bob", "age": 3}',
+        '{"name": "other", "age": 3}',
         '{"name": "nobody", "parameters": {}}',
         '[1] is a footnote',
         "{not json}",
@@ -221,6 +224,17 @@ def test_deepseek_arguments_that_are_not_an_object_stay_in_their_call() -> None:
     text = f'{call}other{separator}[1]{end}{call}other{separator}{{"a": 1}}{end}'
     reply = read_at_every_split(ReplyFormat(tool="deepseek"), text)
     assert [(c.name, c.text) for c in reply.calls] == [("other", "[1]"), ("other", '{"a": 1}')]
+
+
+def test_a_header_that_is_too_long_is_text() -> None:
+    """At once, so that the reader need not wait for the end of the reply."""
+    format, text = ReplyFormat(tool="glm"), "<tool_call>" + "x" * 2000
+    splitter = make_splitter(format, TOOLS, "")
+    assert splitter is not None
+    assert fold(splitter.feed(text)).text == text
+    closed = f"{text}\n</tool_call>"
+    assert read(format, [closed]) == read(format, list(closed))
+    assert read(format, [closed]).text == closed
 
 
 def test_a_good_call_after_a_bad_one() -> None:

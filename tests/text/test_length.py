@@ -61,6 +61,16 @@ def test_a_long_text_of_few_tokens_passes() -> None:
     assert tokenizer.n_read == 1 << 20
 
 
+def test_tokens_that_only_cutting_adds_do_not_count() -> None:
+    """Whole, it has one token for every 1000 characters; each slice has a part of one more."""
+    tokenizer = Counting(chars_a_token=1000, longest=1000)
+    text = "x" * (4 * SLICE_CHARS)
+    n_tokens = len(tokenizer.encode(text, add_special=False))
+    refuse_too_long(text, tokenizer, limit=n_tokens + 1)
+    with pytest.raises(ContextTooLong):
+        refuse_too_long(text, tokenizer, limit=n_tokens // 2)
+
+
 def test_ordinary_texts_are_not_looked_at() -> None:
     tokenizer = Counting()
     refuse_too_long("x" * 4096 * 8, tokenizer, limit=4096)

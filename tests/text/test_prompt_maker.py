@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from firn.core.values import (
 from firn.text.prompt import PromptMaker
 from firn.text.template import read_style
 from tests import families
-from tests.text.trained import CHATML, byte_level, fallback
+from tests.text.trained import CHATML, TrainedTokenizer, byte_level, fallback
 
 LLAMA = (
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
@@ -151,6 +152,24 @@ def test_a_system_prompt_inside_the_first_user_turn_has_a_boundary_with_byte_fal
     prompt = PromptMaker(tokenizer, context_length=4096).make(chat(SYSTEM, TURNS[0]))
     shown = [tokenizer.decode(prompt.ids[:p].tolist()) for p in prompt.boundaries]
     assert any(text.endswith(SYSTEM.text) for text in shown)
+
+
+class Lowering(TrainedTokenizer):
+    """Decodes to lower case only."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode(ids).lower()
+
+
+def test_a_tokenizer_that_changes_the_text_gives_no_boundary_inside_a_turn() -> None:
+    plain = byte_level().with_template(GEMMA)
+    lowering = Lowering(plain._tokenizer, byte_level=True, chat_template=GEMMA)
+    source = chat(SYSTEM, TURNS[0])
+    exact, changed = (
+        PromptMaker(tokenizer, context_length=4096).make(source).boundaries
+        for tokenizer in (plain, lowering)
+    )
+    assert set(changed) < set(exact)
 
 
 def test_a_template_without_control_tokens_has_no_message_boundaries() -> None:

@@ -258,6 +258,13 @@ def test_tokens_of_reasoning_calls_and_markup_are_not_shown() -> None:
     assert shown(seen) == seen.text.encode()
 
 
+def test_a_token_that_is_text_only_in_part_is_shown() -> None:
+    """The space between a call and the text after it is markup, and a part of the text's first token."""
+    ids = byte_level().encode(" brown fox", add_special=False)
+    seen = run([*by_byte(CALL), *ids], format=BOTH, tools=TOOLS, logprobs=True)
+    assert (seen.text, shown(seen)) == ("brown fox", b" brown fox")
+
+
 def test_a_rejected_call_is_text_with_its_tokens() -> None:
     text = "<tool_call>oops</tool_call> so"
     seen = run(by_byte(text), format=BOTH, tools=TOOLS, logprobs=True)
